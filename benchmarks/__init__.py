@@ -1,0 +1,1 @@
+"""Measurements: throughput, latency, and records of both."""

@@ -1,0 +1,1 @@
+"""Export: from a checkpoint to a bundle that a server loads."""

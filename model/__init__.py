@@ -1,0 +1,1 @@
+"""The Mask R-CNN model, and what training, export and serving agree on."""

@@ -1,0 +1,160 @@
+"""The manifest of a bundle: what export promises and serving may rely on. Needs no torch."""
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .spec import ShapeBucket
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA_VERSION = 1
+
+Precision = Literal["fp32", "tf32", "fp16"]
+InputDtype = Literal["uint8", "float32"]
+
+
+class BundleError(Exception):
+    """A bundle is missing something, damaged, or not meant for this version."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Category(_Record):
+    """A class: its id in the data set it was trained on, and its name."""
+
+    id: int
+    name: str
+
+
+class Preprocessing(_Record):
+    """How an image becomes a model input.
+
+    The image is decoded to RGB, resized so that its shorter side is `min_size` unless the longer
+    one would exceed `max_size`, and padded at the right and the bottom to a bucket. Normalisation
+    (`pixel_mean`, `pixel_std`, in 0..255) happens inside the graph.
+    """
+
+    min_size: int = Field(gt=0)
+    max_size: int = Field(gt=0)
+    pixel_mean: tuple[float, float, float]
+    pixel_std: tuple[float, float, float]
+    channel_order: Literal["RGB"] = "RGB"
+
+
+class Artifact(_Record):
+    """One file of the bundle that computes detections for one shape bucket and precision."""
+
+    path: str
+    sha256: str
+    kind: Literal["onnx"]
+    precision: Precision
+    input_dtype: InputDtype
+    bucket: ShapeBucket
+
+
+class Provenance(_Record):
+    """Where the weights come from."""
+
+    checkpoint: str
+    checkpoint_sha256: str
+    iteration: int
+    metrics: dict[str, float]
+    exported_by: str
+    exported_at: str
+
+
+class Manifest(_Record):
+    """The bundle's table of contents, stored as `manifest.json`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    model_name: str
+    categories: tuple[Category, ...]
+    preprocessing: Preprocessing
+    max_detections: int = Field(gt=0)
+    mask_side: int = Field(gt=0)
+    artifacts: tuple[Artifact, ...] = Field(min_length=1)
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _check_paths(self) -> "Manifest":
+        for artifact in self.artifacts:
+            path = Path(artifact.path)
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"artifact path {artifact.path!r} leaves the bundle")
+        return self
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names by label: label 1 is `class_names[0]`."""
+        return tuple(category.name for category in self.categories)
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """Precisions the bundle can serve, in the order of its artefacts."""
+        return tuple(dict.fromkeys(artifact.precision for artifact in self.artifacts))
+
+    def artifacts_for(self, precision: Precision) -> tuple[Artifact, ...]:
+        """Artefacts of one precision, one a shape bucket.
+
+        Raises:
+            BundleError: the bundle holds none of that precision.
+        """
+        chosen = tuple(a for a in self.artifacts if a.precision == precision)
+        if not chosen:
+            raise BundleError(
+                f"the bundle has no {precision} artefact, only {', '.join(self.precisions)}; "
+                f"export it with `maskrcnn export CHECKPOINT -o BUNDLE --precision {precision}`"
+            )
+        return chosen
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(bundle: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` into the bundle folder."""
+    (bundle / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n")
+
+
+def read_manifest(bundle: Path) -> Manifest:
+    """Read and validate a bundle's manifest; the artefacts' hashes are checked when loaded.
+
+    Raises:
+        BundleError: no manifest there, or one this version does not understand.
+    """
+    path = bundle / MANIFEST_NAME
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise BundleError(
+            f"{bundle} is no bundle: it has no {MANIFEST_NAME}; "
+            "make one with `maskrcnn export CHECKPOINT -o BUNDLE`"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise BundleError(f"{path}: {where}: {first['msg']}; export the bundle again") from None
+
+
+def verified_path(bundle: Path, artifact: Artifact) -> Path:
+    """Path of an artefact whose bytes are the ones the manifest names.
+
+    Raises:
+        BundleError: the file is missing or its SHA-256 differs.
+    """
+    path = bundle / artifact.path
+    if not path.is_file():
+        raise BundleError(f"{path} is missing from the bundle; export the bundle again")
+    if sha256_of(path) != artifact.sha256:
+        raise BundleError(
+            f"{path} is not the file that was exported (its SHA-256 differs from the manifest's); "
+            "export the bundle again"
+        )
+    return path

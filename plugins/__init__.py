@@ -1,0 +1,1 @@
+"""Custom operations: one contract each, several implementations."""

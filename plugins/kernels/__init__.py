@@ -1,0 +1,1 @@
+"""CUDA sources of the custom operations, free of framework headers."""

@@ -1,0 +1,1 @@
+"""Serving: from a bundle to detections over gRPC."""

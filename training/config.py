@@ -1,0 +1,200 @@
+"""Configuration of a training run: YAML presets, validated, with dotted overrides."""
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from ..model.config import FrozenConfig, ModelConfig
+from ..model.spec import ShapeBucket
+
+
+class ConfigError(Exception):
+    """A configuration says something that is not allowed."""
+
+
+class DatasetConfig(FrozenConfig):
+    """A data set in COCO format."""
+
+    images: Path
+    """Folder of the images."""
+    annotations: Path
+    """COCO instances JSON file."""
+
+
+class DataConfig(FrozenConfig):
+    """What is read and how it becomes model input."""
+
+    train: DatasetConfig
+    val: DatasetConfig | None = None
+    """Data set that evaluations use; none, no evaluation."""
+    min_size: int = Field(800, ge=32)
+    """Shorter side in pixels after resizing."""
+    max_size: int = Field(1333, ge=32)
+    """Longer side in pixels at most after resizing."""
+    buckets: tuple[ShapeBucket, ...] = (ShapeBucket(800, 1344), ShapeBucket(1344, 800))
+    """Input sizes into which resized images are padded: a batch holds images of one bucket."""
+    flip_probability: float = Field(0.5, ge=0, le=1)
+    """Chance of a horizontal flip in training."""
+    on_broken: Literal["skip", "refuse"] = "skip"
+    """Unreadable images and annotations: leave out, named and counted, or stop."""
+    keep_empty: bool = False
+    """Train on images without annotations too."""
+    workers: int = Field(2, ge=0)
+    """Processes that read images; 0 reads in the training process."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> "DataConfig":
+        if self.max_size < self.min_size:
+            raise ValueError(f"max_size {self.max_size} is below min_size {self.min_size}")
+        for bucket in self.buckets:
+            if bucket.height % 32 or bucket.width % 32:
+                raise ValueError(f"bucket {bucket} is not a multiple of 32 on both sides")
+        for sides in ((self.min_size, self.max_size), (self.max_size, self.min_size)):
+            if not any(b.height >= sides[0] and b.width >= sides[1] for b in self.buckets):
+                raise ValueError(f"no bucket holds an image of {sides[0]}x{sides[1]} pixels")
+        return self
+
+
+class SolverConfig(FrozenConfig):
+    """SGD with warm-up and steps."""
+
+    images_per_batch: int = Field(16, ge=1)
+    """Images a step, over all ranks and accumulated batches."""
+    accumulate: int = Field(1, ge=1)
+    """Forward and backward passes a step; more save memory."""
+    base_lr: float = Field(0.02, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(1e-4, ge=0)
+    max_iterations: int = Field(90000, ge=1)
+    steps: tuple[int, ...] = (60000, 80000)
+    """Iterations at which the learning rate is multiplied by `gamma`."""
+    gamma: float = Field(0.1, gt=0, le=1)
+    warmup_iterations: int = Field(500, ge=0)
+    warmup_factor: float = Field(1 / 3, ge=0, le=1)
+    """The learning rate starts at this share of `base_lr` and rises linearly."""
+    clip_gradient_norm: float | None = Field(None, gt=0)
+    """Largest norm of the whole gradient; none, no clipping."""
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> "SolverConfig":
+        if self.images_per_batch % self.accumulate:
+            raise ValueError(
+                f"images_per_batch {self.images_per_batch} does not divide by accumulate "
+                f"{self.accumulate}"
+            )
+        if list(self.steps) != sorted(set(self.steps)):
+            raise ValueError(f"steps {list(self.steps)} must rise")
+        return self
+
+
+class EvaluationConfig(FrozenConfig):
+    """COCO evaluation of the validation set."""
+
+    period: int = Field(0, ge=0)
+    """Iterations between evaluations; 0, only at the end."""
+    skip: bool = False
+    """No evaluation at all."""
+    images_per_batch: int = Field(8, ge=1)
+    """Images a batch and rank in inference."""
+
+
+class TrainConfig(FrozenConfig):
+    """A training run."""
+
+    output_dir: Path = Path("runs/train")
+    """Folder of checkpoints, log and metrics."""
+    seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp16"
+    """Arithmetic: fp16 scales the loss; fp16 needs a GPU."""
+    channels_last: bool = True
+    """Keep features in NHWC memory order."""
+    weights: Path | None = None
+    """Checkpoint whose model weights training starts from."""
+    checkpoint_period: int = Field(2500, ge=1)
+    log_period: int = Field(20, ge=1)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    solver: SolverConfig = SolverConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the configurations that ship with the package."""
+    folder = resources.files(__package__) / "presets"
+    return tuple(sorted(p.name.removesuffix(".yaml") for p in folder.iterdir()
+                        if p.name.endswith(".yaml")))
+
+
+def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Configuration from a YAML file or the name of a preset, with `key.path=value` overrides.
+
+    Raises:
+        ConfigError: in one sentence, the key or value at fault and what is allowed.
+    """
+    values = _read_yaml(source)
+    for override in overrides:
+        _apply_override(values, override)
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_sentence_from(error)}") from None
+
+
+def _read_yaml(source: str) -> dict[str, Any]:
+    path = Path(source)
+    if source in presets():
+        text = (resources.files(__package__) / "presets" / f"{source}.yaml").read_text()
+    elif path.is_file():
+        text = path.read_text()
+    else:
+        raise ConfigError(
+            f"{source!r} is neither a file nor a preset; presets: {', '.join(presets())}"
+        )
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source} must hold keys and values, not {type(values).__name__}")
+    return values
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} is not of the form key.path=value")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        section = values.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{key}: {parent} is a value, not a section")
+        values = section
+    try:
+        values[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"the value of override {override!r} is not YAML") from None
+
+
+def _sentence_from(error: ValidationError) -> str:
+    """The first fault of a validation as one sentence."""
+    fault = error.errors()[0]
+    path = [str(part) for part in fault["loc"]]
+    key = ".".join(path) or "configuration"
+    if fault["type"] == "extra_forbidden":
+        section: Any = TrainConfig
+        for part in path[:-1]:
+            section = section.model_fields[part].annotation
+            section = next((a for a in getattr(section, "__args__", ())
+                            if hasattr(a, "model_fields")), section)
+        return f"unknown key {key}; allowed here: {', '.join(section.model_fields)}"
+    if fault["type"] == "missing":
+        return f"{key} is missing and has no default"
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return f"{key}: {message}"
+    return f"{key} is {fault['input']!r}; {message[0].lower()}{message[1:]}"

@@ -1,0 +1,1 @@
+"""Data sets in COCO format: reading, drawing, batching."""

@@ -1,0 +1,1 @@
+"""Training configurations that ship with the package."""
