@@ -1,0 +1,206 @@
+"""Box and mask heads (He et al., Mask R-CNN), for whole batches."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads
+from torchvision.ops import roi_align
+
+from ..plugins.nms_keep import nms_keep
+from ..plugins.pyramid_roi_align import pyramid_roi_align
+from .backbone import PYRAMID_SCALES
+from .boxes import DeltaWeights, boxes_from_deltas, clip_boxes, deltas_from_boxes, larger_than
+from .config import ModelConfig
+from .losses import smooth_l1_sum
+from .matching import match_candidates
+from .rpn import Proposals
+from .selection import descending_top_k, random_keys, sample_candidates, take_rows
+from .targets import Targets
+
+DELTA_WEIGHTS = DeltaWeights(center=10.0, size=5.0)
+_MIN_SIDE = 1e-2
+_SAMPLING_STREAM = 2
+
+
+class BoxDetections(NamedTuple):
+    """Detections before their masks, best first; D is the configured maximum."""
+
+    boxes: Tensor
+    """[B, D, 4], xyxy in input pixels; zero where not valid."""
+    scores: Tensor
+    """[B, D]."""
+    labels: Tensor
+    """[B, D] int64; 0 where not valid."""
+    valid: Tensor
+    """[B, D] bool."""
+
+
+class TrainingRois(NamedTuple):
+    """RoIs sampled for the losses: positives first."""
+
+    boxes: Tensor
+    """[B, S, 4]."""
+    labels: Tensor
+    """[B, S] int64; 0 is the background."""
+    targets: Tensor
+    """[B, S] int64: the ground-truth box of each."""
+    positive: Tensor
+    """[B, S] bool."""
+    chosen: Tensor
+    """[B, S] bool; False marks padding."""
+
+
+class MaskPredictor(nn.Module):
+    """Upsamples and predicts one mask a RoI: that of its label only."""
+
+    def __init__(self, channels: int, dim: int, num_outputs: int) -> None:
+        super().__init__()
+        self.conv5_mask = nn.ConvTranspose2d(channels, dim, 2, stride=2)
+        self.mask_fcn_logits = nn.Conv2d(dim, num_outputs, 1)
+        for layer in (self.conv5_mask, self.mask_fcn_logits):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+        """Logits [K, 2P, 2P] of [K, C, P, P] features and [K] labels."""
+        features = F.relu(self.conv5_mask(features))
+        weight = self.mask_fcn_logits.weight.flatten(1)[labels]
+        bias = self.mask_fcn_logits.bias[labels]
+        logits = torch.bmm(weight[:, None], features.flatten(2)) + bias[:, None, None]
+        return logits.view(-1, *features.shape[2:])
+
+
+class RoiHeads(nn.Module):
+    """Classifies and refines proposals, and draws the masks of what was found."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = roi = config.roi
+        channels, outputs = config.backbone.fpn_channels, config.num_classes + 1
+        self.box_head = TwoMLPHead(channels * roi.box_pool**2, roi.box_head_dim)
+        self.box_predictor = FastRCNNPredictor(roi.box_head_dim, outputs)
+        self.mask_head = MaskRCNNHeads(channels, [roi.mask_head_dim] * roi.mask_head_depth, 1)
+        self.mask_predictor = MaskPredictor(roi.mask_head_dim, roi.mask_head_dim, outputs)
+
+    def _pool(self, features: Sequence[Tensor], boxes: Tensor, size: int) -> Tensor:
+        pooled: Tensor = pyramid_roi_align(
+            features[: len(PYRAMID_SCALES)], boxes, size, self.config.sampling_ratio, PYRAMID_SCALES
+        )
+        return pooled.flatten(0, 1)
+
+    def _predict_boxes(self, features: Sequence[Tensor], boxes: Tensor) -> tuple[Tensor, Tensor]:
+        """Class logits [B, R, C + 1] and deltas [B, R, C + 1, 4] of boxes [B, R, 4]."""
+        hidden = self.box_head(self._pool(features, boxes, self.config.box_pool))
+        logits, deltas = self.box_predictor(hidden)
+        shape = boxes.shape[:2]
+        return logits.float().unflatten(0, shape), deltas.float().view(*shape, -1, 4)
+
+    def detect(
+        self, features: Sequence[Tensor], proposals: Proposals, image_sizes: Tensor
+    ) -> BoxDetections:
+        """Best detections of each image after suppression within each class."""
+        config = self.config
+        logits, deltas = self._predict_boxes(features, proposals.boxes)
+        scores = logits.softmax(dim=-1)[..., 1:]
+        found = (scores > config.score_threshold) & proposals.valid[..., None]
+        scores = torch.where(found, scores, -1.0).flatten(1)
+        scores, indices = descending_top_k(scores, config.nms_candidates)
+        classes = logits.shape[-1] - 1
+        rois, labels = indices // classes, indices % classes + 1
+        chosen_deltas = take_rows(deltas.flatten(1, 2), rois * (classes + 1) + labels)
+        boxes = boxes_from_deltas(chosen_deltas, take_rows(proposals.boxes, rois), DELTA_WEIGHTS)
+        boxes = clip_boxes(boxes, image_sizes)
+        valid = (scores > 0) & larger_than(boxes, _MIN_SIDE)
+        keep = nms_keep(boxes, torch.where(valid, labels, -1), config.nms_iou)
+        scores, kept = descending_top_k(torch.where(keep, scores, -1.0), config.max_detections)
+        valid = scores > 0
+        return BoxDetections(
+            take_rows(boxes, kept) * valid[..., None],
+            scores * valid,
+            labels.gather(1, kept) * valid,
+            valid,
+        )
+
+    def draw_masks(self, features: Sequence[Tensor], boxes: Tensor, labels: Tensor) -> Tensor:
+        """Mask logits [B, K, M, M] float32 of boxes [B, K, 4] with labels [B, K]."""
+        pooled = self._pool(features, boxes, self.config.mask_pool)
+        logits: Tensor = self.mask_predictor(self.mask_head(pooled), labels.flatten())
+        return logits.float().unflatten(0, labels.shape)
+
+    def sample(self, proposals: Proposals, targets: Targets, seeds: Tensor) -> TrainingRois:
+        """RoIs for the losses, from proposals and the ground-truth boxes themselves."""
+        config = self.config.sampling
+        boxes = torch.cat([proposals.boxes, targets.boxes], dim=1)
+        valid = torch.cat([proposals.valid, targets.labels > 0], dim=1)
+        matches = match_candidates(boxes, targets, config, low_quality=False)
+        sample = sample_candidates(
+            matches.positive & valid,
+            matches.negative & valid,
+            random_keys(seeds, boxes.shape[1], _SAMPLING_STREAM),
+            config.batch_size_per_image,
+            config.positive_fraction,
+        )
+        matched = matches.target.gather(1, sample.indices)
+        return TrainingRois(
+            take_rows(boxes, sample.indices),
+            targets.labels.gather(1, matched) * sample.positive,
+            matched,
+            sample.positive,
+            sample.chosen,
+        )
+
+    def losses(
+        self, features: Sequence[Tensor], rois: TrainingRois, targets: Targets
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums of the classification, box and mask losses of sampled RoIs."""
+        logits, deltas = self._predict_boxes(features, rois.boxes)
+        chosen = rois.chosen.float()
+        classification = F.cross_entropy(
+            logits.flatten(0, 1), rois.labels.flatten(), reduction="none"
+        )
+        classification = (classification * chosen.flatten()).sum()
+        own_deltas = deltas.gather(2, rois.labels[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
+        matched = take_rows(targets.boxes, rois.targets)
+        wanted = deltas_from_boxes(matched, rois.boxes, DELTA_WEIGHTS)
+        regression = smooth_l1_sum(own_deltas, wanted, rois.positive)
+        return classification, regression, self._mask_loss(features, rois, targets)
+
+    def _mask_loss(
+        self, features: Sequence[Tensor], rois: TrainingRois, targets: Targets
+    ) -> Tensor:
+        slots = self.mask_slots(rois)
+        boxes, labels, matched, positive = (x[:, :slots] for x in rois[:4])
+        logits = self.draw_masks(features, boxes, labels)
+        wanted = mask_targets(targets.masks, boxes, matched, logits.shape[-1])
+        return F.binary_cross_entropy_with_logits(
+            logits, wanted, weight=positive.float()[..., None, None], reduction="sum"
+        )
+
+    def mask_slots(self, rois: TrainingRois) -> int:
+        """RoIs an image that can be positive, and so may need a mask."""
+        sampling = self.config.sampling
+        limit = int(sampling.batch_size_per_image * sampling.positive_fraction)
+        return min(limit, rois.labels.shape[1])
+
+
+def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
+    """Ground-truth masks within RoIs, resampled as torchvision does: averages in 0..1.
+
+    Args:
+        masks: [B, G, H, W] uint8.
+        boxes: [B, K, 4], RoIs in input pixels.
+        matched: [B, K] int64, the ground-truth mask of each.
+        side: M.
+
+    Returns:
+        [B, K, M, M] float32.
+    """
+    batch, instances = masks.shape[:2]
+    planes = torch.arange(batch, device=masks.device)[:, None] * instances + matched
+    indexed = torch.cat([planes[..., None].to(boxes.dtype), boxes], dim=2).flatten(0, 1)
+    crops = roi_align(masks.flatten(0, 1)[:, None].to(boxes.dtype), indexed, side)
+    return crops[:, 0].unflatten(0, boxes.shape[:2])
