@@ -1,0 +1,215 @@
+"""A COCO-format data set: what its file says, checked, and ready to be indexed."""
+
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...model.manifest import Category
+from ..config import DatasetConfig
+from .instances import (
+    BrokenAnnotationError,
+    Instance,
+    coco_from_segmentation,
+    instance_from_annotation,
+)
+
+logger = logging.getLogger(__name__)
+
+_IDS_SHOWN = 5
+
+
+class DataError(Exception):
+    """A data set, or an image of it, cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRecord:
+    """An image of a data set and what is annotated in it."""
+
+    id: int
+    path: Path
+    height: int
+    """In pixels, as annotated."""
+    width: int
+    """In pixels, as annotated."""
+    instances: tuple[Instance, ...]
+    """Objects and crowds."""
+
+    @property
+    def objects(self) -> tuple[Instance, ...]:
+        """What training learns from: the instances that are not crowds."""
+        return tuple(instance for instance in self.instances if not instance.is_crowd)
+
+
+class CocoDataset:
+    """Index of a data set in COCO format; images are read elsewhere, when they are needed.
+
+    Attributes:
+        name: the annotation file, for messages.
+        categories: classes by ascending id; label 1 is `categories[0]`.
+        records: the usable images, by ascending id.
+        faults: what was left out: ids (or file names) by reason.
+    """
+
+    def __init__(
+        self, config: DatasetConfig, on_broken: Literal["skip", "refuse"] = "skip"
+    ) -> None:
+        """Read and check the annotation file.
+
+        Entries that cannot be used, and images whose file is missing, are left out and counted
+        in a warning, or refused.
+
+        Raises:
+            DataError: a missing folder or file, a file that is not in COCO format, no usable
+                image, or anything broken where broken entries are refused.
+        """
+        self.name = str(config.annotations)
+        content = _read_annotation_file(config)
+        self.categories = _categories_from(content["categories"], self.name)
+        faults: dict[str, list[str]] = defaultdict(list)
+        images = _images_from(content["images"], config.images, faults)
+        listed = [entry.get("id") for entry in content["images"]]
+        instances = self._instances_by_image(content["annotations"], images, listed, faults)
+        self.faults: Mapping[str, tuple[str, ...]] = {r: tuple(ids) for r, ids in faults.items()}
+        if faults:
+            self._report(on_broken)
+        if not images:
+            raise DataError(f"{self.name} lists no image that can be used")
+        self.records = tuple(
+            ImageRecord(id_, path, height, width, tuple(instances[id_]))
+            for id_, (path, height, width) in sorted(images.items())
+        )
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def ground_truth(self, image_ids: Iterable[int] | None = None) -> dict[str, Any]:
+        """The content of a COCO file with the usable entries, crowds included.
+
+        Args:
+            image_ids: images to be in it; all, if none are given.
+        """
+        chosen = set(image_ids) if image_ids is not None else {r.id for r in self.records}
+        records = [record for record in self.records if record.id in chosen]
+        pairs = [(record, instance) for record in records for instance in record.instances]
+        return {
+            "info": {},
+            "images": [
+                {"id": r.id, "file_name": r.path.name, "height": r.height, "width": r.width}
+                for r in records
+            ],
+            "categories": [category.model_dump() for category in self.categories],
+            # Numbered anew: pycocotools takes an annotation of id 0 for one never matched, and
+            # drops all but the last of those that share an id.
+            "annotations": [
+                {
+                    "id": number,
+                    "image_id": record.id,
+                    "category_id": self.categories[instance.label - 1].id,
+                    "bbox": list(instance.bbox),
+                    "area": instance.area,
+                    "iscrowd": int(instance.is_crowd),
+                    "segmentation": coco_from_segmentation(instance.segmentation),
+                }
+                for number, (record, instance) in enumerate(pairs, start=1)
+            ],
+        }
+
+    def _instances_by_image(
+        self,
+        annotations: list[Any],
+        images: Mapping[int, tuple[Path, int, int]],
+        listed: list[Any],
+        faults: dict[str, list[str]],
+    ) -> Mapping[int, list[Instance]]:
+        labels = {category.id: label for label, category in enumerate(self.categories, start=1)}
+        instances: dict[int, list[Instance]] = defaultdict(list)
+        for annotation in annotations:
+            image_id = annotation.get("image_id")
+            if isinstance(image_id, int) and image_id in images:
+                _, height, width = images[image_id]
+                try:
+                    instance = instance_from_annotation(annotation, height, width, labels)
+                except BrokenAnnotationError as error:
+                    faults[f"annotations: {error}"].append(str(annotation.get("id", "without id")))
+                else:
+                    instances[image_id].append(instance)
+            elif image_id not in listed:
+                faults["annotations: unknown image"].append(str(annotation.get("id", "without id")))
+        return instances
+
+    def _report(self, on_broken: Literal["skip", "refuse"]) -> None:
+        reasons = "; ".join(
+            f"{len(ids)} {reason} ({', '.join(ids[:_IDS_SHOWN])}"
+            f"{', ...' if len(ids) > _IDS_SHOWN else ''})"
+            for reason, ids in self.faults.items()
+        )
+        if on_broken == "refuse":
+            raise DataError(
+                f"{self.name} has broken entries: {reasons}; repair them, or leave them out with "
+                "data.on_broken=skip"
+            )
+        logger.warning("%s: left out %s", self.name, reasons)
+
+
+def _read_annotation_file(config: DatasetConfig) -> dict[str, list[Any]]:
+    if not config.images.is_dir():
+        raise DataError(f"the image folder {config.images} does not exist")
+    try:
+        content: dict[str, list[Any]] = json.loads(config.annotations.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {config.annotations}: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"{config.annotations} is not JSON: {error}") from None
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(content, dict) or not isinstance(content.get(key), list):
+            raise DataError(f"{config.annotations} is not in COCO format: it has no list {key!r}")
+        if not all(isinstance(entry, dict) for entry in content[key]):
+            raise DataError(
+                f"{config.annotations} is not in COCO format: {key!r} must hold objects"
+            )
+    return content
+
+
+def _categories_from(entries: list[dict[str, Any]], name: str) -> tuple[Category, ...]:
+    by_id = {}
+    for entry in entries:
+        id_, title = entry.get("id"), entry.get("name")
+        if not isinstance(id_, int) or not isinstance(title, str):
+            raise DataError(
+                f"{name} has a category without a whole-numbered id and a name: {entry}"
+            )
+        if id_ in by_id:
+            raise DataError(f"{name} has two categories of id {id_}")
+        by_id[id_] = Category(id=id_, name=title)
+    if not by_id:
+        raise DataError(f"{name} has no categories")
+    return tuple(by_id[id_] for id_ in sorted(by_id))
+
+
+def _images_from(
+    entries: list[dict[str, Any]], folder: Path, faults: dict[str, list[str]]
+) -> dict[int, tuple[Path, int, int]]:
+    """Path, height and width of every usable image by id."""
+    # One listing instead of a question a file: over a network that is seconds, not minutes.
+    present = {entry.name for entry in os.scandir(folder)}
+    images: dict[int, tuple[Path, int, int]] = {}
+    for entry in entries:
+        id_, name = entry.get("id"), entry.get("file_name")
+        height, width = entry.get("height"), entry.get("width")
+        if not isinstance(id_, int) or not isinstance(name, str):
+            faults["images: no whole-numbered id or no file name"].append(str(name or id_))
+        elif id_ in images:
+            faults["images: id given twice"].append(name)
+        elif not (isinstance(height, int) and isinstance(width, int) and min(height, width) > 0):
+            faults["images: no height and width"].append(name)
+        elif name not in present and not (folder / name).is_file():
+            faults["images: file missing"].append(name)
+        else:
+            images[id_] = (folder / name, height, width)
+    return images

@@ -1,0 +1,141 @@
+"""Reading: from a planned batch to pixels and ground truth."""
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from ...model.images import (
+    ImageError,
+    decode_image,
+    resize_image,
+    resized_size,
+    smallest_bucket,
+)
+from ..config import DataConfig
+from .batches import Batch, Sample, batch_from_samples
+from .coco import CocoDataset, DataError, ImageRecord
+from .instances import draw_mask
+from .sampling import BatchPlan
+
+
+class BatchReader(Dataset["Batch | DataError"]):
+    """Batches by plan.
+
+    A file that cannot be read is, where broken files are skipped, replaced in training by the
+    next image of its bucket, and left out in evaluation.
+
+    Attributes:
+        records: the images that plans refer to by index.
+        buckets: index of each image's shape bucket in the configuration.
+    """
+
+    def __init__(self, dataset: CocoDataset, config: DataConfig, *, seed: int | None) -> None:
+        """Choose the images.
+
+        Args:
+            dataset: where they come from.
+            config: how they become model input.
+            seed: fixes flips and what the model draws; none in evaluation, which reads every
+                image, flips none and needs no ground truth in its batches.
+
+        Raises:
+            DataError: there is nothing to train on.
+        """
+        self._config = config
+        self._seed = seed
+        self.records = tuple(
+            r for r in dataset.records if seed is None or config.keep_empty or r.objects
+        )
+        if not self.records:
+            raise DataError(
+                f"{dataset.name} has no image with an annotation to train on; data.keep_empty=true "
+                "trains on empty images too"
+            )
+        self.buckets = tuple(map(self._bucket_of, self.records))
+
+    def __getitem__(self, plan: BatchPlan) -> Batch | DataError:
+        """The planned batch; an error is returned, so that it leaves a worker as it is."""
+        samples: list[Sample] = []
+        skipped: list[str] = []
+        for place, index in enumerate(plan.indices):
+            try:
+                samples.append(self._read(index, plan, place))
+            except ImageError as error:
+                if self._config.on_broken == "refuse":
+                    return DataError(f"{error}; data.on_broken=skip leaves such files out")
+                skipped.append(str(error))
+                if self._seed is not None:
+                    samples += self._read_replacement(index, plan, place)
+        if self._seed is not None and len(samples) < len(plan.indices):
+            return DataError(f"no image of a whole shape bucket can be read: {skipped[0]}")
+        bucket = self._config.buckets[plan.bucket]
+        return batch_from_samples(samples, bucket, targets=self._seed is not None, skipped=skipped)
+
+    def _read_replacement(self, index: int, plan: BatchPlan, place: int) -> list[Sample]:
+        """The next image of the bucket that can be read, if there is one."""
+        total = len(self.records)
+        for other in (*range(index + 1, total), *range(index)):
+            if self.buckets[other] == plan.bucket:
+                try:
+                    return [self._read(other, plan, place)]
+                except ImageError:
+                    continue
+        return []
+
+    def _read(self, index: int, plan: BatchPlan, place: int) -> Sample:
+        record = self.records[index]
+        if self._seed is None:
+            return self._sample_from(record, flip=False, seed=0)
+        # Keyed by the place in the global batch, not drawn in sequence: the same for any number
+        # of workers, ranks and accumulated parts.
+        rng = np.random.default_rng([self._seed, plan.iteration, plan.position + place])
+        flip = bool(rng.random() < self._config.flip_probability)
+        return self._sample_from(record, flip=flip, seed=int(rng.integers(2**31)))
+
+    def _sample_from(self, record: ImageRecord, *, flip: bool, seed: int) -> Sample:
+        height, width = self._input_size(record)
+        image = resize_image(_read_image(record), height, width)
+        objects = record.objects if self._seed is not None else ()
+        source = (record.height, record.width)
+        scale = np.array([width / record.width, height / record.height] * 2)
+        boxes = np.array([o.clipped_box(*source) for o in objects]).reshape(-1, 4) * scale
+        masks = np.zeros((len(objects), height, width), np.uint8)
+        for mask, instance in zip(masks, objects, strict=True):
+            mask[:] = draw_mask(instance.segmentation, source, (height, width))
+        if flip:
+            image, masks = image[:, ::-1], masks[:, :, ::-1]
+            boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
+        labels = np.array([o.label for o in objects], np.int64)
+        return Sample(record.id, source, image, boxes.astype(np.float32), labels, masks, seed)
+
+    def _input_size(self, record: ImageRecord) -> tuple[int, int]:
+        config = self._config
+        return resized_size(record.height, record.width, config.min_size, config.max_size)
+
+    def _bucket_of(self, record: ImageRecord) -> int:
+        buckets = self._config.buckets
+        return buckets.index(smallest_bucket(*self._input_size(record), buckets))
+
+
+def _read_image(record: ImageRecord) -> NDArray[np.uint8]:
+    """Pixels `[H, W, 3]` in the orientation that was annotated.
+
+    Raises:
+        ImageError: the file cannot be read, or is not the picture that was annotated.
+    """
+    try:
+        data = record.path.read_bytes()
+        # Annotation tools differ in whether they obey a camera's orientation tag; the annotated
+        # size tells which did.
+        for apply_orientation in (False, True):
+            image = decode_image(data, apply_orientation=apply_orientation)
+            if image.shape[:2] == (record.height, record.width):
+                return image
+    except OSError as error:
+        raise ImageError(f"{record.path}: {error.strerror}") from None
+    except ImageError as error:
+        raise ImageError(f"{record.path}: {error}") from None
+    raise ImageError(
+        f"{record.path}: the image is {image.shape[0]}x{image.shape[1]} pixels, but annotated as "
+        f"{record.height}x{record.width}"
+    )
