@@ -25,9 +25,7 @@ _VERBS = {
     "data": _Verb("training.data.commands:data", "Draw data sets in COCO format."),
     "train": _Verb("training.commands:train", "Train a model from a preset or a YAML file."),
     "eval": _Verb("training.commands:evaluate", "Measure the average precision of a checkpoint."),
-    "export": _Verb(
-        "export.commands:export", "Turn a checkpoint into a bundle that can be served."
-    ),
+    "export": _Verb("export.commands:export", "Turn a checkpoint into a bundle to serve."),
     "serve": _Verb("serving.commands:serve", "Serve a bundle over gRPC."),
     "predict": _Verb("serving.commands:predict", "Detect in images without a server."),
     "client": _Verb("serving.commands:client", "Detect in images by asking a server."),
