@@ -1,0 +1,128 @@
+"""From encoded bytes to padded model input. Needs no torch.
+
+Arrays are [H, W, 3] RGB uint8 until `pad_to_bucket` turns them into [3, H, W]. Training, serving
+and prediction all prepare images here, so that they see the same pixels.
+"""
+
+import math
+from collections.abc import Sequence
+from io import BytesIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ImageOps
+from PIL.Image import Image, Resampling, fromarray
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from .spec import ShapeBucket
+
+MIN_SIDE = 8
+"""Pixels that an image must have on each side."""
+
+
+class ImageError(ValueError):
+    """An image that cannot be used; the message is one sentence that says why."""
+
+
+def decode_image(
+    data: bytes, *, max_pixels: int = 64_000_000, apply_orientation: bool = True
+) -> NDArray[np.uint8]:
+    """Decode a JPEG, PNG or WebP image.
+
+    Grey, palette and CMYK images become RGB, 16-bit ones keep their high bytes, and transparency
+    is dropped.
+
+    Args:
+        data: The encoded image.
+        max_pixels: Larger images are refused after a look at their header alone.
+        apply_orientation: Turn the image upright as its EXIF says. COCO annotations refer to the
+            stored pixels: leave it off to read them.
+
+    Returns:
+        [H, W, 3] RGB.
+
+    Raises:
+        ImageError: no image of these formats, a damaged one, or one of unusable size.
+    """
+    # The plugins are called rather than PIL.Image.open, whose own limit on pixels is a global.
+    plugin = _plugin_for(data)
+    try:
+        image = plugin(BytesIO(data))
+    except Exception as error:  # codecs answer hostile bytes with anything but one exception type
+        raise ImageError(f"the image's header is damaged: {error}") from error
+    _check_size(image, max_pixels)
+    try:
+        return _rgb_from_image(image, apply_orientation)
+    except Exception as error:
+        raise ImageError(f"the image is truncated or damaged: {error}") from error
+
+
+def resized_size(height: int, width: int, min_size: int, max_size: int) -> tuple[int, int]:
+    """Height and width in pixels after resizing, by torchvision's rule.
+
+    The shorter side becomes `min_size` unless the longer one would then exceed `max_size`.
+    """
+    scale = min(min_size / min(height, width), max_size / max(height, width))
+    return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
+
+
+def smallest_bucket(height: int, width: int, buckets: Sequence[ShapeBucket]) -> ShapeBucket:
+    """The bucket of least area that holds `height` x `width` pixels; the first of equals.
+
+    Raises:
+        ImageError: no bucket does.
+    """
+    fitting = [b for b in buckets if b.height >= height and b.width >= width]
+    if not fitting:
+        raise ImageError(
+            f"an image of {height}x{width} pixels (height x width) fits none of the input sizes "
+            f"{', '.join(map(str, buckets))}"
+        )
+    return min(fitting, key=lambda b: b.height * b.width)
+
+
+def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """Resize [H, W, 3] to [height, width, 3], bilinear and antialiased."""
+    if image.shape[:2] == (height, width):
+        return image
+    return np.array(fromarray(image).resize((width, height), Resampling.BILINEAR))
+
+
+def pad_to_bucket(image: NDArray[np.uint8], bucket: ShapeBucket) -> NDArray[np.uint8]:
+    """Place [H, W, 3] in the top left of a black [3, bucket.height, bucket.width], contiguous."""
+    height, width = image.shape[:2]
+    padded = np.zeros((3, *bucket), np.uint8)
+    padded[:, :height, :width] = image.transpose(2, 0, 1)
+    return padded
+
+
+def _plugin_for(data: bytes) -> type[ImageFile]:
+    if data.startswith(b"\xff\xd8\xff"):
+        return JpegImageFile
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return PngImageFile
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return WebPImageFile
+    raise ImageError("the data is no JPEG, PNG or WebP image" if data else "the image is empty")
+
+
+def _check_size(image: Image, max_pixels: int) -> None:
+    size = f"the image is {image.height}x{image.width} pixels (height x width)"
+    if image.width * image.height > max_pixels:
+        raise ImageError(f"{size}, more than the {max_pixels} pixels allowed")
+    if min(image.size) < MIN_SIDE:
+        raise ImageError(f"{size}; each side must have at least {MIN_SIDE}")
+
+
+def _rgb_from_image(image: Image, apply_orientation: bool) -> NDArray[np.uint8]:
+    image.load()
+    if apply_orientation:
+        ImageOps.exif_transpose(image, in_place=True)
+    if image.mode.startswith("I;16"):
+        image = fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode == "P":  # by way of RGBA, since palettes with transparency need it
+        image = image.convert("RGBA")
+    return np.array(image.convert("RGB"))

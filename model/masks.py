@@ -1,0 +1,157 @@
+"""Masks as COCO run lengths, and pasting of mask probabilities into images. Needs no torch."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Rle(NamedTuple):
+    """A binary mask in COCO's run-length encoding."""
+
+    height: int
+    """Pixels of the image."""
+    width: int
+    """Pixels of the image."""
+    counts: bytes
+    """COCO's compressed lengths of alternating runs, zeros first, down one column after another."""
+
+
+def rle_from_mask(mask: NDArray[np.bool_] | NDArray[np.uint8]) -> Rle:
+    """Encode a mask [H, W]; whatever is not 0 belongs to it."""
+    height, width = mask.shape
+    return _rle_from_edges(_edges(mask.T != 0), height, width)
+
+
+def mask_from_rle(rle: Rle) -> NDArray[np.uint8]:
+    """Decode to a mask [H, W] of 0 and 1.
+
+    Raises:
+        ValueError: the runs are damaged or do not fill the image.
+    """
+    counts = _counts_from_bytes(rle.counts)
+    if (counts < 0).any() or counts.sum() != rle.height * rle.width:
+        raise ValueError(f"the runs of the mask do not fill {rle.height}x{rle.width} pixels")
+    values = np.arange(len(counts), dtype=np.uint8) & 1
+    return np.repeat(values, counts).reshape(rle.width, rle.height).T
+
+
+def rles_from_probabilities(
+    masks: NDArray[np.float32],
+    boxes: NDArray[np.float32],
+    height: int,
+    width: int,
+    threshold: float = 0.5,
+) -> list[Rle]:
+    """Paste mask probabilities into the image and encode what exceeds the threshold.
+
+    Equal to torchvision's `paste_masks_in_image`, a comparison and an encoding, but computes no
+    more pixels than lie within the boxes.
+
+    Args:
+        masks: [D, M, M] probabilities.
+        boxes: [D, 4] xyxy in pixels of the image.
+        height: Pixels of the image.
+        width: Pixels of the image.
+        threshold: Pixels above this probability belong to the mask.
+    """
+    side = masks.shape[-1]
+    return [
+        _rle_from_probabilities(mask, box, height, width, threshold)
+        for mask, box in zip(masks, _integer_boxes(boxes, side), strict=True)
+    ]
+
+
+def _integer_boxes(boxes: NDArray[np.float32], side: int) -> list[list[int]]:
+    """Boxes that cover a mask padded by one pixel on each side, truncated to whole pixels.
+
+    The order of the operations is torchvision's, so that no box falls on another pixel than there.
+    """
+    half = (boxes[:, 2:] - boxes[:, :2]) * np.float32(0.5)
+    centre = (boxes[:, 2:] + boxes[:, :2]) * np.float32(0.5)
+    half *= np.float32((side + 2) / side)
+    expanded = np.concatenate([centre - half, centre + half], axis=1)
+    boxes_D4: list[list[int]] = expanded.astype(np.int64).tolist()
+    return boxes_D4
+
+
+def _rle_from_probabilities(
+    mask: NDArray[np.float32], box: list[int], height: int, width: int, threshold: float
+) -> Rle:
+    left, top, right, bottom = box
+    columns = _interpolation(left, right, width, len(mask))
+    rows = _interpolation(top, bottom, height, len(mask))
+    crop_WH = columns @ mask.T @ rows.T > threshold
+    # A row of zeros closes every column's last run, unless the next column follows on directly.
+    stride = min(len(rows) + 1, height)
+    closed_WH = np.zeros((len(columns), stride), np.bool_)
+    closed_WH[:, : len(rows)] = crop_WH
+    column, row = np.divmod(_edges(closed_WH), stride)
+    return _rle_from_edges((column + max(left, 0)) * height + row + max(top, 0), height, width)
+
+
+def _interpolation(start: int, stop: int, size: int, side: int) -> NDArray[np.float32]:
+    """Bilinear weights [N, side] of a mask's samples for the pixels start to stop within the image.
+
+    The mask has a border of one zero sample around it, whose weights are left out.
+    """
+    length = max(stop - start + 1, 1)
+    pixels = np.arange(max(start, 0), min(stop + 1, size), dtype=np.float32) - np.float32(start)
+    scale = np.float32(side + 2) / np.float32(length)
+    source = np.maximum((pixels + np.float32(0.5)) * scale - np.float32(0.5), np.float32(0))
+    low = source.astype(np.int64)
+    fraction = source - low.astype(np.float32)
+    weights = np.zeros((len(pixels), side + 3), np.float32)
+    index = np.arange(len(pixels))
+    weights[index, low] = 1 - fraction
+    weights[index, low + 1] = fraction
+    return weights[:, 1 : side + 1]
+
+
+def _edges(columns: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Indices at which a mask [W, H], read in memory order between zeros, changes its value."""
+    flat = np.zeros(columns.size + 2, np.bool_)
+    flat[1:-1] = columns.ravel()
+    return np.flatnonzero(flat[1:] != flat[:-1])
+
+
+def _rle_from_edges(edges: NDArray[np.int64], height: int, width: int) -> Rle:
+    pixels = height * width
+    inner = edges[edges < pixels]
+    counts = np.diff(inner, prepend=0, append=pixels)
+    return Rle(height, width, _bytes_from_counts(counts))
+
+
+def _bytes_from_counts(counts: NDArray[np.int64]) -> bytes:
+    """COCO's compression: from the fourth on the difference to the last run of that value.
+
+    Each number is written in groups of five bits, lowest first, with a sixth bit where more follow.
+    """
+    values = counts.copy()
+    values[3:] -= counts[1:-2]
+    groups = []
+    unfinished = np.ones(len(values), np.bool_)
+    while unfinished.any():
+        low = values & 0x1F
+        values >>= 5
+        more = np.where(low & 0x10, values != -1, values != 0)
+        groups.append(np.where(unfinished, low + 0x20 * more + 48, 0).astype(np.uint8))
+        unfinished &= more
+    characters = np.stack(groups, axis=1)
+    return bytes(characters[characters != 0])
+
+
+def _counts_from_bytes(data: bytes) -> NDArray[np.int64]:
+    characters = np.frombuffer(data, np.uint8).astype(np.int64) - 48
+    last = characters & 0x20 == 0
+    if not data or not last[-1]:
+        raise ValueError("the runs of the mask are cut off")
+    lengths = np.diff(np.flatnonzero(last), prepend=-1)
+    starts = np.cumsum(lengths) - lengths
+    shifts = 5 * (np.arange(len(characters)) - np.repeat(starts, lengths))
+    values = np.add.reduceat((characters & 0x1F) << shifts, starts)
+    negative = characters[last] & 0x10 != 0
+    values -= np.where(negative, 1 << 5 * lengths, 0)
+    values[1::2] = np.cumsum(values[1::2])
+    values[2::2] = np.cumsum(values[2::2])
+    return values

@@ -1,0 +1,174 @@
+import struct
+import zlib
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from maskrcnn_trt.model.images import (
+    ImageError,
+    decode_image,
+    pad_to_bucket,
+    resize_image,
+    resized_size,
+    smallest_bucket,
+)
+from maskrcnn_trt.model.spec import ShapeBucket
+from numpy.typing import NDArray
+from PIL import Image
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
+
+
+def encoded(image: Image.Image, codec: str = "PNG", **options: Any) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, codec, **options)
+    return buffer.getvalue()
+
+
+def gradient(height: int = 24, width: int = 40) -> NDArray[np.uint8]:
+    y, x = np.mgrid[:height, :width]
+    return np.stack([x * 6, y * 10, (x + y) * 3], axis=-1).astype(np.uint8)
+
+
+def png_without_pixels(height: int, width: int) -> bytes:
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+
+
+def test_lossless_formats_come_back_exactly() -> None:
+    for data in (
+        encoded(Image.fromarray(gradient())),
+        encoded(Image.fromarray(gradient()), "WEBP", lossless=True),
+    ):
+        image = decode_image(data)
+        np.testing.assert_array_equal(image, gradient())
+        assert image.dtype == np.uint8
+        assert image.flags.writeable
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_jpeg_modes_keep_their_colours(mode: str) -> None:
+    source = Image.fromarray(gradient()).convert(mode)
+    image = decode_image(encoded(source, "JPEG", quality=98, subsampling=0))
+    difference = np.abs(image.astype(int) - np.asarray(source.convert("RGB")))
+    assert difference.mean() < 3
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
+def test_png_modes_become_rgb(mode: str) -> None:
+    source = Image.fromarray(gradient()).convert(mode)
+    expected = np.asarray(source.convert("RGB"))
+    np.testing.assert_array_equal(decode_image(encoded(source)), expected)
+
+
+def test_palette_with_transparency_becomes_rgb() -> None:
+    source = Image.fromarray(gradient()).convert("P")
+    data = encoded(source, transparency=bytes(range(256)))
+    np.testing.assert_array_equal(decode_image(data), np.asarray(source.convert("RGB")))
+
+
+def test_16_bit_grey_keeps_its_high_byte() -> None:
+    deep = np.arange(24 * 40, dtype=np.uint16).reshape(24, 40) * 64
+    image = decode_image(encoded(Image.fromarray(deep)))
+    np.testing.assert_array_equal(image, np.repeat((deep >> 8)[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_turns_the_image_upright(orientation: int) -> None:
+    turn = {
+        1: lambda a: a,
+        2: np.fliplr,
+        3: lambda a: np.rot90(a, 2),
+        4: np.flipud,
+        5: lambda a: a.transpose(1, 0, 2),
+        6: lambda a: np.rot90(a, -1),
+        7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
+        8: lambda a: np.rot90(a, 1),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for codec in ("JPEG", "PNG", "WEBP"):
+        data = encoded(Image.fromarray(gradient()), codec, exif=exif)
+        stored = decode_image(data, apply_orientation=False)
+        assert stored.shape == (24, 40, 3)
+        np.testing.assert_array_equal(decode_image(data), turn(stored))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "the image is empty"),
+        (b"Hello, world\n" * 100, "no JPEG, PNG or WebP"),
+        (encoded(Image.fromarray(gradient()), "BMP"), "no JPEG, PNG or WebP"),
+        (encoded(Image.fromarray(gradient()), "JPEG")[:40], "damaged"),
+        (encoded(Image.fromarray(gradient()), "JPEG")[:-60], "truncated"),
+        (encoded(Image.fromarray(gradient()))[:-50], "truncated"),
+        (encoded(Image.fromarray(gradient()), "WEBP")[:-100], "damaged"),
+        (b"\x89PNG\r\n\x1a\n" + b"\x00" * 64, "damaged"),
+        (b"RIFF\x00\x00\x00\x00WEBP", "damaged"),
+        (encoded(Image.new("RGB", (1, 1))), "1x1 pixels.*at least 8"),
+        (encoded(Image.new("RGB", (7, 100))), "100x7 pixels.*at least 8"),
+        (png_without_pixels(20000, 20000), "20000x20000 pixels.*more than the 64000000"),
+    ],
+)
+def test_unusable_data_is_refused_in_one_sentence(data: bytes, message: str) -> None:
+    with pytest.raises(ImageError, match=message) as caught:
+        decode_image(data)
+    assert "\n" not in str(caught.value)
+
+
+def test_limit_on_pixels_is_inclusive() -> None:
+    data = encoded(Image.fromarray(gradient()))
+    assert decode_image(data, max_pixels=24 * 40).shape == (24, 40, 3)
+    with pytest.raises(ImageError, match="more than the 959 pixels"):
+        decode_image(data, max_pixels=24 * 40 - 1)
+
+
+def test_resized_size_is_torchvisions() -> None:
+    sides = np.random.default_rng(0).integers(8, 900, (60, 2)).tolist()
+    transform = GeneralizedRCNNTransform(200, 333, [0.0] * 3, [1.0] * 3, size_divisible=1)
+    for height, width in [*sides, [8, 900], [900, 8], [427, 640]]:
+        resized, _ = transform([torch.zeros(3, height, width)])
+        assert resized_size(height, width, 200, 333) == resized.image_sizes[0]
+
+
+def test_resized_size_leaves_at_least_a_pixel() -> None:
+    assert resized_size(8, 100_000, 800, 1333) == (1, 1333)
+
+
+def test_smallest_bucket_holds_the_image() -> None:
+    wide, tall, large = ShapeBucket(64, 96), ShapeBucket(96, 64), ShapeBucket(96, 96)
+    buckets = [large, wide, tall]
+    assert smallest_bucket(64, 96, buckets) == wide
+    assert smallest_bucket(65, 64, buckets) == tall
+    assert smallest_bucket(10, 10, buckets) == wide
+    assert smallest_bucket(96, 96, buckets) == large
+    with pytest.raises(ImageError, match=r"97x10 .* 96x96, 64x96, 96x64"):
+        smallest_bucket(97, 10, buckets)
+
+
+def test_resizing_is_bilinear() -> None:
+    image = gradient()
+    larger = resize_image(image, 48, 80)
+    reference = torch.nn.functional.interpolate(
+        torch.from_numpy(image).permute(2, 0, 1)[None].float(),
+        (48, 80),
+        mode="bilinear",
+        antialias=True,
+    )
+    assert np.abs(larger.transpose(2, 0, 1) - reference[0].numpy()).max() <= 1
+    np.testing.assert_array_equal(resize_image(image, 24, 40), image)
+
+
+def test_padding_is_black_at_the_right_and_the_bottom() -> None:
+    padded = pad_to_bucket(gradient(), ShapeBucket(32, 64))
+    assert padded.shape == (3, 32, 64)
+    assert padded.dtype == np.uint8
+    assert padded.flags.c_contiguous
+    np.testing.assert_array_equal(padded[:, :24, :40].transpose(1, 2, 0), gradient())
+    assert not padded[:, 24:].any()
+    assert not padded[:, :, 40:].any()

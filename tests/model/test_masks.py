@@ -1,0 +1,96 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from maskrcnn_trt.model.masks import Rle, mask_from_rle, rle_from_mask, rles_from_probabilities
+from numpy.typing import NDArray
+from pycocotools import mask as coco_mask
+from torchvision.models.detection.roi_heads import paste_masks_in_image
+
+SHAPES = [(1, 1), (1, 9), (9, 1), (5, 7), (64, 48), (333, 500)]
+
+
+def coco_counts(mask: NDArray[np.uint8]) -> bytes:
+    counts: bytes = coco_mask.encode(np.asfortranarray(mask))["counts"]
+    return counts
+
+
+def pasted_counts(
+    masks: NDArray[np.float32], boxes: NDArray[np.float32], height: int, width: int
+) -> list[bytes]:
+    pasted = paste_masks_in_image(
+        torch.from_numpy(masks)[:, None], torch.from_numpy(boxes), (height, width)
+    )
+    return [coco_counts(mask.numpy().astype(np.uint8)) for mask in pasted[:, 0] > 0.5]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.5, 0.98, 1.0])
+def test_runs_are_those_of_pycocotools(shape: tuple[int, int], density: float) -> None:
+    mask = (np.random.default_rng(0).random(shape) < density).astype(np.uint8)
+    rle = rle_from_mask(mask)
+    assert rle == Rle(*shape, coco_counts(mask))
+    np.testing.assert_array_equal(mask_from_rle(rle), mask)
+    assert rle_from_mask(mask.astype(np.bool_)) == rle
+
+
+def test_long_runs_survive_the_coco_json_form() -> None:
+    mask = np.zeros((3000, 2000), np.uint8)
+    mask[:, 700:1999] = 1
+    mask[0, 0] = mask[17, 3] = 1
+    rle = rle_from_mask(mask)
+    record = json.loads(json.dumps({"size": [3000, 2000], "counts": rle.counts.decode("ascii")}))
+    reference = coco_mask.encode(np.asfortranarray(mask))
+    assert coco_mask.area(record) == mask.sum()
+    assert coco_mask.iou([record], [reference], [0]) == 1
+    np.testing.assert_array_equal(mask_from_rle(rle), mask)
+
+
+@pytest.mark.parametrize("counts", [b"", b"5", b"`", b"o0o", b"0" * 20])
+def test_damaged_runs_are_refused(counts: bytes) -> None:
+    with pytest.raises(ValueError, match="the runs of the mask"):
+        mask_from_rle(Rle(4, 4, counts))
+
+
+@pytest.mark.parametrize("side", [14, 28])
+@pytest.mark.parametrize("seed", range(20))
+def test_pasting_is_torchvisions(side: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    height, width = (int(n) for n in rng.integers(1, 160, 2))
+    corners = np.sort(rng.uniform(-20, 180, (8, 2, 2)), axis=1).clip(0, [width, height])
+    boxes = corners.reshape(8, 4).astype(np.float32)
+    masks = rng.random((8, side, side), dtype=np.float32)
+    rles = rles_from_probabilities(masks, boxes, height, width)
+    assert [rle.counts for rle in rles] == pasted_counts(masks, boxes, height, width)
+
+
+def test_pasting_knows_full_empty_and_degenerate_boxes() -> None:
+    boxes = np.array(
+        [[0, 0, 50, 40], [0, 0, 0, 0], [50, 40, 50, 40], [10, 0, 20, 40], [0, 10, 50, 20]],
+        np.float32,
+    )
+    full = np.ones((5, 28, 28), np.float32)
+    assert [r.counts for r in rles_from_probabilities(full, boxes, 40, 50)] == pasted_counts(
+        full, boxes, 40, 50
+    )
+    empty = rles_from_probabilities(np.zeros_like(full), boxes, 40, 50)
+    assert {rle.counts for rle in empty} == {coco_counts(np.zeros((40, 50), np.uint8))}
+
+
+def test_pasting_outside_the_image_gives_an_empty_mask() -> None:
+    box = np.array([[80, 80, 120, 120]], np.float32)
+    (rle,) = rles_from_probabilities(np.ones((1, 28, 28), np.float32), box, 40, 50)
+    assert not mask_from_rle(rle).any()
+
+
+def test_pasting_knows_no_detections() -> None:
+    none = np.zeros((0, 28, 28), np.float32)
+    assert rles_from_probabilities(none, np.zeros((0, 4), np.float32), 40, 50) == []
+
+
+def test_threshold_is_exclusive() -> None:
+    masks = np.full((1, 28, 28), 0.25, np.float32)
+    box = np.array([[-10, -10, 40, 40]], np.float32)
+    assert not mask_from_rle(rles_from_probabilities(masks, box, 30, 30, 0.25)[0]).any()
+    assert mask_from_rle(rles_from_probabilities(masks, box, 30, 30, 0.24)[0]).all()
