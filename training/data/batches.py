@@ -104,12 +104,12 @@ def _integers(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
 def _targets_from(samples: Sequence[Sample], bucket: ShapeBucket) -> Targets:
     # A graph of fixed shapes wants at least one row, be it padding.
     rows = max(1, *(len(sample.labels) for sample in samples))
-    boxes = torch.zeros(len(samples), rows, 4)
-    labels = torch.zeros(len(samples), rows, dtype=torch.int64)
-    masks = torch.zeros(len(samples), rows, bucket.height, bucket.width, dtype=torch.uint8)
+    boxes = np.zeros((len(samples), rows, 4), np.float32)
+    labels = np.zeros((len(samples), rows), np.int64)
+    masks = np.zeros((len(samples), rows, *bucket), np.uint8)
     for number, sample in enumerate(samples):
         n, height, width = sample.masks.shape
-        boxes[number, :n] = torch.from_numpy(sample.boxes)
-        labels[number, :n] = torch.from_numpy(sample.labels)
-        masks[number, :n, :height, :width] = torch.from_numpy(sample.masks)
-    return Targets(boxes, labels, masks)
+        boxes[number, :n] = sample.boxes
+        labels[number, :n] = sample.labels
+        masks[number, :n, :height, :width] = sample.masks
+    return Targets(*map(torch.from_numpy, (boxes, labels, masks)))

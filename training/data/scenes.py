@@ -81,7 +81,7 @@ def _random_figures(
     figures = []
     for _ in range(rng.integers(1, 14)):
         radius = math.exp(rng.uniform(math.log(6), math.log(0.36 * side)))
-        x, y = rng.uniform(-0.02, 1.02, 2) * [width, height]
+        x, y = rng.uniform(0.02, 0.98, 2) * [width, height]
         figures.append((int(rng.integers(len(classes))), False, x, y, radius))
     if rng.random() < 0.08:
         label = int(rng.integers(len(classes)))

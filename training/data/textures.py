@@ -120,6 +120,6 @@ def _clutter(rng: Generator, image: Texture) -> Texture:
             box = [*points.min(axis=0), *(points.max(axis=0) + 2)]
             draw.arc(box, rng.uniform(0, 360), rng.uniform(0, 360), colour, thickness)
         else:
-            points[2] = points[1] + rng.normal(0, 0.03, 2) * size.min()
+            points[2] = points[1] + rng.normal(0, 0.01, 2) * size.min()
             draw.polygon(points.ravel().tolist(), colour)
     return np.asarray(canvas.reduce(_CLUTTER_SUPERSAMPLING), np.float32) / np.float32(255)
