@@ -12,13 +12,14 @@ from torchvision.ops import roi_align
 
 from ..plugins.nms_keep import nms_keep
 from ..plugins.pyramid_roi_align import pyramid_roi_align
+from ..plugins.stable_top_k import stable_top_k
 from .backbone import PYRAMID_SCALES
 from .boxes import DeltaWeights, boxes_from_deltas, clip_boxes, deltas_from_boxes, larger_than
 from .config import ModelConfig
 from .losses import smooth_l1_sum
 from .matching import match_candidates
 from .rpn import Proposals
-from .selection import descending_top_k, random_keys, sample_candidates, take_rows
+from .selection import random_keys, sample_candidates, take_rows
 from .targets import Targets
 
 DELTA_WEIGHTS = DeltaWeights(center=10.0, size=5.0)
@@ -108,7 +109,7 @@ class RoiHeads(nn.Module):
         scores = logits.softmax(dim=-1)[..., 1:]
         found = (scores > config.score_threshold) & proposals.valid[..., None]
         scores = torch.where(found, scores, -1.0).flatten(1)
-        scores, indices = descending_top_k(scores, config.nms_candidates)
+        scores, indices = stable_top_k(scores, config.nms_candidates)
         classes = logits.shape[-1] - 1
         rois, labels = indices // classes, indices % classes + 1
         chosen_deltas = take_rows(deltas.flatten(1, 2), rois * (classes + 1) + labels)
@@ -116,7 +117,7 @@ class RoiHeads(nn.Module):
         boxes = clip_boxes(boxes, image_sizes)
         valid = (scores > 0) & larger_than(boxes, _MIN_SIDE)
         keep = nms_keep(boxes, torch.where(valid, labels, -1), config.nms_iou)
-        scores, kept = descending_top_k(torch.where(keep, scores, -1.0), config.max_detections)
+        scores, kept = stable_top_k(torch.where(keep, scores, -1.0), config.max_detections)
         valid = scores > 0
         return BoxDetections(
             take_rows(boxes, kept) * valid[..., None],

@@ -9,12 +9,13 @@ from torch.nn import functional as F
 from torchvision.models.detection.rpn import RPNHead
 
 from ..plugins.nms_keep import nms_keep
+from ..plugins.stable_top_k import stable_top_k
 from .anchors import cell_anchors, pyramid_anchors
 from .boxes import DeltaWeights, boxes_from_deltas, clip_boxes, deltas_from_boxes, larger_than
 from .config import ModelConfig
 from .losses import smooth_l1_sum
 from .matching import match_candidates
-from .selection import descending_top_k, random_keys, sample_candidates, take_rows
+from .selection import random_keys, sample_candidates, take_rows
 from .targets import Targets
 
 DELTA_WEIGHTS = DeltaWeights(center=1.0, size=1.0)
@@ -79,7 +80,7 @@ class RegionProposalNetwork(nn.Module):
         classes = torch.where(scores.isfinite(), 0, -1)
         keep = nms_keep(boxes.flatten(0, 1), classes.flatten(0, 1), self.config.nms_iou)
         scores = torch.where(keep.view_as(scores), scores, -torch.inf).flatten(1)
-        scores, indices = descending_top_k(scores, post_nms)
+        scores, indices = stable_top_k(scores, post_nms)
         valid = scores.isfinite()
         return Proposals(take_rows(boxes.flatten(1, 2), indices) * valid[..., None], valid)
 
@@ -93,7 +94,7 @@ class RegionProposalNetwork(nn.Module):
         self, anchors: Tensor, logits: Tensor, deltas: Tensor, image_sizes: Tensor, width: int
     ) -> tuple[Tensor, Tensor]:
         """Boxes [B, width, 4] and scores [B, width], best first; -inf marks padding."""
-        scores, indices = descending_top_k(logits.detach(), width)
+        scores, indices = stable_top_k(logits.detach(), width)
         boxes = boxes_from_deltas(
             take_rows(deltas.detach(), indices), anchors[indices], DELTA_WEIGHTS
         )

@@ -1,19 +1,11 @@
-"""Choosing rows of whole batches at fixed shapes: top-k, gathering, sampling for losses."""
+"""Choosing rows of whole batches at fixed shapes: gathering, and sampling for losses."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-def descending_top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of the last axis and their indices; among equals the lower index first.
-
-    The order of equals makes results the same on every device and in ONNX Runtime, whose TopK
-    promises it; `torch.topk` does not.
-    """
-    ordered, indices = values.sort(dim=-1, descending=True, stable=True)
-    return ordered[..., :k], indices[..., :k]
+from ..plugins.stable_top_k import stable_top_k
 
 
 def take_rows(rows: Tensor, indices: Tensor) -> Tensor:
@@ -68,8 +60,8 @@ def sample_candidates(
     """
     order = torch.where(positive, keys, -1.0)
     limit = min(int(size * positive_fraction), order.shape[1])
-    picked = descending_top_k(order, limit)[1]
+    picked = stable_top_k(order, limit)[1]
     picked_mask = torch.zeros_like(positive).scatter(1, picked, True) & positive
     order = torch.where(picked_mask, 2 + keys, torch.where(negative, keys, -1.0))
-    values, indices = descending_top_k(order, min(size, order.shape[1]))
+    values, indices = stable_top_k(order, min(size, order.shape[1]))
     return Sample(indices, values >= 2, values >= 0)

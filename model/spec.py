@@ -13,8 +13,8 @@ OUTPUT_NAMES = ("num_detections", "boxes", "scores", "labels", "masks")
 """num_detections [B] int64, boxes [B, D, 4], scores [B, D], labels [B, D] int64 (1 is the first
 class), masks [B, D, M, M] probabilities. Rows from num_detections on are zero."""
 
-OPSET_DOMAIN = "maskrcnn"
-"""ONNX domain of the custom operations."""
+OPSET_DOMAIN, OPSET_VERSION = "maskrcnn", 1
+"""ONNX domain of the custom operations, and its version."""
 
 
 class ShapeBucket(NamedTuple):

@@ -1,0 +1,114 @@
+"""From a checkpoint to a bundle: one ONNX file a shape bucket and precision, and the manifest."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import onnx
+import torch
+
+from .. import __version__
+from ..model.checkpoint import Checkpoint, load_checkpoint
+from ..model.manifest import (
+    MANIFEST_NAME,
+    Artifact,
+    BundleError,
+    InputDtype,
+    Manifest,
+    Precision,
+    Provenance,
+    sha256_of,
+    write_manifest,
+)
+from ..model.mask_rcnn import MaskRCNN
+from ..model.spec import ShapeBucket
+from .onnx_export import onnx_from_model
+from .precision import fold_batch_norms, halve
+
+_INPUT_DTYPES: dict[InputDtype, torch.dtype] = {"uint8": torch.uint8, "float32": torch.float32}
+
+
+def bundle_from_checkpoint(
+    checkpoint_path: Path,
+    bundle: Path,
+    *,
+    precisions: Sequence[Precision] = ("fp32", "fp16"),
+    buckets: Sequence[ShapeBucket] = (),
+    input_dtype: InputDtype = "uint8",
+    report: Callable[[str], None] = lambda _: None,
+) -> Manifest:
+    """Export a checkpoint; the bundle appears whole or not at all.
+
+    Args:
+        checkpoint_path: file that training wrote.
+        bundle: folder to make; an older bundle there is replaced, anything else is refused.
+        precisions: `fp32`, `fp16`, or both.
+        buckets: input sizes, multiples of 32; those of the training where empty.
+        input_dtype: type of the `images` input; its values are 0..255 either way.
+        report: told in a sentence what is being done.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        BundleError: something that is no bundle is in the way.
+    """
+    if bundle.exists() and not (bundle / MANIFEST_NAME).is_file() and any(bundle.iterdir()):
+        raise BundleError(f"{bundle} holds something else than a bundle; choose another folder")
+    checkpoint = load_checkpoint(checkpoint_path)
+    bundle.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=bundle.parent, prefix=f".{bundle.name}.") as scratch:
+        partial = Path(scratch) / "bundle"
+        partial.mkdir()
+        artifacts = []
+        for precision in precisions:
+            model = prepared_model(checkpoint, precision)
+            for bucket in buckets or checkpoint.buckets:
+                report(f"exporting {precision} for inputs of {bucket}")
+                path = partial / f"model-{precision}-{bucket}.onnx"
+                onnx.save(onnx_from_model(model, bucket, _INPUT_DTYPES[input_dtype]), path)
+                artifacts.append(
+                    Artifact(
+                        path=path.name,
+                        sha256=sha256_of(path),
+                        kind="onnx",
+                        precision=precision,
+                        input_dtype=input_dtype,
+                        bucket=bucket,
+                    )
+                )
+        manifest = _manifest_from(checkpoint, checkpoint_path, artifacts)
+        write_manifest(partial, manifest)
+        if bundle.exists():
+            shutil.rmtree(bundle)
+        partial.replace(bundle)
+    return manifest
+
+
+def prepared_model(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:
+    """The checkpoint's model as it is exported: batch norms folded, in its numeric types."""
+    model = checkpoint.build_model()
+    fold_batch_norms(model)
+    if precision == "fp16":
+        halve(model)
+    return model
+
+
+def _manifest_from(checkpoint: Checkpoint, path: Path, artifacts: Sequence[Artifact]) -> Manifest:
+    backbone = checkpoint.model_config.backbone.name
+    return Manifest(
+        model_name=f"maskrcnn_{backbone}_fpn",
+        categories=checkpoint.categories,
+        preprocessing=checkpoint.preprocessing,
+        max_detections=checkpoint.model_config.roi.max_detections,
+        mask_side=2 * checkpoint.model_config.roi.mask_pool,
+        artifacts=tuple(artifacts),
+        provenance=Provenance(
+            checkpoint=path.name,
+            checkpoint_sha256=sha256_of(path),
+            iteration=checkpoint.iteration,
+            metrics=checkpoint.metrics,
+            exported_by=f"maskrcnn-trt {__version__}",
+            exported_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        ),
+    )

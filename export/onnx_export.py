@@ -1,0 +1,134 @@
+"""From a model to ONNX: custom operations as nodes, with their bodies attached."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor
+from torch.onnx.ops import symbolic, symbolic_multi_out
+
+from ..model.mask_rcnn import MaskRCNN
+from ..model.spec import INPUT_NAMES, OPSET_DOMAIN, OPSET_VERSION, OUTPUT_NAMES, ShapeBucket
+from .onnx_functions import FUNCTIONS
+
+OPSET = 18
+
+
+def onnx_from_model(
+    model: MaskRCNN, bucket: ShapeBucket, input_dtype: torch.dtype
+) -> onnx.ModelProto:
+    """Export detection for one shape bucket, with a dynamic batch.
+
+    The custom operations stay nodes of the domain `maskrcnn`; their function bodies are attached
+    after the export, because the exporter's own passes would inline them.
+
+    Args:
+        model: in evaluation mode, on the CPU.
+        bucket: height and width of the input.
+        input_dtype: `torch.uint8` or `torch.float32`, both in 0..255.
+    """
+    # Two images, for the exporter takes a batch of one for a constant.
+    images = torch.zeros(2, 3, *bucket, dtype=input_dtype)
+    image_sizes = torch.tensor([list(bucket)] * 2)
+    batch = {0: torch.export.Dim("batch", min=1)}
+    with torch.no_grad(), _quiet_exporter():
+        exported = torch.export.export(
+            model, (images, image_sizes), dynamic_shapes={"images": batch, "image_sizes": batch}
+        )
+        program = torch.onnx.export(
+            exported.run_decompositions(_NODES),
+            input_names=list(INPUT_NAMES),
+            output_names=list(OUTPUT_NAMES),
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None
+    proto = program.model_proto
+    proto.functions.extend(function.to_function_proto() for function in FUNCTIONS)
+    _name_batch_axis(proto.graph)
+    return proto
+
+
+def _name_batch_axis(graph: onnx.GraphProto) -> None:
+    """Call the symbolic batch size `batch` wherever the exporter gave it a name of its own."""
+    generated = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_param = dim.dim_param.replace(generated, "batch")
+
+
+def _nms_keep_node(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
+    return symbolic(
+        f"{OPSET_DOMAIN}::NmsKeep",
+        [boxes, classes],
+        {"iou_threshold": iou_threshold},
+        dtype=torch.bool,
+        shape=classes.shape,
+        version=OPSET_VERSION,
+    )
+
+
+def _pyramid_roi_align_node(
+    features: Sequence[Tensor],
+    rois: Tensor,
+    output_size: int,
+    sampling_ratio: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int = 4,
+    canonical_size: float = 224.0,
+) -> Tensor:
+    return symbolic(
+        f"{OPSET_DOMAIN}::PyramidRoIAlign",
+        [*features, rois],
+        {
+            "output_size": output_size,
+            "sampling_ratio": sampling_ratio,
+            "spatial_scales": list(spatial_scales),
+            "canonical_level": canonical_level,
+            "canonical_size": canonical_size,
+        },
+        dtype=features[0].dtype,
+        shape=(*rois.shape[:2], features[0].shape[1], output_size, output_size),
+        version=OPSET_VERSION,
+    )
+
+
+def _top_k_node(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    k = min(k, values.shape[-1])
+    shape = (*values.shape[:-1], k)
+    largest, indices = symbolic_multi_out(
+        "TopK",
+        [values, torch.full((1,), k, dtype=torch.int64)],
+        {"axis": -1, "largest": 1, "sorted": 1},
+        dtypes=[values.dtype, torch.int64],
+        shapes=[shape, shape],
+        version=OPSET,
+    )
+    return largest, indices
+
+
+_NODES: dict[Any, Callable[..., Any]] = {
+    torch.ops.maskrcnn.nms_keep.default: _nms_keep_node,
+    torch.ops.maskrcnn.pyramid_roi_align.default: _pyramid_roi_align_node,
+    torch.ops.maskrcnn.stable_top_k.default: _top_k_node,
+}
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Keep the exporter's notes on its own internals from users."""
+    logger: Any = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

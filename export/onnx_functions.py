@@ -1,0 +1,168 @@
+"""ONNX function bodies of the custom operations, in standard operators of opset 18.
+
+A runtime that does not know `maskrcnn::NmsKeep` and `maskrcnn::PyramidRoIAlign` inlines these; one
+that brings a kernel of its own for the node ignores them. They hold the contracts that
+`plugins/nms_keep.py` and `plugins/pyramid_roi_align.py` state.
+"""
+
+from collections.abc import Sequence
+
+from onnxscript import BOOL, FLOAT, INT64, script
+from onnxscript import opset18 as op
+from onnxscript.values import Opset
+
+from ..model.spec import OPSET_DOMAIN, OPSET_VERSION
+
+_DOMAIN = Opset(OPSET_DOMAIN, OPSET_VERSION)
+_LN_2 = 0.6931471805599453
+
+
+@script(_DOMAIN, default_opset=op)
+def NmsKeep(boxes: FLOAT, classes: INT64, iou_threshold: float) -> BOOL:  # noqa: N802
+    """Greedy suppression as a fixed point: keep what no kept box suppresses, until it settles.
+
+    boxes [N, K, 4], classes [N, K] -> keep [N, K] bool.
+    """
+    x1, y1, x2, y2 = op.Split(boxes, num_outputs=4, axis=2)
+    area = (x2 - x1) * (y2 - y1)
+    zero = op.Constant(value_float=0.0)
+    width = op.Max(op.Min(x2, op.Transpose(x2, perm=[0, 2, 1]))
+                   - op.Max(x1, op.Transpose(x1, perm=[0, 2, 1])), zero)  # fmt: skip
+    height = op.Max(op.Min(y2, op.Transpose(y2, perm=[0, 2, 1]))
+                    - op.Max(y1, op.Transpose(y1, perm=[0, 2, 1])), zero)  # fmt: skip
+    intersection = width * height
+    iou = intersection / (area + op.Transpose(area, perm=[0, 2, 1]) - intersection)
+    column = op.Unsqueeze(classes, op.Constant(value_ints=[2]))
+    row = op.Unsqueeze(classes, op.Constant(value_ints=[1]))
+    overlaps = op.And(iou > op.Constant(value_float=iou_threshold), column == row)
+    earlier = op.Trilu(op.Cast(overlaps, to=1), op.Constant(value_int=1), upper=1)
+    valid = classes >= op.Constant(value_int=0)
+    keep = valid
+    unsettled = op.Constant(value_int=1) > op.Constant(value_int=0)
+    while unsettled:
+        hits = op.MatMul(op.Unsqueeze(op.Cast(keep, to=1), op.Constant(value_ints=[1])), earlier)
+        free = op.Squeeze(hits, op.Constant(value_ints=[1])) == zero
+        renewed = op.And(valid, free)
+        changes = op.ReduceSum(op.Cast(op.Xor(renewed, keep), to=1), keepdims=0)
+        unsettled = changes > zero
+        keep = op.Identity(renewed)
+    return keep
+
+
+@script(_DOMAIN, default_opset=op)
+def PyramidRoIAlign(  # noqa: N802
+    feature_0: FLOAT,
+    feature_1: FLOAT,
+    feature_2: FLOAT,
+    feature_3: FLOAT,
+    rois: FLOAT,
+    output_size: int,
+    sampling_ratio: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int,
+    canonical_size: float,
+) -> FLOAT:
+    """RoIAlign of every RoI on its level with one GridSample over a mosaic of the levels.
+
+    The finest level lies on top, the others beside each other below it; a last row and column of
+    zeros are where samples outside a level read. feature_l [B, C, H_l, W_l], rois [B, R, 4] ->
+    [B, R, C, P, P].
+    """
+    zero, one = op.Constant(value_float=0.0), op.Constant(value_float=1.0)
+    ln_2 = op.Constant(value_float=_LN_2)
+
+    # The level of each RoI, [B, R].
+    scales = op.Constant(value_floats=spatial_scales)
+    x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
+    side = op.Squeeze(op.Sqrt((x2 - x1) * (y2 - y1)), op.Constant(value_ints=[2]))
+    strides_log2 = op.Round(op.Neg(op.Log(scales) / ln_2))
+    finest, coarsest = (
+        op.ReduceMin(strides_log2, keepdims=0),
+        op.ReduceMax(strides_log2, keepdims=0),
+    )
+    canonical = op.Cast(op.Constant(value_int=canonical_level), to=1)
+    relative = op.Log(side / op.Constant(value_float=canonical_size)) / ln_2
+    level = op.Clip(op.Floor(canonical + relative + 1e-6), finest, coarsest) - finest
+    level = op.Cast(level, to=7)
+
+    # Where each level lies in the mosaic.
+    height_0, width_0 = op.Shape(feature_0, start=2, end=3), op.Shape(feature_0, start=3, end=4)
+    height_1, width_1 = op.Shape(feature_1, start=2, end=3), op.Shape(feature_1, start=3, end=4)
+    height_2, width_2 = op.Shape(feature_2, start=2, end=3), op.Shape(feature_2, start=3, end=4)
+    height_3, width_3 = op.Shape(feature_3, start=2, end=3), op.Shape(feature_3, start=3, end=4)
+    heights = op.Concat(height_0, height_1, height_2, height_3, axis=0)
+    widths = op.Concat(width_0, width_1, width_2, width_3, axis=0)
+    none = op.Constant(value_ints=[0])
+    tops = op.Concat(none, height_0, height_0, height_0, axis=0)
+    lefts = op.Concat(none, none, width_1, width_1 + width_2, axis=0)
+    below = op.Max(height_1, height_2, height_3)
+    total_width = op.Max(width_0, width_1 + width_2 + width_3) + op.Constant(value_ints=[1])
+    total_height = height_0 + below + op.Constant(value_ints=[1])
+
+    # The mosaic, [B, C, total_height, total_width] float32.
+    spatial = op.Constant(value_ints=[2, 3])
+    upper = op.Pad(
+        op.Cast(feature_0, to=1), op.Concat(none, none, none, total_width - width_0, axis=0),
+        zero, spatial,
+    )  # fmt: skip
+    rest = total_width - width_1 - width_2
+    lower = op.Concat(
+        op.Pad(op.Cast(feature_1, to=1),
+               op.Concat(none, none, total_height - height_0 - height_1, none, axis=0),
+               zero, spatial),
+        op.Pad(op.Cast(feature_2, to=1),
+               op.Concat(none, none, total_height - height_0 - height_2, none, axis=0),
+               zero, spatial),
+        op.Pad(op.Cast(feature_3, to=1),
+               op.Concat(none, none, total_height - height_0 - height_3, rest - width_3, axis=0),
+               zero, spatial),
+        axis=3,
+    )  # fmt: skip
+    mosaic = op.Concat(upper, lower, axis=2)
+
+    # Sampling positions of each RoI in cells of its level, [B, R, S] with S = P * sampling_ratio.
+    size = op.Constant(value_int=output_size)
+    samples = size * op.Constant(value_int=sampling_ratio)
+    steps = op.Cast(op.Range(op.Constant(value_int=0), samples, op.Constant(value_int=1)), to=1)
+    fractions = (steps + op.Constant(value_float=0.5)) / op.Cast(samples, to=1)
+    scale = op.Unsqueeze(op.Gather(scales, level), op.Constant(value_ints=[2]))
+    level_height = op.Unsqueeze(
+        op.Cast(op.Gather(heights, level), to=1), op.Constant(value_ints=[2])
+    )
+    level_width = op.Unsqueeze(op.Cast(op.Gather(widths, level), to=1), op.Constant(value_ints=[2]))
+    top = op.Unsqueeze(op.Cast(op.Gather(tops, level), to=1), op.Constant(value_ints=[2]))
+    left = op.Unsqueeze(op.Cast(op.Gather(lefts, level), to=1), op.Constant(value_ints=[2]))
+    y = y1 * scale + op.Max((y2 - y1) * scale, one) * fractions
+    x = x1 * scale + op.Max((x2 - x1) * scale, one) * fractions
+
+    # The same in cells of the mosaic.
+    mosaic_height, mosaic_width = op.Cast(total_height, to=1), op.Cast(total_width, to=1)
+    outside_y = op.Or(y < op.Neg(one), y > level_height)
+    outside_x = op.Or(x < op.Neg(one), x > level_width)
+    y = op.Where(outside_y, mosaic_height - one, top + op.Max(op.Min(y, level_height - one), zero))
+    x = op.Where(outside_x, mosaic_width - one, left + op.Max(op.Min(x, level_width - one), zero))
+
+    # GridSample takes positions in -1..1 from edge to edge.
+    grid_y = op.Unsqueeze((y + y + one) / mosaic_height - one, op.Constant(value_ints=[3, 4]))
+    grid_x = op.Unsqueeze((x + x + one) / mosaic_width - one, op.Constant(value_ints=[2, 4]))
+    square = op.Concat(op.Shape(grid_y, start=0, end=3), op.Shape(x, start=2, end=3),
+                       op.Constant(value_ints=[1]), axis=0)  # fmt: skip
+    grid = op.Concat(op.Expand(grid_x, square), op.Expand(grid_y, square), axis=4)
+    side_samples = op.Reshape(samples, op.Constant(value_ints=[1]))
+    flat = op.Concat(op.Shape(rois, start=0, end=1), op.Constant(value_ints=[-1]), side_samples,
+                     op.Constant(value_ints=[2]), axis=0)  # fmt: skip
+    sampled = op.GridSample(
+        mosaic, op.Reshape(grid, flat), mode="bilinear", padding_mode="border", align_corners=0
+    )
+
+    # Averages of the samples of each cell.
+    side_cells = op.Reshape(size, op.Constant(value_ints=[1]))
+    ratio = op.Reshape(op.Constant(value_int=sampling_ratio), op.Constant(value_ints=[1]))
+    cells = op.Concat(op.Shape(mosaic, start=0, end=2), op.Shape(rois, start=1, end=2),
+                      side_cells, ratio, side_cells, ratio, axis=0)  # fmt: skip
+    pooled = op.ReduceMean(op.Reshape(sampled, cells), op.Constant(value_ints=[4, 6]), keepdims=0)
+    return op.CastLike(op.Transpose(pooled, perm=[0, 2, 1, 3, 4]), feature_0)
+
+
+FUNCTIONS = (NmsKeep, PyramidRoIAlign)
+"""Bodies to attach to a model that holds the nodes."""
