@@ -1,0 +1,124 @@
+"""The base install: a wheel, and of everything else only what the wheel itself asks for."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    answer = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd="/", env=environment
+    )
+    assert answer.returncode == code, answer.stdout + answer.stderr
+    return answer
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package, built from a copy so that no build output lands in the working tree."""
+    folder = tmp_path_factory.mktemp("build")
+    left_out = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "runs")
+    shutil.copytree(ROOT, folder / "source", ignore=left_out)
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index")
+    run(*pip, "--wheel-dir", folder, folder / "source")
+    return next(folder.glob("*.whl"))
+
+
+def base_distributions(name: str = "maskrcnn-trt") -> Iterator[str]:
+    """Names of the distributions that a distribution asks for without any extra."""
+    for requirement in metadata.requires(name) or ():
+        wanted, _, marker = requirement.partition(";")
+        dependency = re.match(r"[\w.-]+", wanted)[0]
+        if "extra" not in marker:
+            try:
+                metadata.distribution(dependency)
+            except metadata.PackageNotFoundError:  # for another platform or Python
+                continue
+            yield dependency
+            yield from base_distributions(dependency)
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs of a virtual environment that holds the wheel and links to what it asks for."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    site = next(folder.glob("lib/python*/site-packages"))
+    for name in set(base_distributions()):
+        for file in metadata.distribution(name).files or ():
+            link = site / file
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(file.locate())
+    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
+    run(*pip, "install", "--no-deps", "--no-index", wheel)
+    run(*pip, "check")
+    return folder / "bin"
+
+
+def test_wheel_holds_every_module(wheel: Path):
+    sources = {
+        f"maskrcnn_trt/{path.relative_to(ROOT)}"
+        for folder in (ROOT, *(p for p in ROOT.iterdir() if (p / "__init__.py").exists()))
+        for path in (folder.glob("*.py") if folder == ROOT else folder.rglob("*.py"))
+    }
+    assert sources <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_base_install_has_no_training_stack(environment: Path):
+    absent = ("torch", "torchvision", "onnx", "onnxscript", "pycocotools", "tensorrt")
+    script = f"from importlib.util import find_spec; print([find_spec(n) for n in {absent}])"
+    assert run(environment / "python", "-c", script).stdout.strip() == str([None] * len(absent))
+
+
+def test_base_install_imports_serving_and_shows_help(environment: Path):
+    run(environment / "python", "-c", "import maskrcnn_trt.serving.client")
+    assert "quickstart" in run(environment / "maskrcnn", "--help").stdout
+    for verb in ("serve", "client", "predict", "train", "export", "bench"):
+        assert run(environment / "maskrcnn", verb, "--help").stdout.startswith("Usage: maskrcnn")
+
+
+def test_base_install_names_the_extra_that_a_verb_needs(environment: Path, tiny_checkpoint: Path):
+    answer = run(environment / "maskrcnn", "export", tiny_checkpoint, "-o", "/nowhere", code=1)
+    assert answer.stderr.startswith("Error: 'export' needs ")
+    assert answer.stderr.endswith('install it with pip install "maskrcnn-trt[train]"\n')
+
+
+def test_base_install_serves_a_bundle_to_its_client(
+    environment: Path, bundle: Path, tmp_path: Path
+):
+    picture = tmp_path / "picture.jpg"
+    noise = np.random.default_rng(0).integers(0, 256, (120, 180, 3), np.uint8)
+    Image.fromarray(noise).save(picture)
+    maskrcnn = environment / "maskrcnn"
+    run(maskrcnn, "predict", bundle, picture, "-o", tmp_path / "predicted")
+    server = subprocess.Popen(
+        [maskrcnn, "serve", bundle, "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
+    with server:
+        address = re.search(r"\S+:\d+", server.stdout.readline())[0]
+        run(maskrcnn, "client", address, picture, "-o", tmp_path / "answered")
+        server.terminate()
+    assert server.returncode == 0
+    predicted, answered = (
+        json.loads((tmp_path / folder / "detections.json").read_text())
+        for folder in ("predicted", "answered")
+    )
+    assert answered
+    assert answered == predicted

@@ -1,0 +1,48 @@
+"""What is written twice agrees: the lock with pyproject.toml, generated code with its source."""
+
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+LOCK = (ROOT / "requirements.lock").read_text()
+PINS = {
+    canonicalize_name(name): version
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)", LOCK, re.MULTILINE)
+}
+
+
+def wanted_requirements() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    return [Requirement(text) for text in (*wanted, *extras["train"], *extras["dev"])]
+
+
+@pytest.mark.parametrize("requirement", wanted_requirements(), ids=str)
+def test_lock_pins_what_is_asked_for(requirement: Requirement):
+    assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)])
+
+
+def test_lock_is_closed():
+    """Every installed pin finds what it needs, on this platform, among the other pins."""
+    for name in PINS:
+        try:
+            needs = metadata.requires(name) or ()
+        except metadata.PackageNotFoundError:  # for another platform or Python
+            continue
+        for requirement in map(Requirement, needs):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                pin = PINS[canonicalize_name(requirement.name)]
+                assert requirement.specifier.contains(pin, prereleases=True), (name, requirement)
+
+
+def test_lock_has_hashes_and_no_addresses():
+    for block in re.split(r"^(?=[\w.-]+==)", LOCK, flags=re.MULTILINE)[1:]:
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", block), block
+    assert not re.search(r"://|--(extra-)?index|--find-links|@", LOCK)
