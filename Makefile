@@ -5,6 +5,9 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Holds a link to the checkout, whatever its name, under the package's own.
+PARENT := .venv/parent
+PROTO := maskrcnn_trt/protos/maskrcnn/v1/detector.proto
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test lint check protos lock clean
@@ -21,10 +24,14 @@ test: $(STAMP) ## Run the tests; ARGS="-k masks" picks some
 lint: $(STAMP) ## Check style, types and the layers between folders
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	MYPYPATH=.venv/typing $(BIN)/mypy
+	MYPYPATH=$(PARENT) $(BIN)/mypy
 	$(BIN)/lint-imports
 
 check: lint test ## Everything that CI checks
+
+protos: $(STAMP) ## Generate the code of the gRPC service
+	$(BIN)/python -m grpc_tools.protoc --proto_path=$(PARENT) \
+		--python_out=$(PARENT) --pyi_out=$(PARENT) --grpc_python_out=$(PARENT) $(PROTO)
 
 lock: $(STAMP) ## Pin what pyproject.toml asks for, with hashes; ARGS="--upgrade" for the newest
 	echo uv | $(BIN)/uv pip compile pyproject.toml - --extra train --extra dev \
@@ -37,7 +44,6 @@ clean: ## Remove caches and build output; .venv and runs stay
 
 # uv installs in a quarter of pip's time but reads no pip.conf: where its index is out of reach, pip
 # installs the same lock.
-# mypy reads no editable install of a package whose folder has another name; it follows the link.
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
 		"Python 3.11 or later is needed, this is " + sys.version.split()[0] + \
@@ -48,5 +54,5 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock \
 		|| $(BIN)/pip install --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --editable .
-	mkdir -p .venv/typing && ln -sfn ../.. .venv/typing/maskrcnn_trt
+	mkdir -p $(PARENT) && ln -sfn ../.. $(PARENT)/maskrcnn_trt
 	touch $@

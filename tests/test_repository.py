@@ -1,6 +1,8 @@
 """What is written twice agrees: the lock with pyproject.toml, generated code with its source."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -46,3 +48,18 @@ def test_lock_has_hashes_and_no_addresses():
     for block in re.split(r"^(?=[\w.-]+==)", LOCK, flags=re.MULTILINE)[1:]:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", block), block
     assert not re.search(r"://|--(extra-)?index|--find-links|@", LOCK)
+
+
+def test_generated_code_is_what_its_source_gives(tmp_path: Path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "maskrcnn_trt").symlink_to(ROOT)
+    folder = Path("maskrcnn_trt/protos/maskrcnn/v1")
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    source = str(folder / "detector.proto")
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={tmp_path / 'in'}"]
+    subprocess.run([*protoc, *outputs, source], check=True, timeout=60)
+    generated = sorted((tmp_path / folder).iterdir())
+    assert len(generated) == 3
+    for path in generated:
+        committed = tmp_path / "in" / folder / path.name
+        assert path.read_text() == committed.read_text(), "run `make protos`"
