@@ -1,0 +1,81 @@
+"""A hand-made data set of every kind of annotation a COCO file may hold."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from maskrcnn_trt.training.config import DatasetConfig
+from numpy.typing import NDArray
+from PIL import Image
+from pycocotools import mask as coco_mask
+
+HEIGHT, WIDTH = 128, 160
+
+
+def write_image(path: Path, height: int, width: int, **options: Any) -> None:
+    """A picture of soft noise, another for every file name."""
+    rng = np.random.default_rng([ord(letter) for letter in path.name])
+    noise = rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    Image.fromarray(noise).resize((width, height)).save(path, **options)
+
+
+def annotation(id_: int, image_id: int, **changes: Any) -> dict[str, Any]:
+    """A sound annotation of a rectangle, with changes; a value of None takes its key out."""
+    sound = {
+        "id": id_,
+        "image_id": image_id,
+        "category_id": 7,
+        "bbox": [10, 20, 30, 40],
+        "area": 1200,
+        "iscrowd": 0,
+        "segmentation": [[10, 20, 40, 20, 40, 60, 10, 60]],
+    }
+    return {key: value for key, value in {**sound, **changes}.items() if value is not None}
+
+
+def ring_mask() -> NDArray[np.uint8]:
+    y, x = np.mgrid[:HEIGHT, :WIDTH]
+    distance = np.hypot(y - 64, x - 80)
+    return np.asfortranarray((distance < 40) & (distance > 20), np.uint8)
+
+
+def ring_segmentation(*, compressed: bool) -> dict[str, Any]:
+    if compressed:
+        return {"size": [HEIGHT, WIDTH], "counts": coco_mask.encode(ring_mask())["counts"].decode()}
+    edges = np.flatnonzero(np.diff(ring_mask().ravel(order="F"), prepend=0))
+    runs = np.diff([0, *edges, HEIGHT * WIDTH]).tolist()
+    return {"size": [HEIGHT, WIDTH], "counts": runs}
+
+
+def sound_content() -> dict[str, Any]:
+    """A COCO file: landscape images 5, 8, 9 and 11, portrait 2; 9 has only a crowd, 11 nothing."""
+    landscape = {"height": HEIGHT, "width": WIDTH}
+    ring = {"bbox": [41, 25, 79, 79], "area": int(ring_mask().sum())}
+    pieces = [[50, 50, 90, 50, 90, 70], [100, 80, 140.5, 80, 140.5, 110.25, 100, 110]]
+    compressed, runs = ring_segmentation(compressed=True), ring_segmentation(compressed=False)
+    return {
+        "images": [
+            *({"id": n, "file_name": f"{n}.jpg", **landscape} for n in (11, 5, 8, 9)),
+            {"id": 2, "file_name": "2.png", "height": WIDTH, "width": HEIGHT},
+        ],
+        "categories": [{"id": 30, "name": "thing"}, {"id": 7, "name": "square"}],
+        "annotations": [
+            annotation(0, 5),
+            annotation(1, 5, segmentation=pieces, bbox=[50, 50, 90.5, 60.25], category_id=30),
+            annotation(2, 8, segmentation=compressed, **ring),
+            annotation(3, 8, segmentation=runs, category_id=30, **ring),
+            annotation(4, 8, segmentation=runs, iscrowd=1, **ring),
+            annotation(5, 2, area=None),
+            annotation(6, 9, segmentation=compressed, iscrowd=1, **ring),
+        ],
+    }
+
+
+def write_folder(folder: Path, content: Any) -> DatasetConfig:
+    """Write the content, and every image of it that is not there yet."""
+    for image in content["images"]:
+        if not (folder / image["file_name"]).exists():
+            write_image(folder / image["file_name"], image["height"], image["width"])
+    (folder / "instances.json").write_text(json.dumps(content))
+    return DatasetConfig(images=folder, annotations=folder / "instances.json")
