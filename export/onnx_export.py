@@ -80,8 +80,8 @@ def _pyramid_roi_align_node(
     output_size: int,
     sampling_ratio: int,
     spatial_scales: Sequence[float],
-    canonical_level: int = 4,
-    canonical_size: float = 224.0,
+    canonical_level: int,
+    canonical_size: float,
 ) -> Tensor:
     return symbolic(
         f"{OPSET_DOMAIN}::PyramidRoIAlign",

@@ -25,6 +25,8 @@ from .targets import Targets
 DELTA_WEIGHTS = DeltaWeights(center=10.0, size=5.0)
 _MIN_SIDE = 1e-2
 _SAMPLING_STREAM = 2
+# An object of ImageNet's usual 224 pixels belongs on the level of stride 16 (Lin et al., eq. 1).
+_CANONICAL_LEVEL, _CANONICAL_SIZE = 4, 224.0
 
 
 class BoxDetections(NamedTuple):
@@ -89,7 +91,13 @@ class RoiHeads(nn.Module):
 
     def _pool(self, features: Sequence[Tensor], boxes: Tensor, size: int) -> Tensor:
         pooled: Tensor = pyramid_roi_align(
-            features[: len(PYRAMID_SCALES)], boxes, size, self.config.sampling_ratio, PYRAMID_SCALES
+            features[: len(PYRAMID_SCALES)],
+            boxes,
+            size,
+            self.config.sampling_ratio,
+            PYRAMID_SCALES,
+            _CANONICAL_LEVEL,
+            _CANONICAL_SIZE,
         )
         return pooled.flatten(0, 1)
 

@@ -25,8 +25,8 @@ def pyramid_roi_align(
     output_size: int,
     sampling_ratio: int,
     spatial_scales: Sequence[float],
-    canonical_level: int = 4,
-    canonical_size: float = 224.0,
+    canonical_level: int,
+    canonical_size: float,
 ) -> Tensor:
     """Pooled features of every RoI.
 

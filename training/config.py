@@ -126,8 +126,9 @@ class TrainConfig(FrozenConfig):
 def presets() -> tuple[str, ...]:
     """Names of the configurations that ship with the package."""
     folder = resources.files(__package__) / "presets"
-    return tuple(sorted(p.name.removesuffix(".yaml") for p in folder.iterdir()
-                        if p.name.endswith(".yaml")))
+    return tuple(
+        sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
+    )
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -189,8 +190,9 @@ def _sentence_from(error: ValidationError) -> str:
         section: Any = TrainConfig
         for part in path[:-1]:
             section = section.model_fields[part].annotation
-            section = next((a for a in getattr(section, "__args__", ())
-                            if hasattr(a, "model_fields")), section)
+            section = next(
+                (a for a in getattr(section, "__args__", ()) if hasattr(a, "model_fields")), section
+            )
         return f"unknown key {key}; allowed here: {', '.join(section.model_fields)}"
     if fault["type"] == "missing":
         return f"{key} is missing and has no default"

@@ -1,0 +1,56 @@
+"""One process or many: what `torchrun` says of this one."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from .config import ConfigError
+
+
+class Worker(NamedTuple):
+    """This process among all that train together."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.rank == 0
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum of every rank's values, on each of them."""
+        if self.world_size > 1:
+            values = values.clone()
+            distributed.all_reduce(values)
+        return values
+
+
+@contextmanager
+def worker(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Worker]:
+    """Join the processes that `torchrun` started, or be the only one.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no CUDA device; use device=cpu")
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_device = torch.device("cpu")
+    if use_cuda:
+        local_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_device)
+    if world_size == 1:
+        yield Worker(0, 1, local_device)
+        return
+    distributed.init_process_group("nccl" if use_cuda else "gloo")
+    try:
+        yield Worker(distributed.get_rank(), world_size, local_device)
+    finally:
+        distributed.destroy_process_group()
