@@ -22,10 +22,11 @@ def fold_batch_norms(module: nn.Module) -> None:
                 continue
             if not isinstance(norm, nn.BatchNorm2d | FrozenBatchNorm2d):
                 continue
+            statistics = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
+            affine = nn.Parameter(norm.weight), nn.Parameter(norm.bias)
             conv.weight, conv.bias = fuse_conv_bn_weights(
-                conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.eps,
-                nn.Parameter(norm.weight), nn.Parameter(norm.bias),
-            )  # fmt: skip
+                conv.weight, conv.bias, *statistics, norm.eps, *affine
+            )
             setattr(parent, norm_name, nn.Identity())
 
 

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from .spec import ShapeBucket
 
 MANIFEST_NAME = "manifest.json"
-SCHEMA_VERSION = 1
 
 Precision = Literal["fp32", "tf32", "fp16"]
 InputDtype = Literal["uint8", "float32"]
@@ -70,7 +69,7 @@ class Provenance(_Record):
 class Manifest(_Record):
     """The bundle's table of contents, stored as `manifest.json`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     model_name: str
     categories: tuple[Category, ...]
     preprocessing: Preprocessing

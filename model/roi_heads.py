@@ -64,16 +64,17 @@ class MaskPredictor(nn.Module):
         super().__init__()
         self.conv5_mask = nn.ConvTranspose2d(channels, dim, 2, stride=2)
         self.mask_fcn_logits = nn.Conv2d(dim, num_outputs, 1)
-        for layer in (self.conv5_mask, self.mask_fcn_logits):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-            nn.init.zeros_(layer.bias)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.kaiming_normal_(parameter, mode="fan_out", nonlinearity="relu")
+            else:
+                nn.init.zeros_(parameter)
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """Logits [K, 2P, 2P] of [K, C, P, P] features and [K] labels."""
         features = F.relu(self.conv5_mask(features))
-        weight = self.mask_fcn_logits.weight.flatten(1)[labels]
-        bias = self.mask_fcn_logits.bias[labels]
-        logits = torch.bmm(weight[:, None], features.flatten(2)) + bias[:, None, None]
+        weight, bias = (parameter[labels] for parameter in self.mask_fcn_logits.parameters())
+        logits = torch.bmm(weight[:, None, :, 0, 0], features.flatten(2)) + bias[:, None, None]
         return logits.view(-1, *features.shape[2:])
 
 
@@ -138,7 +139,7 @@ class RoiHeads(nn.Module):
         """Mask logits [B, K, M, M] float32 of boxes [B, K, 4] with labels [B, K]."""
         pooled = self._pool(features, boxes, self.config.mask_pool)
         logits: Tensor = self.mask_predictor(self.mask_head(pooled), labels.flatten())
-        return logits.float().unflatten(0, labels.shape)
+        return logits.float().view(*labels.shape, *logits.shape[1:])
 
     def sample(self, proposals: Proposals, targets: Targets, seeds: Tensor) -> TrainingRois:
         """RoIs for the losses, from proposals and the ground-truth boxes themselves."""
@@ -212,4 +213,5 @@ def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Te
     planes = torch.arange(batch, device=masks.device)[:, None] * instances + matched
     indexed = torch.cat([planes[..., None].to(boxes.dtype), boxes], dim=2).flatten(0, 1)
     crops = roi_align(masks.flatten(0, 1)[:, None].to(boxes.dtype), indexed, side)
-    return crops[:, 0].unflatten(0, boxes.shape[:2])
+    targets: Tensor = crops.view(*boxes.shape[:2], side, side)
+    return targets

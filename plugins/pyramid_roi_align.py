@@ -50,7 +50,7 @@ def pyramid_roi_align(
         aligned = roi_align(feature.float(), indexed[members], output_size, scale, sampling_ratio)
         # On a GPU `members` is everything, and the mask drops what belongs to other levels.
         pooled[members] += aligned * (levels[members] == level)[:, None, None, None]
-    return pooled.to(features[0].dtype).unflatten(0, rois.shape[:2])
+    return pooled.to(features[0].dtype).view(*rois.shape[:2], *pooled.shape[1:])
 
 
 @pyramid_roi_align.register_fake

@@ -1,7 +1,7 @@
 """The training loop."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -37,9 +37,11 @@ class Trainer:
         if config.weights is not None:
             self.model.load_state_dict(load_checkpoint(config.weights).weights)
         memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
-        self.model.to(worker.device, memory_format=memory_format).train()
+        self.model.to(worker.device).to(memory_format=memory_format).train()  # type: ignore[call-overload]
         self.optimizer = build_optimizer(self.model, config)
-        self.scaler = torch.amp.GradScaler(worker.device.type, enabled=config.precision == "fp16")
+        self.scaler = torch.amp.grad_scaler.GradScaler(
+            worker.device.type, enabled=config.precision == "fp16"
+        )
         self._parallel: nn.Module = self.model
         if worker.world_size > 1:
             self._parallel = DistributedDataParallel(self.model)
@@ -97,7 +99,7 @@ class Trainer:
                 if counts is None:
                     counts = self.worker.sum_over_ranks(terms.counts)
                 # The gradients of the ranks are averaged; the losses are to be summed.
-                self.scaler.scale(terms.means(counts).sum() * world_size).backward()
+                self.scaler.scale(terms.means(counts).sum() * world_size).backward()  # type: ignore[no-untyped-call]
             sums += terms.sums.detach()
         self._apply_gradients()
         self.iteration += 1
@@ -113,10 +115,9 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _losses(self, model: nn.Module, batch: Batch) -> LossTerms:
+    def _losses(self, model: Callable[..., LossTerms], batch: Batch) -> LossTerms:
         with self.autocast():
-            terms: LossTerms = model(batch.images, batch.image_sizes, batch.targets, batch.seeds)
-        return terms
+            return model(batch.images, batch.image_sizes, batch.targets, batch.seeds)
 
     def _counts(self, batches: Sequence[Batch]) -> Tensor:
         """Sampled anchors, RoIs and mask pixels of the global batch: [5]."""

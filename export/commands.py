@@ -1,0 +1,118 @@
+"""The verb `export`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ..model.manifest import InputDtype, Precision
+from ..model.spec import ShapeBucket
+
+if TYPE_CHECKING:
+    from .verify import Comparison
+
+_IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
+
+
+class _BucketType(click.ParamType[ShapeBucket]):
+    name = "HxW"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> ShapeBucket:
+        height, _, width = str(value).partition("x")
+        if not (height.isdecimal() and width.isdecimal()):
+            self.fail(f"{value!r} is not of the form HEIGHTxWIDTH, as in 800x1344", param, ctx)
+        bucket = ShapeBucket(int(height), int(width))
+        if min(bucket) < 32 or bucket.height % 32 or bucket.width % 32:
+            self.fail(f"{value} must be a multiple of 32 pixels on both sides", param, ctx)
+        return bucket
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", "bundle", required=True, type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the bundle; an older bundle there is replaced.",
+)  # fmt: skip
+@click.option(
+    "--precision", "precisions", multiple=True, type=click.Choice(["fp32", "fp16"]),
+    default=("fp32", "fp16"), show_default=True, help="Numeric type; repeat for several.",
+)  # fmt: skip
+@click.option(
+    "--shape", "buckets", multiple=True, type=_BucketType(),
+    help="Input height and width; repeat for several. Those of the training if left out.",
+)  # fmt: skip
+@click.option(
+    "--input-dtype", type=click.Choice(["uint8", "float32"]), default="uint8", show_default=True,
+    help="Type of the image input; values are 0..255 either way.",
+)  # fmt: skip
+@click.option(
+    "--verify", "images", metavar="[IMAGES]", is_flag=False, flag_value="",
+    help="Compare with the checkpoint on a picture or a folder of them; noise if none is named.",
+)  # fmt: skip
+def export(
+    checkpoint: Path,
+    bundle: Path,
+    precisions: tuple[Precision, ...],
+    buckets: tuple[ShapeBucket, ...],
+    input_dtype: InputDtype,
+    images: str | None,
+) -> None:
+    """Turn CHECKPOINT into a bundle that `maskrcnn serve` and `maskrcnn predict` load."""
+    from ..model.checkpoint import load_checkpoint
+    from .bundle import bundle_from_checkpoint
+    from .verify import VerificationError, verify_bundle
+
+    pictures = [] if not images else _pictures_in(Path(images))
+    manifest = bundle_from_checkpoint(
+        checkpoint,
+        bundle,
+        precisions=precisions,
+        buckets=buckets,
+        input_dtype=input_dtype,
+        report=click.echo,
+    )
+    click.echo(f"the bundle is {bundle}")
+    if images is None:
+        return
+    comparisons = verify_bundle(bundle, manifest, load_checkpoint(checkpoint), pictures)
+    Console().print(table_of(comparisons))
+    failed = [c.artifact.path for c in comparisons if not c.passed]
+    if failed:
+        raise VerificationError(
+            f"{', '.join(failed)} differ from the checkpoint by more than their precision allows; "
+            "do not serve the bundle"
+        )
+
+
+def table_of(comparisons: "list[Comparison]") -> Table:
+    """Comparisons as a table: largest differences, and how many detections missed a tolerance."""
+    table = Table(
+        "artefact", "images", "detections", "boxes (px)", "scores", "masks", "outside", ""
+    )
+    for c in comparisons:
+        table.add_row(
+            c.artifact.path,
+            str(c.images),
+            str(c.detections),
+            f"{c.boxes:.1e} (<= {c.tolerance.boxes:g})",
+            f"{c.scores:.1e} (<= {c.tolerance.scores:g})",
+            f"{c.masks:.1e} (<= {c.tolerance.masks:g})",
+            f"{c.missed} (<= {c.tolerance.share:.0%})",
+            "passed" if c.passed else "FAILED",
+        )
+    return table
+
+
+def _pictures_in(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    pictures = sorted(p for p in path.glob("*") if p.suffix.lower() in _IMAGE_SUFFIXES)
+    if not pictures:
+        raise click.BadParameter(
+            f"{path} is no picture and no folder of pictures", param_hint="--verify"
+        )
+    return pictures

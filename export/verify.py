@@ -1,0 +1,183 @@
+"""Comparing a bundle's artefacts with the checkpoint they were made from, output by output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..model.boxes import pairwise_iou
+from ..model.checkpoint import Checkpoint
+from ..model.images import decode_image, pad_to_bucket, resize_image, resized_size, smallest_bucket
+from ..model.manifest import Artifact, Manifest, Precision, verified_path
+from ..model.mask_rcnn import Detections, MaskRCNN
+from ..model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
+
+_BATCH_SIZE = 4
+
+
+class VerificationError(Exception):
+    """An artefact does not compute what its checkpoint computes."""
+
+
+class Tolerance(NamedTuple):
+    """How far an artefact may be from the checkpoint in fp32."""
+
+    boxes: float
+    """Largest difference of a coordinate, in input pixels."""
+    scores: float
+    """Largest difference of a score."""
+    masks: float
+    """Largest mean difference of a mask's probabilities."""
+    share: float
+    """Share of the detections that may miss any of these."""
+
+
+TOLERANCES: dict[Precision, Tolerance] = {
+    "fp32": Tolerance(boxes=1e-2, scores=1e-4, masks=1e-3, share=0.0),
+    "tf32": Tolerance(boxes=1.0, scores=2e-2, masks=2e-2, share=0.05),
+    "fp16": Tolerance(boxes=1.0, scores=2e-2, masks=2e-2, share=0.05),
+}
+
+
+@dataclass
+class Comparison:
+    """An artefact against its checkpoint over some images."""
+
+    artifact: Artifact
+    tolerance: Tolerance
+    images: int = 0
+    detections: int = 0
+    missed: int = 0
+    """Detections of the checkpoint that the artefact lacks, or has outside the tolerance."""
+    boxes: float = 0.0
+    """Largest differences among the detections that both have."""
+    scores: float = 0.0
+    masks: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether the artefact is as close as its precision promises."""
+        return self.missed <= self.tolerance.share * self.detections
+
+
+def verify_bundle(
+    bundle: Path, manifest: Manifest, checkpoint: Checkpoint, images: Sequence[Path]
+) -> list[Comparison]:
+    """Run checkpoint and artefacts on the same images, in batches of up to four.
+
+    Args:
+        bundle: folder of the artefacts.
+        manifest: its manifest.
+        checkpoint: what the bundle was exported from.
+        images: encoded pictures; without any, smooth noise is drawn.
+
+    Returns:
+        a comparison an artefact; look at `passed`.
+
+    Raises:
+        ImageError: a picture cannot be read.
+    """
+    model = checkpoint.build_model()
+    inputs = _inputs_from(images, manifest)
+    comparisons = []
+    for artifact in manifest.artifacts:
+        session = onnxruntime.InferenceSession(verified_path(bundle, artifact))
+        comparison = Comparison(artifact, TOLERANCES[artifact.precision])
+        own = inputs.get(artifact.bucket, [])
+        for start in range(0, len(own), _BATCH_SIZE):
+            batch, sizes = (
+                np.stack(part) for part in zip(*own[start : start + _BATCH_SIZE], strict=True)
+            )
+            _compare(comparison, model, session, batch, sizes)
+        comparisons.append(comparison)
+    return comparisons
+
+
+def _compare(
+    comparison: Comparison,
+    model: MaskRCNN,
+    session: onnxruntime.InferenceSession,
+    images: NDArray[np.uint8],
+    image_sizes: NDArray[np.int64],
+) -> None:
+    with torch.inference_mode():
+        expected = model.detect(torch.from_numpy(images), torch.from_numpy(image_sizes))
+    images = images.astype(comparison.artifact.input_dtype)
+    outputs = session.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, (images, image_sizes), strict=True)))
+    actual = Detections(*map(torch.from_numpy, outputs))
+    floor = model.config.roi.score_threshold + comparison.tolerance.scores
+    for index in range(len(images)):
+        comparison.images += 1
+        _compare_image(comparison, _rows_of(expected, index), _rows_of(actual, index), floor)
+
+
+class _Rows(NamedTuple):
+    is_full: bool
+    boxes: Tensor
+    scores: Tensor
+    labels: Tensor
+    masks: Tensor
+
+
+def _rows_of(detections: Detections, index: int) -> _Rows:
+    count = int(detections.num_detections[index])
+    parts = (part[index, :count] for part in detections[1:])
+    return _Rows(count == detections.scores.shape[1], *parts)
+
+
+def _compare_image(comparison: Comparison, expected: _Rows, actual: _Rows, floor: float) -> None:
+    """Find every detection of the checkpoint again: same label, nearest box."""
+    tolerance = comparison.tolerance
+    if expected.is_full:
+        floor = max(floor, float(expected.scores[-1]) + tolerance.scores)
+    # Near the threshold, or the last place, rounding decides what is in and what is not.
+    certain = (expected.scores > floor).nonzero()[:, 0].tolist()
+    comparison.detections += len(certain)
+    overlaps = pairwise_iou(expected.boxes, actual.boxes)
+    overlaps = torch.where(expected.labels[:, None] == actual.labels, overlaps, -1.0)
+    for row in certain:
+        if actual.labels.numel() == 0 or overlaps[row].max() < 0:
+            comparison.missed += 1
+            continue
+        match = int(overlaps[row].argmax())
+        boxes = float((expected.boxes[row] - actual.boxes[match]).abs().max())
+        scores = float((expected.scores[row] - actual.scores[match]).abs())
+        masks = float((expected.masks[row] - actual.masks[match]).abs().mean())
+        if boxes > tolerance.boxes or scores > tolerance.scores or masks > tolerance.masks:
+            comparison.missed += 1
+        comparison.boxes = max(comparison.boxes, boxes)
+        comparison.scores = max(comparison.scores, scores)
+        comparison.masks = max(comparison.masks, masks)
+
+
+_Inputs = dict[ShapeBucket, list[tuple[NDArray[np.uint8], NDArray[np.int64]]]]
+
+
+def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> _Inputs:
+    """Padded images and their sizes by bucket."""
+    buckets = [artifact.bucket for artifact in manifest.artifacts]
+    preprocessing = manifest.preprocessing
+    pictures = [decode_image(path.read_bytes()) for path in paths] or [
+        _smooth_noise(seed, bucket) for bucket in dict.fromkeys(buckets) for seed in range(2)
+    ]
+    inputs: _Inputs = {}
+    for picture in pictures:
+        size = resized_size(
+            picture.shape[0], picture.shape[1], preprocessing.min_size, preprocessing.max_size
+        )
+        bucket = smallest_bucket(*size, buckets)
+        padded = pad_to_bucket(resize_image(picture, *size), bucket)
+        inputs.setdefault(bucket, []).append((padded, np.array(size, np.int64)))
+    return inputs
+
+
+def _smooth_noise(seed: int, bucket: ShapeBucket) -> NDArray[np.uint8]:
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (8, 8, 3), np.uint8)
+    return resize_image(coarse, *bucket)
