@@ -49,24 +49,20 @@ class BatchLoader:
         Raises:
             DataError: a broken file where these are refused, or a worker process that died.
         """
-        batches = iter(self._batches)
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader worker"):
-                    raise
-                raise DataError(
-                    "a process that reads images died, most likely for want of memory; lower "
-                    "data.workers, or give the machine more memory (in a container, --shm-size)"
-                ) from error
-            if isinstance(batch, DataError):
-                raise batch
-            self._warn_of(batch.skipped)
-            if len(batch.images):
-                yield batch
+        try:
+            for batch in self._batches:
+                if isinstance(batch, DataError):
+                    raise batch
+                self._warn_of(batch.skipped)
+                if len(batch.images):
+                    yield batch
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            raise DataError(
+                "a process that reads images died, most likely for want of memory; lower "
+                "data.workers, or give the machine more memory (in a container, --shm-size)"
+            ) from error
 
     def _warn_of(self, reasons: Sequence[str]) -> None:
         for reason in reasons:

@@ -75,7 +75,7 @@ def _random_figures(
     rng: Generator, height: int, width: int, classes: Sequence[str]
 ) -> list[_Figure]:
     """Shapes from front to back."""
-    if rng.random() < 0.04:
+    if rng.random() < 0.06:
         return []
     side = min(height, width)
     figures = []

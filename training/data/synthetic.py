@@ -145,7 +145,7 @@ def _rings_from_coverage(coverage: NDArray[np.float32]) -> list[NDArray[np.float
         if len(offset) > 2:
             return []
         # Sample i of the padded array is the centre of pixel i - 1; the closing point repeats.
-        ring = np.clip(piece[:-1] - 0.5, 0, [width, height]).round(2)
+        ring = np.clip(piece[:-1] - 0.5, 0, [width, height]).round(1)
         if _area(ring) >= _MIN_PIECE_PIXELS:
             rings.append(ring)
     return rings

@@ -1,8 +1,9 @@
 import logging
 import multiprocessing
 import os
-import signal
+import time
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -301,14 +302,25 @@ def test_exif_rotation_is_applied_if_annotated_so(tmp_path: Path, annotated_upri
     np.testing.assert_array_equal(batch.images[0].permute(1, 2, 0), expected)
 
 
-def test_a_killed_worker_is_one_sentence(synthetic: DatasetConfig) -> None:
-    config = synthetic_config(synthetic, workers=1, max_iterations=1000)
-    batches = iter(train_loader(CocoDataset(synthetic), config))
-    next(batches)
-    (worker,) = multiprocessing.active_children()
-    os.kill(worker.pid or 0, signal.SIGKILL)
+def test_a_killed_worker_is_one_sentence(tmp_path: Path) -> None:
+    config = make_config(write_folder(tmp_path, sound_content()), workers=1)
+    dataset = CocoDataset(config.data.train)
+    for image in tmp_path.glob("*.jpg"):
+        image.unlink()
+        os.mkfifo(image)  # whoever reads it waits
+    batches = train_loader(dataset, config)
+    killer = Thread(target=_kill_first_child)
+    killer.start()
     with pytest.raises(DataError, match="a process that reads images died"):
         list(batches)
+    killer.join()
+
+
+def _kill_first_child() -> None:
+    while not (children := multiprocessing.active_children()):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    children[0].kill()
 
 
 def test_batch_moves_as_a_whole(synthetic: DatasetConfig) -> None:

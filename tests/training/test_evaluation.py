@@ -1,0 +1,282 @@
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from maskrcnn_trt.model.config import (
+    AnchorConfig,
+    BackboneConfig,
+    ModelConfig,
+    RoiConfig,
+    RpnConfig,
+)
+from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.masks import rle_from_mask
+from maskrcnn_trt.model.spec import ShapeBucket
+from maskrcnn_trt.training.config import DataConfig, DatasetConfig, TrainConfig
+from maskrcnn_trt.training.data.coco import CocoDataset
+from maskrcnn_trt.training.data.instances import draw_mask
+from maskrcnn_trt.training.data.loader import eval_loader
+from maskrcnn_trt.training.data.synthetic import SyntheticConfig, draw_dataset
+from maskrcnn_trt.training.evaluation import CocoEvaluator, ImageDetections, evaluate_model
+from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from torchvision.models.detection.roi_heads import paste_masks_in_image
+from torchvision.models.detection.transform import resize_boxes
+
+CLASSES = ("circle", "ring", "star")
+NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("synthetic")
+    config = SyntheticConfig(train=1, val=12, width=160, height=128, seed=2, classes=CLASSES)
+    draw_dataset(folder, config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(folder: Path) -> CocoDataset:
+    return CocoDataset(_dataset_config(folder))
+
+
+def _dataset_config(folder: Path) -> DatasetConfig:
+    return DatasetConfig(images=folder / "val", annotations=folder / "annotations/val.json")
+
+
+def _train_config(folder: Path) -> TrainConfig:
+    """Inputs of three quarters of the size of the images."""
+    buckets = (ShapeBucket(96, 128), ShapeBucket(128, 96))
+    dataset = _dataset_config(folder)
+    return TrainConfig(
+        data=DataConfig(train=dataset, min_size=96, max_size=128, buckets=buckets, workers=0)
+    )
+
+
+def _detections(dataset: CocoDataset, number: int, noise: float) -> ImageDetections:
+    """Ground truth of an image, shifted at random, some of it missing, some of a wrong class."""
+    rng = np.random.default_rng(number)
+    record = dataset.records[number]
+    size = (record.height, record.width)
+    boxes, labels, masks = [], [], []
+    for instance in record.objects:
+        shift = rng.integers(-2, 3, 2) * noise
+        mask = np.roll(draw_mask(instance.segmentation, size, size), shift.astype(int), (0, 1))
+        box = np.add(instance.clipped_box(*size), shift[[1, 0, 1, 0]])
+        if rng.random() < 1 - 0.2 * noise:
+            boxes.append(box)
+            masks.append(rle_from_mask(mask))
+            labels.append(instance.label if rng.random() < 1 - 0.2 * noise else 1)
+    return ImageDetections(
+        boxes=np.array(boxes, np.float32).reshape(-1, 4),
+        scores=rng.random(len(boxes), np.float32),
+        labels=np.array(labels, np.int64),
+        masks=masks,
+    )
+
+
+def _reference(annotations: Path, results: Path, iou_type: str) -> COCOeval:
+    """What pycocotools makes of the data set's own file and the results we wrote."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(annotations)
+        evaluation = COCOeval(truth, truth.loadRes(str(results)), iou_type)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return evaluation
+
+
+def test_metrics_equal_pycocotools(folder: Path, dataset: CocoDataset, tmp_path: Path) -> None:
+    evaluator = CocoEvaluator(dataset)
+    for number, record in enumerate(dataset.records):
+        evaluator.add(record.id, _detections(dataset, number, noise=1))
+    metrics = evaluator.evaluate(tmp_path / "results")
+    assert 0.1 < metrics["segm/AP"] < metrics["segm/AP50"] < 0.95
+    for iou_type in ("bbox", "segm"):
+        results = tmp_path / "results" / f"{iou_type}.json"
+        expected = _reference(folder / "annotations/val.json", results, iou_type)
+        ours = [metrics[f"{iou_type}/{name}"] for name in NAMES]
+        np.testing.assert_allclose(ours, expected.stats[:6], atol=1e-12)
+        by_class = [metrics[f"{iou_type}/AP/{name}"] for name in CLASSES]
+        precision = expected.eval["precision"][..., 0, -1]
+        np.testing.assert_allclose(by_class, precision.mean(axis=(0, 1)), atol=1e-12)
+
+
+def test_ground_truth_itself_is_perfect(dataset: CocoDataset) -> None:
+    evaluator = CocoEvaluator(dataset)
+    for number, record in enumerate(dataset.records):
+        evaluator.add(record.id, _detections(dataset, number, noise=0))
+    metrics = evaluator.evaluate()
+    assert metrics["bbox/AP"] == pytest.approx(1)
+    assert metrics["segm/AP"] == pytest.approx(1)
+
+
+def test_crowds_forgive_detections_within_them(dataset: CocoDataset, tmp_path: Path) -> None:
+    content = json.loads(Path(dataset.name).read_text())
+    crowd, *others = sorted(content["annotations"], key=lambda a: (-a["iscrowd"], -a["area"]))
+    if not crowd["iscrowd"]:
+        crowd["iscrowd"] = 1
+    content["annotations"] = [crowd, *(a for a in others if a["image_id"] != crowd["image_id"])]
+    path = tmp_path / "crowd.json"
+    path.write_text(json.dumps(content))
+    images = Path(dataset.name).parent.parent / "val"
+    crowded = CocoDataset(DatasetConfig(images=images, annotations=path))
+    evaluator = CocoEvaluator(crowded)
+    for number, record in enumerate(crowded.records):
+        evaluator.add(record.id, _detections(crowded, number, noise=0))
+    x, y, width, height = crowd["bbox"]
+    record = next(r for r in crowded.records if r.id == crowd["image_id"])
+    mask = draw_mask(record.instances[0].segmentation, *[(record.height, record.width)] * 2)
+    inside = ImageDetections(
+        boxes=np.array([[x, y, x + width / 2, y + height]], np.float32),
+        scores=np.ones(1, np.float32),
+        labels=np.array([record.instances[0].label]),
+        masks=[rle_from_mask(mask)],
+    )
+    evaluator.add(record.id, inside)
+    metrics = evaluator.evaluate()
+    assert metrics["bbox/AP"] == pytest.approx(1)
+    assert metrics["segm/AP"] == pytest.approx(1)
+
+
+NOTHING = ImageDetections(
+    np.zeros((0, 4), np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64), []
+)
+
+
+def test_no_detections_are_zero(dataset: CocoDataset, tmp_path: Path) -> None:
+    evaluator = CocoEvaluator(dataset)
+    for record in dataset.records:
+        evaluator.add(record.id, NOTHING)
+    metrics = evaluator.evaluate(tmp_path)
+    assert metrics["bbox/AP"] == metrics["segm/AP50"] == metrics["segm/AP/ring"] == 0
+    assert json.loads((tmp_path / "bbox.json").read_text()) == []
+    assert json.loads((tmp_path / "segm.json").read_text()) == []
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_without_ground_truth_metrics_are_minus_one(
+    folder: Path, dataset: CocoDataset, tmp_path: Path, found: bool
+) -> None:
+    content = json.loads((folder / "annotations/val.json").read_text())
+    path = tmp_path / "empty.json"
+    path.write_text(json.dumps({**content, "annotations": []}))
+    evaluator = CocoEvaluator(CocoDataset(DatasetConfig(images=folder / "val", annotations=path)))
+    for number, record in enumerate(dataset.records):
+        evaluator.add(record.id, _detections(dataset, number, noise=0) if found else NOTHING)
+    assert set(evaluator.evaluate().values()) == {-1.0}
+
+
+def test_nothing_evaluated_is_minus_one(dataset: CocoDataset) -> None:
+    metrics = CocoEvaluator(dataset).evaluate()
+    assert set(metrics.values()) == {-1.0}
+    assert set(metrics) == {
+        f"{t}/{n}" for t in ("bbox", "segm") for n in (*NAMES, *(f"AP/{c}" for c in CLASSES))
+    }
+
+
+def _evaluate_as_rank(rank: int, world_size: int, folder: Path, out: Path) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size
+    )
+    dataset = CocoDataset(_dataset_config(folder))
+    evaluator = CocoEvaluator(dataset)
+    for number in range(rank, len(dataset), world_size):
+        evaluator.add(dataset.records[number].id, _detections(dataset, number, noise=1))
+    (out / f"{rank}.json").write_text(json.dumps(evaluator.evaluate(out)))
+    dist.destroy_process_group()
+
+
+def test_two_ranks_equal_one(folder: Path, dataset: CocoDataset, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_evaluate_as_rank, (2, folder, tmp_path), nprocs=2)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    evaluator = CocoEvaluator(dataset)
+    for number, record in enumerate(dataset.records):
+        evaluator.add(record.id, _detections(dataset, number, noise=1))
+    assert first == second == pytest.approx(evaluator.evaluate(), abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def model() -> MaskRCNN:
+    """Random weights that find something everywhere."""
+    torch.manual_seed(0)
+    return MaskRCNN(
+        ModelConfig(
+            num_classes=len(CLASSES),
+            backbone=BackboneConfig(name="resnet18", norm="bn", frozen_stages=0, fpn_channels=32),
+            anchors=AnchorConfig(sizes=(16, 32, 64, 128, 256)),
+            rpn=RpnConfig(pre_nms_top_n_test=50, post_nms_top_n_test=20),
+            roi=RoiConfig(
+                box_head_dim=32, mask_head_dim=32, mask_head_depth=1, max_detections=8,
+                score_threshold=0.2,
+            ),
+        )
+    )  # fmt: skip
+
+
+def test_model_is_evaluated_in_source_pixels(
+    folder: Path, dataset: CocoDataset, model: MaskRCNN, tmp_path: Path
+) -> None:
+    batches = eval_loader(dataset, _train_config(folder))
+    cpu = torch.device("cpu")
+    model.train()
+    metrics = evaluate_model(model, batches, dataset, device=cpu, folder=tmp_path)
+    assert model.training
+    assert set(metrics) >= {"bbox/AP", "segm/AP"}
+    boxes = json.loads((tmp_path / "bbox.json").read_text())
+    masks = json.loads((tmp_path / "segm.json").read_text())
+    expected = _results_by_torchvision(model.eval(), eval_loader(dataset, _train_config(folder)))
+    assert len(boxes) == len(masks) == len(expected) > len(dataset)
+    for box, mask, (image_id, label, score, bbox, segmentation) in zip(
+        boxes, masks, expected, strict=True
+    ):
+        category = dataset.categories[label - 1].id
+        assert (box["image_id"], box["category_id"]) == (image_id, category)
+        assert (mask["image_id"], mask["category_id"]) == (image_id, category)
+        assert box["score"] == mask["score"] == score
+        assert box["bbox"] == pytest.approx(bbox, abs=1e-4)
+        assert mask["segmentation"]["size"] == segmentation["size"]
+        assert coco_mask.iou([mask["segmentation"]], [segmentation], [0])[0, 0] > 0.999
+
+
+@torch.inference_mode()
+def _results_by_torchvision(model: MaskRCNN, batches: Any) -> list[tuple[Any, ...]]:
+    results = []
+    for batch in batches:
+        found = model.detect(batch.images, batch.image_sizes)
+        for n, image_id in enumerate(batch.image_ids.tolist()):
+            count = int(found.num_detections[n])
+            source = tuple(batch.source_sizes[n].tolist())
+            boxes = resize_boxes(found.boxes[n, :count], batch.image_sizes[n].tolist(), source)
+            pasted = paste_masks_in_image(found.masks[n, :count, None], boxes, source)
+            for box, label, score, mask in zip(
+                boxes.tolist(), found.labels[n].tolist(), found.scores[n].tolist(), pasted,
+                strict=False,
+            ):  # fmt: skip
+                runs = coco_mask.encode(np.asfortranarray((mask[0] > 0.5).numpy(), np.uint8))
+                x1, y1, x2, y2 = box
+                results.append((image_id, label, score, [x1, y1, x2 - x1, y2 - y1], runs))
+    return results
+
+
+def test_lower_precision_is_evaluated(
+    folder: Path, dataset: CocoDataset, model: MaskRCNN, tmp_path: Path
+) -> None:
+    batches = eval_loader(dataset, _train_config(folder))
+    cpu = torch.device("cpu")
+    exact, rough = tmp_path / "exact", tmp_path / "rough"
+    evaluate_model(model, batches, dataset, device=cpu, folder=exact)
+    evaluate_model(model, batches, dataset, device=cpu, autocast=torch.bfloat16, folder=rough)
+    first, second = (
+        [result["score"] for result in json.loads((out / "segm.json").read_text())]
+        for out in (exact, rough)
+    )
+    assert first != second
+    assert np.mean(first) == pytest.approx(np.mean(second), abs=0.05)
