@@ -1,11 +1,12 @@
-"""A hand-made data set of every kind of annotation a COCO file may hold."""
+"""A hand-made data set of every kind of annotation a COCO file may hold, and how it is read."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from maskrcnn_trt.training.config import DatasetConfig
+from maskrcnn_trt.model.spec import ShapeBucket
+from maskrcnn_trt.training.config import DataConfig, DatasetConfig, SolverConfig, TrainConfig
 from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
@@ -79,3 +80,27 @@ def write_folder(folder: Path, content: Any) -> DatasetConfig:
             write_image(folder / image["file_name"], image["height"], image["width"])
     (folder / "instances.json").write_text(json.dumps(content))
     return DatasetConfig(images=folder, annotations=folder / "instances.json")
+
+
+def make_config(dataset: DatasetConfig, **changes: Any) -> TrainConfig:
+    """Inputs as large as the images of the hand-made data set, unless changed."""
+    solver = {"images_per_batch": 4, "max_iterations": 6, "steps": ()}
+    data = {
+        "train": dataset,
+        "min_size": 128,
+        "max_size": 160,
+        "buckets": (ShapeBucket(128, 160), ShapeBucket(160, 128)),
+        "workers": 0,
+        "keep_empty": True,
+    }
+    data |= {key: value for key, value in changes.items() if key in DataConfig.model_fields}
+    solver |= {key: value for key, value in changes.items() if key in SolverConfig.model_fields}
+    return TrainConfig(
+        data=DataConfig(**data), solver=SolverConfig(**solver), seed=changes.get("seed", 0)
+    )
+
+
+def synthetic_config(dataset: DatasetConfig, **changes: Any) -> TrainConfig:
+    """The same for the synthetic images."""
+    sizes = {"min_size": 64, "max_size": 96, "buckets": (ShapeBucket(64, 96), ShapeBucket(96, 64))}
+    return make_config(dataset, **{**sizes, **changes})
