@@ -1,7 +1,7 @@
 # A slim serving image: the base install, without torch.
 #
 #   docker build -t maskrcnn-trt .
-#   docker run --rm -p 50051:50051 -v "$PWD/bundle:/bundle:ro" maskrcnn-trt
+#   docker run --rm -p 8500:8500 -v "$PWD/bundle:/bundle:ro" maskrcnn-trt
 FROM python:3.12-slim AS build
 WORKDIR /source
 COPY . .
@@ -14,7 +14,7 @@ FROM python:3.12-slim
 COPY --from=build /opt/maskrcnn /opt/maskrcnn
 RUN useradd --create-home maskrcnn
 USER maskrcnn
-EXPOSE 50051
+EXPOSE 8500
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["/opt/maskrcnn/bin/maskrcnn"]
 CMD ["serve", "/bundle", "--host", "0.0.0.0"]

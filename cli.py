@@ -36,10 +36,16 @@ _VERBS = {
 # verb pays for the modules of another.
 _INPUT_ERRORS = frozenset(
     {
+        "maskrcnn_trt.benchmarks.serve.NoAnswerError",
+        "maskrcnn_trt.benchmarks.server_process.ServerStartError",
+        "maskrcnn_trt.export.verify.VerificationError",
+        "maskrcnn_trt.model.checkpoint.CheckpointError",
         "maskrcnn_trt.model.images.ImageError",
         "maskrcnn_trt.model.manifest.BundleError",
         "maskrcnn_trt.serving.errors.ServingError",
         "maskrcnn_trt.training.config.ConfigError",
+        "maskrcnn_trt.training.data.coco.DataError",
+        "maskrcnn_trt.training.reporting.DivergenceError",
     }
 )
 

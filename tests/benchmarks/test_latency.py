@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-
 from maskrcnn_trt.benchmarks.latency import Latency, latency_from_seconds, percentile
 
 

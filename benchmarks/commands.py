@@ -1,0 +1,111 @@
+"""The verbs of `maskrcnn bench`."""
+
+from pathlib import Path
+
+import click
+
+from ..model.manifest import Precision
+from ..model.spec import ShapeBucket
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_PICTURES = click.Path(exists=True, dir_okay=False, path_type=Path)
+_SECONDS = click.FloatRange(min=0, min_open=True)
+
+
+def _bucket_from(
+    ctx: click.Context, param: click.Parameter, text: str | None
+) -> ShapeBucket | None:
+    if text is None:
+        return None
+    try:
+        height, width = map(int, text.split("x"))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not of the form HxW, such as 800x1344") from None
+    return ShapeBucket(height, width)
+
+
+@click.group()
+def bench() -> None:
+    """Measure throughput and latency."""
+
+
+@bench.command(context_settings={"show_default": True})
+@click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
+@click.option("--precision", type=click.Choice(["fp32", "tf32", "fp16"]), default="fp32")
+@click.option("--bucket", metavar="HxW", callback=_bucket_from, help="Input size in pixels.")
+@click.option("--peer", type=click.Choice(["torchvision"]), help="Measure it at equal weights too.")
+@click.option("--image", "images", multiple=True, type=_PICTURES, help="Picture to use, not noise.")
+@click.option("--seconds", type=_SECONDS, default=5.0, help="Length of each measurement.")
+@click.option("--warmup", type=click.IntRange(min=0), default=3, help="Batches not counted.")
+@click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
+def infer(
+    models: tuple[Path, ...],
+    batches: tuple[int, ...],
+    precision: Precision,
+    bucket: ShapeBucket | None,
+    peer: str | None,
+    images: tuple[Path, ...],
+    seconds: float,
+    warmup: int,
+    json_path: Path | None,
+) -> None:
+    """Measure models one after the other, batch after batch.
+
+    Each is a bundle, which ONNX Runtime runs, or a checkpoint, which torch runs. All get the same
+    input; its size is the first that the first model has, unless --bucket says otherwise.
+    """
+    from .infer import InferSettings, measure_models
+    from .report import Report, infer_table, show
+
+    if peer and not any(model.is_file() for model in models):
+        raise click.UsageError(f"--peer {peer} needs the weights of a checkpoint among MODELS")
+    settings = InferSettings(
+        batches=batches,
+        precision=precision,
+        bucket=bucket,
+        images=[path.read_bytes() for path in images],
+        seconds=seconds,
+        warmup=warmup,
+        with_torchvision=peer == "torchvision",
+    )
+    results = measure_models(models, settings)
+    show(Report(results), infer_table(results), json_path)
+
+
+@bench.command(context_settings={"show_default": True})
+@click.argument("server")
+@click.option(
+    "--concurrency", "levels", multiple=True, type=click.IntRange(min=1), default=(1, 4, 16)
+)
+@click.option("--image", "images", multiple=True, type=_PICTURES, help="Picture to use, not noise.")
+@click.option("--seconds", type=_SECONDS, default=5.0, help="Length of each measurement.")
+@click.option("--warmup", type=click.FloatRange(min=0), default=1.0, help="Seconds not counted.")
+@click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
+def serve(
+    server: str,
+    levels: tuple[int, ...],
+    images: tuple[Path, ...],
+    seconds: float,
+    warmup: float,
+    json_path: Path | None,
+) -> None:
+    """Measure a server with so many requests in flight.
+
+    SERVER is the host:port of one that runs, or a bundle, for which one is started.
+    """
+    from .report import Report, serve_table, show
+    from .serve import ServeSettings, measure_bundle, measure_server
+
+    settings = ServeSettings(
+        concurrencies=levels,
+        images=[path.read_bytes() for path in images],
+        seconds=seconds,
+        warmup_seconds=warmup,
+    )
+    bundle = Path(server)
+    if bundle.is_dir():
+        results = measure_bundle(bundle, settings)
+    else:
+        results = measure_server(server, settings)
+    show(Report(results), serve_table(results), json_path)

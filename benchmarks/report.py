@@ -1,0 +1,84 @@
+"""Results as a table for people and as JSON for programs."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from .infer import InferResult
+from .latency import Latency
+from .machine import Machine, describe_machine
+from .serve import ServeResult
+
+_PERCENTILES = ("p50", "p90", "p99")
+
+
+def _command_line() -> str:
+    return shlex.join(["maskrcnn", *sys.argv[1:]])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results and what it takes to repeat them."""
+
+    results: Sequence[InferResult] | Sequence[ServeResult]
+    command: str = field(default_factory=_command_line)
+    measured_at: str = field(default_factory=_now)
+    machine: Machine = field(default_factory=describe_machine)
+
+
+def show(report: Report, table: Table, json_path: Path | None) -> None:
+    """Print the table, and write the report if it is wanted, making the folders it needs."""
+    Console().print(table)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(asdict(report), indent=2) + "\n")
+
+
+def infer_table(results: Sequence[InferResult]) -> Table:
+    """One row an engine and batch size; all results are of one precision and input size."""
+    title = f"Inference in {results[0].precision} at {results[0].bucket} pixels; latencies in ms"
+    table = _table(title, "engine", "device", "batch", "images/s", *_PERCENTILES, "peak MiB")
+    for r in results:
+        speed, peak = f"{r.images_per_second:.1f}", f"{r.peak_memory_mib:.0f}"
+        table.add_row(r.engine, r.device, str(r.batch), speed, *_percentiles(r.latency), peak)
+    return table
+
+
+def serve_table(results: Sequence[ServeResult]) -> Table:
+    """One row a concurrency; the stages within the server are means."""
+    stages = ("decode", "queue", "infer", "encode")
+    title = "Serving, a closed loop of clients; latencies and mean stages in ms"
+    table = _table(title, "clients", "images/s", *_PERCENTILES, "batch", *stages)
+    for r in results:
+        means = (r.mean_batch_size, *(getattr(r.stages, stage) for stage in stages))
+        table.add_row(
+            str(r.concurrency),
+            f"{r.images_per_second:.1f}",
+            *_percentiles(r.latency),
+            *(f"{mean:.1f}" for mean in means),
+        )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("engine", "device") else "right")
+    return table
+
+
+def _percentiles(latency: Latency) -> tuple[str, ...]:
+    """Cells of the columns `_PERCENTILES`."""
+    return tuple(f"{value:.1f}" for value in (latency.p50, latency.p90, latency.p99))
