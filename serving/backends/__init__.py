@@ -1,0 +1,1 @@
+"""What computes detections: one module a runtime, all behind `base.Backend`."""

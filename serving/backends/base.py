@@ -1,0 +1,48 @@
+"""What a backend must offer."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...model.spec import ShapeBucket
+
+
+class Outputs(NamedTuple):
+    """Outputs of the model for B images, in the order of `model.spec.OUTPUT_NAMES`."""
+
+    num_detections: NDArray[np.int64]
+    """[B]."""
+    boxes: NDArray[np.float32]
+    """[B, D, 4] xyxy in pixels of the resized image."""
+    scores: NDArray[np.float32]
+    """[B, D] by descending score."""
+    labels: NDArray[np.int64]
+    """[B, D]; 1 is the first class."""
+    masks: NDArray[np.float32]
+    """[B, D, M, M] probabilities."""
+
+
+class Backend(Protocol):
+    """Computes detections for the shape buckets of one precision; called from one thread."""
+
+    @property
+    def buckets(self) -> tuple[ShapeBucket, ...]:
+        """Input sizes that `infer` accepts."""
+
+    def warm_up(self, max_batch: int) -> None:
+        """Run every bucket, so that no request pays for what the first run of a size costs."""
+
+    def infer(
+        self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
+    ) -> Outputs:
+        """Detect in a batch of one bucket.
+
+        Args:
+            bucket: One of `buckets`.
+            images: [B, 3, bucket.height, bucket.width] RGB.
+            image_sizes: [B, 2] height and width before padding.
+        """
+
+    def close(self) -> None:
+        """Release what the backend holds; it is not used after."""

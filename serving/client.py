@@ -1,0 +1,295 @@
+"""Clients of the server, sync and async."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
+from io import BytesIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ..protos.maskrcnn.v1 import detector_pb2 as pb
+from ..protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections, MaskFormat
+from .errors import ClientError, DeadlineError, RefusedError, UnreachableError
+from .messages import detections_from_response, request_from_options
+
+ImageSource = bytes | Path | NDArray[np.uint8]
+"""The contents of a JPEG, PNG or WebP file, its path, or pixels [H, W, 3] RGB."""
+
+_CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+]
+_STATUS_FROM_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
+
+
+class DetectorClient:
+    """A connection to a server; usable as a context manager and from several threads."""
+
+    def __init__(self, address: str, *, timeout_s: float = 30.0) -> None:
+        """Prepare a connection, which is made by the first request.
+
+        Args:
+            address: `host:port` of the server.
+            timeout_s: Longest wait for the answer to a request.
+        """
+        self._address = address
+        self._timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._stub: Any = DetectorStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def model(self) -> pb.GetModelResponse:
+        """What the server serves.
+
+        Raises:
+            ClientError: the server gave no answer.
+        """
+        try:
+            response: pb.GetModelResponse = self._stub.GetModel(
+                pb.GetModelRequest(), timeout=self._timeout_s
+            )
+        except grpc.RpcError as error:
+            raise _error_from_rpc(error, self._address) from error
+        return response
+
+    def detect(
+        self,
+        image: ImageSource,
+        options: DetectionOptions = DEFAULT_OPTIONS,
+        *,
+        precision: str | None = None,
+    ) -> Detections:
+        """Detect in one image.
+
+        Raises:
+            RefusedError: the server refused the image or the options.
+            ClientError: the server gave no answer.
+        """
+        return self._result(self._send(image, options, precision), options)
+
+    def detect_many(
+        self,
+        images: Iterable[ImageSource],
+        options: DetectionOptions = DEFAULT_OPTIONS,
+        *,
+        precision: str | None = None,
+        concurrency: int = 8,
+    ) -> Iterator[Detections | RefusedError]:
+        """Detect in images, with `concurrency` requests in flight.
+
+        Yields:
+            In the order of the images, the detections or why the server refused.
+
+        Raises:
+            ClientError: the server gave no answer.
+        """
+        calls: deque[Any] = deque()
+        try:
+            for image in images:
+                if len(calls) == concurrency:
+                    yield self._outcome(calls.popleft(), options)
+                calls.append(self._send(image, options, precision))
+            while calls:
+                yield self._outcome(calls.popleft(), options)
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def stream(
+        self,
+        images: Iterable[ImageSource],
+        options: DetectionOptions = DEFAULT_OPTIONS,
+        *,
+        precision: str | None = None,
+    ) -> Iterator[tuple[int, Detections | RefusedError]]:
+        """Detect in images over one stream, which is read from another thread.
+
+        Yields:
+            As they come, the place of an image and its detections or why the server refused.
+
+        Raises:
+            ClientError: the stream broke.
+        """
+        call = self._stub.DetectStream(_requests(images, options, precision))
+        try:
+            for answer in call:
+                yield _outcome_from_answer(answer, options.mask_format)
+        except grpc.RpcError as error:
+            raise _error_from_rpc(error, self._address) from error
+        finally:
+            call.cancel()
+
+    def _send(self, image: ImageSource, options: DetectionOptions, precision: str | None) -> Any:
+        request = request_from_options(_encoded(image), options, precision, "")
+        return self._stub.Detect.future(request, timeout=self._timeout_s)
+
+    def _result(self, call: Any, options: DetectionOptions) -> Detections:
+        try:
+            return detections_from_response(call.result(), options.mask_format)
+        except grpc.RpcError as error:
+            raise _error_from_rpc(error, self._address) from error
+
+    def _outcome(self, call: Any, options: DetectionOptions) -> Detections | RefusedError:
+        try:
+            return self._result(call, options)
+        except RefusedError as error:
+            return error
+
+
+class AsyncDetectorClient:
+    """A connection to a server for one event loop; usable as an async context manager."""
+
+    def __init__(self, address: str, *, timeout_s: float = 30.0) -> None:
+        """Prepare a connection, which is made by the first request.
+
+        Args:
+            address: `host:port` of the server.
+            timeout_s: Longest wait for the answer to a request.
+        """
+        self._address = address
+        self._timeout_s = timeout_s
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._stub: Any = DetectorStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close(None)
+
+    async def model(self) -> pb.GetModelResponse:
+        """What the server serves; raises as `DetectorClient.model` does."""
+        try:
+            response: pb.GetModelResponse = await self._stub.GetModel(
+                pb.GetModelRequest(), timeout=self._timeout_s
+            )
+        except grpc.RpcError as error:
+            raise _error_from_rpc(error, self._address) from error
+        return response
+
+    async def detect(
+        self,
+        image: ImageSource,
+        options: DetectionOptions = DEFAULT_OPTIONS,
+        *,
+        precision: str | None = None,
+    ) -> Detections:
+        """Detect in one image; raises as `DetectorClient.detect` does."""
+        request = request_from_options(_encoded(image), options, precision, "")
+        try:
+            response = await self._stub.Detect(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise _error_from_rpc(error, self._address) from error
+        return detections_from_response(response, options.mask_format)
+
+    async def detect_many(
+        self,
+        images: Iterable[ImageSource],
+        options: DetectionOptions = DEFAULT_OPTIONS,
+        *,
+        precision: str | None = None,
+        concurrency: int = 8,
+    ) -> AsyncIterator[Detections | RefusedError]:
+        """Detect in images as `DetectorClient.detect_many` does."""
+        tasks: deque[asyncio.Task[Detections]] = deque()
+        try:
+            for image in images:
+                if len(tasks) == concurrency:
+                    yield await _outcome(tasks.popleft())
+                tasks.append(asyncio.create_task(self.detect(image, options, precision=precision)))
+            while tasks:
+                yield await _outcome(tasks.popleft())
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def stream(
+        self,
+        images: Iterable[ImageSource],
+        options: DetectionOptions = DEFAULT_OPTIONS,
+        *,
+        precision: str | None = None,
+    ) -> AsyncIterator[tuple[int, Detections | RefusedError]]:
+        """Detect in images over one stream as `DetectorClient.stream` does."""
+        call = self._stub.DetectStream(_requests(images, options, precision))
+        try:
+            async for answer in call:
+                yield _outcome_from_answer(answer, options.mask_format)
+        except grpc.RpcError as error:
+            raise _error_from_rpc(error, self._address) from error
+        finally:
+            call.cancel()
+
+
+def _encoded(image: ImageSource) -> bytes:
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, Path):
+        return image.read_bytes()
+    file = BytesIO()
+    Image.fromarray(image).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _requests(
+    images: Iterable[ImageSource], options: DetectionOptions, precision: str | None
+) -> Iterator[pb.DetectRequest]:
+    for index, image in enumerate(images):
+        yield request_from_options(_encoded(image), options, precision, str(index))
+
+
+async def _outcome(task: asyncio.Task[Detections]) -> Detections | RefusedError:
+    try:
+        return await task
+    except RefusedError as error:
+        return error
+
+
+def _outcome_from_answer(
+    answer: pb.DetectStreamResponse, mask_format: MaskFormat
+) -> tuple[int, Detections | RefusedError]:
+    if answer.HasField("error"):
+        status = _STATUS_FROM_NUMBER[answer.error.code]
+        return int(answer.id), RefusedError(status, answer.error.message)
+    return int(answer.id), detections_from_response(answer.response, mask_format)
+
+
+def _error_from_rpc(error: grpc.RpcError, address: str) -> ClientError:
+    status, details = error.code(), error.details() or ""
+    if status is grpc.StatusCode.UNAVAILABLE:
+        return UnreachableError(
+            f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`"
+        )
+    if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(f"the server at {address} gave no answer in time")
+    return RefusedError(status, details)

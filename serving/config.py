@@ -1,0 +1,33 @@
+"""Configuration of the server."""
+
+import os
+
+from pydantic import Field
+
+from ..model.config import FrozenConfig
+from ..model.manifest import Precision
+
+
+class ServeConfig(FrozenConfig):
+    """How a bundle is served."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 listens on all."""
+    port: int = Field(8500, ge=0, le=65535)
+    """Port to listen on; 0 picks a free one."""
+    precision: Precision | None = None
+    """Artefacts to serve; none, the bundle's first precision."""
+    max_batch: int = Field(8, ge=1)
+    """Images that the model computes at once."""
+    max_delay_ms: float = Field(2.0, ge=0)
+    """Longest wait for a batch to fill while the model is free."""
+    queue_size: int = Field(256, ge=1)
+    """Requests in progress; more are refused."""
+    max_pixels: int = Field(64_000_000, ge=64)
+    """Pixels of an image."""
+    max_message_mb: int = Field(64, ge=1, le=1024)
+    """Mebibytes of a request."""
+    threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
+    """Threads that decode images and encode masks."""
+    stop_grace_s: float = Field(30.0, ge=0)
+    """Time that requests in progress have to finish when the server stops."""

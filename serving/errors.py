@@ -1,0 +1,68 @@
+"""What can go wrong in serving, and the gRPC status that says so.
+
+    ServingError
+    ├── InvalidRequestError       an option that is out of range or not served
+    ├── QueueFullError            more requests than the server has places for
+    ├── StoppingError             the server is about to stop
+    └── ClientError               raised by clients
+        ├── RefusedError          the server answered with an error; `code` tells which
+        ├── UnreachableError      no server there
+        └── DeadlineError         no answer in time
+
+`model.images.ImageError` and `model.manifest.BundleError` stand beside this tree.
+"""
+
+import grpc
+
+from ..model.images import ImageError
+
+
+class ServingError(Exception):
+    """Base of this tree; the message is one sentence."""
+
+
+class InvalidRequestError(ServingError):
+    """A request asks for something that is out of range or not served."""
+
+
+class QueueFullError(ServingError):
+    """The server has no place left for a request."""
+
+
+class StoppingError(ServingError):
+    """The server takes no requests any more."""
+
+
+class ClientError(ServingError):
+    """A client got no detections."""
+
+
+class RefusedError(ClientError):
+    """The server answered a request with an error."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class UnreachableError(ClientError):
+    """No server answers at the address."""
+
+
+class DeadlineError(ClientError):
+    """No answer came in time."""
+
+
+_STATUS: dict[type[Exception], grpc.StatusCode] = {
+    ImageError: grpc.StatusCode.INVALID_ARGUMENT,
+    InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    StoppingError: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+def status_from_error(error: Exception) -> grpc.StatusCode:
+    """The status that answers a request; INTERNAL for whatever is no fault of the client's."""
+    return next(
+        (_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), grpc.StatusCode.INTERNAL
+    )

@@ -1,0 +1,134 @@
+"""Between the messages of the protocol and the types of this package."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..model.manifest import Manifest
+from ..model.masks import Rle
+from ..model.spec import ShapeBucket
+from ..protos.maskrcnn.v1 import detector_pb2 as pb
+from .config import ServeConfig
+from .detections import DetectionOptions, Detections, MaskFormat, Timing
+from .errors import InvalidRequestError
+
+_NUMBER_FROM_MASK_FORMAT = {
+    MaskFormat.RLE: pb.MASK_FORMAT_RLE,
+    MaskFormat.PROBABILITIES: pb.MASK_FORMAT_PROBABILITIES,
+    MaskFormat.NONE: pb.MASK_FORMAT_NONE,
+}
+_MASK_FORMAT_FROM_NUMBER = {
+    pb.MASK_FORMAT_UNSPECIFIED: MaskFormat.RLE,
+    **{number: mask_format for mask_format, number in _NUMBER_FROM_MASK_FORMAT.items()},
+}
+
+
+def request_from_options(
+    image: bytes, options: DetectionOptions, precision: str | None, request_id: str
+) -> pb.DetectRequest:
+    """The request for an encoded image."""
+    return pb.DetectRequest(
+        id=request_id,
+        image=image,
+        score_threshold=options.score_threshold,
+        max_detections=options.max_detections,
+        mask_format=_NUMBER_FROM_MASK_FORMAT[options.mask_format],
+        precision=precision,
+    )
+
+
+def options_from_request(request: pb.DetectRequest, precision: str) -> DetectionOptions:
+    """The options of a request to a server of one precision.
+
+    Raises:
+        InvalidRequestError: an option is out of range or not served.
+    """
+    if request.HasField("precision") and request.precision != precision:
+        raise InvalidRequestError(
+            f"precision {request.precision!r} is not served; this server computes in {precision}"
+        )
+    if request.mask_format not in _MASK_FORMAT_FROM_NUMBER:
+        raise InvalidRequestError(f"mask_format {request.mask_format} is not known")
+    return DetectionOptions(
+        score_threshold=request.score_threshold,
+        max_detections=request.max_detections if request.HasField("max_detections") else None,
+        mask_format=_MASK_FORMAT_FROM_NUMBER[request.mask_format],
+    )
+
+
+def response_from_detections(detections: Detections, request_id: str) -> pb.DetectResponse:
+    """The answer to a request."""
+    response = pb.DetectResponse(
+        id=request_id,
+        height=detections.height,
+        width=detections.width,
+        timing=pb.Timing(**asdict(detections.timing)),
+    )
+    for index, (x_min, y_min, x_max, y_max) in enumerate(detections.boxes.tolist()):
+        message = response.detections.add(
+            label=int(detections.labels[index]),
+            class_name=detections.class_names[index],
+            category_id=int(detections.category_ids[index]),
+            score=float(detections.scores[index]),
+            box=pb.Box(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max),
+        )
+        if detections.rles is not None:
+            message.rle.CopyFrom(pb.Rle(**detections.rles[index]._asdict()))
+        elif detections.mask_probabilities is not None:
+            mask = detections.mask_probabilities[index]
+            message.probabilities.side = len(mask)
+            message.probabilities.values = mask.astype("<f4").tobytes()
+    return response
+
+
+def detections_from_response(response: pb.DetectResponse, mask_format: MaskFormat) -> Detections:
+    """The detections of an answer to a request for masks of that format."""
+    found = response.detections
+    boxes = [(d.box.x_min, d.box.y_min, d.box.x_max, d.box.y_max) for d in found]
+    rles = probabilities = None
+    if mask_format is MaskFormat.RLE:
+        rles = tuple(Rle(d.rle.height, d.rle.width, d.rle.counts) for d in found)
+    elif mask_format is MaskFormat.PROBABILITIES:
+        probabilities = _probabilities_from_messages([d.probabilities for d in found])
+    timing = {field.name: getattr(response.timing, field.name) for field in fields(Timing)}
+    return Detections(
+        height=response.height,
+        width=response.width,
+        boxes=np.array(boxes, np.float32).reshape(-1, 4),
+        scores=np.array([d.score for d in found], np.float32),
+        labels=np.array([d.label for d in found], np.int64),
+        category_ids=np.array([d.category_id for d in found], np.int64),
+        class_names=tuple(d.class_name for d in found),
+        rles=rles,
+        mask_probabilities=probabilities,
+        timing=Timing(**timing),
+    )
+
+
+def _probabilities_from_messages(masks: Sequence[pb.MaskProbabilities]) -> NDArray[np.float32]:
+    side = masks[0].side if masks else 0
+    values = np.frombuffer(b"".join(mask.values for mask in masks), "<f4")
+    return values.reshape(len(masks), side, side).astype(np.float32, copy=False)
+
+
+def model_response(
+    manifest: Manifest, buckets: Sequence[ShapeBucket], precision: str, config: ServeConfig
+) -> pb.GetModelResponse:
+    """The answer to GetModel."""
+    return pb.GetModelResponse(
+        name=manifest.model_name,
+        provenance=pb.Provenance(**manifest.provenance.model_dump()),
+        categories=[pb.Category(id=c.id, name=c.name) for c in manifest.categories],
+        buckets=[pb.Bucket(height=b.height, width=b.width) for b in buckets],
+        precisions=[precision],
+        max_detections=manifest.max_detections,
+        mask_side=manifest.mask_side,
+        limits=pb.Limits(
+            max_pixels=config.max_pixels,
+            max_message_bytes=config.max_message_mb << 20,
+            queue_size=config.queue_size,
+            max_batch=config.max_batch,
+        ),
+    )

@@ -1,0 +1,116 @@
+"""The gRPC service: requests in, answers out."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from ..protos.maskrcnn.v1 import detector_pb2 as pb
+from ..protos.maskrcnn.v1 import detector_pb2_grpc as pb_grpc
+from .errors import StoppingError, status_from_error
+from .messages import options_from_request, response_from_detections
+from .pipeline import Pipeline
+
+_log = logging.getLogger(__name__)
+
+_DetectContext = grpc.aio.ServicerContext[pb.DetectRequest, pb.DetectResponse]
+_StreamContext = grpc.aio.ServicerContext[pb.DetectRequest, pb.DetectStreamResponse]
+_ModelContext = grpc.aio.ServicerContext[pb.GetModelRequest, pb.GetModelResponse]
+
+
+class DetectorService(pb_grpc.DetectorServicer):
+    """Answers for one pipeline of one precision."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        model: pb.GetModelResponse,
+        precision: str,
+        stream_window: int,
+    ) -> None:
+        """Serve a pipeline.
+
+        Args:
+            pipeline: What detects.
+            model: The answer to GetModel.
+            precision: The precision it computes in.
+            stream_window: Requests of one stream in progress; a stream is read no faster.
+        """
+        self._pipeline = pipeline
+        self._model = model
+        self._precision = precision
+        self._stream_window = stream_window
+        self._readers: set[asyncio.Task[None]] = set()
+
+    def stop_reading(self) -> None:
+        """End the streams when what they asked for so far is answered."""
+        for reader in self._readers:
+            reader.cancel()
+
+    async def Detect(  # noqa: N802 (named by the protocol)
+        self, request: pb.DetectRequest, context: _DetectContext
+    ) -> pb.DetectResponse:
+        """Detect in one image."""
+        try:
+            return await self._response_to(request)
+        except Exception as error:
+            await context.abort(*_refusal_from_error(error))
+
+    async def DetectStream(  # noqa: N802
+        self, requests: AsyncIterator[pb.DetectRequest], context: _StreamContext
+    ) -> None:
+        """Detect in each image of a stream, several at once."""
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(self._answer_stream(requests, context, tasks))
+            self._readers.add(reader)
+            reader.add_done_callback(self._readers.discard)
+        if reader.cancelled():
+            await context.abort(*_refusal_from_error(StoppingError("the server is stopping")))
+
+    async def GetModel(  # noqa: N802
+        self, request: pb.GetModelRequest, context: _ModelContext
+    ) -> pb.GetModelResponse:
+        """Describe the model."""
+        return self._model
+
+    async def _answer_stream(
+        self,
+        requests: AsyncIterator[pb.DetectRequest],
+        context: _StreamContext,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        places = asyncio.Semaphore(self._stream_window)
+        writing = asyncio.Lock()  # gRPC takes one message at a time
+
+        async def answer(request: pb.DetectRequest) -> None:
+            response = await self._stream_response_to(request)
+            async with writing:
+                await context.write(response)
+            places.release()
+
+        async for request in requests:
+            await places.acquire()
+            tasks.create_task(answer(request))
+
+    async def _stream_response_to(self, request: pb.DetectRequest) -> pb.DetectStreamResponse:
+        try:
+            response = await self._response_to(request)
+        except Exception as error:
+            status, message = _refusal_from_error(error)
+            refusal = pb.Error(code=status.value[0], message=message)
+            return pb.DetectStreamResponse(id=request.id, error=refusal)
+        return pb.DetectStreamResponse(id=request.id, response=response)
+
+    async def _response_to(self, request: pb.DetectRequest) -> pb.DetectResponse:
+        options = options_from_request(request, self._precision)
+        detections = await self._pipeline.detect(request.image, options)
+        return response_from_detections(detections, request.id)
+
+
+def _refusal_from_error(error: Exception) -> tuple[grpc.StatusCode, str]:
+    status = status_from_error(error)
+    if status is grpc.StatusCode.INTERNAL:
+        _log.error("a request failed", exc_info=error)
+        return status, "the server failed on this request; its log says why"
+    return status, str(error)
