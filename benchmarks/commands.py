@@ -1,5 +1,6 @@
 """The verbs of `maskrcnn bench`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -8,8 +9,13 @@ from ..model.manifest import Precision
 from ..model.spec import ShapeBucket
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_PICTURES = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SECONDS = click.FloatRange(min=0, min_open=True)
+_IMAGES = click.option(
+    "--images",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="Image or folder of images to use in place of noise.",
+)
 
 
 def _bucket_from(
@@ -24,6 +30,12 @@ def _bucket_from(
     return ShapeBucket(height, width)
 
 
+def _contents_of(sources: Sequence[Path]) -> list[bytes]:
+    from ..serving.reports import image_files
+
+    return [path.read_bytes() for path in image_files(sources)] if sources else []
+
+
 @click.group()
 def bench() -> None:
     """Measure throughput and latency."""
@@ -35,7 +47,7 @@ def bench() -> None:
 @click.option("--precision", type=click.Choice(["fp32", "tf32", "fp16"]), default="fp32")
 @click.option("--bucket", metavar="HxW", callback=_bucket_from, help="Input size in pixels.")
 @click.option("--peer", type=click.Choice(["torchvision"]), help="Measure it at equal weights too.")
-@click.option("--image", "images", multiple=True, type=_PICTURES, help="Picture to use, not noise.")
+@_IMAGES
 @click.option("--seconds", type=_SECONDS, default=5.0, help="Length of each measurement.")
 @click.option("--warmup", type=click.IntRange(min=0), default=3, help="Batches not counted.")
 @click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
@@ -64,7 +76,7 @@ def infer(
         batches=batches,
         precision=precision,
         bucket=bucket,
-        images=[path.read_bytes() for path in images],
+        images=_contents_of(images),
         seconds=seconds,
         warmup=warmup,
         with_torchvision=peer == "torchvision",
@@ -78,7 +90,7 @@ def infer(
 @click.option(
     "--concurrency", "levels", multiple=True, type=click.IntRange(min=1), default=(1, 4, 16)
 )
-@click.option("--image", "images", multiple=True, type=_PICTURES, help="Picture to use, not noise.")
+@_IMAGES
 @click.option("--seconds", type=_SECONDS, default=5.0, help="Length of each measurement.")
 @click.option("--warmup", type=click.FloatRange(min=0), default=1.0, help="Seconds not counted.")
 @click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
@@ -99,7 +111,7 @@ def serve(
 
     settings = ServeSettings(
         concurrencies=levels,
-        images=[path.read_bytes() for path in images],
+        images=_contents_of(images),
         seconds=seconds,
         warmup_seconds=warmup,
     )

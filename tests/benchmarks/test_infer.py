@@ -47,7 +47,7 @@ def test_bundle_checkpoint_and_peer_in_one_run(bundle: Path, tiny_checkpoint: Pa
 def test_other_input_size_and_own_picture(bundle: Path, tmp_path: Path):
     picture = tmp_path / "picture.jpg"
     picture.write_bytes(noise_jpeg(ShapeBucket(50, 40)))
-    arguments = [str(bundle), "--bucket", "160x96", "--image", str(picture), "--batch", "2"]
+    arguments = [str(bundle), "--bucket", "160x96", "--images", str(picture), "--batch", "2"]
     result = CliRunner().invoke(bench, ["infer", *arguments, *QUICK])
     assert result.exit_code == 0, result.output
     assert "160x96" in result.output
