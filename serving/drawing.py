@@ -17,8 +17,7 @@ Colour = tuple[int, int, int]
 
 def colour_of(label: int) -> Colour:
     """A bright RGB colour, the same for a label everywhere and far from its neighbours'."""
-    hue = label * _GOLDEN_RATIO % 1.0
-    red, green, blue = colorsys.hsv_to_rgb(hue, 0.85, 1.0)
+    red, green, blue = colorsys.hsv_to_rgb(label * _GOLDEN_RATIO % 1, 0.85, 1)
     return round(red * 255), round(green * 255), round(blue * 255)
 
 
@@ -32,38 +31,38 @@ def draw_detections(image: NDArray[np.uint8], detections: Detections) -> NDArray
     Returns:
         A new [H, W, 3].
     """
+    colours = [colour_of(label) for label in detections.labels.tolist()]
     pixels = image.astype(np.float32)
-    for index in reversed(range(len(detections.rles or ()))):
-        assert detections.rles is not None
-        mask = mask_from_rle(detections.rles[index]) != 0
-        colour = np.array(colour_of(int(detections.labels[index])), np.float32)
-        pixels[mask] += _MASK_OPACITY * (colour - pixels[mask])
+    for colour, rle in reversed(list(zip(colours, detections.rles or (), strict=False))):
+        mask = mask_from_rle(rle) != 0
+        pixels[mask] += _MASK_OPACITY * (np.array(colour, np.float32) - pixels[mask])
     canvas = Image.fromarray(pixels.round().astype(np.uint8))
-    draw = ImageDraw.Draw(canvas)
     side = (canvas.width * canvas.height) ** 0.5
     font = ImageFont.load_default(max(11.0, side / 45))
+    draw = ImageDraw.Draw(canvas)
     for index in reversed(range(len(detections))):
-        colour_RGB = colour_of(int(detections.labels[index]))
-        box = tuple(float(x) for x in detections.boxes[index])
-        draw.rectangle(box, outline=colour_RGB, width=max(1, round(side / 400)))
+        left, top, right, bottom = detections.boxes[index].tolist()
         text = f"{detections.class_names[index]} {detections.scores[index]:.2f}"
-        _draw_label(draw, text, (box[0], box[1]), colour_RGB, font)
+        draw.rectangle(
+            (left, top, right, bottom), outline=colours[index], width=max(1, round(side / 400))
+        )
+        _draw_label(draw, canvas.size, text, (left, top), colours[index], font)
     return np.array(canvas)
 
 
 def _draw_label(
     draw: ImageDraw.ImageDraw,
+    size: tuple[int, int],
     text: str,
     corner: tuple[float, float],
     colour: Colour,
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
 ) -> None:
-    """Write on a filled ground above the corner, or as near to it as the image allows."""
-    left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
-    width, height = right + 4, bottom + 4
-    image_width, image_height = draw.im.size
-    x = max(0.0, min(corner[0], image_width - width))
-    y = max(0.0, min(corner[1] - height, image_height - height))
+    """Write on a filled ground above the corner, or as near to it as a canvas of `size` allows."""
+    _, _, right, bottom = draw.textbbox((2, 2), text, font=font)
+    width, height = right + 2, bottom + 2
+    x = max(0.0, min(corner[0], size[0] - width))
+    y = max(0.0, min(corner[1] - height, size[1] - height))
     draw.rectangle((x, y, x + width, y + height), fill=colour)
-    brightness = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]
-    draw.text((x + 2, y + 2), text, fill="black" if brightness > 128 else "white", font=font)
+    luma = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]
+    draw.text((x + 2, y + 2), text, fill="black" if luma > 128 else "white", font=font)

@@ -1,0 +1,68 @@
+"""Pictures to detect in, and a server in this process on a real socket."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+Encode = Callable[..., bytes]
+
+
+@pytest.fixture(scope="session")
+def picture() -> Encode:
+    """Encoder of seeded pictures of coloured tiles: picture(seed, (height, width), codec, ...)."""
+
+    def encode(
+        seed: int = 0,
+        size: tuple[int, int] = (120, 200),
+        codec: str = "JPEG",
+        mode: str = "RGB",
+        **options: Any,
+    ) -> bytes:
+        height, width = size
+        tiles = np.random.default_rng(seed).integers(0, 256, (-(-height // 16), -(-width // 16), 3))
+        pixels = np.kron(tiles, np.ones((16, 16, 1)))[:height, :width].astype(np.uint8)
+        file = BytesIO()
+        Image.fromarray(pixels).convert(mode).save(file, codec, **options)
+        return file.getvalue()
+
+    return encode
+
+
+@contextlib.contextmanager
+def _server_in_thread(bundle: Path) -> Iterator[str]:
+    from maskrcnn_trt.serving.config import ServeConfig
+    from maskrcnn_trt.serving.server import detection_server
+
+    ready: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        config = ServeConfig(port=0, max_batch=4, max_message_mb=2)
+        async with detection_server(bundle, config) as address:
+            ready.set_result((address, asyncio.get_running_loop(), stop))
+            await stop.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    address, loop, stop = ready.result(timeout=60)
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def address(bundle: Path) -> Iterator[str]:
+    """A running server of the tiny bundle."""
+    with _server_in_thread(bundle) as address:
+        yield address

@@ -1,0 +1,160 @@
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from maskrcnn_trt.model.manifest import read_manifest
+from maskrcnn_trt.serving.backends.base import Backend
+from maskrcnn_trt.serving.batching import Batcher, BatchResult
+from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.detections import DEFAULT_OPTIONS
+from maskrcnn_trt.serving.errors import QueueFullError
+from maskrcnn_trt.serving.pipeline import Pipeline
+from maskrcnn_trt.serving.predictor import load_backend
+from maskrcnn_trt.serving.preprocessing import ModelInput, prepare_image
+
+Encode = Callable[..., bytes]
+
+
+@pytest.fixture
+def backend(bundle: Path) -> Backend:
+    return load_backend(bundle, read_manifest(bundle), None)
+
+
+@pytest.fixture
+def model_input(bundle: Path, backend: Backend, picture: Encode) -> Callable[..., ModelInput]:
+    preprocessing = read_manifest(bundle).preprocessing
+
+    def prepare(seed: int = 0, size: tuple[int, int] = (120, 200)) -> ModelInput:
+        return prepare_image(picture(seed, size), preprocessing, backend.buckets, 10**6)
+
+    return prepare
+
+
+@contextlib.asynccontextmanager
+async def running(batcher: Batcher) -> AsyncIterator[None]:
+    task = asyncio.create_task(batcher.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        batcher.close()
+
+
+def test_images_of_a_bucket_share_batches(
+    backend: Backend, model_input: Callable[..., ModelInput]
+) -> None:
+    images = [model_input(i) for i in range(10)]
+    alone = [backend.infer(i.bucket, i.pixels[None], np.array([i.size])) for i in images]
+
+    async def compute() -> list[BatchResult]:
+        batcher = Batcher(backend, max_batch=4, max_delay_s=0.05)
+        async with running(batcher):
+            return await asyncio.gather(*map(batcher.infer, images))
+
+    results = asyncio.run(compute())
+    assert [r.batch_size for r in results] == [4] * 8 + [2] * 2
+    for result, expected in zip(results, alone, strict=True):
+        np.testing.assert_allclose(
+            result.outputs.boxes[result.row], expected.boxes[0], rtol=0, atol=1e-2
+        )
+
+
+def test_delay_lets_a_single_image_go(
+    backend: Backend, model_input: Callable[..., ModelInput]
+) -> None:
+    async def compute() -> BatchResult:
+        batcher = Batcher(backend, max_batch=4, max_delay_s=0.03)
+        async with running(batcher):
+            return await batcher.infer(model_input())
+
+    result = asyncio.run(compute())
+    assert result.batch_size == 1
+    assert result.queue_s >= 0.03
+
+
+def test_buckets_do_not_starve_each_other(
+    backend: Backend, model_input: Callable[..., ModelInput]
+) -> None:
+    wide = [model_input(i) for i in range(8)]
+    tall = model_input(size=(200, 120))
+    assert tall.bucket != wide[0].bucket
+    order: list[str] = []
+
+    async def note(batcher: Batcher, image: ModelInput, name: str) -> None:
+        await batcher.infer(image)
+        order.append(name)
+
+    async def compute() -> None:
+        batcher = Batcher(backend, max_batch=2, max_delay_s=0.0)
+        async with asyncio.TaskGroup() as tasks:
+            for image in wide[:4]:
+                tasks.create_task(note(batcher, image, "wide"))
+            tasks.create_task(note(batcher, tall, "tall"))
+            for image in wide[4:]:
+                tasks.create_task(note(batcher, image, "wide"))
+            await asyncio.sleep(0)
+            async with running(batcher), asyncio.timeout(60):
+                while len(order) < 9:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(compute())
+    assert order.index("tall") < 5
+
+
+def test_cancelled_images_leave_the_queue(
+    backend: Backend, model_input: Callable[..., ModelInput]
+) -> None:
+    async def compute() -> BatchResult:
+        batcher = Batcher(backend, max_batch=8, max_delay_s=0.0)
+        tasks = [asyncio.create_task(batcher.infer(model_input(i))) for i in range(3)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        tasks[2].cancel()
+        await asyncio.wait([tasks[0], tasks[2]])
+        async with running(batcher):
+            return await tasks[1]
+
+    assert asyncio.run(compute()).batch_size == 1
+
+
+def test_failed_batch_fails_its_images_only(
+    backend: Backend, model_input: Callable[..., ModelInput]
+) -> None:
+    good = model_input()
+    bad = good._replace(pixels=good.pixels[:, :-1])
+
+    async def compute() -> BatchResult:
+        batcher = Batcher(backend, max_batch=1, max_delay_s=0.0)
+        async with running(batcher):
+            with pytest.raises(Exception, match="invalid dimensions"):
+                await batcher.infer(bad)
+            return await batcher.infer(good)
+
+    assert asyncio.run(compute()).outputs.num_detections[0] > 0
+
+
+def test_full_pipeline_refuses_until_a_place_is_free(
+    bundle: Path, backend: Backend, picture: Encode
+) -> None:
+    async def compute() -> int:
+        pipeline = Pipeline(read_manifest(bundle), backend, ServeConfig(queue_size=2))
+        waiting = [
+            asyncio.create_task(pipeline.detect(picture(), DEFAULT_OPTIONS)) for _ in range(2)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="2 requests in progress"):
+            await pipeline.detect(picture(), DEFAULT_OPTIONS)
+        waiting[0].cancel()
+        await asyncio.wait([waiting[0]])
+        waiting.append(asyncio.create_task(pipeline.detect(picture(), DEFAULT_OPTIONS)))
+        computing = asyncio.create_task(pipeline.run())
+        found = [len(await task) for task in waiting[1:]]
+        computing.cancel()
+        pipeline.close()
+        return min(found)
+
+    assert asyncio.run(compute()) > 0

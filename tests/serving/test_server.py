@@ -1,0 +1,131 @@
+import asyncio
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.client import AsyncDetectorClient
+from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.errors import ServingError
+from maskrcnn_trt.serving.server import detection_server
+
+Encode = Callable[..., bytes]
+Process = subprocess.Popen[str]
+
+
+@pytest.fixture
+def server_process(bundle: Path) -> Iterator[tuple[Process, str]]:
+    """A server that waits half a second for each batch, and its address."""
+    command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0"]
+    options = ["--max-batch", "64", "--max-delay-ms", "500"]
+    with subprocess.Popen(
+        command + options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = re.search(r"Ready at (\S+:\d+)", line)
+        assert match, line
+        yield process, match[1]
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_the_server_after_what_is_in_flight(
+    server_process: tuple[Process, str], picture: Encode, number: signal.Signals
+) -> None:
+    process, address = server_process
+    with grpc.insecure_channel(address) as channel:
+        stub: Any = DetectorStub(channel)
+        calls = [
+            stub.Detect.future(pb.DetectRequest(image=picture(i)), timeout=60) for i in range(6)
+        ]
+        health = HealthStub(channel).Watch(HealthCheckRequest(service=""), timeout=60)
+        assert next(health).status == HealthCheckResponse.SERVING
+        process.send_signal(number)
+        assert next(health).status == HealthCheckResponse.NOT_SERVING
+        health.cancel()
+        assert all(call.result().detections for call in calls)
+    assert process.wait(timeout=30) == 0
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_open_stream_is_answered_and_ended_by_a_stop(
+    server_process: tuple[Process, str], picture: Encode
+) -> None:
+    process, address = server_process
+    hold = threading.Event()
+
+    def requests() -> Iterator[pb.DetectRequest]:
+        for index in range(3):
+            yield pb.DetectRequest(id=str(index), image=picture(index))
+        hold.wait(60)
+
+    with grpc.insecure_channel(address) as channel:
+        stub: Any = DetectorStub(channel)
+        answers = stub.DetectStream(requests(), timeout=60)
+        assert next(answers).response.detections
+        process.send_signal(signal.SIGTERM)
+        assert {answer.id for answer in (next(answers), next(answers))} <= {"0", "1", "2"}
+        with pytest.raises(grpc.RpcError) as caught:
+            next(answers)
+        hold.set()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert process.wait(timeout=30) == 0
+
+
+def test_cancelled_calls_give_their_places_back(bundle: Path, picture: Encode) -> None:
+    async def ask() -> int:
+        config = ServeConfig(port=0, queue_size=3, max_batch=64, max_delay_ms=300)
+        async with (
+            detection_server(bundle, config) as address,
+            AsyncDetectorClient(address) as client,
+        ):
+            calls = [asyncio.create_task(client.detect(picture(i))) for i in range(3)]
+            await asyncio.sleep(0.15)
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+            outcomes = [o async for o in client.detect_many([picture(i) for i in range(2)])]
+            return sum(len(outcome) for outcome in outcomes if not isinstance(outcome, Exception))
+
+    assert asyncio.run(ask()) > 0
+
+
+def test_more_requests_than_places_are_refused(bundle: Path, picture: Encode) -> None:
+    async def ask() -> list[Any]:
+        config = ServeConfig(port=0, queue_size=3, max_batch=64, max_delay_ms=300)
+        async with (
+            detection_server(bundle, config) as address,
+            AsyncDetectorClient(address) as client,
+        ):
+            images = [picture(i) for i in range(8)]
+            return [o async for o in client.detect_many(images, concurrency=8)]
+
+    outcomes = asyncio.run(ask())
+    refused = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    assert 1 <= len(refused) <= 5
+    assert {error.code for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+def test_port_in_use_is_one_sentence(bundle: Path) -> None:
+    async def start(port: int) -> None:
+        async with detection_server(bundle, ServeConfig(port=port)):
+            pass
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ServingError, match="cannot listen on 127.0.0.1:.*a free port"):
+            asyncio.run(start(taken.getsockname()[1]))

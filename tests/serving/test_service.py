@@ -1,0 +1,123 @@
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from PIL import Image
+
+Encode = Callable[..., bytes]
+
+
+@pytest.fixture
+def channel(address: str) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.Channel) -> Any:
+    return DetectorStub(channel)
+
+
+def refusal(stub: Any, request: pb.DetectRequest) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Detect(request, timeout=30)
+    return caught.value.code(), caught.value.details() or ""
+
+
+@pytest.mark.parametrize(
+    ("codec", "mode"),
+    [("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGBA"), ("PNG", "P"), ("WEBP", "RGB")],
+)
+def test_every_kind_of_picture_is_answered(
+    stub: Any, picture: Encode, codec: str, mode: str
+) -> None:
+    request = pb.DetectRequest(id="7", image=picture(codec=codec, mode=mode))
+    response = stub.Detect(request, timeout=30)
+    assert response.id == "7"
+    assert (response.height, response.width) == (120, 200)
+    assert response.detections
+    assert response.timing.batch_size == 1
+
+
+def test_answers_are_in_pixels_of_the_upright_picture(stub: Any, picture: Encode) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = stub.Detect(pb.DetectRequest(image=picture(codec="PNG", exif=exif)), timeout=30)
+    assert (turned.height, turned.width) == (200, 120)
+    pixels = np.rot90(np.array(Image.open(BytesIO(picture(codec="PNG")))), -1)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    upright = stub.Detect(pb.DetectRequest(image=file.getvalue()), timeout=30)
+    assert turned.detections == upright.detections
+
+
+def test_boxes_and_masks_are_within_the_picture(stub: Any, picture: Encode) -> None:
+    response = stub.Detect(pb.DetectRequest(image=picture(size=(97, 301))), timeout=30)
+    scores = [detection.score for detection in response.detections]
+    assert scores == sorted(scores, reverse=True)
+    names = {1: (3, "disc"), 2: (7, "box"), 3: (8, "ring")}
+    for detection in response.detections:
+        box = detection.box
+        assert 0 <= box.x_min <= box.x_max <= 301
+        assert 0 <= box.y_min <= box.y_max <= 97
+        assert (detection.rle.height, detection.rle.width) == (97, 301)
+        assert (detection.category_id, detection.class_name) == names[detection.label]
+
+
+def test_unusable_pictures_are_refused_and_the_server_goes_on(stub: Any, picture: Encode) -> None:
+    huge = BytesIO()
+    Image.new("1", (20000, 20000)).save(huge, "PNG")
+    cases = {
+        picture()[:-500]: "truncated",
+        b"Dear server,\nhow are you?\n": "no JPEG, PNG or WebP",
+        picture(size=(1, 1), codec="PNG"): "1x1 pixels",
+        huge.getvalue(): "20000x20000 pixels",
+        b"": "empty",
+    }
+    for data, words in cases.items():
+        code, message = refusal(stub, pb.DetectRequest(image=data))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in message
+        assert stub.Detect(pb.DetectRequest(image=picture()), timeout=30).detections
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"precision": "fp16"}, "this server computes in fp32"),
+        ({"score_threshold": 1.5}, "score_threshold is 1.5"),
+        ({"score_threshold": float("nan")}, "score_threshold is nan"),
+        ({"max_detections": 0}, "max_detections is 0"),
+        ({"mask_format": 9}, "mask_format 9"),
+    ],
+)
+def test_options_out_of_range_are_refused(
+    stub: Any, picture: Encode, options: dict[str, Any], words: str
+) -> None:
+    code, message = refusal(stub, pb.DetectRequest(image=picture(), **options))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in message
+
+
+def test_served_precision_may_be_asked_for(stub: Any, picture: Encode) -> None:
+    request = pb.DetectRequest(image=picture(), precision="fp32")
+    assert stub.Detect(request, timeout=30).detections
+
+
+def test_messages_over_the_limit_are_refused(stub: Any, picture: Encode) -> None:
+    code, _ = refusal(stub, pb.DetectRequest(image=bytes(3 << 20)))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert stub.Detect(pb.DetectRequest(image=picture()), timeout=30).detections
+
+
+@pytest.mark.parametrize("service", ["", "maskrcnn.v1.Detector"])
+def test_health_of_a_warm_server(channel: grpc.Channel, service: str) -> None:
+    response = HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=30)
+    assert response.status == HealthCheckResponse.SERVING
