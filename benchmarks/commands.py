@@ -26,7 +26,7 @@ def _bucket_from(
     try:
         height, width = map(int, text.split("x"))
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not of the form HxW, such as 800x1344") from None
+        raise click.BadParameter(f"{text!r} is not of the form HEIGHTxWIDTH, as in 800x1344") from None
     return ShapeBucket(height, width)
 
 
@@ -45,7 +45,7 @@ def bench() -> None:
 @click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
 @click.option("--precision", type=click.Choice(["fp32", "tf32", "fp16"]), default="fp32")
-@click.option("--bucket", metavar="HxW", callback=_bucket_from, help="Input size in pixels.")
+@click.option("--shape", "bucket", metavar="HxW", callback=_bucket_from, help="Input size.")
 @click.option("--peer", type=click.Choice(["torchvision"]), help="Measure it at equal weights too.")
 @_IMAGES
 @click.option("--seconds", type=_SECONDS, default=5.0, help="Length of each measurement.")
@@ -65,7 +65,7 @@ def infer(
     """Measure models one after the other, batch after batch.
 
     Each is a bundle, which ONNX Runtime runs, or a checkpoint, which torch runs. All get the same
-    input; its size is the first that the first model has, unless --bucket says otherwise.
+    input; its size is the first that the first model has, unless --shape says otherwise.
     """
     from .infer import InferSettings, measure_models
     from .report import Report, infer_table, show

@@ -107,13 +107,14 @@ def test_base_install_serves_a_bundle_to_its_client(
     noise = np.random.default_rng(0).integers(0, 256, (120, 180, 3), np.uint8)
     Image.fromarray(noise).save(picture)
     maskrcnn = environment / "maskrcnn"
-    run(maskrcnn, "predict", bundle, picture, "-o", tmp_path / "predicted")
+    options = (picture, "--score-threshold", "0", "-o")
+    run(maskrcnn, "predict", bundle, *options, tmp_path / "predicted")
     server = subprocess.Popen(
         [maskrcnn, "serve", bundle, "--port", "0"], stdout=subprocess.PIPE, text=True
     )
     with server:
         address = re.search(r"\S+:\d+", server.stdout.readline())[0]
-        run(maskrcnn, "client", address, picture, "-o", tmp_path / "answered")
+        run(maskrcnn, "client", address, *options, tmp_path / "answered")
         server.terminate()
     assert server.returncode == 0
     predicted, answered = (

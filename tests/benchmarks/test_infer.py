@@ -47,7 +47,7 @@ def test_bundle_checkpoint_and_peer_in_one_run(bundle: Path, tiny_checkpoint: Pa
 def test_other_input_size_and_own_picture(bundle: Path, tmp_path: Path):
     picture = tmp_path / "picture.jpg"
     picture.write_bytes(noise_jpeg(ShapeBucket(50, 40)))
-    arguments = [str(bundle), "--bucket", "160x96", "--images", str(picture), "--batch", "2"]
+    arguments = [str(bundle), "--shape", "160x96", "--images", str(picture), "--batch", "2"]
     result = CliRunner().invoke(bench, ["infer", *arguments, *QUICK])
     assert result.exit_code == 0, result.output
     assert "160x96" in result.output
@@ -56,9 +56,9 @@ def test_other_input_size_and_own_picture(bundle: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--bucket", "64x64"], "has no input size 64x64; choose from 96x160, 160x96"),
+        (["--shape", "64x64"], "has no input size 64x64; choose from 96x160, 160x96"),
         (["--precision", "fp16"], "the bundle has no fp16 artefact, only fp32"),
-        (["--bucket", "big"], "'big' is not of the form HxW, such as 800x1344"),
+        (["--shape", "big"], "'big' is not of the form HEIGHTxWIDTH, as in 800x1344"),
         (["--peer", "torchvision"], "--peer torchvision needs the weights of a checkpoint"),
     ],
 )
