@@ -27,7 +27,7 @@ class ServeConfig(FrozenConfig):
     """Pixels of an image."""
     max_message_mb: int = Field(64, ge=1, le=1024)
     """Mebibytes of a request."""
-    threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
+    threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
     """Threads that decode images and encode masks."""
     stop_grace_s: float = Field(30.0, ge=0)
     """Time that requests in progress have to finish when the server stops."""

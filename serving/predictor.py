@@ -4,22 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ..model.manifest import Manifest, Precision, read_manifest
-from .backends.base import Backend
-from .backends.onnxruntime import OnnxRuntimeBackend
+from ..model.manifest import Precision, read_manifest
+from .backends.loading import load_backend
 from .config import ServeConfig
 from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections
 from .postprocessing import detections_from_outputs
 from .preprocessing import prepare_image
-
-
-def load_backend(bundle: Path, manifest: Manifest, precision: Precision | None) -> Backend:
-    """The backend for a bundle; without a precision, for the first that it holds.
-
-    Raises:
-        BundleError: the bundle is damaged or lacks the precision.
-    """
-    return OnnxRuntimeBackend(bundle, manifest, precision or manifest.precisions[0])
 
 
 class Predictor:
@@ -32,7 +22,9 @@ class Predictor:
             BundleError: there is none, it is damaged or lacks the precision.
         """
         self.manifest = read_manifest(bundle)
-        self._backend = load_backend(bundle, self.manifest, precision)
+        self._backend = load_backend(
+            bundle, self.manifest, precision or self.manifest.precisions[0]
+        )
 
     def detect(
         self,

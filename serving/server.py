@@ -14,12 +14,15 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from ..model.manifest import read_manifest
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from ..protos.maskrcnn.v1.detector_pb2_grpc import add_DetectorServicer_to_server
+from .backends.loading import load_backend
 from .config import ServeConfig
 from .errors import ServingError
 from .messages import model_response
 from .pipeline import Pipeline
-from .predictor import load_backend
 from .service import DetectorService
+
+_LAST_GRACE_S = 1.0
+"""For the last answers to be sent, before calls that never end, such as Watch, are cut off."""
 
 _SERVICES = ("", pb.DESCRIPTOR.services_by_name["Detector"].full_name)
 
@@ -82,7 +85,9 @@ async def detection_server(bundle: Path, config: ServeConfig) -> AsyncIterator[s
             finally:
                 await health_service.enter_graceful_shutdown()
                 service.stop_reading()
-                await server.stop(config.stop_grace_s)
+                tasks.create_task(server.stop(config.stop_grace_s))  # refuses calls from here on
+                await pipeline.idle()
+                await server.stop(min(config.stop_grace_s, _LAST_GRACE_S))
                 computing.cancel()
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from maskrcnn_trt.model.manifest import read_manifest
 from maskrcnn_trt.serving.backends.base import Backend
+from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.batching import Batcher, BatchResult
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import DEFAULT_OPTIONS
 from maskrcnn_trt.serving.errors import QueueFullError
 from maskrcnn_trt.serving.pipeline import Pipeline
-from maskrcnn_trt.serving.predictor import load_backend
 from maskrcnn_trt.serving.preprocessing import ModelInput, prepare_image
 
 Encode = Callable[..., bytes]
@@ -20,7 +20,7 @@ Encode = Callable[..., bytes]
 
 @pytest.fixture
 def backend(bundle: Path) -> Backend:
-    return load_backend(bundle, read_manifest(bundle), None)
+    return load_backend(bundle, read_manifest(bundle), "fp32")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from maskrcnn_trt.serving.commands import client, predict, serve
+from numpy.typing import NDArray
 from PIL import Image
 
 Encode = Callable[..., bytes]
@@ -28,6 +29,11 @@ def run(command: object, *words: object) -> Result:
     return CliRunner().invoke(command, [str(word) for word in words])  # type: ignore[arg-type]
 
 
+def pixels_of(path: Path) -> NDArray[np.uint8]:
+    with Image.open(path) as image:
+        return np.array(image)
+
+
 def test_client_and_predict_write_the_same(
     bundle: Path, address: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -45,9 +51,9 @@ def test_client_and_predict_write_the_same(
         assert (outputs[0] / name).read_bytes() == (outputs[1] / name).read_bytes()
     records = json.loads((outputs[0] / "detections.json").read_text())
     assert {record["image_id"] for record in records} == {12, "cat"}
-    assert Image.open(outputs[0] / "cat.png").size == (120, 200)
-    drawn = np.array(Image.open(outputs[0] / "012.png"))
-    source = np.array(Image.open(folder / "012.jpg"))
+    assert pixels_of(outputs[0] / "cat.png").shape == (200, 120, 3)
+    drawn, source = pixels_of(outputs[0] / "012.png"), pixels_of(folder / "012.jpg")
+    assert drawn.shape == source.shape
     assert (drawn != source).any()
 
 

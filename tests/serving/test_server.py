@@ -54,9 +54,8 @@ def test_signal_stops_the_server_after_what_is_in_flight(
         assert next(health).status == HealthCheckResponse.SERVING
         process.send_signal(number)
         assert next(health).status == HealthCheckResponse.NOT_SERVING
-        health.cancel()
         assert all(call.result().detections for call in calls)
-    assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=20) == 0  # the open Watch does not hold it up
     assert process.stderr is not None
     assert "Traceback" not in process.stderr.read()
 
@@ -105,7 +104,7 @@ def test_cancelled_calls_give_their_places_back(bundle: Path, picture: Encode) -
 
 def test_more_requests_than_places_are_refused(bundle: Path, picture: Encode) -> None:
     async def ask() -> list[Any]:
-        config = ServeConfig(port=0, queue_size=3, max_batch=64, max_delay_ms=300)
+        config = ServeConfig(port=0, queue_size=3, max_batch=64, max_delay_ms=1000)
         async with (
             detection_server(bundle, config) as address,
             AsyncDetectorClient(address) as client,
@@ -127,5 +126,5 @@ def test_port_in_use_is_one_sentence(bundle: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ServingError, match="cannot listen on 127.0.0.1:.*a free port"):
+        with pytest.raises(ServingError, match=r"cannot listen on 127.0.0.1:.*a free port"):
             asyncio.run(start(taken.getsockname()[1]))
