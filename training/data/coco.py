@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -73,8 +73,9 @@ class CocoDataset:
         self.categories = _categories_from(content["categories"], self.name)
         faults: dict[str, list[str]] = defaultdict(list)
         images = _images_from(content["images"], config.images, faults)
-        listed = [entry.get("id") for entry in content["images"]]
-        instances = self._instances_by_image(content["annotations"], images, listed, faults)
+        listed = {e["id"] for e in content["images"] if isinstance(e.get("id"), int)}
+        labels = {category.id: label for label, category in enumerate(self.categories, start=1)}
+        instances = _instances_from(content["annotations"], images, listed, labels, faults)
         self.faults: Mapping[str, tuple[str, ...]] = {r: tuple(ids) for r, ids in faults.items()}
         if faults:
             self._report(on_broken)
@@ -119,29 +120,6 @@ class CocoDataset:
                 for number, (record, instance) in enumerate(pairs, start=1)
             ],
         }
-
-    def _instances_by_image(
-        self,
-        annotations: list[Any],
-        images: Mapping[int, tuple[Path, int, int]],
-        listed: list[Any],
-        faults: dict[str, list[str]],
-    ) -> Mapping[int, list[Instance]]:
-        labels = {category.id: label for label, category in enumerate(self.categories, start=1)}
-        instances: dict[int, list[Instance]] = defaultdict(list)
-        for annotation in annotations:
-            image_id = annotation.get("image_id")
-            if isinstance(image_id, int) and image_id in images:
-                _, height, width = images[image_id]
-                try:
-                    instance = instance_from_annotation(annotation, height, width, labels)
-                except BrokenAnnotationError as error:
-                    faults[f"annotations: {error}"].append(str(annotation.get("id", "without id")))
-                else:
-                    instances[image_id].append(instance)
-            elif image_id not in listed:
-                faults["annotations: unknown image"].append(str(annotation.get("id", "without id")))
-        return instances
 
     def _report(self, on_broken: Literal["skip", "refuse"]) -> None:
         reasons = "; ".join(
@@ -213,3 +191,27 @@ def _images_from(
         else:
             images[id_] = (folder / name, height, width)
     return images
+
+
+def _instances_from(
+    entries: list[dict[str, Any]],
+    images: Mapping[int, tuple[Path, int, int]],
+    listed: Set[int],
+    labels: Mapping[int, int],
+    faults: dict[str, list[str]],
+) -> Mapping[int, list[Instance]]:
+    """Instances by image id; those of images that are listed but unusable go without a word."""
+    instances: dict[int, list[Instance]] = defaultdict(list)
+    for entry in entries:
+        image_id, name = entry.get("image_id"), str(entry.get("id", "without id"))
+        if not isinstance(image_id, int) or image_id not in listed:
+            faults["annotations: unknown image"].append(name)
+        elif image_id in images:
+            _, height, width = images[image_id]
+            try:
+                instance = instance_from_annotation(entry, height, width, labels)
+            except BrokenAnnotationError as error:
+                faults[f"annotations: {error}"].append(name)
+            else:
+                instances[image_id].append(instance)
+    return instances

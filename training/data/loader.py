@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from ..config import DataConfig, TrainConfig
 from .batches import Batch
@@ -21,12 +21,12 @@ class BatchLoader:
     def __init__(
         self,
         reader: BatchReader,
-        plans: Sampler[BatchPlan] | Sequence[BatchPlan],
+        plans: TrainSampler | list[BatchPlan],
         config: DataConfig,
         *,
         pin_memory: bool,
     ) -> None:
-        self._length = len(plans)  # type: ignore[arg-type]
+        self._length = len(plans)
         self._skipped: set[str] = set()
         self._batches: DataLoader[Batch | DataError] = DataLoader(
             reader,
@@ -93,7 +93,7 @@ def train_loader(
             f"solver.images_per_batch {solver.images_per_batch} does not divide by {world_size} "
             f"ranks times solver.accumulate {solver.accumulate}"
         )
-    reader = BatchReader(dataset, config.data, seed=config.seed)
+    reader = BatchReader(dataset, config.data, config.seed, training=True)
     sampler = TrainSampler(
         GlobalBatches(reader.buckets, solver.images_per_batch, config.seed),
         range(first_iteration, solver.max_iterations),
@@ -113,7 +113,7 @@ def eval_loader(
     pin_memory: bool = False,
 ) -> BatchLoader:
     """This rank's share of an evaluation: over all ranks every image once, without targets."""
-    reader = BatchReader(dataset, config.data, seed=None)
+    reader = BatchReader(dataset, config.data, config.seed, training=False)
     plans = eval_plans(
         reader.buckets, config.evaluation.images_per_batch, rank=rank, world_size=world_size
     )

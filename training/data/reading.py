@@ -1,5 +1,8 @@
 """Reading: from a planned batch to pixels and ground truth."""
 
+from collections.abc import Iterator
+from itertools import chain
+
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
@@ -29,23 +32,26 @@ class BatchReader(Dataset["Batch | DataError"]):
         buckets: index of each image's shape bucket in the configuration.
     """
 
-    def __init__(self, dataset: CocoDataset, config: DataConfig, *, seed: int | None) -> None:
+    def __init__(
+        self, dataset: CocoDataset, config: DataConfig, seed: int, *, training: bool
+    ) -> None:
         """Choose the images.
 
         Args:
             dataset: where they come from.
             config: how they become model input.
-            seed: fixes flips and what the model draws; none in evaluation, which reads every
-                image, flips none and needs no ground truth in its batches.
+            seed: fixes flips and what the model draws.
+            training: with ground truth, flips and, unless configured otherwise, only images with
+                objects; evaluation reads every image as it is.
 
         Raises:
             DataError: there is nothing to train on.
         """
         self._config = config
         self._seed = seed
-        self.records = tuple(
-            r for r in dataset.records if seed is None or config.keep_empty or r.objects
-        )
+        self._training = training
+        keep_empty = config.keep_empty or not training
+        self.records = tuple(r for r in dataset.records if keep_empty or r.objects)
         if not self.records:
             raise DataError(
                 f"{dataset.name} has no image with an annotation to train on; data.keep_empty=true "
@@ -57,45 +63,39 @@ class BatchReader(Dataset["Batch | DataError"]):
         """The planned batch; an error is returned, so that it leaves a worker as it is."""
         samples: list[Sample] = []
         skipped: list[str] = []
-        for place, index in enumerate(plan.indices):
-            try:
-                samples.append(self._read(index, plan, place))
-            except ImageError as error:
-                if self._config.on_broken == "refuse":
-                    return DataError(f"{error}; data.on_broken=skip leaves such files out")
-                skipped.append(str(error))
-                if self._seed is not None:
-                    samples += self._read_replacement(index, plan, place)
-        if self._seed is not None and len(samples) < len(plan.indices):
+        for place, planned in enumerate(plan.indices):
+            for index in self._candidates(planned):
+                try:
+                    samples.append(self._read(index, plan, place))
+                    break
+                except ImageError as error:
+                    if self._config.on_broken == "refuse":
+                        return DataError(f"{error}; data.on_broken=skip leaves such files out")
+                    skipped.append(str(error))
+        if self._training and len(samples) < len(plan.indices):
             return DataError(f"no image of a whole shape bucket can be read: {skipped[0]}")
         bucket = self._config.buckets[plan.bucket]
-        return batch_from_samples(samples, bucket, targets=self._seed is not None, skipped=skipped)
+        return batch_from_samples(samples, bucket, targets=self._training, skipped=skipped)
 
-    def _read_replacement(self, index: int, plan: BatchPlan, place: int) -> list[Sample]:
-        """The next image of the bucket that can be read, if there is one."""
-        total = len(self.records)
-        for other in (*range(index + 1, total), *range(index)):
-            if self.buckets[other] == plan.bucket:
-                try:
-                    return [self._read(other, plan, place)]
-                except ImageError:
-                    continue
-        return []
+    def _candidates(self, index: int) -> Iterator[int]:
+        """An image and, in training, those that replace it: the next ones of its bucket."""
+        yield index
+        if self._training:
+            for other in chain(range(index + 1, len(self.records)), range(index)):
+                if self.buckets[other] == self.buckets[index]:
+                    yield other
 
     def _read(self, index: int, plan: BatchPlan, place: int) -> Sample:
-        record = self.records[index]
-        if self._seed is None:
-            return self._sample_from(record, flip=False, seed=0)
         # Keyed by the place in the global batch, not drawn in sequence: the same for any number
         # of workers, ranks and accumulated parts.
         rng = np.random.default_rng([self._seed, plan.iteration, plan.position + place])
-        flip = bool(rng.random() < self._config.flip_probability)
-        return self._sample_from(record, flip=flip, seed=int(rng.integers(2**31)))
+        flip = bool(rng.random() < self._config.flip_probability) and self._training
+        return self._sample_from(self.records[index], flip=flip, seed=int(rng.integers(2**31)))
 
     def _sample_from(self, record: ImageRecord, *, flip: bool, seed: int) -> Sample:
         height, width = self._input_size(record)
         image = resize_image(_read_image(record), height, width)
-        objects = record.objects if self._seed is not None else ()
+        objects = record.objects if self._training else ()
         source = (record.height, record.width)
         scale = np.array([width / record.width, height / record.height] * 2)
         boxes = np.array([o.clipped_box(*source) for o in objects]).reshape(-1, 4) * scale

@@ -1,8 +1,8 @@
 """A synthetic data set in COCO format: drawn scenes, annotated with what is seen of each shape."""
 
 import json
+import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -86,9 +86,10 @@ def _drawn(draw: Callable[[int], _Drawn], count: int, workers: int) -> Iterator[
     if workers == 1:
         yield from map(draw, range(count))
         return
-    # Spawned: a fork would copy the locks of whatever threads the caller runs.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(draw, range(count), chunksize=8)
+    # Spawned, for a fork would copy the locks of whatever threads the caller runs; deaf to
+    # interrupts, for these end the caller, and leaving the block ends the pool.
+    with get_context("spawn").Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        yield from pool.imap(draw, range(count), chunksize=8)
 
 
 def _draw_image(folder: Path, config: SyntheticConfig, split: str, index: int) -> _Drawn:

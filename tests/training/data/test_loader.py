@@ -119,6 +119,16 @@ def test_broken_files_are_replaced_and_named(
     assert all("8.jpg: " in w and "(broken files so far: 1)" in w for w in warnings)
 
 
+def test_replacements_may_be_broken_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(write_folder(tmp_path, sound_content()))
+    for name in ("8.jpg", "9.jpg"):
+        (tmp_path / name).write_bytes(b"no image")
+    batches = list(train_loader(CocoDataset(config.data.train), config))
+    landscape = next(b for b in batches if b.images.shape[2] == 128)
+    assert sorted(landscape.image_ids.tolist()) == [5, 11, 11, 11]
+    assert "broken files so far: 2" in caplog.text
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_broken_files_are_refused(tmp_path: Path, workers: int) -> None:
     dataset_config = write_folder(tmp_path, sound_content())
