@@ -1,0 +1,168 @@
+"""Given the same weights, detections and losses are torchvision's."""
+
+import pytest
+import torch
+from torch import Tensor
+from torchvision.models.detection import MaskRCNN as TorchvisionMaskRCNN
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+from torchvision.models.detection.image_list import ImageList
+from torchvision.ops import FrozenBatchNorm2d
+
+from maskrcnn_trt.model.config import ModelConfig, RoiConfig, RpnConfig
+from maskrcnn_trt.model.losses import LOSS_NAMES
+from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.targets import Targets
+
+CLASSES = 5
+SIZES = ((160, 224), (192, 160), (128, 256))
+PADDED = (192, 256)
+PROPOSALS = 150
+RPN = RpnConfig(
+    pre_nms_top_n_train=PROPOSALS,
+    pre_nms_top_n_test=PROPOSALS,
+    post_nms_top_n_train=PROPOSALS,
+    post_nms_top_n_test=PROPOSALS,
+)
+
+
+def torchvision_model(**settings) -> TorchvisionMaskRCNN:
+    """torchvision's model with random weights that still find things at many scores."""
+    torch.manual_seed(0)
+    backbone = resnet_fpn_backbone(
+        backbone_name="resnet50", weights=None, norm_layer=FrozenBatchNorm2d, trainable_layers=3
+    )
+    model = TorchvisionMaskRCNN(
+        backbone,
+        num_classes=CLASSES + 1,
+        rpn_pre_nms_top_n_train=PROPOSALS,
+        rpn_pre_nms_top_n_test=PROPOSALS,
+        rpn_post_nms_top_n_train=PROPOSALS,
+        rpn_post_nms_top_n_test=PROPOSALS,
+        **settings,
+    )
+    with torch.no_grad():
+        for name, buffer in model.backbone.named_buffers():
+            if name.endswith("bn3.weight"):
+                # As a trained network has it, or activations grow from block to block.
+                buffer.fill_(0.2)
+        model.rpn.head.cls_logits.weight.mul_(100)
+        model.rpn.head.bbox_pred.weight.mul_(20)
+        model.roi_heads.box_predictor.cls_score.weight.mul_(100)
+        model.roi_heads.box_predictor.bbox_pred.weight.mul_(5)
+    return model
+
+
+def images() -> Tensor:
+    """Three pictures of different sizes in one padded batch: [3, 3, H, W] in 0..255."""
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.zeros(len(SIZES), 3, *PADDED)
+    for image, (height, width) in zip(batch, SIZES, strict=True):
+        coarse = torch.rand(1, 3, 12, 12, generator=generator) * 255
+        image[:, :height, :width] = torch.nn.functional.interpolate(
+            coarse, (height, width), mode="bilinear"
+        )[0]
+    return batch
+
+
+def normalised(batch: Tensor, config: ModelConfig) -> Tensor:
+    mean, std = (torch.tensor(x)[:, None, None] for x in (config.pixel_mean, config.pixel_std))
+    result = torch.zeros_like(batch)
+    for target, image, (height, width) in zip(result, batch, SIZES, strict=True):
+        target[:, :height, :width] = ((image - mean) / std)[:, :height, :width]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"), [(0.95, "none"), (0.6, "few"), (0.01, "all 100")]
+)
+def test_detections_equal_torchvisions(threshold: float, expected: str) -> None:
+    theirs = torchvision_model(box_score_thresh=threshold).eval()
+    config = ModelConfig(num_classes=CLASSES, rpn=RPN, roi=RoiConfig(score_threshold=threshold))
+    ours = MaskRCNN(config).eval()
+    ours.load_state_dict(theirs.state_dict())
+    batch = images()
+    with torch.inference_mode():
+        found = ours(batch, torch.tensor(SIZES))
+        features = theirs.backbone(normalised(batch, config))
+        image_list = ImageList(normalised(batch, config), list(SIZES))
+        proposals, _ = theirs.rpn(image_list, features)
+        wanted, _ = theirs.roi_heads(features, proposals, list(SIZES))
+
+    counts = [len(w["scores"]) for w in wanted]
+    assert {"none": max(counts) == 0, "few": 0 < max(counts) < 100, "all 100": min(counts) == 100}[
+        expected
+    ], counts
+    assert found.num_detections.tolist() == counts
+    for index, (count, want) in enumerate(zip(counts, wanted, strict=True)):
+        torch.testing.assert_close(found.boxes[index, :count], want["boxes"], atol=1e-2, rtol=0)
+        torch.testing.assert_close(found.scores[index, :count], want["scores"], atol=1e-4, rtol=0)
+        assert found.labels[index, :count].tolist() == want["labels"].tolist()
+        torch.testing.assert_close(
+            found.masks[index, :count], want["masks"][:, 0], atol=1e-3, rtol=0
+        )
+        assert all(not part[index, count:].any() for part in found[1:])
+
+
+def ground_truth() -> tuple[Targets, list[dict[str, Tensor]]]:
+    """Instances for three images: four, one and none; padded, and as torchvision takes them."""
+    generator = torch.Generator().manual_seed(2)
+    boxes = torch.zeros(3, 4, 4)
+    labels = torch.zeros(3, 4, dtype=torch.int64)
+    masks = torch.zeros(3, 4, *PADDED, dtype=torch.uint8)
+    lists = []
+    for index, count in enumerate((4, 1, 0)):
+        height, width = SIZES[index]
+        for row in range(count):
+            x, y, w, h = torch.rand(4, generator=generator).tolist()
+            x1, y1 = int(x * width * 0.5), int(y * height * 0.5)
+            x2, y2 = x1 + 16 + int(w * width * 0.4), y1 + 16 + int(h * height * 0.4)
+            boxes[index, row] = torch.tensor([x1, y1, x2, y2])
+            labels[index, row] = 1 + row % CLASSES
+            masks[index, row, y1:y2, x1:x2] = 1
+            masks[index, row, y1 : (y1 + y2) // 2, x1 : (x1 + x2) // 2] = 0
+        lists.append(
+            {
+                "boxes": boxes[index, :count],
+                "labels": labels[index, :count],
+                "masks": masks[index, :count],
+            }
+        )
+    return Targets(boxes, labels, masks), lists
+
+
+def test_losses_and_gradients_equal_torchvisions() -> None:
+    # Sampling takes every candidate, so that chance plays no part.
+    everything = 10**6
+    theirs = torchvision_model(
+        rpn_batch_size_per_image=everything, box_batch_size_per_image=everything
+    ).train()
+    take_all = {"batch_size_per_image": everything}
+    roi = RoiConfig()
+    config = ModelConfig(
+        num_classes=CLASSES,
+        rpn=RPN.model_copy(update={"sampling": RPN.sampling.model_copy(update=take_all)}),
+        roi=roi.model_copy(update={"sampling": roi.sampling.model_copy(update=take_all)}),
+    )
+    ours = MaskRCNN(config).train()
+    ours.load_state_dict(theirs.state_dict())
+    batch, (targets, lists) = images(), ground_truth()
+
+    terms = ours(batch, torch.tensor(SIZES), targets, torch.arange(3))
+    losses = dict(zip(LOSS_NAMES, terms.means(), strict=True))
+    features = theirs.backbone(normalised(batch, config))
+    image_list = ImageList(normalised(batch, config), list(SIZES))
+    proposals, rpn_losses = theirs.rpn(image_list, features, lists)
+    _, roi_losses = theirs.roi_heads(features, proposals, list(SIZES), lists)
+    wanted = rpn_losses | roi_losses
+    assert losses.keys() == wanted.keys()
+    for name, loss in losses.items():
+        torch.testing.assert_close(loss, wanted[name], atol=1e-4, rtol=1e-4, msg=name)
+
+    sum(losses.values()).backward()
+    sum(wanted.values()).backward()
+    for (name, mine), (_, other) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
+        if mine.requires_grad:
+            error = (mine.grad - other.grad).norm() / other.grad.norm().clamp(min=1e-6)
+            assert error < 1e-3, (name, float(error))
