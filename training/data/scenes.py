@@ -62,7 +62,7 @@ def draw_scene(rng: Generator, height: int, width: int, classes: Sequence[str]) 
         window = figure.patch.rows, figure.patch.columns
         visible = figure.patch.coverage * uncovered[window]
         needed = max(_MIN_VISIBLE_PIXELS, _MIN_VISIBLE_SHARE * figure.patch.coverage.sum())
-        if figure.in_crowd or visible.sum() >= needed:
+        if figure.in_crowd or np.count_nonzero(visible > 0.5) >= needed:
             uncovered[window] -= visible
             seen.append((figure, visible))
     image = background(rng, height, width)
@@ -113,9 +113,8 @@ def _paint(rng: Generator, image: Texture, figure: _Figure) -> None:
     behind = image[window].mean(axis=(0, 1))
     surface = behind + (surface - behind) * contrast
     _cast_shadow(rng, image, figure)
-    image[window] += (surface * _relief(coverage, figure.radius) - image[window]) * coverage[
-        ..., None
-    ]
+    rounded = surface * _relief(coverage, figure.radius)
+    image[window] += (rounded - image[window]) * coverage[..., None]
 
 
 def _relief(coverage: NDArray[np.float32], radius: float) -> Texture:

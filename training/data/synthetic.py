@@ -135,18 +135,19 @@ _Pieces = tuple[list[NDArray[np.float64]], list[NDArray[np.uint32]]]
 
 def _rings_from_coverage(coverage: NDArray[np.float32]) -> list[NDArray[np.float64]]:
     """Outlines `[N, 2]` where coverage is half, in pixels; none if there are holes."""
-    # A border of repeated values lets the outlines of objects that are cut off reach the edge.
-    generator = contour_generator(
-        z=np.pad(coverage, 1, mode="edge"), fill_type=FillType.OuterOffset
-    )
-    pieces, offsets = cast(_Pieces, generator.filled(0.5, np.inf))
     height, width = coverage.shape
+    rows, columns = (np.flatnonzero(coverage.any(axis)) for axis in (1, 0))
+    top, left = rows[0], columns[0]
+    # A border of repeated values lets the outlines of objects that are cut off reach the edge.
+    padded = np.pad(coverage, 1, mode="edge")[top : rows[-1] + 3, left : columns[-1] + 3]
+    generator = contour_generator(z=padded, fill_type=FillType.OuterOffset)
+    pieces, offsets = cast(_Pieces, generator.filled(0.5, np.inf))
     rings = []
     for piece, offset in zip(pieces, offsets, strict=True):
         if len(offset) > 2:
             return []
-        # Sample i of the padded array is the centre of pixel i - 1; the closing point repeats.
-        ring = np.clip(piece[:-1] - 0.5, 0, [width, height]).round(1)
+        # Sample i is the centre of pixel i - 1; the last point repeats the first.
+        ring = np.add(piece[:-1], [left - 0.5, top - 0.5]).clip(0, [width, height]).round(1)
         if _area(ring) >= _MIN_PIECE_PIXELS:
             rings.append(ring)
     return rings
