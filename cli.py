@@ -32,9 +32,9 @@ _VERBS = {
     "bench": _Verb("benchmarks.commands:bench", "Measure throughput and latency."),
 }
 
-# Faults in what we were given: a sentence, not a traceback. Named rather than imported, so that no
+# What the user can act on gets a sentence, not a traceback. Named rather than imported, so that no
 # verb pays for the modules of another.
-_INPUT_ERRORS = frozenset(
+_USER_ERRORS = frozenset(
     {
         "maskrcnn_trt.benchmarks.serve.NoAnswerError",
         "maskrcnn_trt.benchmarks.server_process.ServerStartError",
@@ -113,7 +113,8 @@ def _sentence_from_click(error: click.ClickException) -> str:
         return _refusal(ctx, "option", error.option_name, names)
     if isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter):
         return message
-    return f"{message.rstrip('.')}; {ctx.get_usage()[0].lower()}{ctx.get_usage()[1:]}"
+    usage = " ".join(ctx.get_usage().split())
+    return f"{message.rstrip('.')}; {usage[0].lower()}{usage[1:]}"
 
 
 def _refusal(ctx: click.Context, kind: str, word: str, allowed: Sequence[str]) -> str:
@@ -123,9 +124,9 @@ def _refusal(ctx: click.Context, kind: str, word: str, allowed: Sequence[str]) -
 
 
 def _sentence_from_fault(error: Exception, args: Sequence[str]) -> str | None:
-    """What the user can mend, or None where the fault is ours."""
+    """What the user can act on, or None where the fault is ours."""
     if any(
-        f"{kind.__module__}.{kind.__qualname__}" in _INPUT_ERRORS for kind in type(error).__mro__
+        f"{kind.__module__}.{kind.__qualname__}" in _USER_ERRORS for kind in type(error).__mro__
     ):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:

@@ -26,7 +26,9 @@ def _bucket_from(
     try:
         height, width = map(int, text.split("x"))
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not of the form HEIGHTxWIDTH, as in 800x1344") from None
+        raise click.BadParameter(
+            f"{text!r} is not of the form HEIGHTxWIDTH, as in 800x1344"
+        ) from None
     return ShapeBucket(height, width)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_STOP_SECONDS = 30
-
 
 class ServerStartError(Exception):
     """The server ended before it was ready; its own message is on the error stream."""
@@ -38,4 +36,3 @@ def running_server(bundle: Path, *options: str) -> Iterator[str]:
             yield ready[0]
         finally:
             process.terminate()
-            process.wait(_STOP_SECONDS)

@@ -82,7 +82,7 @@ def test_every_verb_is_a_command(verb: str):
 
 
 def test_errors_named_for_users_exist():
-    for name in cli._INPUT_ERRORS:
+    for name in cli._USER_ERRORS:
         module, _, attribute = name.rpartition(".")
         assert issubclass(getattr(importlib.import_module(module), attribute), Exception)
 
