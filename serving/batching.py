@@ -114,10 +114,10 @@ class Batcher:
                     waiting.result.set_exception(error)
             return
         infer_s = time.monotonic() - start
-        for index, waiting in enumerate(batch):
+        for row, waiting in enumerate(batch):
             if not waiting.result.done():
                 queue_s = start - waiting.arrival
-                waiting.result.set_result(BatchResult(outputs, index, queue_s, infer_s, len(batch)))
+                waiting.result.set_result(BatchResult(outputs, row, queue_s, infer_s, len(batch)))
 
     def _infer(self, bucket: ShapeBucket, batch: Sequence[_Waiting]) -> Outputs:
         images = np.stack([waiting.image.pixels for waiting in batch])

@@ -286,7 +286,7 @@ def _outcome_from_answer(
 
 def _error_from_rpc(error: grpc.RpcError, address: str) -> ClientError:
     status, details = error.code(), error.details() or ""
-    if status is grpc.StatusCode.UNAVAILABLE:
+    if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):  # or as it stopped
         return UnreachableError(
             f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`"
         )

@@ -25,8 +25,6 @@ class Pipeline:
         self._batcher = Batcher(backend, config.max_batch, config.max_delay_ms / 1000)
         self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="images")
         self._in_progress = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def warm_up(self) -> None:
         """Make the backend ready; requests that arrive meanwhile wait."""
@@ -35,10 +33,6 @@ class Pipeline:
     async def run(self) -> None:
         """Compute what `detect` is asked for, until cancelled."""
         await self._batcher.run()
-
-    async def idle(self) -> None:
-        """Wait until no request is in progress."""
-        await self._idle.wait()
 
     def close(self) -> None:
         """Release threads and model."""
@@ -58,13 +52,10 @@ class Pipeline:
                 "try again later"
             )
         self._in_progress += 1
-        self._idle.clear()
         try:
             return await self._detect(data, options)
         finally:
             self._in_progress -= 1
-            if not self._in_progress:
-                self._idle.set()
 
     async def _detect(self, data: bytes, options: DetectionOptions) -> Detections:
         loop = asyncio.get_running_loop()

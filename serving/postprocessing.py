@@ -19,7 +19,7 @@ def detections_from_outputs(
     categories: Sequence[Category],
     options: DetectionOptions,
 ) -> Detections:
-    """The detections of image in one row of a batch.
+    """The detections of the image in one row of a batch.
 
     Args:
         outputs: Outputs of the batch.

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
-from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]
-from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from ..model.manifest import read_manifest
@@ -17,14 +15,15 @@ from ..protos.maskrcnn.v1.detector_pb2_grpc import add_DetectorServicer_to_serve
 from .backends.loading import load_backend
 from .config import ServeConfig
 from .errors import ServingError
+from .health import HealthService
 from .messages import model_response
 from .pipeline import Pipeline
 from .service import DetectorService
 
-_LAST_GRACE_S = 1.0
-"""For the last answers to be sent, before calls that never end, such as Watch, are cut off."""
+_LAST_CALLS_S = 0.25
+"""For calls that have arrived but wait in gRPC, which would cancel them, to be taken up."""
 
-_SERVICES = ("", pb.DESCRIPTOR.services_by_name["Detector"].full_name)
+_SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
 
 
 async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], None]) -> None:
@@ -66,28 +65,26 @@ async def detection_server(bundle: Path, config: ServeConfig) -> AsyncIterator[s
     """
     manifest = read_manifest(bundle)
     precision = config.precision or manifest.precisions[0]
-    pipeline = Pipeline(manifest, load_backend(bundle, manifest, precision), config)
-    model = model_response(manifest, pipeline.buckets, precision, config)
-    service = DetectorService(pipeline, model, precision, 2 * config.max_batch)
-    server, port = _listening_server(config)
-    add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    health_service = health.HealthServicer()
-    add_HealthServicer_to_server(health_service, server)
-    await _set_health(health_service, HealthCheckResponse.NOT_SERVING)
-    with contextlib.closing(pipeline):
+    backend = load_backend(bundle, manifest, precision)
+    with contextlib.closing(Pipeline(manifest, backend, config)) as pipeline:
+        server, port = _listening_server(config)
+        model = model_response(manifest, backend.buckets, precision, config)
+        service = DetectorService(pipeline, model, precision, 2 * config.max_batch)
+        add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        health = HealthService(_SERVICE)
+        add_HealthServicer_to_server(health, server)
         async with asyncio.TaskGroup() as tasks:
             computing = tasks.create_task(pipeline.run())
             await server.start()
             try:
                 await pipeline.warm_up()
-                await _set_health(health_service, HealthCheckResponse.SERVING)
+                health.set_ready()
                 yield f"{config.host}:{port}"
             finally:
-                await health_service.enter_graceful_shutdown()
+                health.stop()
+                await asyncio.sleep(_LAST_CALLS_S)
                 service.stop_reading()
-                tasks.create_task(server.stop(config.stop_grace_s))  # refuses calls from here on
-                await pipeline.idle()
-                await server.stop(min(config.stop_grace_s, _LAST_GRACE_S))
+                await server.stop(config.stop_grace_s)
                 computing.cancel()
 
 
@@ -106,10 +103,3 @@ def _listening_server(config: ServeConfig) -> tuple[grpc.aio.Server, int]:
             f"cannot listen on {config.host}:{config.port}; "
             "choose an address of this machine and a free port, or port 0"
         ) from None
-
-
-async def _set_health(
-    service: health.HealthServicer, status: HealthCheckResponse.ServingStatus
-) -> None:
-    for name in _SERVICES:
-        await service.set(name, status)

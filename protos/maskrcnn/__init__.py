@@ -1,0 +1,1 @@
+"""Protocols by name."""

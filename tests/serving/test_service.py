@@ -121,3 +121,13 @@ def test_messages_over_the_limit_are_refused(stub: Any, picture: Encode) -> None
 def test_health_of_a_warm_server(channel: grpc.Channel, service: str) -> None:
     response = HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=30)
     assert response.status == HealthCheckResponse.SERVING
+
+
+def test_health_of_unknown_services(channel: grpc.Channel) -> None:
+    request = HealthCheckRequest(service="maskrcnn.v2.Detector")
+    with pytest.raises(grpc.RpcError) as caught:
+        HealthStub(channel).Check(request, timeout=30)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    watch = HealthStub(channel).Watch(request, timeout=30)
+    assert next(watch).status == HealthCheckResponse.SERVICE_UNKNOWN
+    watch.cancel()

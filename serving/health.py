@@ -1,0 +1,63 @@
+"""The service grpc.health.v1.Health.
+
+The library's own leaves its watches open, and a server that stops gracefully waits for them.
+"""
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1.health_pb2_grpc import HealthServicer
+
+_Context = grpc.aio.ServicerContext[pb.HealthCheckRequest, pb.HealthCheckResponse]
+
+
+class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
+    """NOT_SERVING until the server is ready, then SERVING, and NOT_SERVING once it stops."""
+
+    def __init__(self, *services: str) -> None:
+        """Speak for these services, and for the server as a whole."""
+        self._services = frozenset({"", *services})
+        self._ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    def set_ready(self) -> None:
+        """Say SERVING from here on."""
+        self._ready.set()
+
+    def stop(self) -> None:
+        """Say NOT_SERVING from here on, and end the watches."""
+        self._ready.set()
+        self._stopping.set()
+
+    async def Check(  # noqa: N802 (named by the protocol)
+        self, request: pb.HealthCheckRequest, context: _Context
+    ) -> pb.HealthCheckResponse:
+        """The status of a service."""
+        if request.service not in self._services:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r} here"
+            )
+        return self._response_to(request)
+
+    async def Watch(  # noqa: N802
+        self, request: pb.HealthCheckRequest, context: _Context
+    ) -> None:
+        """The status of a service now and after each change."""
+        sent = None
+        while True:
+            response = self._response_to(request)
+            if response != sent:
+                await context.write(response)
+                sent = response
+            elif self._stopping.is_set():
+                return
+            else:
+                await (self._stopping if self._ready.is_set() else self._ready).wait()
+
+    def _response_to(self, request: pb.HealthCheckRequest) -> pb.HealthCheckResponse:
+        if request.service not in self._services:
+            return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
+        if self._ready.is_set() and not self._stopping.is_set():
+            return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVING)
+        return pb.HealthCheckResponse(status=pb.HealthCheckResponse.NOT_SERVING)
