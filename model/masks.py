@@ -55,10 +55,10 @@ def rles_from_probabilities(
         width: Pixels of the image.
         threshold: Pixels above this probability belong to the mask.
     """
-    side = masks.shape[-1]
+    bordered = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
     return [
         _rle_from_probabilities(mask, box, height, width, threshold)
-        for mask, box in zip(masks, _integer_boxes(boxes, side), strict=True)
+        for mask, box in zip(bordered, _integer_boxes(boxes, masks.shape[-1]), strict=True)
     ]
 
 
@@ -78,34 +78,35 @@ def _integer_boxes(boxes: NDArray[np.float32], side: int) -> list[list[int]]:
 def _rle_from_probabilities(
     mask: NDArray[np.float32], box: list[int], height: int, width: int, threshold: float
 ) -> Rle:
+    """Paste a mask [S, S], border included, into its box."""
     left, top, right, bottom = box
-    columns = _interpolation(left, right, width, len(mask))
-    rows = _interpolation(top, bottom, height, len(mask))
-    crop_WH = columns @ mask.T @ rows.T > threshold
+    low_W, high_W, fraction_W = _samples(left, right, width, len(mask))
+    low_H, high_H, fraction_H = _samples(top, bottom, height, len(mask))
+    # Products of matrices would be shorter, but BLAS would answer them with threads of its own.
+    rows_SW = mask[:, low_W] * (1 - fraction_W) + mask[:, high_W] * fraction_W
+    fraction_H1 = fraction_H[:, None]
+    crop_HW = rows_SW[low_H] * (1 - fraction_H1) + rows_SW[high_H] * fraction_H1 > threshold
     # A row of zeros closes every column's last run, unless the next column follows on directly.
-    stride = min(len(rows) + 1, height)
-    closed_WH = np.zeros((len(columns), stride), np.bool_)
-    closed_WH[:, : len(rows)] = crop_WH
+    stride = min(len(crop_HW) + 1, height)
+    closed_WH = np.zeros((crop_HW.shape[1], stride), np.bool_)
+    closed_WH[:, : len(crop_HW)] = crop_HW.T
     column, row = np.divmod(_edges(closed_WH), stride)
     return _rle_from_edges((column + max(left, 0)) * height + row + max(top, 0), height, width)
 
 
-def _interpolation(start: int, stop: int, size: int, side: int) -> NDArray[np.float32]:
-    """Bilinear weights [N, side] of a mask's samples for the pixels start to stop within the image.
+def _samples(
+    start: int, stop: int, size: int, side: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    """For the pixels start to stop within the image, the two samples around each of them.
 
-    The mask has a border of one zero sample around it, whose weights are left out.
+    Third is the weight of the second sample.
     """
     length = max(stop - start + 1, 1)
     pixels = np.arange(max(start, 0), min(stop + 1, size), dtype=np.float32) - np.float32(start)
-    scale = np.float32(side + 2) / np.float32(length)
+    scale = np.float32(side) / np.float32(length)
     source = np.maximum((pixels + np.float32(0.5)) * scale - np.float32(0.5), np.float32(0))
     low = source.astype(np.int64)
-    fraction = source - low.astype(np.float32)
-    weights = np.zeros((len(pixels), side + 3), np.float32)
-    index = np.arange(len(pixels))
-    weights[index, low] = 1 - fraction
-    weights[index, low + 1] = fraction
-    return weights[:, 1 : side + 1]
+    return low, np.minimum(low + 1, side - 1), source - low.astype(np.float32)
 
 
 def _edges(columns: NDArray[np.bool_]) -> NDArray[np.int64]:
