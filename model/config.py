@@ -86,6 +86,8 @@ class RoiConfig(FrozenConfig):
     """Channels of the mask head."""
     mask_head_depth: int = Field(4, ge=1)
     """3x3 convolutions of the mask head."""
+    canonical_size: float = Field(224.0, gt=0)
+    """Side in pixels of a RoI that belongs on the level of stride 16 (Lin et al., eq. 1)."""
     sampling_ratio: int = Field(2, ge=1)
     """Bilinear samples a pooled cell and axis."""
     score_threshold: float = Field(0.05, ge=0, le=1)

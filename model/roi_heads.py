@@ -25,8 +25,8 @@ from .targets import Targets
 DELTA_WEIGHTS = DeltaWeights(center=10.0, size=5.0)
 _MIN_SIDE = 1e-2
 _SAMPLING_STREAM = 2
-# An object of ImageNet's usual 224 pixels belongs on the level of stride 16 (Lin et al., eq. 1).
-_CANONICAL_LEVEL, _CANONICAL_SIZE = 4, 224.0
+# The level of stride 16, where RoIs of canonical size belong.
+_CANONICAL_LEVEL = 4
 
 
 class BoxDetections(NamedTuple):
@@ -74,7 +74,9 @@ class MaskPredictor(nn.Module):
         """Logits [K, 2P, 2P] of [K, C, P, P] features and [K] labels."""
         features = F.relu(self.conv5_mask(features))
         weight, bias = (parameter[labels] for parameter in self.mask_fcn_logits.parameters())
-        logits = torch.bmm(weight[:, None, :, 0, 0], features.flatten(2)) + bias[:, None, None]
+        # Channels last, the order in which convolutions leave them: no copy, here or backward.
+        cells = features.permute(0, 2, 3, 1).flatten(1, 2)
+        logits = torch.baddbmm(bias[:, None, None], cells, weight[:, :, 0])
         return logits.view(-1, *features.shape[2:])
 
 
@@ -98,7 +100,7 @@ class RoiHeads(nn.Module):
             self.config.sampling_ratio,
             PYRAMID_SCALES,
             _CANONICAL_LEVEL,
-            _CANONICAL_SIZE,
+            self.config.canonical_size,
         )
         return pooled.flatten(0, 1)
 
