@@ -60,14 +60,17 @@ class DataConfig(FrozenConfig):
 
 
 class SolverConfig(FrozenConfig):
-    """SGD with warm-up and steps."""
+    """Optimiser, with warm-up and steps."""
 
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """SGD with momentum, the reference recipe; AdamW learns faster from scratch."""
     images_per_batch: int = Field(16, ge=1)
     """Images a step, over all ranks and accumulated batches."""
     accumulate: int = Field(1, ge=1)
     """Forward and backward passes a step; more save memory."""
     base_lr: float = Field(0.02, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
+    """Of SGD; AdamW's first beta."""
     weight_decay: float = Field(1e-4, ge=0)
     max_iterations: int = Field(90000, ge=1)
     steps: tuple[int, ...] = (60000, 80000)

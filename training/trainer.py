@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..model.checkpoint import Checkpoint, load_checkpoint
 from ..model.losses import LossTerms
 from ..model.mask_rcnn import MaskRCNN
-from .config import ConfigError, TrainConfig
+from .config import ConfigError, SolverConfig, TrainConfig
 from .data.batches import Batch
 from .distributed import Worker
 from .schedule import learning_rate
@@ -38,7 +38,7 @@ class Trainer:
             self.model.load_state_dict(load_checkpoint(config.weights).weights)
         memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         self.model.to(worker.device).to(memory_format=memory_format).train()  # type: ignore[call-overload]
-        self.optimizer = build_optimizer(self.model, config)
+        self.optimizer = build_optimizer(self.model, config.solver)
         self.scaler = torch.amp.grad_scaler.GradScaler(
             worker.device.type, enabled=config.precision == "fp16"
         )
@@ -140,17 +140,16 @@ class Trainer:
         return torch.autocast(self.worker.device.type, dtype)
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.SGD:
-    """SGD with momentum over the trainable parameters; weights of layers alone decay."""
+def build_optimizer(model: nn.Module, config: SolverConfig) -> torch.optim.Optimizer:
+    """Optimiser of the trainable parameters; only the weights of layers decay."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trainable if p.dim() > 1]
     others = [p for p in trainable if p.dim() <= 1]
-    return torch.optim.SGD(
-        [
-            {"params": decayed, "weight_decay": config.solver.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=config.solver.base_lr,
-        momentum=config.solver.momentum,
-        fused=next(model.parameters()).is_cuda,
-    )
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    if config.optimizer == "adamw":
+        betas = (config.momentum, 0.999)
+        return torch.optim.AdamW(groups, lr=config.base_lr, betas=betas, fused=True)
+    return torch.optim.SGD(groups, lr=config.base_lr, momentum=config.momentum, fused=True)
