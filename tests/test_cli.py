@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+
 from maskrcnn_trt import cli
 
 VERBS = ("quickstart", "data", "train", "eval", "export", "serve", "predict", "client", "bench")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import pytest
+
 from maskrcnn_trt.cli import cli
 
 ROOT = Path(__file__).parents[1]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+
 from maskrcnn_trt.benchmarks.commands import bench
 from maskrcnn_trt.benchmarks.images import batch_from_encoded, noise_jpeg
 from maskrcnn_trt.benchmarks.torch_engines import (

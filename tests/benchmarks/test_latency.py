@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from maskrcnn_trt.benchmarks.latency import Latency, latency_from_seconds, percentile
 
 

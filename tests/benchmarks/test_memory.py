@@ -1,4 +1,5 @@
 import numpy as np
+
 from maskrcnn_trt.benchmarks.memory import peak_memory_mib, reset_peak_memory
 
 

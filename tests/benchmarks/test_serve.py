@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+
 from maskrcnn_trt.benchmarks.commands import bench
 from maskrcnn_trt.benchmarks.serve import NoAnswerError, ServeSettings, measure_server
 from maskrcnn_trt.benchmarks.server_process import ServerStartError, running_server

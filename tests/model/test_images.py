@@ -6,6 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
+
 from maskrcnn_trt.model.images import (
     ImageError,
     decode_image,
@@ -15,9 +19,6 @@ from maskrcnn_trt.model.images import (
     smallest_bucket,
 )
 from maskrcnn_trt.model.spec import ShapeBucket
-from numpy.typing import NDArray
-from PIL import Image
-from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 
 def encoded(image: Image.Image, codec: str = "PNG", **options: Any) -> bytes:

@@ -3,10 +3,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from maskrcnn_trt.model.masks import Rle, mask_from_rle, rle_from_mask, rles_from_probabilities
 from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 from torchvision.models.detection.roi_heads import paste_masks_in_image
+
+from maskrcnn_trt.model.masks import Rle, mask_from_rle, rle_from_mask, rles_from_probabilities
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (5, 7), (64, 48), (333, 500)]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from maskrcnn_trt.model.manifest import read_manifest
 from maskrcnn_trt.serving.backends.base import Backend
 from maskrcnn_trt.serving.backends.loading import load_backend

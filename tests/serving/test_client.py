@@ -9,12 +9,13 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from PIL import Image
+
 from maskrcnn_trt.model.masks import mask_from_rle
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.errors import DeadlineError, RefusedError, UnreachableError
 from maskrcnn_trt.serving.predictor import Predictor
-from PIL import Image
 
 Encode = Callable[..., bytes]
 

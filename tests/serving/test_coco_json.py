@@ -3,10 +3,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pycocotools.coco import COCO
+
 from maskrcnn_trt.serving.coco_json import coco_results, image_id_from_path
 from maskrcnn_trt.serving.detections import DetectionOptions, MaskFormat
 from maskrcnn_trt.serving.predictor import Predictor
-from pycocotools.coco import COCO
 
 Encode = Callable[..., bytes]
 

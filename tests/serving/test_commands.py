@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from maskrcnn_trt.serving.commands import client, predict, serve
 from numpy.typing import NDArray
 from PIL import Image
+
+from maskrcnn_trt.serving.commands import client, predict, serve
 
 Encode = Callable[..., bytes]
 

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from maskrcnn_trt.model.masks import rle_from_mask
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.drawing import colour_of, draw_detections

@@ -6,15 +6,16 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from maskrcnn_trt.model.images import ImageError
-from maskrcnn_trt.model.manifest import BundleError, read_manifest
-from maskrcnn_trt.serving.detections import DetectionOptions
-from maskrcnn_trt.serving.predictor import Predictor
 from PIL import Image
 from pycocotools import mask as coco_mask
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.models.detection.transform import resize_boxes
 from torchvision.ops import clip_boxes_to_image
+
+from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.manifest import BundleError, read_manifest
+from maskrcnn_trt.serving.detections import DetectionOptions
+from maskrcnn_trt.serving.predictor import Predictor
 
 Encode = Callable[..., bytes]
 

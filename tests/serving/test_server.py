@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import AsyncDetectorClient

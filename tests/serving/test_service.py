@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from PIL import Image
+
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from PIL import Image
 
 Encode = Callable[..., bytes]
 
