@@ -73,7 +73,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != _FORMAT:
             raise CheckpointError(
-                f"{path} has checkpoint format {content['format']}, not {_FORMAT}"
+                f"{path} has checkpoint format {content['format']}, but this version reads format "
+                f"{_FORMAT}; use the version that wrote it"
             )
         return Checkpoint(
             model_config=ModelConfig.model_validate(content["model_config"]),
@@ -88,6 +89,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     except CheckpointError:
         raise
     except Exception as error:
-        # A damaged file fails in many ways: zip, pickle, a missing key, a wrong type.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path} is not a checkpoint of this program: {reason}") from error
+        # A damaged file fails in many ways: zip, pickle, a missing key, a wrong type. What torch
+        # says then is no help: to unpickle a strange file would let it run its code.
+        raise CheckpointError(
+            f"{path} is damaged or no checkpoint of this program; give a .pth file that training "
+            "wrote"
+        ) from error
