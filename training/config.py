@@ -152,9 +152,9 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
 def _read_yaml(source: str) -> dict[str, Any]:
     path = Path(source)
     if source in presets():
-        text = (resources.files(__package__) / "presets" / f"{source}.yaml").read_text()
+        text = (resources.files(__package__) / "presets" / f"{source}.yaml").read_bytes()
     elif path.is_file():
-        text = path.read_text()
+        text = path.read_bytes()
     else:
         raise ConfigError(
             f"{source!r} is neither a file nor a preset; presets: {', '.join(presets())}"

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from maskrcnn_trt.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 
 
