@@ -152,4 +152,8 @@ def build_optimizer(model: nn.Module, config: SolverConfig) -> torch.optim.Optim
     if config.optimizer == "adamw":
         betas = (config.momentum, 0.999)
         return torch.optim.AdamW(groups, lr=config.base_lr, betas=betas, fused=True)
-    return torch.optim.SGD(groups, lr=config.base_lr, momentum=config.momentum, fused=True)
+    sgd = torch.optim.SGD(groups, lr=config.base_lr, momentum=config.momentum, fused=True)
+    for parameter in trainable:
+        # Fused SGD makes these in its first step, and leaves them unset if fp16 overflows in it.
+        sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return sgd
