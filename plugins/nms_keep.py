@@ -2,8 +2,8 @@
 
 Contract, held by every implementation: a box is suppressed by a kept box that comes before it, is
 of the same class, and overlaps it by more than the threshold. IoU is intersection over union of
-xyxy boxes without the legacy +1. Boxes of a negative class are padding: they are never kept and
-suppress nothing.
+xyxy boxes without the legacy +1; it and the threshold are compared in single precision. Boxes of a
+negative class are padding: they are never kept and suppress nothing.
 """
 
 import torch
@@ -24,6 +24,8 @@ def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
         [N, K] bool.
     """
     keep = torch.zeros(classes.shape, dtype=torch.bool)
+    # torchvision compares in double precision on a CPU, where an IoU of 0.6 exceeds 0.6.
+    iou_threshold = torch.tensor(iou_threshold, dtype=torch.float32).item()
     ranks = torch.arange(classes.shape[1], 0, -1, dtype=boxes.dtype)
     for set_boxes, set_classes, set_keep in zip(boxes, classes, keep, strict=True):
         for label in set_classes.unique():

@@ -1,0 +1,149 @@
+"""One table of cases that every implementation of `NmsKeep` answers alike."""
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor
+from torchvision.ops import batched_nms
+
+from maskrcnn_trt.export.onnx_functions import NmsKeep
+from maskrcnn_trt.plugins.nms_keep import _keep_by_fixed_point, nms_keep
+
+
+def keep_by_definition(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
+    """The contract word by word, in single precision."""
+    keep = np.zeros(classes.shape, dtype=bool)
+    for set_boxes, set_classes, set_keep in zip(boxes.numpy(), classes.numpy(), keep, strict=True):
+        for j in range(len(set_classes)):
+            suppressed = any(
+                set_keep[i]
+                and set_classes[i] == set_classes[j]
+                and iou(set_boxes[i], set_boxes[j]) > np.float32(iou_threshold)
+                for i in range(j)
+            )
+            set_keep[j] = set_classes[j] >= 0 and not suppressed
+    return torch.from_numpy(keep)
+
+
+def iou(a: np.ndarray, b: np.ndarray) -> np.float32:
+    sides = np.maximum(np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2]), 0)
+    intersection = sides[0] * sides[1]
+    union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - intersection
+    return intersection / union if union > 0 else np.float32(0)
+
+
+def keep_by_onnx(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
+    graph = helper.make_graph(
+        [
+            helper.make_node(
+                "NmsKeep",
+                ["boxes", "classes"],
+                ["keep"],
+                domain="maskrcnn",
+                iou_threshold=iou_threshold,
+            )
+        ],
+        "nms",
+        [
+            helper.make_tensor_value_info("boxes", TensorProto.FLOAT, [None, None, 4]),
+            helper.make_tensor_value_info("classes", TensorProto.INT64, [None, None]),
+        ],
+        [helper.make_tensor_value_info("keep", TensorProto.BOOL, [None, None])],
+    )
+    model = helper.make_model(
+        graph,
+        functions=[NmsKeep.to_function_proto()],
+        opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("maskrcnn", 1)],
+        ir_version=10,
+    )
+    onnx.checker.check_model(model)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    feeds = {"boxes": boxes.numpy(), "classes": classes.numpy()}
+    return torch.from_numpy(session.run(["keep"], feeds)[0])
+
+
+def keep_by_cuda(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return nms_keep(boxes.cuda(), classes.cuda(), iou_threshold).cpu()
+
+
+def random_sets(batch: int, count: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Boxes that overlap a good deal; a class of -1 where `classes` counts it in."""
+    generator = torch.Generator().manual_seed(seed)
+    corners = torch.rand(batch, count, 2, generator=generator) * 60
+    sides = torch.rand(batch, count, 2, generator=generator) * 40
+    labels = torch.randint(-1, classes, (batch, count), generator=generator)
+    return torch.cat([corners, corners + sides], dim=2), labels
+
+
+def one_set(boxes: list[list[float]], classes: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([boxes], dtype=torch.float32), torch.tensor([classes])
+
+
+SQUARE = [0.0, 0.0, 10.0, 10.0]
+CASES: dict[str, tuple[tuple[Tensor, Tensor], float]] = {
+    "no set": ((torch.zeros(0, 5, 4), torch.zeros(0, 5, dtype=torch.int64)), 0.5),
+    "no box": ((torch.zeros(2, 0, 4), torch.zeros(2, 0, dtype=torch.int64)), 0.5),
+    "one box": (one_set([SQUARE], [0]), 0.5),
+    "only padding": ((torch.zeros(3, 4, 4), torch.full((3, 4), -1)), 0.5),
+    "identical boxes": (one_set([SQUARE] * 5, [0] * 5), 0.5),
+    "identical boxes of several classes": (one_set([SQUARE] * 5, [2, 0, 2, -1, 0]), 0.5),
+    "padding suppresses nothing": (one_set([SQUARE] * 3, [-1, 4, -1]), 0.5),
+    "IoU of exactly one half stays": (one_set([SQUARE, [0, 0, 10, 5]], [0, 0]), 0.5),
+    "IoU of exactly three fifths stays": (one_set([SQUARE, [0, 0, 10, 6]], [0, 0]), 0.6),
+    # The second is suppressed, and so cannot suppress the third.
+    "chain": (one_set([[0, 0, 10, 10], [3, 0, 13, 10], [6, 0, 16, 10]], [0] * 3), 0.5),
+    "long chain": (one_set([[3 * i, 0, 3 * i + 10, 10] for i in range(50)], [0] * 50), 0.5),
+    "empty boxes": (one_set([[5, 5, 5, 5], [5, 5, 5, 5], [5, 0, 5, 9], SQUARE], [0] * 4), 0.5),
+    "huge boxes": (
+        one_set([[-1e6, -1e6, 1e6, 1e6], [-1e6, -1e6, 1e6, 9e5], SQUARE, SQUARE], [0] * 4),
+        0.5,
+    ),
+    "threshold of one": (one_set([SQUARE, SQUARE], [0, 0]), 1.0),
+    "full batch": (random_sets(8, 40, 1, seed=1), 0.7),
+    "several classes": (random_sets(3, 80, 6, seed=2), 0.3),
+    "300 boxes": (random_sets(2, 300, 3, seed=3), 0.5),
+}
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(nms_keep, id="torch-cpu"),
+        pytest.param(_keep_by_fixed_point, id="fixed-point"),
+        pytest.param(keep_by_onnx, id="onnx-function"),
+        pytest.param(keep_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("case", CASES)
+def test_implementations_keep_the_same(
+    implementation: Callable[[Tensor, Tensor, float], Tensor], case: str
+) -> None:
+    (boxes, classes), threshold = CASES[case]
+    keep = implementation(boxes, classes, threshold)
+    assert keep.dtype == torch.bool
+    assert torch.equal(keep, keep_by_definition(boxes, classes, threshold))
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.7])
+def test_keeps_what_torchvision_keeps(threshold: float) -> None:
+    boxes, classes = random_sets(4, 1000, 4, seed=4)
+    keep = nms_keep(boxes, classes, threshold)
+    assert torch.equal(keep, _keep_by_fixed_point(boxes, classes, threshold))
+    ranks = torch.arange(1000, 0, -1).float()
+    for set_boxes, set_classes, set_keep in zip(boxes, classes, keep, strict=True):
+        members = (set_classes >= 0).nonzero()[:, 0]
+        kept = batched_nms(set_boxes[members], ranks[members], set_classes[members], threshold)
+        assert set_keep.nonzero()[:, 0].tolist() == members[kept].tolist()
+
+
+@pytest.mark.parametrize("case", ["no box", "several classes"])
+def test_registration_holds(case: str) -> None:
+    (boxes, classes), threshold = CASES[case]
+    torch.library.opcheck(nms_keep, (boxes, classes, threshold))
