@@ -1,0 +1,224 @@
+"""One table of cases that every implementation of `PyramidRoIAlign` answers alike."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor
+from torchvision.ops import MultiScaleRoIAlign
+
+from maskrcnn_trt.export.onnx_functions import PyramidRoIAlign
+from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
+
+SCALES = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
+HEIGHT, WIDTH = 192, 256
+CANONICAL_LEVEL, CANONICAL_SIZE = 4, 64.0
+SIDE, RATIO = 3, 2
+
+Pool = Callable[[Sequence[Tensor], Tensor], Tensor]
+
+
+def pool_by_definition(features: Sequence[Tensor], rois: Tensor) -> Tensor:
+    """The contract word by word: one RoI, cell and sample after the other."""
+    batch, count, _ = rois.shape
+    pooled = np.zeros((batch, count, features[0].shape[1], SIDE, SIDE))
+    for image in range(batch):
+        for roi in range(count):
+            x1, y1, x2, y2 = rois[image, roi].tolist()
+            level = level_of(x2 - x1, y2 - y1)
+            feature = features[level][image].double().numpy()
+            scale = SCALES[level]
+            cell_height = max((y2 - y1) * scale, 1) / SIDE
+            cell_width = max((x2 - x1) * scale, 1) / SIDE
+            for row, column in np.ndindex(SIDE, SIDE):
+                samples = [
+                    bilinear(
+                        feature,
+                        y1 * scale + (row + (i + 0.5) / RATIO) * cell_height,
+                        x1 * scale + (column + (j + 0.5) / RATIO) * cell_width,
+                    )
+                    for i, j in np.ndindex(RATIO, RATIO)
+                ]
+                pooled[image, roi, :, row, column] = np.mean(samples, axis=0)
+    return torch.from_numpy(pooled).to(features[0].dtype)
+
+
+def level_of(width: float, height: float) -> int:
+    side = math.sqrt(width * height)
+    if side == 0:
+        return 0
+    level = math.floor(CANONICAL_LEVEL + math.log2(side / CANONICAL_SIZE) + 1e-6)
+    return min(max(level, 2), 5) - 2
+
+
+def bilinear(feature: np.ndarray, y: float, x: float) -> np.ndarray:
+    """Value of [C, H, W] at a point; beyond one cell outside the map, zero."""
+    _, height, width = feature.shape
+    if not (-1 <= y <= height and -1 <= x <= width):
+        return np.zeros(len(feature))
+    y, x = min(max(y, 0), height - 1), min(max(x, 0), width - 1)
+    top, left = int(y), int(x)
+    bottom, right = min(top + 1, height - 1), min(left + 1, width - 1)
+    upper = (1 - x + left) * feature[:, top, left] + (x - left) * feature[:, top, right]
+    lower = (1 - x + left) * feature[:, bottom, left] + (x - left) * feature[:, bottom, right]
+    return (1 - y + top) * upper + (y - top) * lower
+
+
+def pool_by_torch(features: Sequence[Tensor], rois: Tensor) -> Tensor:
+    return pyramid_roi_align(features, rois, SIDE, RATIO, SCALES, CANONICAL_LEVEL, CANONICAL_SIZE)
+
+
+def pool_by_cuda(features: Sequence[Tensor], rois: Tensor) -> Tensor:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return pool_by_torch([feature.cuda() for feature in features], rois.cuda()).cpu()
+
+
+def pool_by_torchvision(features: Sequence[Tensor], rois: Tensor) -> Tensor:
+    pool = MultiScaleRoIAlign(
+        [str(level) for level in range(4)],
+        SIDE,
+        RATIO,
+        canonical_scale=int(CANONICAL_SIZE),
+        canonical_level=CANONICAL_LEVEL,
+    )
+    maps = {str(level): feature.float() for level, feature in enumerate(features)}
+    pooled = pool(maps, list(rois), [(HEIGHT, WIDTH)] * len(rois))
+    return pooled.to(features[0].dtype).unflatten(0, rois.shape[:2])
+
+
+def pool_by_onnx(features: Sequence[Tensor], rois: Tensor) -> Tensor:
+    names = [f"feature_{level}" for level in range(4)]
+    kind = TensorProto.FLOAT16 if features[0].dtype == torch.float16 else TensorProto.FLOAT
+    node = helper.make_node(
+        "PyramidRoIAlign",
+        [*names, "rois"],
+        ["pooled"],
+        domain="maskrcnn",
+        output_size=SIDE,
+        sampling_ratio=RATIO,
+        spatial_scales=SCALES,
+        canonical_level=CANONICAL_LEVEL,
+        canonical_size=CANONICAL_SIZE,
+    )
+    inputs = [helper.make_tensor_value_info(name, kind, [None] * 4) for name in names]
+    inputs.append(helper.make_tensor_value_info("rois", TensorProto.FLOAT, [None, None, 4]))
+    output = helper.make_tensor_value_info("pooled", kind, [None] * 5)
+    model = helper.make_model(
+        helper.make_graph([node], "pool", inputs, [output]),
+        functions=[PyramidRoIAlign.to_function_proto()],
+        opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("maskrcnn", 1)],
+        ir_version=10,
+    )
+    onnx.checker.check_model(model)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    feeds = {name: feature.numpy() for name, feature in zip(names, features, strict=True)}
+    return torch.from_numpy(session.run(["pooled"], feeds | {"rois": rois.numpy()})[0])
+
+
+def pyramid(batch: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(batch)
+    return [
+        torch.randn(batch, 5, int(HEIGHT * s), int(WIDTH * s), generator=generator).to(dtype)
+        for s in SCALES
+    ]
+
+
+def random_rois(batch: int, count: int) -> Tensor:
+    """RoIs of all levels, many of them over a border."""
+    generator = torch.Generator().manual_seed(count)
+    size = torch.tensor([WIDTH, HEIGHT])
+    centers = torch.rand(batch, count, 2, generator=generator) * size
+    half_sides = 2 ** (1 + 6 * torch.rand(batch, count, 2, generator=generator))
+    return torch.cat([centers - half_sides, centers + half_sides], dim=2)
+
+
+ROIS: dict[str, Tensor] = {
+    "no RoI": torch.zeros(2, 0, 4),
+    "one image": random_rois(1, 40),
+    "three images": random_rois(3, 20),
+    "padding and other empty RoIs": torch.tensor(
+        [[[0, 0, 0, 0], [50, 60, 50, 90], [50, 60, 90, 60], [255.5, 191.5, 255.5, 191.5]]]
+    ).float(),
+    "sides at which the level changes": torch.tensor(
+        [[[8.3, 7.1, 8.3 + side, 7.1 + side] for side in (31.9, 32.0, 32.1, 63.9, 64, 128, 128.1)]]
+    ),
+    "over and beyond the borders": torch.tensor(
+        [
+            [
+                [-30, -20, 40, 50],
+                [240, 170, 300, 230],
+                [-90, 20, -50, 70],
+                [-200, -150, 500, 400],
+                [300, 250, 340, 290],
+            ]
+        ]
+    ).float(),
+    "whole image": torch.tensor([[[0, 0, WIDTH, HEIGHT]]]).float(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(pool_by_torch, id="torch-cpu"),
+        pytest.param(pool_by_onnx, id="onnx-function"),
+        pytest.param(pool_by_torchvision, id="torchvision"),
+        pytest.param(pool_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("case", ROIS)
+def test_implementations_pool_the_same(implementation: Pool, case: str, dtype: torch.dtype) -> None:
+    rois = ROIS[case]
+    features = pyramid(len(rois), dtype)
+    pooled = implementation(features, rois)
+    assert pooled.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(pooled, pool_by_definition(features, rois), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(pool_by_torch, id="torch-cpu"),
+        pytest.param(pool_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("case", ["no RoI", "three images", "over and beyond the borders"])
+def test_gradients_equal_torchvisions(implementation: Pool, case: str) -> None:
+    """Compared in single precision, in which the operation computes whatever it is given."""
+    rois = ROIS[case]
+    ours = [feature.requires_grad_() for feature in pyramid(len(rois))]
+    theirs = [feature.requires_grad_() for feature in pyramid(len(rois))]
+    pooled = implementation(ours, rois)
+    weights = torch.randn(pooled.shape, generator=torch.Generator().manual_seed(0))
+    (pooled * weights).sum().backward()
+    (pool_by_torchvision(theirs, rois) * weights).sum().backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        wanted = torch.zeros_like(other) if other.grad is None else other.grad
+        torch.testing.assert_close(mine.grad, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_of_half_precision_features_is_of_half_precision() -> None:
+    rois = ROIS["three images"]
+    halves = [feature.requires_grad_() for feature in pyramid(3, torch.float16)]
+    singles = [feature.detach().float().requires_grad_() for feature in halves]
+    pool_by_torch(halves, rois).sum().backward()
+    pool_by_torch(singles, rois).sum().backward()
+    for half, single in zip(halves, singles, strict=True):
+        assert half.grad.dtype == torch.float16
+        torch.testing.assert_close(half.grad.float(), single.grad, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["no RoI", "three images"])
+def test_registration_holds(case: str) -> None:
+    rois = ROIS[case]
+    features = [feature.requires_grad_() for feature in pyramid(len(rois))]
+    arguments = (features, rois, SIDE, RATIO, SCALES, CANONICAL_LEVEL, CANONICAL_SIZE)
+    torch.library.opcheck(pyramid_roi_align, arguments)
