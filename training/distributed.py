@@ -30,6 +30,11 @@ class Worker(NamedTuple):
             distributed.all_reduce(values)
         return values
 
+    def wait_for_ranks(self) -> None:
+        """Go on when every rank has come here."""
+        if self.world_size > 1:
+            distributed.barrier()
+
 
 @contextmanager
 def worker(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Worker]:

@@ -27,7 +27,13 @@ LOG_FILE = "log.txt"
 
 
 class DivergenceError(Exception):
-    """A loss is no longer a finite number."""
+    """Training has left the finite numbers."""
+
+    def __init__(self, symptom: str) -> None:
+        super().__init__(
+            f"{symptom}; lower solver.base_lr, lengthen solver.warmup_iterations, or set "
+            "solver.clip_gradient_norm"
+        )
 
 
 class TrainingReport:
@@ -128,9 +134,7 @@ class TrainingReport:
         self._write(done, values)
         if not losses.isfinite().all():
             raise DivergenceError(
-                f"a loss was not finite within the {len(losses)} iterations before {done}; lower "
-                "solver.base_lr, lengthen solver.warmup_iterations, or set "
-                "solver.clip_gradient_norm"
+                f"a loss was not finite within the {len(losses)} iterations before {done}"
             )
 
     def _write(self, iteration: int, values: dict[str, float]) -> None:

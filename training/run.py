@@ -18,7 +18,7 @@ from .data.coco import CocoDataset
 from .data.loader import eval_loader, train_loader
 from .distributed import Worker, worker
 from .evaluation import evaluate_model
-from .reporting import LOG_FILE, TrainingReport
+from .reporting import LOG_FILE, DivergenceError, TrainingReport
 from .run_folder import RunFolder
 from .schedule import learning_rate
 from .trainer import AUTOCAST_DTYPES, Trainer
@@ -35,7 +35,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
     Raises:
         ConfigError: the configuration does not fit the data, the machine or the run to resume.
         DataError: the data cannot be used.
-        DivergenceError: a loss is no longer finite.
+        DivergenceError: a loss or a weight is no longer finite.
     """
     with worker(config.device) as own:
         _set_arithmetic(config)
@@ -49,6 +49,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
                 trainer.load_state(last)
                 logger.info("resuming at iteration %d", trainer.iteration)
             _train(trainer, dataset, folder)
+            own.wait_for_ranks()  # for the first, which writes the checkpoint
             return folder.last()
 
 
@@ -67,9 +68,9 @@ def run_evaluation(checkpoint_path: Path, config: TrainConfig) -> dict[str, floa
 
 def _set_arithmetic(config: TrainConfig) -> None:
     """Allow or forbid TF32 in the matrix products and convolutions of float32 tensors."""
-    precision = "tf32" if config.precision == "tf32" else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
+    allowed = config.precision == "tf32"
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 def _with_classes_of(dataset: CocoDataset, config: TrainConfig) -> TrainConfig:
@@ -143,8 +144,10 @@ def _train(trainer: Trainer, dataset: CocoDataset, folder: RunFolder) -> None:
             if _evaluation_is_due(config, trainer.iteration):
                 metrics = evaluate(trainer.model, config, own, folder.path)
                 report.record_metrics(trainer.iteration, metrics)
-            if own.is_main and (final or trainer.iteration % config.checkpoint_period == 0):
-                folder.save(_checkpoint_from(trainer, dataset, metrics), final=final)
+            if final or trainer.iteration % config.checkpoint_period == 0:
+                _check_weights(trainer)
+                if own.is_main:
+                    folder.save(_checkpoint_from(trainer, dataset, metrics), final=final)
 
 
 def _evaluation_is_due(config: TrainConfig, iteration: int) -> bool:
@@ -153,6 +156,16 @@ def _evaluation_is_due(config: TrainConfig, iteration: int) -> bool:
         return False
     final = iteration == config.solver.max_iterations
     return final or (settings.period > 0 and iteration % settings.period == 0)
+
+
+def _check_weights(trainer: Trainer) -> None:
+    """Keep what cannot be resumed out of the checkpoints.
+
+    Raises:
+        DivergenceError: a weight is not finite.
+    """
+    if not all(weight.isfinite().all() for weight in trainer.model.parameters()):
+        raise DivergenceError(f"a weight was not finite after iteration {trainer.iteration}")
 
 
 def _checkpoint_from(

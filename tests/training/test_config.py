@@ -106,5 +106,5 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["quik", "missing.yaml", "."])
 def test_unknown_sources_are_told_the_presets(source: str) -> None:
-    with pytest.raises(ConfigError, match="neither a file nor a preset; presets: .*quick"):
+    with pytest.raises(ConfigError, match=r"neither a file nor a preset; presets: .*quick"):
         load_config(source)

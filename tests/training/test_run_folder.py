@@ -1,0 +1,71 @@
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from maskrcnn_trt.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from maskrcnn_trt.training.config import ConfigError
+from maskrcnn_trt.training.run_folder import RunFolder
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path) -> Checkpoint:
+    return load_checkpoint(tiny_checkpoint)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, checkpoint: Checkpoint) -> RunFolder:
+    """A run that wrote two checkpoints and was then killed while writing a third."""
+    folder = RunFolder(tmp_path / "run")
+    assert folder.open(resume=False) is None
+    for iteration in (10, 20):
+        folder.save(replace(checkpoint, iteration=iteration), final=False)
+    (folder.path / ".model_0000030.pth.partial").write_bytes(b"half a checkpoi")
+    (folder.path / ".last_checkpoint.partial").write_text("model_00")
+    return folder
+
+
+def test_resuming_without_a_run_starts_one(tmp_path: Path) -> None:
+    assert RunFolder(tmp_path / "a" / "b").open(resume=True) is None
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_the_last_whole_checkpoint_is_resumed(folder: RunFolder, checkpoint: Checkpoint) -> None:
+    last = folder.open(resume=True)
+    assert last is not None
+    assert last.iteration == 20
+    folder.save(replace(checkpoint, iteration=30), final=True)
+    assert folder.last() == folder.path / "model_final.pth"
+    last = folder.open(resume=True)
+    assert last is not None
+    assert last.iteration == 30
+
+
+def test_a_run_is_not_overwritten(folder: RunFolder) -> None:
+    with pytest.raises(ConfigError) as caught:
+        folder.open(resume=False)
+    assert str(caught.value) == (
+        f"{folder.path} holds a run that got to model_0000020.pth; continue it with --resume, or "
+        "choose another folder with output_dir=FOLDER"
+    )
+
+
+def test_a_damaged_checkpoint_can_be_gone_around(folder: RunFolder) -> None:
+    os.truncate(folder.last(), folder.last().stat().st_size // 2)
+    with pytest.raises(CheckpointError) as caught:
+        folder.open(resume=True)
+    pointer = folder.path / "last_checkpoint"
+    assert str(folder.last()) in str(caught.value)
+    assert f"to go on from an older checkpoint, write its name into {pointer}" in str(caught.value)
+    pointer.write_text("model_0000010.pth")
+    last = folder.open(resume=True)
+    assert last is not None
+    assert last.iteration == 10
+
+
+@pytest.mark.parametrize("name", ["model_0000099.pth", ""])
+def test_a_missing_checkpoint_is_named(folder: RunFolder, name: str) -> None:
+    (folder.path / "last_checkpoint").write_text(name)
+    with pytest.raises(CheckpointError, match=r"does not exist; .* an older checkpoint"):
+        folder.open(resume=True)
