@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = MaskRCNN(config.model)
         if config.weights is not None:
-            self.model.load_state_dict(load_checkpoint(config.weights).weights)
+            self._load_weights(config.weights)
         memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         self.model.to(worker.device).to(memory_format=memory_format).train()  # type: ignore[call-overload]
         self.optimizer = build_optimizer(self.model, config.solver)
@@ -45,6 +46,16 @@ class Trainer:
         self._parallel: nn.Module = self.model
         if worker.world_size > 1:
             self._parallel = DistributedDataParallel(self.model)
+
+    def _load_weights(self, path: Path) -> None:
+        checkpoint = load_checkpoint(path)
+        try:
+            self.model.load_state_dict(checkpoint.weights)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"weights: {path} holds another `model`, of {checkpoint.model_config.num_classes} "
+                "classes; give the `model` and the classes it was trained with"
+            ) from error
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Continue where a checkpoint of this run was written.

@@ -16,7 +16,7 @@ from maskrcnn_trt.training.run import run_evaluation, run_training
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_two_processes_equal_one(tiny_config: Path, tmp_path: Path, accumulate: int) -> None:
-    """To float tolerance, with the rates of the losses alike too."""
+    """To float tolerance, weights and reported losses."""
     settings = ["solver.max_iterations=2", "log_period=1"]
     together = start_training(
         str(tiny_config),

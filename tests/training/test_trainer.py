@@ -1,0 +1,169 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import largest_difference, load_tiny, train
+
+from maskrcnn_trt.model.checkpoint import CheckpointError
+from maskrcnn_trt.training.config import ConfigError, TrainConfig
+from maskrcnn_trt.training.data.batches import Batch
+from maskrcnn_trt.training.data.coco import CocoDataset
+from maskrcnn_trt.training.data.loader import train_loader
+from maskrcnn_trt.training.distributed import Worker
+from maskrcnn_trt.training.trainer import Trainer
+
+ALONE = Worker(0, 1, torch.device("cpu"))
+CLASSES = "model.num_classes=3"
+
+
+def _batches(config: TrainConfig) -> list[Batch]:
+    return list(train_loader(CocoDataset(config.data.train), config))
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_accumulation_equals_the_whole_batch(
+    tiny_config: Path, tmp_path: Path, accumulate: int
+) -> None:
+    whole, cut = (
+        Trainer(load_tiny(tiny_config, tmp_path, CLASSES, *overrides), ALONE)
+        for overrides in ((), (f"solver.accumulate={accumulate}",))
+    )
+    start = {name: weight.clone() for name, weight in whole.model.state_dict().items()}
+    parts = iter(_batches(cut.config))
+    for batch in _batches(whole.config)[:2]:
+        expected = whole.step([batch])
+        losses = cut.step([next(parts) for _ in range(accumulate)])
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    weights = whole.model.state_dict()
+    assert largest_difference(weights, start) > 1e-3
+    assert largest_difference(weights, cut.model.state_dict()) < 1e-5
+
+
+def test_accumulation_shows_batch_norm_each_image_once(tiny_config: Path, tmp_path: Path) -> None:
+    config = load_tiny(
+        tiny_config, tmp_path, CLASSES, "model.backbone.norm=bn", "solver.accumulate=2"
+    )
+    trainer, reference = Trainer(config, ALONE), Trainer(config, ALONE)
+    parts = _batches(config)[:2]
+    with torch.no_grad():
+        for part in parts:
+            reference.model(part.images, part.image_sizes, part.targets, part.seeds)
+    trainer.step(parts)
+    buffers = dict(reference.model.named_buffers())
+    assert buffers["backbone.body.bn1.num_batches_tracked"] == 2
+    torch.testing.assert_close(dict(trainer.model.named_buffers()), buffers, rtol=0, atol=0)
+
+
+def test_losses_do_not_depend_on_memory_order(tiny_config: Path, tmp_path: Path) -> None:
+    for_nchw, for_nhwc = (
+        Trainer(load_tiny(tiny_config, tmp_path, CLASSES, f"channels_last={value}"), ALONE)
+        for value in ("false", "true")
+    )
+    assert for_nhwc.model.backbone.body.conv1.weight.is_contiguous(
+        memory_format=torch.channels_last
+    )
+    batch = _batches(for_nchw.config)[0]
+    torch.testing.assert_close(for_nchw.step([batch]), for_nhwc.step([batch]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_bf16_trains(tiny_config: Path, tmp_path: Path, optimizer: str) -> None:
+    exact, rough = (
+        Trainer(
+            load_tiny(
+                tiny_config,
+                tmp_path,
+                CLASSES,
+                f"precision={precision}",
+                f"solver.optimizer={optimizer}",
+                "solver.base_lr=0.001",
+            ),
+            ALONE,
+        )
+        for precision in ("fp32", "bf16")
+    )
+    batch = _batches(exact.config)[0]
+    for _ in range(2):
+        expected, losses = exact.step([batch]), rough.step([batch])
+        torch.testing.assert_close(losses, expected, rtol=0.1, atol=0.05)
+        assert not torch.equal(losses, expected)
+    assert all(p.dtype == torch.float32 for p in rough.model.parameters())
+    assert largest_difference(rough.model.state_dict(), exact.model.state_dict()) > 0
+
+
+def test_fp16_needs_a_gpu(tiny_config: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fp16 needs a GPU; use precision=bf16 or fp32"):
+        Trainer(load_tiny(tiny_config, tmp_path, "precision=fp16"), ALONE)
+
+
+def test_frozen_stages_stay(tiny_config: Path, tmp_path: Path) -> None:
+    config = load_tiny(tiny_config, tmp_path, CLASSES, "model.backbone.frozen_stages=2")
+    trainer = Trainer(config, ALONE)
+    start = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    for batch in _batches(config)[:2]:
+        trainer.step([batch])
+    weights = trainer.model.state_dict()
+    stays = {name for name in start if torch.equal(weights[name], start[name])}
+    frozen = tuple(f"backbone.body.{stage}." for stage in ("conv1", "bn1", "layer1"))
+    expected = {name for name in start if name.startswith(frozen)}
+    assert {name for name in stays if name.startswith("backbone.body.")} == expected
+
+
+def test_only_weights_of_layers_decay(tiny_config: Path, tmp_path: Path) -> None:
+    config = load_tiny(tiny_config, tmp_path, "solver.weight_decay=0.5")
+    trainer = Trainer(config, ALONE)
+    decay = {
+        id(parameter): group["weight_decay"]
+        for group in trainer.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for name, parameter in trainer.model.named_parameters():
+        assert decay[id(parameter)] == (0.5 if parameter.dim() > 1 else 0), name
+
+
+def test_gradients_are_clipped(tiny_config: Path, tmp_path: Path) -> None:
+    config = load_tiny(
+        tiny_config,
+        tmp_path,
+        CLASSES,
+        "solver.clip_gradient_norm=0.25",
+        "solver.base_lr=1",
+        "solver.warmup_iterations=0",
+        "solver.weight_decay=0",
+    )
+    trainer = Trainer(config, ALONE)
+    start = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    trainer.step(_batches(config)[:1])
+    squares = [
+        float((parameter.detach() - before).square().sum())
+        for parameter, before in zip(trainer.model.parameters(), start, strict=True)
+    ]
+    assert math.sqrt(sum(squares)) == pytest.approx(0.25, rel=1e-3)
+
+
+def test_weights_are_where_training_starts(tiny_config: Path, tmp_path: Path) -> None:
+    first = train(load_tiny(tiny_config, tmp_path / "first", "solver.max_iterations=1"))
+    path = tmp_path / "first" / "model_final.pth"
+    trainer = Trainer(load_tiny(tiny_config, tmp_path, CLASSES, f"weights={path}"), ALONE)
+    assert trainer.iteration == 0
+    assert largest_difference(trainer.model.state_dict(), first.weights) == 0
+
+
+def test_weights_must_fit(tiny_config: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none\.pth does not exist"):
+        Trainer(load_tiny(tiny_config, tmp_path, CLASSES, "weights=none.pth"), ALONE)
+    with pytest.raises(ConfigError) as caught:
+        Trainer(load_tiny(tiny_config, tmp_path, CLASSES, f"weights={tiny_checkpoint}"), ALONE)
+    assert str(caught.value).startswith(f"weights: {tiny_checkpoint} holds another `model`")
+    assert "\n" not in str(caught.value)
+
+
+def test_only_the_same_run_is_resumed(tiny_config: Path, tmp_path: Path) -> None:
+    train(load_tiny(tiny_config, tmp_path, "solver.max_iterations=1"))
+    for override, sentence in (
+        ("model.roi.box_head_dim=64", "the run to resume has another `model`"),
+        ("seed=1", "the run to resume has seed=0; give the same"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            train(load_tiny(tiny_config, tmp_path, override), resume=True)
