@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MARKER = ".quickstart"
 _PICTURE_SIZE = (192, 128)
+_CLASSES = ("circle", "square", "triangle", "star", "ring")
 _VAL_IMAGES = 200
 _BENCH_SECONDS = 4.0
 _BENCH_IMAGES = 32
@@ -47,7 +48,7 @@ class QuickstartError(Exception):
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option(
-    "--images", type=click.IntRange(8), default=2000, show_default=True, help="Training images."
+    "--images", type=click.IntRange(8), default=3000, show_default=True, help="Training images."
 )
 @click.option(
     "--iterations", type=click.IntRange(1), help="Training steps; those of the preset if left out."
@@ -111,7 +112,9 @@ def _drawn_config(output: Path, seed: int, images: int, iterations: int | None) 
     from .training.data.synthetic import SyntheticConfig, draw_dataset
 
     data, (width, height) = output / "data", _PICTURE_SIZE
-    drawing = SyntheticConfig(train=images, val=_VAL_IMAGES, width=width, height=height, seed=seed)
+    drawing = SyntheticConfig(
+        train=images, val=_VAL_IMAGES, width=width, height=height, seed=seed, classes=_CLASSES
+    )
     draw_dataset(data, drawing, workers=os.cpu_count() or 1)
     overrides = [f"output_dir={output / 'train'}", f"seed={seed}"]
     for split in ("train", "val"):
