@@ -1,0 +1,171 @@
+"""What holds of the whole model whatever its weights; parity has a file of its own."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torchvision.models.detection import MaskRCNN as TorchvisionMaskRCNN
+from torchvision.models.detection import maskrcnn_resnet50_fpn
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.config import BackboneConfig, ModelConfig
+from maskrcnn_trt.model.mask_rcnn import Detections, MaskRCNN
+from maskrcnn_trt.model.targets import Targets
+
+SIZES = torch.tensor([[96, 160], [64, 100], [33, 128]])
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Path) -> MaskRCNN:
+    return load_checkpoint(tiny_checkpoint).build_model()
+
+
+def pictures() -> Tensor:
+    """[3, 3, 96, 160] uint8; what lies outside the images is noise too."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(3, 3, 6, 10, generator=generator) * 255
+    return torch.nn.functional.interpolate(coarse, (96, 160), mode="bilinear").to(torch.uint8)
+
+
+def ground_truth(counts: tuple[int, ...]) -> Targets:
+    """So many 40 pixel squares an image, padded to four."""
+    boxes = torch.zeros(len(counts), 4, 4)
+    labels = torch.zeros(len(counts), 4, dtype=torch.int64)
+    masks = torch.zeros(len(counts), 4, 96, 160, dtype=torch.uint8)
+    for index, count in enumerate(counts):
+        for row in range(count):
+            x, y = 15 * row, 5 * row
+            boxes[index, row] = torch.tensor([x, y, x + 40, y + 40])
+            labels[index, row] = 1 + row % 3
+            masks[index, row, y : y + 40, x : x + 40] = 1
+    return Targets(boxes, labels, masks)
+
+
+def assert_same(found: Detections, expected: Detections) -> None:
+    assert expected.num_detections.min() > 0
+    assert found.num_detections.tolist() == expected.num_detections.tolist()
+    assert found.labels.tolist() == expected.labels.tolist()
+    torch.testing.assert_close(found.boxes, expected.boxes, atol=1e-2, rtol=0)
+    torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.masks, expected.masks, atol=1e-3, rtol=0)
+
+
+def test_parameter_names_of_resnet50_are_torchvisions() -> None:
+    with torch.device("meta"):
+        ours = MaskRCNN(ModelConfig(num_classes=90))
+        theirs = maskrcnn_resnet50_fpn(weights=None, weights_backbone=None)
+    assert shapes_of(ours) == shapes_of(theirs)
+
+
+def test_parameter_names_of_resnet101_are_torchvisions() -> None:
+    with torch.device("meta"):
+        ours = MaskRCNN(ModelConfig(num_classes=90, backbone=BackboneConfig(name="resnet101")))
+        body = resnet_fpn_backbone(backbone_name="resnet101", weights=None)
+        theirs = TorchvisionMaskRCNN(body, num_classes=91)
+    assert shapes_of(ours) == shapes_of(theirs)
+
+
+def shapes_of(model: torch.nn.Module) -> dict[str, torch.Size]:
+    """By name. A frozen norm has no count of batches; torchvision's has one without weights."""
+    return {
+        name: value.shape
+        for name, value in model.state_dict().items()
+        if not name.endswith("num_batches_tracked")
+    }
+
+
+@torch.inference_mode()
+def test_padding_is_ignored(model: MaskRCNN) -> None:
+    images, blank = pictures(), pictures()
+    for image, (height, width) in zip(blank, SIZES.tolist(), strict=True):
+        image[:, height:] = 0
+        image[:, :, width:] = 0
+    assert not torch.equal(images, blank)
+    for found, expected in zip(model(images, SIZES), model(blank, SIZES), strict=True):
+        assert torch.equal(found, expected)
+
+
+@torch.inference_mode()
+def test_uint8_equals_float(model: MaskRCNN) -> None:
+    images = pictures()
+    for found, expected in zip(model(images.float(), SIZES), model(images, SIZES), strict=True):
+        assert torch.equal(found, expected)
+
+
+@torch.inference_mode()
+def test_batch_neighbours_do_not_matter(model: MaskRCNN) -> None:
+    images = pictures()
+    alone = [model(images[i : i + 1], SIZES[i : i + 1]) for i in range(3)]
+    expected = Detections(*(torch.cat(parts) for parts in zip(*alone, strict=True)))
+    assert_same(model(images, SIZES), expected)
+
+
+@torch.inference_mode()
+def test_channels_last_finds_the_same(model: MaskRCNN, tiny_checkpoint: Path) -> None:
+    images = pictures()
+    last = load_checkpoint(tiny_checkpoint).build_model().to(memory_format=torch.channels_last)
+    assert_same(last(images, SIZES), model(images, SIZES))
+
+
+@torch.inference_mode()
+def test_boxes_lie_in_their_image_and_rows_beyond_the_count_are_zero(model: MaskRCNN) -> None:
+    found = model(pictures(), SIZES)
+    assert (found.boxes >= 0).all()
+    assert (found.boxes[..., 2:] <= SIZES.flip(1)[:, None]).all()
+    assert (found.scores.diff() <= 0).all()
+    for index, count in enumerate(found.num_detections.tolist()):
+        assert (found.scores[index, :count] > model.config.roi.score_threshold).all()
+        assert all(not part[index, count:].any() for part in found[1:])
+
+
+@torch.inference_mode()
+def test_nothing_found(model: MaskRCNN) -> None:
+    roi = model.config.roi.model_copy(update={"score_threshold": 1.0})
+    strict = MaskRCNN(model.config.model_copy(update={"roi": roi})).eval()
+    strict.load_state_dict(model.state_dict())
+    found = strict(pictures(), SIZES)
+    assert [tuple(part.shape) for part in found] == [
+        (3,),
+        (3, 20, 4),
+        (3, 20),
+        (3, 20),
+        (3, 20, 28, 28),
+    ]
+    assert not any(part.any() for part in found)
+
+
+@pytest.mark.parametrize("norm", ["frozen_bn", "bn", "gn"])
+@pytest.mark.parametrize("counts", [(4, 0, 1), (0, 0, 0)], ids=str)
+def test_losses_and_gradients_are_finite(
+    model: MaskRCNN, norm: Literal["frozen_bn", "bn", "gn"], counts: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    backbone = model.config.backbone.model_copy(update={"norm": norm, "frozen_stages": 1})
+    fresh = MaskRCNN(model.config.model_copy(update={"backbone": backbone})).train()
+    terms = fresh(pictures(), SIZES, ground_truth(counts), torch.arange(3))
+    assert terms.means().isfinite().all()
+    # Without ground truth, nothing is there to regress or to draw.
+    assert (terms.means()[[1, 3, 4]] > 0).tolist() == [any(counts)] * 3
+    terms.means().sum().backward()
+    for name, parameter in fresh.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+        assert parameter.grad is None or parameter.grad.isfinite().all(), name
+
+
+def test_losses_of_an_image_do_not_depend_on_its_neighbours(model: MaskRCNN) -> None:
+    images, targets, seeds = pictures(), ground_truth((4, 0, 1)), torch.tensor([5, 6, 7])
+    whole = model(images, SIZES, targets, seeds)
+    alone = [
+        model(images[own], SIZES[own], Targets(*(part[own] for part in targets)), seeds[own])
+        for own in ([0], [1], [2])
+    ]
+    for together, parts in zip(whole, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(together, sum(parts), atol=1e-3, rtol=1e-4)
+
+
+def test_losses_need_seeds(model: MaskRCNN) -> None:
+    with pytest.raises(ValueError, match="losses need `seeds`"):
+        model(pictures(), SIZES, ground_truth((1, 1, 1)))
