@@ -21,6 +21,25 @@ def _batches(config: TrainConfig) -> list[Batch]:
     return list(train_loader(CocoDataset(config.data.train), config))
 
 
+def test_steps_equal_a_plain_loop(tiny_config: Path, tmp_path: Path) -> None:
+    config = load_tiny(tiny_config, tmp_path, CLASSES, "solver.weight_decay=0.1")
+    trainer, reference = Trainer(config, ALONE), Trainer(config, ALONE).model
+    groups = [
+        {"params": [p for p in reference.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in reference.parameters() if p.dim() <= 1]},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+    for batch, rate in zip(_batches(config), (0.01 / 3, 0.02 / 3, 0.01, 0.001), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        losses = reference(batch.images, batch.image_sizes, batch.targets, batch.seeds).means()
+        optimizer.zero_grad()
+        losses.sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(trainer.step([batch]), losses.detach(), rtol=1e-4, atol=1e-5)
+    assert largest_difference(trainer.model.state_dict(), reference.state_dict()) < 1e-5
+
+
 @pytest.mark.parametrize("accumulate", [2, 4])
 def test_accumulation_equals_the_whole_batch(
     tiny_config: Path, tmp_path: Path, accumulate: int
