@@ -1,0 +1,107 @@
+"""ONNX Runtime computes from the exported file what torch computes from the model."""
+
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor
+
+from maskrcnn_trt.export.onnx_export import onnx_from_model
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.mask_rcnn import Detections, MaskRCNN
+from maskrcnn_trt.model.spec import OUTPUT_NAMES, ShapeBucket
+
+BUCKET = ShapeBucket(96, 160)
+
+
+def pictures(count: int) -> tuple[Tensor, Tensor]:
+    """Smooth noise [count, 3, 96, 160] uint8, and its sizes."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(count, 3, 6, 10, generator=generator) * 255
+    images = torch.nn.functional.interpolate(coarse, BUCKET, mode="bilinear").to(torch.uint8)
+    return images, torch.tensor([[96, 160], [70, 160], [96, 33], [50, 50]]).repeat(2, 1)[:count]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Path) -> MaskRCNN:
+    """The tiny model with a threshold at which some of eight pictures show nothing."""
+    loose = load_checkpoint(tiny_checkpoint).build_model()
+    with torch.inference_mode():
+        best = loose.detect(*pictures(8)).scores[:, 0].sort().values
+    gap = best[1:5].diff().argmax() + 1
+    roi = loose.config.roi.model_copy(
+        update={"score_threshold": float(best[gap] + best[gap + 1]) / 2}
+    )
+    model = MaskRCNN(loose.config.model_copy(update={"roi": roi})).eval()
+    model.load_state_dict(loose.state_dict())
+    return model
+
+
+@pytest.fixture(scope="module")
+def proto(model: MaskRCNN) -> onnx.ModelProto:
+    return onnx_from_model(model, BUCKET, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def session(proto: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(proto.SerializeToString())
+
+
+def detections_of(
+    session: onnxruntime.InferenceSession, images: Tensor, sizes: Tensor
+) -> Detections:
+    feeds = {"images": images.numpy(), "image_sizes": sizes.numpy()}
+    return Detections(*map(torch.from_numpy, session.run(OUTPUT_NAMES, feeds)))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_runtime_finds_what_the_model_finds(
+    session: onnxruntime.InferenceSession, model: MaskRCNN, batch: int
+) -> None:
+    images, sizes = (part[-batch:] for part in pictures(8))
+    with torch.inference_mode():
+        expected = model.detect(images, sizes)
+    found = detections_of(session, images.float(), sizes)
+    if batch == 8:
+        assert expected.num_detections.min() == 0
+        assert expected.num_detections.max() > 0
+    assert found.num_detections.tolist() == expected.num_detections.tolist()
+    assert found.labels.tolist() == expected.labels.tolist()
+    torch.testing.assert_close(found.boxes, expected.boxes, atol=1e-2, rtol=0)
+    torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.masks, expected.masks, atol=1e-3, rtol=0)
+
+
+def test_batch_without_any_detection(
+    session: onnxruntime.InferenceSession, model: MaskRCNN
+) -> None:
+    images, sizes = pictures(8)
+    with torch.inference_mode():
+        empty = model.detect(images, sizes).num_detections == 0
+    found = detections_of(session, images[empty].float(), sizes[empty])
+    assert not any(part.any() for part in found)
+
+
+def test_graph_holds_custom_nodes_with_their_bodies(proto: onnx.ModelProto) -> None:
+    onnx.checker.check_model(proto)
+    nodes = [node.op_type for node in proto.graph.node if node.domain == "maskrcnn"]
+    # Suppression of proposals and of detections; pooling for boxes and for masks.
+    assert sorted(nodes) == ["NmsKeep"] * 2 + ["PyramidRoIAlign"] * 2
+    bodies = {function.name for function in proto.functions if function.domain == "maskrcnn"}
+    assert bodies == {"NmsKeep", "PyramidRoIAlign"}
+    assert {o.domain: o.version for o in proto.opset_import} == {"": 18, "maskrcnn": 1}
+
+
+def test_only_the_batch_is_dynamic(session: onnxruntime.InferenceSession) -> None:
+    values = (*session.get_inputs(), *session.get_outputs())
+    assert {value.name: value.shape for value in values} == {
+        "images": ["batch", 3, 96, 160],
+        "image_sizes": ["batch", 2],
+        "num_detections": ["batch"],
+        "boxes": ["batch", 20, 4],
+        "scores": ["batch", 20],
+        "labels": ["batch", 20],
+        "masks": ["batch", 20, 28, 28],
+    }
