@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MARKER = ".quickstart"
 _PICTURE_SIZE = (192, 128)
 _CLASSES = ("circle", "square", "triangle", "star", "ring")
-_VAL_IMAGES = 200
+_TRAIN_PER_VAL = 15
 _BENCH_SECONDS = 4.0
 _BENCH_IMAGES = 32
 _STEPS = 7
@@ -113,7 +113,12 @@ def _drawn_config(output: Path, seed: int, images: int, iterations: int | None) 
 
     data, (width, height) = output / "data", _PICTURE_SIZE
     drawing = SyntheticConfig(
-        train=images, val=_VAL_IMAGES, width=width, height=height, seed=seed, classes=_CLASSES
+        train=images,
+        val=max(16, images // _TRAIN_PER_VAL),
+        width=width,
+        height=height,
+        seed=seed,
+        classes=_CLASSES,
     )
     draw_dataset(data, drawing, workers=os.cpu_count() or 1)
     overrides = [f"output_dir={output / 'train'}", f"seed={seed}"]

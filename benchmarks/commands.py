@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from ..export.commands import BucketType
 from ..model.manifest import Precision
 from ..model.spec import ShapeBucket
 
@@ -16,20 +17,6 @@ _IMAGES = click.option(
     type=click.Path(exists=True, path_type=Path),
     help="Image or folder of images to use in place of noise.",
 )
-
-
-def _bucket_from(
-    ctx: click.Context, param: click.Parameter, text: str | None
-) -> ShapeBucket | None:
-    if text is None:
-        return None
-    try:
-        height, width = map(int, text.split("x"))
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is not of the form HEIGHTxWIDTH, as in 800x1344"
-        ) from None
-    return ShapeBucket(height, width)
 
 
 def _contents_of(sources: Sequence[Path]) -> list[bytes]:
@@ -47,7 +34,7 @@ def bench() -> None:
 @click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
 @click.option("--precision", type=click.Choice(["fp32", "tf32", "fp16"]), default="fp32")
-@click.option("--shape", "bucket", metavar="HxW", callback=_bucket_from, help="Input size.")
+@click.option("--shape", "bucket", type=BucketType(), help="Input size.")
 @click.option("--peer", type=click.Choice(["torchvision"]), help="Measure it at equal weights too.")
 @_IMAGES
 @click.option("--seconds", type=_SECONDS, default=5.0, help="Length of each measurement.")

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 _IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
 
 
-class _BucketType(click.ParamType[ShapeBucket]):
+class BucketType(click.ParamType[ShapeBucket]):
+    """An input size on the command line, as in `800x1344`; both sides divide by 32."""
+
     name = "HxW"
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> ShapeBucket:
+        """Parse a value; what is wrong with it is a usage error."""
         height, _, width = str(value).partition("x")
         if not (height.isdecimal() and width.isdecimal()):
             self.fail(f"{value!r} is not of the form HEIGHTxWIDTH, as in 800x1344", param, ctx)
@@ -42,7 +45,7 @@ class _BucketType(click.ParamType[ShapeBucket]):
     default=("fp32", "fp16"), show_default=True, help="Numeric type; repeat for several.",
 )  # fmt: skip
 @click.option(
-    "--shape", "buckets", multiple=True, type=_BucketType(),
+    "--shape", "buckets", multiple=True, type=BucketType(),
     help="Input height and width; repeat for several. Those of the training if left out.",
 )  # fmt: skip
 @click.option(
@@ -90,20 +93,19 @@ def export(
 
 def table_of(comparisons: "list[Comparison]") -> Table:
     """Comparisons as a table: largest differences, and how many detections missed a tolerance."""
-    table = Table(
-        "artefact", "images", "detections", "boxes (px)", "scores", "masks", "outside", ""
-    )
+    table = Table("artefact", "images", "found", "boxes px", "scores", "masks", "outside", "")
     for c in comparisons:
         table.add_row(
-            c.artifact.path,
+            f"{c.artifact.precision} {c.artifact.bucket}",
             str(c.images),
             str(c.detections),
-            f"{c.boxes:.1e} (<= {c.tolerance.boxes:g})",
-            f"{c.scores:.1e} (<= {c.tolerance.scores:g})",
-            f"{c.masks:.1e} (<= {c.tolerance.masks:g})",
-            f"{c.missed} (<= {c.tolerance.share:.0%})",
+            *(f"{value:.0e}" for value in (c.boxes, c.scores, c.masks)),
+            str(c.missed),
             "passed" if c.passed else "FAILED",
         )
+    for precision, t in {c.artifact.precision: c.tolerance for c in comparisons}.items():
+        allowed = (f"{t.boxes:g}", f"{t.scores:g}", f"{t.masks:g}", f"{t.share:.0%}", "allowed")
+        table.add_row(f"{precision}", "", "", *allowed, style="dim")
     return table
 
 

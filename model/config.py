@@ -52,12 +52,28 @@ class SamplingConfig(FrozenConfig):
         return self
 
 
+class RpnSamplingConfig(SamplingConfig):
+    """Which anchors enter the losses."""
+
+    foreground_iou: float = Field(0.7, ge=0, le=1)
+    background_iou: float = Field(0.3, ge=0, le=1)
+    batch_size_per_image: int = Field(256, ge=1)
+    positive_fraction: float = Field(0.5, gt=0, le=1)
+
+
+class RoiSamplingConfig(SamplingConfig):
+    """Which RoIs enter the losses."""
+
+    foreground_iou: float = Field(0.5, ge=0, le=1)
+    background_iou: float = Field(0.5, ge=0, le=1)
+    batch_size_per_image: int = Field(512, ge=1)
+    positive_fraction: float = Field(0.25, gt=0, le=1)
+
+
 class RpnConfig(FrozenConfig):
     """Region proposal network."""
 
-    sampling: SamplingConfig = SamplingConfig(
-        foreground_iou=0.7, background_iou=0.3, batch_size_per_image=256, positive_fraction=0.5
-    )
+    sampling: RpnSamplingConfig = RpnSamplingConfig()
     pre_nms_top_n_train: int = Field(2000, ge=1)
     """Anchors a level that are decoded in training."""
     pre_nms_top_n_test: int = Field(1000, ge=1)
@@ -73,9 +89,7 @@ class RpnConfig(FrozenConfig):
 class RoiConfig(FrozenConfig):
     """Box and mask heads."""
 
-    sampling: SamplingConfig = SamplingConfig(
-        foreground_iou=0.5, background_iou=0.5, batch_size_per_image=512, positive_fraction=0.25
-    )
+    sampling: RoiSamplingConfig = RoiSamplingConfig()
     box_pool: int = Field(7, ge=1)
     """Side of the pooled features of the box head."""
     box_head_dim: int = Field(1024, ge=1)

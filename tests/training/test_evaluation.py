@@ -8,6 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from torchvision.models.detection.roi_heads import paste_masks_in_image
+from torchvision.models.detection.transform import resize_boxes
+
 from maskrcnn_trt.model.config import (
     AnchorConfig,
     BackboneConfig,
@@ -24,11 +30,6 @@ from maskrcnn_trt.training.data.instances import draw_mask
 from maskrcnn_trt.training.data.loader import eval_loader
 from maskrcnn_trt.training.data.synthetic import SyntheticConfig, draw_dataset
 from maskrcnn_trt.training.evaluation import CocoEvaluator, ImageDetections, evaluate_model
-from pycocotools import mask as coco_mask
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
-from torchvision.models.detection.roi_heads import paste_masks_in_image
-from torchvision.models.detection.transform import resize_boxes
 
 CLASSES = ("circle", "ring", "star")
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl")

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from maskrcnn_trt.model.spec import ShapeBucket
-from maskrcnn_trt.training.config import DataConfig, DatasetConfig, SolverConfig, TrainConfig
 from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
+
+from maskrcnn_trt.model.spec import ShapeBucket
+from maskrcnn_trt.training.config import DataConfig, DatasetConfig, SolverConfig, TrainConfig
 
 HEIGHT, WIDTH = 128, 160
 

@@ -1,4 +1,5 @@
 import pytest
+
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.synthetic import SyntheticConfig, draw_dataset
 

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from coco_folder import HEIGHT, WIDTH, annotation, ring_segmentation, sound_content, write_folder
+from pycocotools.coco import COCO
+
 from maskrcnn_trt.model.manifest import Category
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.coco import CocoDataset, DataError
 from maskrcnn_trt.training.data.instances import draw_mask
-from pycocotools.coco import COCO
 
 
 def test_index_holds_what_the_file_says(tmp_path: Path) -> None:

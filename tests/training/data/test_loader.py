@@ -8,6 +8,7 @@ from threading import Thread
 import pytest
 import torch
 from coco_folder import make_config, sound_content, synthetic_config, write_folder
+
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.batches import Batch
 from maskrcnn_trt.training.data.coco import CocoDataset, DataError

@@ -13,13 +13,14 @@ from coco_folder import (
     write_folder,
     write_image,
 )
+from PIL import Image
+from torchvision.transforms.v2 import functional
+from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Mask
+
 from maskrcnn_trt.model.spec import ShapeBucket
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.coco import CocoDataset, DataError
 from maskrcnn_trt.training.data.loader import eval_loader, train_loader
-from PIL import Image
-from torchvision.transforms.v2 import functional
-from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Mask
 
 
 def test_batch_holds_images_and_padded_ground_truth(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from collections import Counter
 from itertools import chain, pairwise
 
 import pytest
+
 from maskrcnn_trt.training.data.sampling import (
     BatchPlan,
     GlobalBatches,

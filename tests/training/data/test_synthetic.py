@@ -6,6 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from PIL import Image
+from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+from pydantic import ValidationError
+
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.coco import CocoDataset
 from maskrcnn_trt.training.data.commands import data
@@ -16,10 +21,6 @@ from maskrcnn_trt.training.data.synthetic import (
     annotation_from_object,
     draw_dataset,
 )
-from PIL import Image
-from pycocotools import mask as coco_mask
-from pycocotools.coco import COCO
-from pydantic import ValidationError
 
 CONFIG = SyntheticConfig(train=100, val=4, width=128, height=96, seed=5)
 

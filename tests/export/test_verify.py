@@ -1,0 +1,110 @@
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from PIL import Image
+
+from maskrcnn_trt.export.verify import verify_bundle
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.manifest import (
+    BundleError,
+    Manifest,
+    read_manifest,
+    sha256_of,
+    write_manifest,
+)
+
+
+def test_untouched_bundle_passes(bundle: Path, tiny_checkpoint: Path) -> None:
+    manifest = read_manifest(bundle)
+    comparisons = verify_bundle(bundle, manifest, load_checkpoint(tiny_checkpoint), [])
+    assert [c.artifact for c in comparisons] == list(manifest.artifacts)
+    for comparison in comparisons:
+        assert comparison.passed
+        assert comparison.images > 0
+        assert comparison.detections > 0
+        assert comparison.missed == 0
+
+
+def test_pictures_are_compared_in_the_bucket_that_holds_them(
+    bundle: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    paths = []
+    for index, shape in enumerate([(96, 150, 3), (70, 160, 3), (200, 130, 3), (9, 9, 3)] * 2):
+        pixels = np.random.default_rng(index).integers(0, 256, shape, np.uint8)
+        paths.append(tmp_path / f"{index}.png")
+        Image.fromarray(pixels).save(paths[-1])
+    comparisons = verify_bundle(
+        bundle, read_manifest(bundle), load_checkpoint(tiny_checkpoint), paths
+    )
+    # Squares go to the first of two buckets of one area.
+    assert {str(c.artifact.bucket): c.images for c in comparisons} == {"96x160": 6, "160x96": 2}
+    assert all(comparison.passed for comparison in comparisons)
+
+
+def with_shifted_weights(
+    bundle: Path, copy: Path, name: str, shift: float | list[float]
+) -> Manifest:
+    """Copy a bundle, shift weights of its first artefact, and name the new file's hash."""
+    shutil.copytree(bundle, copy)
+    manifest = read_manifest(copy)
+    first, *others = manifest.artifacts
+    path = copy / first.path
+    proto = onnx.load(path)
+    (tensor,) = (t for t in proto.graph.initializer if t.name == name)
+    weights = numpy_helper.to_array(tensor) + np.array(shift, np.float32)
+    tensor.CopyFrom(numpy_helper.from_array(weights, name))
+    onnx.save(proto, path)
+    first = first.model_copy(update={"sha256": sha256_of(path)})
+    manifest = manifest.model_copy(update={"artifacts": (first, *others)})
+    write_manifest(copy, manifest)
+    return manifest
+
+
+@pytest.mark.parametrize(
+    ("name", "shift"),
+    [
+        ("roi_heads.box_predictor.bbox_pred.bias", 0.05),
+        ("roi_heads.box_predictor.cls_score.bias", [0.0, 0.0, 0.0, 0.05]),
+        ("roi_heads.box_predictor.cls_score.bias", [100.0, 0.0, 0.0, 0.0]),
+        ("roi_heads.mask_predictor.conv5_mask.bias", 0.1),
+    ],
+    ids=["boxes", "scores", "nothing found", "masks"],
+)
+def test_changed_weights_fail(
+    bundle: Path,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    name: str,
+    shift: float | list[float],
+) -> None:
+    copy = tmp_path / "changed"
+    manifest = with_shifted_weights(bundle, copy, name, shift)
+    changed, untouched = verify_bundle(copy, manifest, load_checkpoint(tiny_checkpoint), [])
+    assert not changed.passed
+    assert changed.missed > 0
+    assert untouched.passed
+
+
+def test_file_that_is_not_the_manifests_is_refused(
+    bundle: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    manifest = read_manifest(copy)
+    with (copy / manifest.artifacts[0].path).open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(BundleError, match="is not the file that was exported"):
+        verify_bundle(copy, manifest, load_checkpoint(tiny_checkpoint), [])
+
+
+def test_picture_that_cannot_be_read_is_named(
+    bundle: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "broken.jpg"
+    path.write_bytes(b"\xff\xd8\xff\xe0 no more")
+    with pytest.raises(ImageError):
+        verify_bundle(bundle, read_manifest(bundle), load_checkpoint(tiny_checkpoint), [path])
