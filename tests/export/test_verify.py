@@ -71,7 +71,7 @@ def with_shifted_weights(
         ("roi_heads.box_predictor.bbox_pred.bias", 0.05),
         ("roi_heads.box_predictor.cls_score.bias", [0.0, 0.0, 0.0, 0.05]),
         ("roi_heads.box_predictor.cls_score.bias", [100.0, 0.0, 0.0, 0.0]),
-        ("roi_heads.mask_predictor.conv5_mask.bias", 0.1),
+        ("roi_heads.mask_predictor.conv5_mask.weight", 0.1),
     ],
     ids=["boxes", "scores", "nothing found", "masks"],
 )
