@@ -42,6 +42,7 @@ _USER_ERRORS = frozenset(
         "maskrcnn_trt.model.checkpoint.CheckpointError",
         "maskrcnn_trt.model.images.ImageError",
         "maskrcnn_trt.model.manifest.BundleError",
+        "maskrcnn_trt.quickstart.QuickstartError",
         "maskrcnn_trt.serving.errors.ServingError",
         "maskrcnn_trt.training.config.ConfigError",
         "maskrcnn_trt.training.data.coco.DataError",

@@ -75,7 +75,7 @@ def verify_bundle(
         bundle: folder of the artefacts.
         manifest: its manifest.
         checkpoint: what the bundle was exported from.
-        images: encoded pictures; without any, smooth noise is drawn.
+        images: encoded pictures; smooth noise stands in for an input size that none has.
 
     Returns:
         a comparison an artefact; look at `passed`.
@@ -89,7 +89,7 @@ def verify_bundle(
     for artifact in manifest.artifacts:
         session = onnxruntime.InferenceSession(verified_path(bundle, artifact))
         comparison = Comparison(artifact, TOLERANCES[artifact.precision])
-        own = inputs.get(artifact.bucket, [])
+        own = inputs[artifact.bucket]
         for start in range(0, len(own), _BATCH_SIZE):
             batch, sizes = (
                 np.stack(part) for part in zip(*own[start : start + _BATCH_SIZE], strict=True)
@@ -160,20 +160,22 @@ _Inputs = dict[ShapeBucket, list[tuple[NDArray[np.uint8], NDArray[np.int64]]]]
 
 
 def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> _Inputs:
-    """Padded images and their sizes by bucket."""
-    buckets = [artifact.bucket for artifact in manifest.artifacts]
-    preprocessing = manifest.preprocessing
-    pictures = [decode_image(path.read_bytes()) for path in paths] or [
-        _smooth_noise(seed, bucket) for bucket in dict.fromkeys(buckets) for seed in range(2)
-    ]
-    inputs: _Inputs = {}
-    for picture in pictures:
-        size = resized_size(
+    """Padded images and their sizes by bucket; noise for a bucket that no picture falls into."""
+    buckets = list(dict.fromkeys(artifact.bucket for artifact in manifest.artifacts))
+    inputs: _Inputs = {bucket: [] for bucket in buckets}
+    for path in paths:
+        picture = decode_image(path.read_bytes())
+        preprocessing = manifest.preprocessing
+        height, width = resized_size(
             picture.shape[0], picture.shape[1], preprocessing.min_size, preprocessing.max_size
         )
-        bucket = smallest_bucket(*size, buckets)
-        padded = pad_to_bucket(resize_image(picture, *size), bucket)
-        inputs.setdefault(bucket, []).append((padded, np.array(size, np.int64)))
+        bucket = smallest_bucket(height, width, buckets)
+        padded = pad_to_bucket(resize_image(picture, height, width), bucket)
+        inputs[bucket].append((padded, np.array((height, width), np.int64)))
+    for bucket, own in inputs.items():
+        if not own:
+            noise = (_smooth_noise(seed, bucket) for seed in range(2))
+            own.extend((pad_to_bucket(image, bucket), np.array(bucket)) for image in noise)
     return inputs
 
 
