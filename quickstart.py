@@ -82,7 +82,9 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
         server = _measure_server(bundle, output / "data" / "val")
     metrics = _metrics_from(checkpoint, engine, server)
     (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    console.print(_summary(metrics, output, time.monotonic() - start))
+    console.print(_summary(metrics, time.monotonic() - start))
+    for name, what in _OUTPUTS.items():
+        click.echo(f"{what}: {output / name}")
 
 
 @contextmanager
@@ -91,7 +93,7 @@ def _step(console: Console, number: int, title: str, made: Path | None = None) -
     start = time.monotonic()
     yield
     where = f", in {made}" if made else ""
-    console.print(f"done in {time.monotonic() - start:.0f} s{where}")
+    console.print(f"done in {time.monotonic() - start:.0f} s{where}", soft_wrap=True)
 
 
 def _claim(output: Path) -> None:
@@ -222,12 +224,9 @@ def _metrics_from(
     return metrics
 
 
-def _summary(metrics: dict[str, float], output: Path, seconds: float) -> Table:
+def _summary(metrics: dict[str, float], seconds: float) -> Table:
     table = Table("", "", title=f"quickstart, {seconds:.0f} s", show_header=False)
     for name, value in metrics.items():
         if name.count("/") == 1 or name.startswith(("infer", "serve")):
             table.add_row(name, f"{value:.3f}" if "/AP" in name else f"{value:.1f}")
-    table.add_section()
-    for name, what in _OUTPUTS.items():
-        table.add_row(what, str(output / name))
     return table

@@ -34,4 +34,4 @@ def test_whole_path_leaves_what_it_promises(tmp_path: Path) -> None:
     for name in ("loss.png", "predictions.png"):
         with Image.open(folder / name) as picture:
             assert picture.width > 400
-        assert str(folder / name) in result.stdout.replace("\n", "")
+        assert str(folder / name) in result.stdout
