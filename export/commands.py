@@ -7,13 +7,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ..model.images import IMAGE_SUFFIXES
 from ..model.manifest import InputDtype, Precision
 from ..model.spec import ShapeBucket
 
 if TYPE_CHECKING:
     from .verify import Comparison
-
-_IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
 
 
 class BucketType(click.ParamType[ShapeBucket]):
@@ -112,7 +111,7 @@ def table_of(comparisons: "list[Comparison]") -> Table:
 def _pictures_in(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    pictures = sorted(p for p in path.glob("*") if p.suffix.lower() in _IMAGE_SUFFIXES)
+    pictures = sorted(p for p in path.glob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
     if not pictures:
         raise click.BadParameter(
             f"{path} is no picture and no folder of pictures", param_hint="--verify"

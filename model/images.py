@@ -22,6 +22,9 @@ from .spec import ShapeBucket
 MIN_SIDE = 8
 """Pixels that an image must have on each side."""
 
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
+"""Endings, in lower case, of the files in a folder that are taken for images."""
+
 
 class ImageError(ValueError):
     """An image that cannot be used; the message is one sentence that says why."""

@@ -9,13 +9,12 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
-from ..model.images import ImageError, decode_image
+from ..model.images import IMAGE_SUFFIXES, ImageError, decode_image
 from .coco_json import coco_results, image_id_from_path
 from .detections import Detections
 from .drawing import draw_detections
 from .errors import RefusedError
 
-_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 RESULTS_NAME = "detections.json"
 
 
@@ -29,7 +28,7 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
     for source in sources:
         found = [source]
         if source.is_dir():
-            found = sorted(p for p in source.iterdir() if p.suffix.lower() in _SUFFIXES)
+            found = sorted(p for p in source.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
         for path in found:
             other = files.setdefault(path.stem, path)
             if other != path:
@@ -38,7 +37,7 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
                 )
     if not files:
         raise click.UsageError(
-            f"{', '.join(map(str, sources))} holds no image ({', '.join(sorted(_SUFFIXES))})"
+            f"{', '.join(map(str, sources))} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})"
         )
     return list(files.values())
 
