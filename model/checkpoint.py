@@ -13,7 +13,7 @@ from .manifest import Category, Preprocessing
 from .mask_rcnn import MaskRCNN
 from .spec import ShapeBucket
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class CheckpointError(Exception):

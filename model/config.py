@@ -5,6 +5,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
+PYRAMID_STRIDES = (4, 8, 16, 32, 64)
+"""Input pixels a cell of each pyramid level; RoIs are pooled from all but the last."""
+
+
 class FrozenConfig(BaseModel):
     """A configuration section: immutable, and refusing keys it does not know."""
 
@@ -12,25 +16,40 @@ class FrozenConfig(BaseModel):
 
 
 class BackboneConfig(FrozenConfig):
-    """Residual network and feature pyramid."""
+    """Residual network, and which of its features the heads see."""
 
     name: Literal["resnet18", "resnet50", "resnet101"] = "resnet50"
-    """Residual network under the feature pyramid."""
+    """Residual network."""
+    features: Literal["fpn", "c4", "c5"] = "fpn"
+    """What the heads see: a feature pyramid, the fourth stage with the fifth as the head of every
+    RoI, or the fifth stage dilated. The last two have stride 16."""
     norm: Literal["frozen_bn", "bn", "gn"] = "frozen_bn"
     """Normalisation: batch norm with fixed statistics, batch norm, or group norm of 32 groups."""
+    norm_eps: float = Field(1e-5, ge=0)
+    """What normalisations add to the variance."""
+    stride_in_1x1: bool = False
+    """Bottlenecks halve the resolution in their first convolution, as in MSRA's networks, rather
+    than in the 3x3 one."""
     frozen_stages: int = Field(2, ge=0, le=5)
     """Stages that are not trained, counted from the stem."""
     fpn_channels: int = Field(256, ge=32, multiple_of=32)
     """Channels of every pyramid level."""
+    fpn_norm: Literal["none", "bn", "gn"] = "none"
+    """Normalisation after the pyramid's convolutions."""
 
 
 class AnchorConfig(FrozenConfig):
-    """Anchor boxes; level l of the pyramid has stride 2**l pixels, from 4 to 64."""
+    """Anchor boxes, centred on the cells of the features: strides 4 to 64, or 16 without pyramid."""
 
-    sizes: tuple[float, float, float, float, float] = (32, 64, 128, 256, 512)
-    """Square root of an anchor's area in pixels, one a level."""
-    aspect_ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
+    sizes: tuple[float, ...] = Field((32, 64, 128, 256, 512), min_length=1)
+    """Square root of an anchor's area in pixels: one a pyramid level, or all on the one map."""
+    aspect_ratios: tuple[float, ...] = Field((0.5, 1.0, 2.0), min_length=1)
     """Height over width."""
+    convention: Literal["torchvision", "detectron2", "legacy"] = "torchvision"
+    """How corners are rounded, and on what point of a cell they are centred: torchvision rounds
+    sides to whole pixels, detectron2 does not, legacy is Faster R-CNN's of 2015, which
+    maskrcnn-benchmark kept. On one map, detectron2 orders anchors by size first, the others by
+    ratio."""
 
 
 class SamplingConfig(FrozenConfig):
@@ -84,6 +103,12 @@ class RpnConfig(FrozenConfig):
     """Proposals an image in inference."""
     nms_iou: float = Field(0.7, gt=0, le=1)
     """Proposals of one level that overlap more than this are suppressed."""
+    min_side: float = Field(1e-3, ge=0)
+    """Proposals narrower or lower than so many pixels are dropped."""
+    conv_depth: int = Field(1, ge=1)
+    """3x3 convolutions of the head."""
+    smooth_l1_beta: float = Field(1 / 9, ge=0)
+    """Where the box loss turns from quadratic to linear; 0 makes it L1."""
 
 
 class RoiConfig(FrozenConfig):
@@ -92,18 +117,32 @@ class RoiConfig(FrozenConfig):
     sampling: RoiSamplingConfig = RoiSamplingConfig()
     box_pool: int = Field(7, ge=1)
     """Side of the pooled features of the box head."""
+    box_head_convs: int = Field(0, ge=0)
+    """3x3 convolutions of the box head. With any, one fully connected layer follows them; with
+    none, two."""
     box_head_dim: int = Field(1024, ge=1)
-    """Width of the box head's two fully connected layers."""
+    """Width of the box head's fully connected layers."""
     mask_pool: int = Field(14, ge=1)
     """Side of the pooled features of the mask head; masks have twice that side."""
     mask_head_dim: int = Field(256, ge=1)
     """Channels of the mask head."""
     mask_head_depth: int = Field(4, ge=1)
     """3x3 convolutions of the mask head."""
+    head_norm: Literal["none", "bn", "gn"] = "none"
+    """Normalisation after the convolutions of the box and mask heads."""
     canonical_size: float = Field(224.0, gt=0)
     """Side in pixels of a RoI that belongs on the level of stride 16 (Lin et al., eq. 1)."""
-    sampling_ratio: int = Field(2, ge=1)
-    """Bilinear samples a pooled cell and axis."""
+    sampling_ratio: int = Field(2, ge=0)
+    """Bilinear samples a pooled cell and axis; 0 takes as many as there are feature cells."""
+    aligned: bool = False
+    """Pool with the half-pixel shift of detectron2's ROIAlignV2."""
+    mask_crop_size: int | None = Field(None, ge=14)
+    """Ground-truth masks are kept as crops of their boxes, of so many pixels a side; none, as masks
+    of the whole input, which costs a megabyte an instance."""
+    smooth_l1_beta: float = Field(1 / 9, ge=0)
+    """Where the box loss turns from quadratic to linear; 0 makes it L1."""
+    min_side: float = Field(1e-2, ge=0)
+    """Detections narrower or lower than so many pixels are dropped."""
     score_threshold: float = Field(0.05, ge=0, le=1)
     """Detections must score above this."""
     nms_iou: float = Field(0.5, gt=0, le=1)
@@ -115,7 +154,7 @@ class RoiConfig(FrozenConfig):
 
 
 class ModelConfig(FrozenConfig):
-    """Mask R-CNN with a feature pyramid."""
+    """Mask R-CNN."""
 
     num_classes: int = Field(80, ge=1)
     """Foreground classes; label 0 is the background, label 1 the first class."""
@@ -123,7 +162,34 @@ class ModelConfig(FrozenConfig):
     """Mean of each RGB channel in 0..255."""
     pixel_std: tuple[float, float, float] = (58.395, 57.12, 57.375)
     """Standard deviation of each RGB channel in 0..255."""
+    inclusive_boxes: bool = False
+    """Boxes hold the pixels of their far edges, as in maskrcnn-benchmark: the legacy +1 width."""
     backbone: BackboneConfig = BackboneConfig()
     anchors: AnchorConfig = AnchorConfig()
     rpn: RpnConfig = RpnConfig()
     roi: RoiConfig = RoiConfig()
+
+    @model_validator(mode="after")
+    def _check_features(self) -> "ModelConfig":
+        backbone, sizes = self.backbone, self.anchors.sizes
+        if backbone.features == "fpn" and len(sizes) != len(PYRAMID_STRIDES):
+            raise ValueError(
+                f"anchors.sizes has {len(sizes)} entries, but the pyramid has "
+                f"{len(PYRAMID_STRIDES)} levels"
+            )
+        if backbone.features == "c5" and backbone.name == "resnet18":
+            raise ValueError(
+                "backbone.features=c5 dilates bottlenecks, which resnet18 has not; use resnet50"
+            )
+        if backbone.features == "c4" and (self.roi.box_head_convs or self.roi.head_norm != "none"):
+            raise ValueError(
+                "backbone.features=c4 has the fifth stage as its head; leave out "
+                "roi.box_head_convs and roi.head_norm"
+            )
+        return self
+
+    @property
+    def mask_side(self) -> int:
+        """Side M of a mask in cells."""
+        # The fifth stage, the head of C4, halves what was pooled before the mask is upsampled.
+        return self.roi.mask_pool if self.backbone.features == "c4" else 2 * self.roi.mask_pool

@@ -68,17 +68,31 @@ class SolverConfig(FrozenConfig):
     """Images a step, over all ranks and accumulated batches."""
     accumulate: int = Field(1, ge=1)
     """Forward and backward passes a step; more save memory."""
+    scale_from_batch: int | None = Field(None, ge=1)
+    """Images a step that `base_lr`, `max_iterations`, `steps` and `warmup_iterations` are meant
+    for: they are scaled linearly to `images_per_batch` (Goyal et al., 2017). None, as they are."""
     base_lr: float = Field(0.02, gt=0)
+    """Learning rate after warm-up."""
+    bias_lr_factor: float = Field(1.0, gt=0)
+    """Biases learn at so many times the learning rate."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Of SGD; AdamW's first beta."""
     weight_decay: float = Field(1e-4, ge=0)
+    """Of the weights of layers; biases and normalisations do not decay."""
     max_iterations: int = Field(90000, ge=1)
+    """Optimiser steps."""
     steps: tuple[int, ...] = (60000, 80000)
     """Iterations at which the learning rate is multiplied by `gamma`."""
     gamma: float = Field(0.1, gt=0, le=1)
+    """What the learning rate is multiplied by at each of `steps`."""
     warmup_iterations: int = Field(500, ge=0)
+    """Steps until the learning rate is `base_lr`."""
     warmup_factor: float = Field(1 / 3, ge=0, le=1)
-    """The learning rate starts at this share of `base_lr` and rises linearly."""
+    """The learning rate starts at this share of `base_lr`."""
+    warmup_method: Literal["linear", "constant"] = "linear"
+    """How it gets from there to `base_lr`: rising, or at once when the warm-up is over."""
+    freeze_backbone_after_epoch: int | None = Field(None, ge=0)
+    """Epochs after which the residual network is no longer trained; none, it always is."""
     clip_gradient_norm: float | None = Field(None, gt=0)
     """Largest norm of the whole gradient; none, no clipping."""
 
@@ -99,8 +113,20 @@ class EvaluationConfig(FrozenConfig):
 
     period: int = Field(0, ge=0)
     """Iterations between evaluations; 0, only at the end."""
-    skip: bool = False
-    """No evaluation at all."""
+    per_epoch: bool = False
+    """Evaluate after every epoch."""
+    min_bbox_ap: float | None = Field(None, ge=0, le=1)
+    """Training stops early when an evaluation reaches this box AP, and `min_mask_ap` if set."""
+    min_mask_ap: float | None = Field(None, ge=0, le=1)
+    """Training stops early when an evaluation reaches this mask AP, and `min_bbox_ap` if set."""
+    skip_test: bool = False
+    """Training makes no evaluation at all."""
+    skip_eval: bool = False
+    """Detect and write the detections, but measure nothing."""
+    expected: dict[str, float] = {}
+    """Metrics that the last evaluation must reach, as in {bbox/AP: 0.377}; else the run fails."""
+    tolerance: float = Field(0.001, ge=0)
+    """How far a metric may lie below what is expected."""
     images_per_batch: int = Field(8, ge=1)
     """Images a batch and rank in inference."""
 
@@ -111,7 +137,9 @@ class TrainConfig(FrozenConfig):
     output_dir: Path = Path("runs/train")
     """Folder of checkpoints, log and metrics."""
     seed: int = Field(0, ge=0)
+    """Fixes initial weights, order of images, flips and sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes the GPU if there is one."""
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp16"
     """Arithmetic: fp16 scales the loss; fp16 needs a GPU."""
     channels_last: bool = True
@@ -119,7 +147,9 @@ class TrainConfig(FrozenConfig):
     weights: Path | None = None
     """Checkpoint whose model weights training starts from."""
     checkpoint_period: int = Field(2500, ge=1)
+    """Iterations between checkpoints."""
     log_period: int = Field(20, ge=1)
+    """Iterations between log lines."""
     model: ModelConfig = ModelConfig()
     data: DataConfig
     solver: SolverConfig = SolverConfig()

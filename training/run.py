@@ -152,7 +152,7 @@ def _train(trainer: Trainer, dataset: CocoDataset, folder: RunFolder) -> None:
 
 def _evaluation_is_due(config: TrainConfig, iteration: int) -> bool:
     settings = config.evaluation
-    if settings.skip or config.data.val is None:
+    if settings.skip_test or config.data.val is None:
         return False
     final = iteration == config.solver.max_iterations
     return final or (settings.period > 0 and iteration % settings.period == 0)

@@ -76,7 +76,7 @@ def _assert_equal(first: Any, second: Any) -> None:
 
 def test_a_run_is_evaluated_and_described(tiny_config: Path, tmp_path: Path) -> None:
     config = load_tiny(
-        tiny_config, tmp_path, "solver.max_iterations=2", "evaluation={period: 1, skip: false}",
+        tiny_config, tmp_path, "solver.max_iterations=2", "evaluation={period: 1, skip_test: false}",
         "model.roi.score_threshold=0",
     )  # fmt: skip
     checkpoint = train(config)

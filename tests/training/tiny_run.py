@@ -27,7 +27,7 @@ data:
   buckets: [[64, 96], [96, 64]]
   workers: 0
 model:
-  backbone: {{name: resnet18, norm: gn, frozen_stages: 0, fpn_channels: 32}}
+  backbone: {{name: resnet18, norm: gn, frozen_stages: 0, fpn_channels: 32, fpn_norm: gn}}
   anchors: {{sizes: [8, 16, 32, 64, 128]}}
   rpn:
     pre_nms_top_n_train: 50
@@ -41,7 +41,7 @@ solver:
   max_iterations: 4
   steps: [3]
   warmup_iterations: 2
-evaluation: {{skip: true}}
+evaluation: {{skip_test: true}}
 """
 
 
