@@ -4,7 +4,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-
 PYRAMID_STRIDES = (4, 8, 16, 32, 64)
 """Input pixels a cell of each pyramid level; RoIs are pooled from all but the last."""
 
@@ -39,7 +38,7 @@ class BackboneConfig(FrozenConfig):
 
 
 class AnchorConfig(FrozenConfig):
-    """Anchor boxes, centred on the cells of the features: strides 4 to 64, or 16 without pyramid."""
+    """Anchor boxes: at strides 4 to 64 of a pyramid, or 16 of a single map."""
 
     sizes: tuple[float, ...] = Field((32, 64, 128, 256, 512), min_length=1)
     """Square root of an anchor's area in pixels: one a pyramid level, or all on the one map."""

@@ -123,7 +123,7 @@ class EvaluationConfig(FrozenConfig):
     """Training makes no evaluation at all."""
     skip_eval: bool = False
     """Detect and write the detections, but measure nothing."""
-    expected: dict[str, float] = {}
+    expected: dict[str, float] = Field(default_factory=dict)
     """Metrics that the last evaluation must reach, as in {bbox/AP: 0.377}; else the run fails."""
     tolerance: float = Field(0.001, ge=0)
     """How far a metric may lie below what is expected."""

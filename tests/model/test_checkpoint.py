@@ -58,7 +58,7 @@ STRANGE = {
     "text": lambda path: path.write_text("not a checkpoint"),
     "weights alone": lambda path: torch.save({"conv.weight": torch.ones(1)}, path),
     "a tensor": lambda path: torch.save(torch.ones(1), path),
-    "a missing key": lambda path: torch.save({"format": 1}, path),
+    "a missing key": lambda path: torch.save({"format": 2}, path),
 }
 
 
@@ -83,7 +83,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     torch.save({"format": 99}, tmp_path / "future.pth")
-    with pytest.raises(CheckpointError, match="format 99, but this version reads format 1"):
+    with pytest.raises(CheckpointError, match="format 99, but this version reads format 2"):
         load_checkpoint(tmp_path / "future.pth")
 
 
@@ -97,7 +97,7 @@ class _Malicious:
 
 def test_a_file_cannot_run_code(tmp_path: Path) -> None:
     path, target = tmp_path / "malicious.pth", tmp_path / "made"
-    torch.save({"format": 1, "model_config": _Malicious(target)}, path)
+    torch.save({"format": 2, "model_config": _Malicious(target)}, path)
     with pytest.raises(CheckpointError):
         load_checkpoint(path)
     assert not target.exists()

@@ -76,8 +76,8 @@ def _assert_equal(first: Any, second: Any) -> None:
 
 def test_a_run_is_evaluated_and_described(tiny_config: Path, tmp_path: Path) -> None:
     config = load_tiny(
-        tiny_config, tmp_path, "solver.max_iterations=2", "evaluation={period: 1, skip_test: false}",
-        "model.roi.score_threshold=0",
+        tiny_config, tmp_path, "solver.max_iterations=2",
+        "evaluation={period: 1, skip_test: false}", "model.roi.score_threshold=0",
     )  # fmt: skip
     checkpoint = train(config)
     assert [category.name for category in checkpoint.categories] == ["circle", "ring", "star"]
