@@ -1,5 +1,6 @@
 """Configuration of a training run: YAML presets, validated, with dotted overrides."""
 
+import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -129,6 +130,21 @@ class EvaluationConfig(FrozenConfig):
     """How far a metric may lie below what is expected."""
     images_per_batch: int = Field(8, ge=1)
     """Images a batch and rank in inference."""
+
+    @model_validator(mode="after")
+    def _check_expected(self) -> "EvaluationConfig":
+        for name in self.expected:
+            if not re.fullmatch(r"(bbox|segm)/(AP|AP50|AP75|AR1|AR10|AR100|A[PR][sml]|AP/.+)", name):
+                raise ValueError(
+                    f"expected names {name!r}; allowed are bbox/ or segm/ before AP, AP50, AP75, "
+                    "APs, APm, APl, AR1, AR10, AR100, ARs, ARm, ARl or AP/CLASS"
+                )
+        if self.expected and (self.skip_test or self.skip_eval):
+            raise ValueError(
+                "expected needs a measurement; leave out skip_test and skip_eval, or set "
+                "expected={}"
+            )
+        return self
 
 
 class TrainConfig(FrozenConfig):
