@@ -13,4 +13,5 @@ class Targets(NamedTuple):
     labels: Tensor
     """[B, G] int64; 1 is the first class, 0 marks padding."""
     masks: Tensor
-    """[B, G, H, W] uint8, 0 or 1, at input size."""
+    """uint8, 0 or 1: [B, G, H, W] at input size or, where `roi.mask_crop_size` is S, [B, G, S, S],
+    each mask cropped to its box and resized."""

@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     labels: NDArray[np.int64]
     """[n]; 1 is the first class."""
     masks: NDArray[np.uint8]
-    """[n, h, w], 0 or 1."""
+    """[n, h, w] or, as crops of the boxes, [n, S, S]: 0 or 1."""
     seed: int
     """Fixes what the model draws at random for this image."""
 
@@ -73,7 +73,12 @@ class Batch:
 
 
 def batch_from_samples(
-    samples: Sequence[Sample], bucket: ShapeBucket, *, targets: bool, skipped: Sequence[str] = ()
+    samples: Sequence[Sample],
+    bucket: ShapeBucket,
+    *,
+    targets: bool,
+    mask_crop_size: int | None = None,
+    skipped: Sequence[str] = (),
 ) -> Batch:
     """Pad samples into a bucket.
 
@@ -81,15 +86,17 @@ def batch_from_samples(
         samples: none larger than the bucket; without any, the batch is empty.
         bucket: the shape of the batch.
         targets: whether the batch gets the ground truth.
+        mask_crop_size: side S of the samples' masks where they are crops of the boxes.
         skipped: why images were left out or replaced.
     """
+    mask_size = (mask_crop_size, mask_crop_size) if mask_crop_size else bucket
     images = np.zeros((len(samples), 3, *bucket), np.uint8)
     for padded, sample in zip(images, samples, strict=True):
         padded[:] = pad_to_bucket(sample.image, bucket)
     return Batch(
         images=torch.from_numpy(images),
         image_sizes=_integers([s.image.shape[:2] for s in samples]).reshape(-1, 2),
-        targets=_targets_from(samples, bucket) if targets else None,
+        targets=_targets_from(samples, mask_size) if targets else None,
         image_ids=_integers([s.image_id for s in samples]),
         source_sizes=_integers([s.source_size for s in samples]).reshape(-1, 2),
         seeds=_integers([s.seed for s in samples]),
@@ -101,12 +108,12 @@ def _integers(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def _targets_from(samples: Sequence[Sample], bucket: ShapeBucket) -> Targets:
+def _targets_from(samples: Sequence[Sample], mask_size: tuple[int, int]) -> Targets:
     # A graph of fixed shapes wants at least one row, be it padding.
     rows = max(1, *(len(sample.labels) for sample in samples))
     boxes = np.zeros((len(samples), rows, 4), np.float32)
     labels = np.zeros((len(samples), rows), np.int64)
-    masks = np.zeros((len(samples), rows, *bucket), np.uint8)
+    masks = np.zeros((len(samples), rows, *mask_size), np.uint8)
     for number, sample in enumerate(samples):
         n, height, width = sample.masks.shape
         boxes[number, :n] = sample.boxes

@@ -15,6 +15,12 @@ from ...model.masks import Rle, mask_from_rle
 Ring = NDArray[np.float64]
 """Corners of a closed polygon as x1, y1, x2, y2, ..., in source pixels; at least three."""
 
+Region = tuple[float, float, float, float]
+"""A box xyxy in source pixels."""
+
+_DRAWN_AROUND = 100
+"""Outlines are cut off at so many times the size of the mask that is drawn."""
+
 
 class BrokenAnnotationError(ValueError):
     """An annotation cannot be used; the message is the reason, fit for counting."""
@@ -36,8 +42,8 @@ class Instance:
     segmentation: tuple[Ring, ...] | Rle
     """Outline; several rings where the object is seen in pieces."""
 
-    def clipped_box(self, height: int, width: int) -> tuple[float, float, float, float]:
-        """The box as xyxy in source pixels, cut at the borders of the image."""
+    def clipped_box(self, height: int, width: int) -> Region:
+        """The box, cut at the borders of the image."""
         return _clip(self.bbox, height, width)
 
 
@@ -77,9 +83,12 @@ def instance_from_annotation(
 
 
 def draw_mask(
-    segmentation: tuple[Ring, ...] | Rle, source: tuple[int, int], target: tuple[int, int]
+    segmentation: tuple[Ring, ...] | Rle,
+    source: tuple[int, int],
+    target: tuple[int, int],
+    region: Region | None = None,
 ) -> NDArray[np.uint8]:
-    """Mask of a segmentation in a resized image.
+    """Mask of a segmentation in a resized image, or in a resized region of it.
 
     Polygons are scaled and then drawn, so that their edges stay sharp; run lengths are drawn,
     resized with the filter the image is resized with, and cut at one half.
@@ -87,21 +96,26 @@ def draw_mask(
     Args:
         segmentation: outline in source pixels.
         source: height and width of the annotated image.
-        target: height and width of the resized image.
+        target: height and width of the mask.
+        region: what becomes the mask, within the image and not empty; none, the whole image.
 
     Returns:
         `[h, w]` of 0 and 1.
     """
     height, width = target
+    left, top, right, bottom = region or (0, 0, source[1], source[0])
     if isinstance(segmentation, Rle):
-        mask = mask_from_rle(segmentation)
-        if source == target:
-            return mask
-        picture = Image.fromarray(mask * np.uint8(255))
-        resized = picture.resize((width, height), Image.Resampling.BILINEAR)
+        picture = Image.fromarray(mask_from_rle(segmentation) * np.uint8(255))
+        bilinear = Image.Resampling.BILINEAR
+        resized = picture.resize((width, height), bilinear, box=(left, top, right, bottom))
         return (np.asarray(resized) >= 128).astype(np.uint8)
-    scale = np.array([width / source[1], height / source[0]])
-    rings = tuple((ring.reshape(-1, 2) * scale).ravel() for ring in segmentation)
+    scale = np.array([width / (right - left), height / (bottom - top)])
+    # Drawing walks along every edge, and must not for miles where an outline leaves a tiny region.
+    limit = _DRAWN_AROUND * max(target)
+    rings = tuple(
+        ((ring.reshape(-1, 2) - (left, top)) * scale).clip(-limit, limit).ravel()
+        for ring in segmentation
+    )
     return mask_from_rle(_rle_from_rings(rings, height, width))
 
 
@@ -123,9 +137,7 @@ def _bbox_from(value: Any) -> tuple[float, float, float, float]:
     return (value[0], value[1], value[2], value[3])
 
 
-def _clip(
-    bbox: tuple[float, float, float, float], height: int, width: int
-) -> tuple[float, float, float, float]:
+def _clip(bbox: tuple[float, float, float, float], height: int, width: int) -> Region:
     x, y, box_width, box_height = bbox
     return (
         min(max(x, 0.0), width),

@@ -93,7 +93,13 @@ def train_loader(
             f"solver.images_per_batch {solver.images_per_batch} does not divide by {world_size} "
             f"ranks times solver.accumulate {solver.accumulate}"
         )
-    reader = BatchReader(dataset, config.data, config.seed, training=True)
+    reader = BatchReader(
+        dataset,
+        config.data,
+        config.seed,
+        training=True,
+        mask_crop_size=config.model.roi.mask_crop_size,
+    )
     sampler = TrainSampler(
         GlobalBatches(reader.buckets, solver.images_per_batch, config.seed),
         range(first_iteration, solver.max_iterations),

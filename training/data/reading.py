@@ -1,6 +1,6 @@
 """Reading: from a planned batch to pixels and ground truth."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -17,7 +17,7 @@ from ...model.images import (
 from ..config import DataConfig
 from .batches import Batch, Sample, batch_from_samples
 from .coco import CocoDataset, DataError, ImageRecord
-from .instances import draw_mask
+from .instances import Instance, Region, draw_mask
 from .sampling import BatchPlan
 
 
@@ -33,7 +33,13 @@ class BatchReader(Dataset["Batch | DataError"]):
     """
 
     def __init__(
-        self, dataset: CocoDataset, config: DataConfig, seed: int, *, training: bool
+        self,
+        dataset: CocoDataset,
+        config: DataConfig,
+        seed: int,
+        *,
+        training: bool,
+        mask_crop_size: int | None = None,
     ) -> None:
         """Choose the images.
 
@@ -43,6 +49,8 @@ class BatchReader(Dataset["Batch | DataError"]):
             seed: fixes flips and what the model draws.
             training: with ground truth, flips and, unless configured otherwise, only images with
                 objects; evaluation reads every image as it is.
+            mask_crop_size: pixels a side of ground-truth masks cropped to their boxes; none, masks
+                have the size of the input.
 
         Raises:
             DataError: there is nothing to train on.
@@ -50,6 +58,7 @@ class BatchReader(Dataset["Batch | DataError"]):
         self._config = config
         self._seed = seed
         self._training = training
+        self._mask_crop_size = mask_crop_size
         keep_empty = config.keep_empty or not training
         self.records = tuple(r for r in dataset.records if keep_empty or r.objects)
         if not self.records:
@@ -75,7 +84,13 @@ class BatchReader(Dataset["Batch | DataError"]):
         if self._training and len(samples) < len(plan.indices):
             return DataError(f"no image of a whole shape bucket can be read: {skipped[0]}")
         bucket = self._config.buckets[plan.bucket]
-        return batch_from_samples(samples, bucket, targets=self._training, skipped=skipped)
+        return batch_from_samples(
+            samples,
+            bucket,
+            targets=self._training,
+            mask_crop_size=self._mask_crop_size,
+            skipped=skipped,
+        )
 
     def _candidates(self, index: int) -> Iterator[int]:
         """An image and, in training, those that replace it: the next ones of its bucket."""
@@ -97,16 +112,30 @@ class BatchReader(Dataset["Batch | DataError"]):
         image = resize_image(_read_image(record), height, width)
         objects = record.objects if self._training else ()
         source = (record.height, record.width)
+        regions = [instance.clipped_box(*source) for instance in objects]
         scale = np.array([width / record.width, height / record.height] * 2)
-        boxes = np.array([o.clipped_box(*source) for o in objects]).reshape(-1, 4) * scale
-        masks = np.zeros((len(objects), height, width), np.uint8)
-        for mask, instance in zip(masks, objects, strict=True):
-            mask[:] = draw_mask(instance.segmentation, source, (height, width))
+        boxes = np.array(regions).reshape(-1, 4) * scale
+        masks = self._masks_of(objects, regions, source, (height, width))
         if flip:
             image, masks = image[:, ::-1], masks[:, :, ::-1]
             boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
         labels = np.array([o.label for o in objects], np.int64)
         return Sample(record.id, source, image, boxes.astype(np.float32), labels, masks, seed)
+
+    def _masks_of(
+        self,
+        objects: Sequence[Instance],
+        regions: Sequence[Region],
+        source: tuple[int, int],
+        target: tuple[int, int],
+    ) -> NDArray[np.uint8]:
+        """Masks of the input's size, or crops of the objects' regions."""
+        size = self._mask_crop_size
+        shape = (size, size) if size else target
+        masks = np.zeros((len(objects), *shape), np.uint8)
+        for mask, instance, region in zip(masks, objects, regions, strict=True):
+            mask[:] = draw_mask(instance.segmentation, source, shape, region if size else None)
+        return masks
 
     def _input_size(self, record: ImageRecord) -> tuple[int, int]:
         config = self._config

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
 
+from maskrcnn_trt.model.config import ModelConfig, RoiConfig
 from maskrcnn_trt.model.spec import ShapeBucket
 from maskrcnn_trt.training.config import DataConfig, DatasetConfig, SolverConfig, TrainConfig
 
@@ -84,7 +85,7 @@ def write_folder(folder: Path, content: Any) -> DatasetConfig:
 
 
 def make_config(dataset: DatasetConfig, **changes: Any) -> TrainConfig:
-    """Inputs as large as the images of the hand-made data set, unless changed."""
+    """Inputs as large as the images of the hand-made data set, and whole masks, unless changed."""
     solver = {"images_per_batch": 4, "max_iterations": 6, "steps": ()}
     data = {
         "train": dataset,
@@ -96,8 +97,12 @@ def make_config(dataset: DatasetConfig, **changes: Any) -> TrainConfig:
     }
     data |= {key: value for key, value in changes.items() if key in DataConfig.model_fields}
     solver |= {key: value for key, value in changes.items() if key in SolverConfig.model_fields}
+    roi = RoiConfig(mask_crop_size=changes.get("mask_crop_size"))
     return TrainConfig(
-        data=DataConfig(**data), solver=SolverConfig(**solver), seed=changes.get("seed", 0)
+        data=DataConfig(**data),
+        solver=SolverConfig(**solver),
+        model=ModelConfig(roi=roi),
+        seed=changes.get("seed", 0),
     )
 
 
