@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN as TorchvisionMaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.ops import MultiScaleRoIAlign
 
-from ..model.backbone import build_backbone
+from ..model.backbone import norm_layer, residual_network
 from ..model.checkpoint import Checkpoint
-from ..model.config import ModelConfig, RoiConfig
+from ..model.config import BackboneConfig, ModelConfig, RoiConfig
 
 TorchPrecision = Literal["fp32", "tf32", "fp16"]
 
@@ -90,7 +91,7 @@ def _images_and_sizes(images: Tensor) -> tuple[Tensor, Tensor]:
 def _torchvision_from_config(config: ModelConfig) -> TorchvisionMaskRCNN:
     roi, rpn, anchors = config.roi, config.rpn, config.anchors
     return TorchvisionMaskRCNN(
-        build_backbone(config.backbone),
+        _torchvision_backbone(config.backbone),
         image_mean=[value / 255 for value in config.pixel_mean],
         image_std=[value / 255 for value in config.pixel_std],
         rpn_anchor_generator=AnchorGenerator(
@@ -103,6 +104,17 @@ def _torchvision_from_config(config: ModelConfig) -> TorchvisionMaskRCNN:
         box_nms_thresh=roi.nms_iou,
         box_detections_per_img=roi.max_detections,
         **_torchvision_heads(config, roi),
+    )
+
+
+def _torchvision_backbone(config: BackboneConfig) -> BackboneWithFPN:
+    network = residual_network(config)
+    return BackboneWithFPN(
+        network,
+        return_layers={f"layer{i}": str(i - 1) for i in range(1, 5)},
+        in_channels_list=[network.inplanes * 2**i // 16 for i in range(1, 5)],
+        out_channels=config.fpn_channels,
+        norm_layer=norm_layer(config.fpn_norm),
     )
 
 

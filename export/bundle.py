@@ -95,13 +95,13 @@ def prepared_model(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:
 
 
 def _manifest_from(checkpoint: Checkpoint, path: Path, artifacts: Sequence[Artifact]) -> Manifest:
-    backbone = checkpoint.model_config.backbone.name
+    backbone = checkpoint.model_config.backbone
     return Manifest(
-        model_name=f"maskrcnn_{backbone}_fpn",
+        model_name=f"maskrcnn_{backbone.name}_{backbone.features}",
         categories=checkpoint.categories,
         preprocessing=checkpoint.preprocessing,
         max_detections=checkpoint.model_config.roi.max_detections,
-        mask_side=2 * checkpoint.model_config.roi.mask_pool,
+        mask_side=checkpoint.model_config.mask_side,
         artifacts=tuple(artifacts),
         provenance=Provenance(
             checkpoint=path.name,

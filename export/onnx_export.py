@@ -13,7 +13,7 @@ from torch.onnx.ops import symbolic, symbolic_multi_out
 
 from ..model.mask_rcnn import MaskRCNN
 from ..model.spec import INPUT_NAMES, OPSET_DOMAIN, OPSET_VERSION, OUTPUT_NAMES, ShapeBucket
-from .onnx_functions import FUNCTIONS
+from .onnx_functions import functions_for
 
 OPSET = 18
 
@@ -49,7 +49,7 @@ def onnx_from_model(
         )
     assert program is not None
     proto = program.model_proto
-    proto.functions.extend(function.to_function_proto() for function in FUNCTIONS)
+    proto.functions.extend(functions_for(model.config))
     _name_batch_axis(proto.graph)
     return proto
 
@@ -82,6 +82,8 @@ def _pyramid_roi_align_node(
     spatial_scales: Sequence[float],
     canonical_level: int,
     canonical_size: float,
+    aligned: bool,
+    inclusive: bool,
 ) -> Tensor:
     return symbolic(
         f"{OPSET_DOMAIN}::PyramidRoIAlign",
@@ -92,6 +94,8 @@ def _pyramid_roi_align_node(
             "spatial_scales": list(spatial_scales),
             "canonical_level": canonical_level,
             "canonical_size": canonical_size,
+            "aligned": int(aligned),
+            "inclusive": int(inclusive),
         },
         dtype=features[0].dtype,
         shape=(*rois.shape[:2], features[0].shape[1], output_size, output_size),

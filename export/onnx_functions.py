@@ -7,10 +7,12 @@ that brings a kernel of its own for the node ignores them. They hold the contrac
 
 from collections.abc import Sequence
 
+import onnx
 from onnxscript import BOOL, FLOAT, INT64, script
 from onnxscript import opset18 as op
 from onnxscript.values import Opset
 
+from ..model.config import ModelConfig
 from ..model.spec import OPSET_DOMAIN, OPSET_VERSION
 
 _DOMAIN = Opset(OPSET_DOMAIN, OPSET_VERSION)
@@ -61,6 +63,8 @@ def PyramidRoIAlign(  # noqa: N802
     spatial_scales: Sequence[float],
     canonical_level: int,
     canonical_size: float,
+    aligned: int,
+    inclusive: int,
 ) -> FLOAT:
     """RoIAlign of every RoI on its level with one GridSample over a mosaic of the levels.
 
@@ -132,8 +136,11 @@ def PyramidRoIAlign(  # noqa: N802
     level_width = op.Unsqueeze(op.Cast(op.Gather(widths, level), to=1), op.Constant(value_ints=[2]))
     top = op.Unsqueeze(op.Cast(op.Gather(tops, level), to=1), op.Constant(value_ints=[2]))
     left = op.Unsqueeze(op.Cast(op.Gather(lefts, level), to=1), op.Constant(value_ints=[2]))
-    y = y1 * scale + op.Max((y2 - y1) * scale, one) * fractions
-    x = x1 * scale + op.Max((x2 - x1) * scale, one) * fractions
+    shift = op.Cast(op.Constant(value_int=aligned), to=1)
+    far = op.Cast(op.Constant(value_int=inclusive), to=1)
+    least = one - shift
+    y = y1 * scale - shift * 0.5 + op.Max((y2 - far - y1) * scale, least) * fractions
+    x = x1 * scale - shift * 0.5 + op.Max((x2 - far - x1) * scale, least) * fractions
 
     # The same in cells of the mosaic.
     mosaic_height, mosaic_width = op.Cast(total_height, to=1), op.Cast(total_width, to=1)
@@ -164,5 +171,126 @@ def PyramidRoIAlign(  # noqa: N802
     return op.CastLike(op.Transpose(pooled, perm=[0, 2, 1, 3, 4]), feature_0)
 
 
-FUNCTIONS = (NmsKeep, PyramidRoIAlign)
-"""Bodies to attach to a model that holds the nodes."""
+@script(_DOMAIN, default_opset=op)
+def RoIAlignOnMap(  # noqa: N802
+    feature: FLOAT,
+    rois: FLOAT,
+    chosen: BOOL,
+    scale: FLOAT,
+    output_size: int,
+    sampling_ratio: int,
+    aligned: int,
+    inclusive: int,
+) -> FLOAT:
+    """RoIAlign of the chosen RoIs on one map by the standard operator; of the others, zeros.
+
+    feature [B, C, H, W], rois [B, R, 4], chosen [B, R], scale [1] -> [B, R, C, P, P] float32.
+    """
+    half = op.Constant(value_float=0.5)
+    shift = op.Cast(op.Constant(value_int=aligned), to=1)
+    far = op.Cast(op.Constant(value_int=inclusive), to=1)
+    one = op.Constant(value_float=1.0)
+    x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
+    # The operator takes off the half cell again. Unaligned RoIs are widened to a cell before.
+    left, top = x1 * scale + half - half * shift, y1 * scale + half - half * shift
+    width = op.Max((x2 - far - x1) * scale, one - shift)
+    height = op.Max((y2 - far - y1) * scale, one - shift)
+    regions = op.Concat(left, top, left + width, top + height, axis=2)
+    # Of no extent where not chosen, so that adaptive sampling has nothing to do there.
+    columns = op.Unsqueeze(chosen, op.Constant(value_ints=[2]))
+    regions = op.Where(columns, regions, op.Constant(value_float=0.0))
+    batch, count = op.Shape(rois, start=0, end=1), op.Shape(rois, start=1, end=2)
+    indices = op.Range(op.Constant(value_int=0), op.Squeeze(batch), op.Constant(value_int=1))
+    indices = op.Expand(
+        op.Unsqueeze(indices, op.Constant(value_ints=[1])), op.Concat(batch, count, axis=0)
+    )
+    pooled = op.RoiAlign(
+        op.Cast(feature, to=1),
+        op.Reshape(regions, op.Constant(value_ints=[-1, 4])),
+        op.Reshape(indices, op.Constant(value_ints=[-1])),
+        coordinate_transformation_mode="half_pixel",
+        output_height=output_size,
+        output_width=output_size,
+        sampling_ratio=sampling_ratio,
+    )
+    shape = op.Concat(batch, count, op.Shape(pooled, start=1, end=4), axis=0)
+    pooled = op.Reshape(pooled, shape, allowzero=1)
+    planes = op.Unsqueeze(chosen, op.Constant(value_ints=[2, 3, 4]))
+    return op.Where(planes, pooled, op.Constant(value_float=0.0))
+
+
+@script(_DOMAIN, default_opset=op)
+def PyramidRoIAlignAdaptive(  # noqa: N802
+    feature_0: FLOAT,
+    feature_1: FLOAT,
+    feature_2: FLOAT,
+    feature_3: FLOAT,
+    rois: FLOAT,
+    output_size: int,
+    sampling_ratio: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int,
+    canonical_size: float,
+    aligned: int,
+    inclusive: int,
+) -> FLOAT:
+    """RoIAlign with any sampling ratio, level by level.
+
+    feature_l [B, C, H_l, W_l], rois [B, R, 4] -> [B, R, C, P, P].
+    """
+    ln_2 = op.Constant(value_float=_LN_2)
+    scales = op.Constant(value_floats=spatial_scales)
+    x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
+    side = op.Squeeze(op.Sqrt((x2 - x1) * (y2 - y1)), op.Constant(value_ints=[2]))
+    strides_log2 = op.Round(op.Neg(op.Log(scales) / ln_2))
+    scale_0, scale_1, scale_2, scale_3 = op.Split(scales, num_outputs=4, axis=0)
+    level_0, level_1, level_2, level_3 = op.Split(strides_log2, num_outputs=4, axis=0)
+    canonical = op.Cast(op.Constant(value_int=canonical_level), to=1)
+    relative = op.Log(side / op.Constant(value_float=canonical_size)) / ln_2
+    level = op.Max(op.Min(op.Floor(canonical + relative + 1e-6), level_3), level_0)
+    pooled_0 = RoIAlignOnMap(feature_0, rois, level == level_0, scale_0, output_size,
+                             sampling_ratio, aligned, inclusive)  # fmt: skip
+    pooled_1 = RoIAlignOnMap(feature_1, rois, level == level_1, scale_1, output_size,
+                             sampling_ratio, aligned, inclusive)  # fmt: skip
+    pooled_2 = RoIAlignOnMap(feature_2, rois, level == level_2, scale_2, output_size,
+                             sampling_ratio, aligned, inclusive)  # fmt: skip
+    pooled_3 = RoIAlignOnMap(feature_3, rois, level == level_3, scale_3, output_size,
+                             sampling_ratio, aligned, inclusive)  # fmt: skip
+    return op.CastLike(pooled_0 + pooled_1 + pooled_2 + pooled_3, feature_0)
+
+
+@script(_DOMAIN, default_opset=op)
+def SingleMapRoIAlign(  # noqa: N802
+    feature: FLOAT,
+    rois: FLOAT,
+    output_size: int,
+    sampling_ratio: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int,
+    canonical_size: float,
+    aligned: int,
+    inclusive: int,
+) -> FLOAT:
+    """RoIAlign where there is but one map.
+
+    feature [B, C, H, W], rois [B, R, 4] -> [B, R, C, P, P].
+    """
+    scale = op.Constant(value_floats=spatial_scales)
+    chosen = op.ReduceMax(op.Abs(rois), op.Constant(value_ints=[2]), keepdims=0) >= 0.0
+    pooled = RoIAlignOnMap(feature, rois, chosen, scale, output_size,
+                           sampling_ratio, aligned, inclusive)  # fmt: skip
+    return op.CastLike(pooled, feature)
+
+
+def functions_for(config: ModelConfig) -> list[onnx.FunctionProto]:
+    """Bodies of the custom nodes in a model of this configuration."""
+    if config.backbone.features != "fpn":
+        pooling = [SingleMapRoIAlign, RoIAlignOnMap]
+    elif config.roi.sampling_ratio == 0:
+        pooling = [PyramidRoIAlignAdaptive, RoIAlignOnMap]
+    else:
+        pooling = [PyramidRoIAlign]
+    bodies = [function.to_function_proto() for function in (NmsKeep, *pooling)]
+    # The node has one name, whichever of its bodies suits it.
+    bodies[1].name = PyramidRoIAlign.name
+    return bodies

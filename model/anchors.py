@@ -1,4 +1,4 @@
-"""Anchor boxes of a feature pyramid."""
+"""Anchor boxes on the cells of one map or of a feature pyramid."""
 
 from collections.abc import Sequence
 
@@ -8,35 +8,77 @@ from torch import Tensor
 from .config import AnchorConfig
 
 
-def cell_anchors(config: AnchorConfig) -> Tensor:
-    """Anchors around the origin: [L, A, 4] float32, xyxy, rounded to whole pixels."""
-    ratios = torch.tensor(config.aspect_ratios).sqrt()
-    half_sides = torch.stack([1 / ratios, ratios], dim=1) / 2
-    half_sides = half_sides * torch.tensor(config.sizes)[:, None, None]
-    return torch.cat([-half_sides, half_sides], dim=2).round()
+def cell_anchors(config: AnchorConfig, strides: Sequence[int]) -> Tensor:
+    """Anchors around the corner of a cell: [L, A, 4] float32, xyxy.
+
+    Args:
+        config: sizes, one a level of a pyramid or all on one map, and the convention.
+        strides: input pixels a cell of each of L maps.
+    """
+    sizes = [config.sizes] if len(strides) == 1 else [(size,) for size in config.sizes]
+    return torch.stack(
+        [_anchors_of_map(own, config, stride) for own, stride in zip(sizes, strides, strict=True)]
+    )
 
 
-def pyramid_anchors(
-    cell_anchors: Tensor, input_size: tuple[int, int], grid_sizes: Sequence[tuple[int, int]]
+def _anchors_of_map(sizes: Sequence[float], config: AnchorConfig, stride: int) -> Tensor:
+    sizes_S, ratios = torch.tensor(sizes), torch.tensor(config.aspect_ratios)
+    if config.convention == "legacy":
+        # Girshick's Faster R-CNN rounds the sides of a cell-sized anchor, and then enlarges it.
+        widths_R = (stride**2 / ratios).sqrt().round()
+        sides_R2 = torch.stack([widths_R, (widths_R * ratios).round()], dim=1) / stride
+        center = stride / 2
+    else:
+        sides_R2 = torch.stack([1 / ratios.sqrt(), ratios.sqrt()], dim=1)
+        center = 0.0
+    sides_RS2 = sides_R2[:, None] * sizes_S[:, None]
+    if config.convention == "detectron2":
+        sides_RS2 = sides_RS2.transpose(0, 1)
+    half_sides = sides_RS2.flatten(0, 1) / 2
+    anchors = torch.cat([center - half_sides, center + half_sides], dim=1)
+    return anchors.round() if config.convention == "torchvision" else anchors
+
+
+def grid_steps(
+    config: AnchorConfig,
+    strides: Sequence[int],
+    input_size: tuple[int, int],
+    grid_sizes: Sequence[tuple[int, int]],
+) -> list[tuple[int, int]]:
+    """Pixels from cell to cell, down and across, of every map.
+
+    By torchvision's convention they are the input size over the grid size, rounded down: for
+    inputs that do not divide by 64 the coarsest level is a little denser than nominal.
+
+    Args:
+        config: the convention.
+        strides: nominal pixels a cell of each map.
+        input_size: (H, W) of the padded input in pixels.
+        grid_sizes: (H_l, W_l) of each map.
+    """
+    if config.convention != "torchvision":
+        return [(stride, stride) for stride in strides]
+    return [(input_size[0] // rows, input_size[1] // columns) for rows, columns in grid_sizes]
+
+
+def grid_anchors(
+    cell_anchors: Tensor, steps: Sequence[tuple[int, int]], grid_sizes: Sequence[tuple[int, int]]
 ) -> list[Tensor]:
-    """Anchors of every level, in the order of the region proposal network's outputs.
-
-    The stride is the input size over the grid size, rounded down, as in torchvision: for inputs
-    that do not divide by 64 the coarsest level is a little denser than nominal.
+    """Anchors of every map, in the order of the region proposal network's outputs.
 
     Args:
         cell_anchors: [L, A, 4].
-        input_size: (H, W) of the padded input in pixels.
-        grid_sizes: (H_l, W_l) of each level's features.
+        steps: pixels from cell to cell, down and across, of each map.
+        grid_sizes: (H_l, W_l) of each map.
 
     Returns:
-        a [H_l * W_l * A, 4] tensor a level, xyxy in input pixels, not clipped.
+        a [H_l * W_l * A, 4] tensor a map, xyxy in input pixels, not clipped.
     """
     anchors = []
-    for level_anchors, (rows, columns) in zip(cell_anchors, grid_sizes, strict=True):
-        y = torch.arange(rows, device=cell_anchors.device) * (input_size[0] // rows)
-        x = torch.arange(columns, device=cell_anchors.device) * (input_size[1] // columns)
+    for own, (down, across), (rows, columns) in zip(cell_anchors, steps, grid_sizes, strict=True):
+        y = torch.arange(rows, device=cell_anchors.device) * down
+        x = torch.arange(columns, device=cell_anchors.device) * across
         shift_y, shift_x = torch.meshgrid(y, x, indexing="ij")
         shifts = torch.stack([shift_x, shift_y, shift_x, shift_y], dim=-1)
-        anchors.append((shifts[:, :, None] + level_anchors).reshape(-1, 4))
+        anchors.append((shifts[:, :, None] + own).reshape(-1, 4))
     return anchors

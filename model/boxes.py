@@ -31,20 +31,24 @@ def pairwise_iou(boxes: Tensor, others: Tensor) -> Tensor:
     return torch.where(union > 0, intersection / union, 0)
 
 
-def clip_boxes(boxes: Tensor, image_sizes: Tensor) -> Tensor:
+def clip_boxes(boxes: Tensor, image_sizes: Tensor, *, inclusive: bool = False) -> Tensor:
     """Move corners outside an image onto its border.
 
     Args:
         boxes: [B, K, 4].
         image_sizes: [B, 2], height and width in pixels.
+        inclusive: a box keeps at least the border's pixel, as where far edges are pixels.
     """
-    limits = image_sizes.flip(1).repeat(1, 2)[:, None].to(boxes.dtype)
-    return torch.minimum(boxes.clamp(min=0), limits)
+    least = float(inclusive)
+    lower = boxes.new_tensor([0.0, 0.0, least, least])
+    upper = image_sizes.flip(1).repeat(1, 2)[:, None].to(boxes.dtype) - lower.flip(0)
+    return torch.minimum(torch.maximum(boxes, lower), upper)
 
 
 def larger_than(boxes: Tensor, side: float) -> Tensor:
-    """Which boxes [..., 4] are at least `side` pixels wide and high: [...] bool."""
-    return ((boxes[..., 2:] - boxes[..., :2]) >= side).all(dim=-1)
+    """Which boxes [..., 4] have area, and at least `side` pixels a side: [...] bool."""
+    sides = boxes[..., 2:] - boxes[..., :2]
+    return ((sides >= side) & (sides > 0)).all(dim=-1)
 
 
 def deltas_from_boxes(boxes: Tensor, references: Tensor, weights: DeltaWeights) -> Tensor:

@@ -15,8 +15,6 @@ LOSS_NAMES = (
 )
 """torchvision's names, in the order of `LossTerms`."""
 
-_SMOOTH_L1_BETA = 1 / 9
-
 
 class LossTerms(NamedTuple):
     """The five losses before averaging, in the order of `LOSS_NAMES`."""
@@ -31,10 +29,10 @@ class LossTerms(NamedTuple):
         return self.sums / (self.counts if counts is None else counts).clamp(min=1)
 
 
-def smooth_l1_sum(prediction: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Smooth L1 of [..., 4] deltas, summed where the mask [...] holds.
+def smooth_l1_sum(prediction: Tensor, target: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """Smooth L1 of [..., 4] deltas, linear from `beta` on, summed where the mask [...] holds.
 
     Outside the mask targets may be infinite or NaN: they touch neither loss nor gradient.
     """
     target = torch.where(mask[..., None], target, prediction.detach())
-    return F.smooth_l1_loss(prediction, target, beta=_SMOOTH_L1_BETA, reduction="sum")
+    return F.smooth_l1_loss(prediction, target, beta=beta, reduction="sum")

@@ -1,4 +1,4 @@
-"""Mask R-CNN (He et al., 2017) over a feature pyramid, as fixed shapes for a whole batch.
+"""Mask R-CNN (He et al., 2017) as fixed shapes for a whole batch.
 
 Nothing between images and detections waits for the device, loops over images or has a shape that
 depends on what is seen. Given the same weights it computes what torchvision's
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .backbone import build_backbone
+from .backbone import Backbone
 from .config import ModelConfig
 from .losses import LossTerms
 from .roi_heads import RoiHeads
@@ -42,9 +42,9 @@ class MaskRCNN(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.backbone = build_backbone(config.backbone)
-        self.rpn = RegionProposalNetwork(config)
-        self.roi_heads = RoiHeads(config)
+        self.backbone = Backbone(config.backbone)
+        self.rpn = RegionProposalNetwork(config, self.backbone.out_channels)
+        self.roi_heads = RoiHeads(config, self.backbone.out_channels)
         self.register_buffer("pixel_mean", torch.tensor(config.pixel_mean), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(config.pixel_std), persistent=False)
 
@@ -90,17 +90,12 @@ class MaskRCNN(nn.Module):
             rois = self.roi_heads.sample(proposals, targets, seeds)
         classification, regression, mask = self.roi_heads.losses(features, rois, targets)
         sums = torch.stack([objectness, rpn_regression, classification, regression, mask])
-        num_rois, pixels = rois.chosen.sum(), rois.positive.sum() * self.mask_side**2
+        num_rois, pixels = rois.chosen.sum(), rois.positive.sum() * self.config.mask_side**2
         counts = torch.stack([num_anchors, num_anchors, num_rois, num_rois, pixels])
         return LossTerms(sums, counts.float())
 
-    @property
-    def mask_side(self) -> int:
-        """Side M of a mask in cells."""
-        return 2 * self.config.roi.mask_pool
-
     def _features(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
-        """Pyramid of the normalised images, zero outside them, finest level first."""
+        """Maps of the normalised images, zero outside them, finest first."""
         mean, std = (x.float()[:, None, None] for x in (self.pixel_mean, self.pixel_std))
         height, width = image_sizes[:, :, None, None].unbind(dim=1)
         rows = torch.arange(images.shape[2], device=images.device)[:, None]
@@ -109,8 +104,8 @@ class MaskRCNN(nn.Module):
         normalised = torch.where(inside, (images.float() - mean) / std, 0)
         dtype = self.rpn.head.cls_logits.weight.dtype
         memory_format = torch.channels_last if self._is_channels_last() else torch.contiguous_format
-        features = self.backbone(normalised.to(dtype, memory_format=memory_format))
-        return list(features.values())
+        features: list[Tensor] = self.backbone(normalised.to(dtype, memory_format=memory_format))
+        return features
 
     def _is_channels_last(self) -> bool:
         weight: Tensor = self.backbone.body.conv1.weight

@@ -6,16 +6,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.faster_rcnn import (
+    FastRCNNConvFCHead,
+    FastRCNNPredictor,
+    TwoMLPHead,
+)
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads
 from torchvision.ops import roi_align
 
 from ..plugins.nms_keep import nms_keep
 from ..plugins.pyramid_roi_align import pyramid_roi_align
 from ..plugins.stable_top_k import stable_top_k
-from .backbone import PYRAMID_SCALES
+from .backbone import feature_strides, norm_layer, residual_network
 from .boxes import DeltaWeights, boxes_from_deltas, clip_boxes, deltas_from_boxes, larger_than
-from .config import ModelConfig
+from .config import ModelConfig, RoiConfig
 from .losses import smooth_l1_sum
 from .matching import match_candidates
 from .rpn import Proposals
@@ -23,7 +27,6 @@ from .selection import random_keys, sample_candidates, take_rows
 from .targets import Targets
 
 DELTA_WEIGHTS = DeltaWeights(center=10.0, size=5.0)
-_MIN_SIDE = 1e-2
 _SAMPLING_STREAM = 2
 # The level of stride 16, where RoIs of canonical size belong.
 _CANONICAL_LEVEL = 4
@@ -81,28 +84,50 @@ class MaskPredictor(nn.Module):
 
 
 class RoiHeads(nn.Module):
-    """Classifies and refines proposals, and draws the masks of what was found."""
+    """Classifies and refines proposals, and draws the masks of what was found.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `shared_head` computes what box and mask head have in common: with C4 features the fifth stage
+    of the residual network, else nothing.
+    """
+
+    def __init__(self, config: ModelConfig, channels: int) -> None:
+        """Make the heads for features of so many channels."""
         super().__init__()
         self.config = roi = config.roi
-        channels, outputs = config.backbone.fpn_channels, config.num_classes + 1
-        self.box_head = TwoMLPHead(channels * roi.box_pool**2, roi.box_head_dim)
-        self.box_predictor = FastRCNNPredictor(roi.box_head_dim, outputs)
-        self.mask_head = MaskRCNNHeads(channels, [roi.mask_head_dim] * roi.mask_head_depth, 1)
-        self.mask_predictor = MaskPredictor(roi.mask_head_dim, roi.mask_head_dim, outputs)
+        self._inclusive = config.inclusive_boxes
+        self._scales = tuple(1 / stride for stride in feature_strides(config.backbone)[:4])
+        outputs = config.num_classes + 1
+        if config.backbone.features == "c4":
+            self.shared_head = residual_network(config.backbone).layer4
+            self.shared_head.requires_grad_(config.backbone.frozen_stages < 5)
+            box_dim = mask_dim = 2 * channels
+            box_head: nn.Module = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            mask_head: nn.Module = nn.Identity()
+        else:
+            self.shared_head = nn.Identity()
+            box_dim, mask_dim = roi.box_head_dim, roi.mask_head_dim
+            box_head = _box_head(roi, channels)
+            mask_dims = [mask_dim] * roi.mask_head_depth
+            mask_head = MaskRCNNHeads(channels, mask_dims, 1, norm_layer(roi.head_norm))
+        self.box_head = box_head
+        self.box_predictor = FastRCNNPredictor(box_dim, outputs)
+        self.mask_head = mask_head
+        self.mask_predictor = MaskPredictor(mask_dim, roi.mask_head_dim, outputs)
 
     def _pool(self, features: Sequence[Tensor], boxes: Tensor, size: int) -> Tensor:
         pooled: Tensor = pyramid_roi_align(
-            features[: len(PYRAMID_SCALES)],
+            features[: len(self._scales)],
             boxes,
             size,
             self.config.sampling_ratio,
-            PYRAMID_SCALES,
+            self._scales,
             _CANONICAL_LEVEL,
             self.config.canonical_size,
+            self.config.aligned,
+            self._inclusive,
         )
-        return pooled.flatten(0, 1)
+        shared: Tensor = self.shared_head(pooled.flatten(0, 1))
+        return shared
 
     def _predict_boxes(self, features: Sequence[Tensor], boxes: Tensor) -> tuple[Tensor, Tensor]:
         """Class logits [B, R, C + 1] and deltas [B, R, C + 1, 4] of boxes [B, R, 4]."""
@@ -125,8 +150,8 @@ class RoiHeads(nn.Module):
         rois, labels = indices // classes, indices % classes + 1
         chosen_deltas = take_rows(deltas.flatten(1, 2), rois * (classes + 1) + labels)
         boxes = boxes_from_deltas(chosen_deltas, take_rows(proposals.boxes, rois), DELTA_WEIGHTS)
-        boxes = clip_boxes(boxes, image_sizes)
-        valid = (scores > 0) & larger_than(boxes, _MIN_SIDE)
+        boxes = clip_boxes(boxes, image_sizes, inclusive=self._inclusive)
+        valid = (scores > 0) & larger_than(boxes, config.min_side)
         keep = nms_keep(boxes, torch.where(valid, labels, -1), config.nms_iou)
         scores, kept = stable_top_k(torch.where(keep, scores, -1.0), config.max_detections)
         valid = scores > 0
@@ -178,7 +203,7 @@ class RoiHeads(nn.Module):
         own_deltas = deltas.gather(2, rois.labels[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
         matched = take_rows(targets.boxes, rois.targets)
         wanted = deltas_from_boxes(matched, rois.boxes, DELTA_WEIGHTS)
-        regression = smooth_l1_sum(own_deltas, wanted, rois.positive)
+        regression = smooth_l1_sum(own_deltas, wanted, rois.positive, self.config.smooth_l1_beta)
         return classification, regression, self._mask_loss(features, rois, targets)
 
     def _mask_loss(
@@ -187,7 +212,10 @@ class RoiHeads(nn.Module):
         slots = self.mask_slots(rois)
         boxes, labels, matched, positive = (x[:, :slots] for x in rois[:4])
         logits = self.draw_masks(features, boxes, labels)
-        wanted = mask_targets(targets.masks, boxes, matched, logits.shape[-1])
+        owner = None if self.config.mask_crop_size is None else take_rows(targets.boxes, matched)
+        regions = boxes if owner is None else _regions_of_crops(boxes, owner, targets.masks)
+        regions = torch.where(positive[..., None], regions, 0)
+        wanted = mask_targets(targets.masks, regions, matched, logits.shape[-1])
         return F.binary_cross_entropy_with_logits(
             logits, wanted, weight=positive.float()[..., None, None], reduction="sum"
         )
@@ -199,12 +227,26 @@ class RoiHeads(nn.Module):
         return min(limit, rois.labels.shape[1])
 
 
+def _box_head(config: RoiConfig, channels: int) -> nn.Module:
+    side, dim = config.box_pool, config.box_head_dim
+    if not config.box_head_convs:
+        return TwoMLPHead(channels * side**2, dim)
+    convs = [channels] * config.box_head_convs
+    return FastRCNNConvFCHead((channels, side, side), convs, [dim], norm_layer(config.head_norm))
+
+
+def _regions_of_crops(boxes: Tensor, owners: Tensor, crops: Tensor) -> Tensor:
+    """Boxes [B, K, 4] in pixels of crops [B, G, S, S] of their owners [B, K, 4]."""
+    origins, sides = owners[..., :2], owners[..., 2:] - owners[..., :2]
+    return (boxes - origins.repeat(1, 1, 2)) / sides.repeat(1, 1, 2) * crops.shape[-1]
+
+
 def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
     """Ground-truth masks within RoIs, resampled as torchvision does: averages in 0..1.
 
     Args:
         masks: [B, G, H, W] uint8.
-        boxes: [B, K, 4], RoIs in input pixels.
+        boxes: [B, K, 4], RoIs in pixels of the masks.
         matched: [B, K] int64, the ground-truth mask of each.
         side: M.
 

@@ -1,4 +1,4 @@
-"""Region proposal network (Ren et al., Faster R-CNN) over a feature pyramid, for whole batches."""
+"""Region proposal network (Ren et al., Faster R-CNN) for whole batches."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,8 @@ from torchvision.models.detection.rpn import RPNHead
 
 from ..plugins.nms_keep import nms_keep
 from ..plugins.stable_top_k import stable_top_k
-from .anchors import cell_anchors, pyramid_anchors
+from .anchors import cell_anchors, grid_anchors, grid_steps
+from .backbone import feature_strides
 from .boxes import DeltaWeights, boxes_from_deltas, clip_boxes, deltas_from_boxes, larger_than
 from .config import ModelConfig
 from .losses import smooth_l1_sum
@@ -19,7 +20,6 @@ from .selection import random_keys, sample_candidates, take_rows
 from .targets import Targets
 
 DELTA_WEIGHTS = DeltaWeights(center=1.0, size=1.0)
-_MIN_SIDE = 1e-3
 _SAMPLING_STREAM = 1
 
 
@@ -33,7 +33,7 @@ class Proposals(NamedTuple):
 
 
 class RpnOutputs(NamedTuple):
-    """What the head says of every anchor, by pyramid level."""
+    """What the head says of every anchor, by map."""
 
     anchors: list[Tensor]
     """[N_l, 4]."""
@@ -48,20 +48,25 @@ class RegionProposalNetwork(nn.Module):
 
     cell_anchors: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, channels: int) -> None:
+        """Make the network for features of so many channels."""
         super().__init__()
         self.config = config.rpn
-        self.register_buffer("cell_anchors", cell_anchors(config.anchors), persistent=False)
-        self.head = RPNHead(config.backbone.fpn_channels, len(config.anchors.aspect_ratios))
+        self._anchor_config = config.anchors
+        self._inclusive = config.inclusive_boxes
+        self._strides = feature_strides(config.backbone)
+        cells = cell_anchors(config.anchors, self._strides)
+        self.register_buffer("cell_anchors", cells, persistent=False)
+        self.head = RPNHead(channels, cells.shape[1], config.rpn.conv_depth)
 
     def forward(self, features: Sequence[Tensor], input_size: tuple[int, int]) -> RpnOutputs:
         """Outputs of [B, C, H_l, W_l] features of a padded input of (H, W) pixels."""
         logits, deltas = self.head(list(features))
         batch = features[0].shape[0]
         grid_sizes = [(f.shape[2], f.shape[3]) for f in features]
-        anchors = pyramid_anchors(self.cell_anchors, input_size, grid_sizes)
+        steps = grid_steps(self._anchor_config, self._strides, input_size, grid_sizes)
         return RpnOutputs(
-            anchors,
+            grid_anchors(self.cell_anchors, steps, grid_sizes),
             [x.permute(0, 2, 3, 1).reshape(batch, -1).float() for x in logits],
             [
                 x.unflatten(1, (-1, 4)).permute(0, 3, 4, 1, 2).reshape(batch, -1, 4).float()
@@ -98,8 +103,8 @@ class RegionProposalNetwork(nn.Module):
         boxes = boxes_from_deltas(
             take_rows(deltas.detach(), indices), anchors[indices], DELTA_WEIGHTS
         )
-        boxes = clip_boxes(boxes, image_sizes)
-        scores = torch.where(larger_than(boxes, _MIN_SIDE), scores, -torch.inf)
+        boxes = clip_boxes(boxes, image_sizes, inclusive=self._inclusive)
+        scores = torch.where(larger_than(boxes, self.config.min_side), scores, -torch.inf)
         missing = width - scores.shape[1]
         return F.pad(boxes, (0, 0, 0, missing)), F.pad(scores, (0, missing), value=-torch.inf)
 
@@ -129,5 +134,6 @@ class RegionProposalNetwork(nn.Module):
             take_rows(deltas, sample.indices),
             deltas_from_boxes(matched, anchors[sample.indices], DELTA_WEIGHTS),
             sample.positive,
+            self.config.smooth_l1_beta,
         )
         return objectness, regression, sample.chosen.sum()

@@ -3,8 +3,8 @@
 Contract, held by every implementation: the level of a RoI of width w and height h is
 `floor(canonical_level + log2(sqrt(w h) / canonical_size) + 1e-6)`, clamped to the levels given
 (Lin et al., Feature Pyramid Networks, eq. 1); features come finest first. Pooling is RoIAlign
-(He et al., Mask R-CNN) without the half-pixel shift, that is torchvision's `aligned=False`: a RoI
-counts as at least one feature cell wide and high.
+(He et al., Mask R-CNN) as torchvision defines it: unaligned, a RoI counts as at least one feature
+cell wide and high; aligned, coordinates are shifted by half a cell, and it does not.
 """
 
 import math
@@ -27,6 +27,8 @@ def pyramid_roi_align(
     spatial_scales: Sequence[float],
     canonical_level: int,
     canonical_size: float,
+    aligned: bool,
+    inclusive: bool,
 ) -> Tensor:
     """Pooled features of every RoI.
 
@@ -34,22 +36,27 @@ def pyramid_roi_align(
         features: a [B, C, H_l, W_l] tensor a level, finest first; floating point.
         rois: [B, R, 4] float32, xyxy in input pixels.
         output_size: side P of the pooled square.
-        sampling_ratio: bilinear samples a cell and axis.
+        sampling_ratio: bilinear samples a cell and axis; 0, as many as the cell spans features.
         spatial_scales: feature cells an input pixel, one a level; powers of two.
         canonical_level: log2 of the stride of the level that holds RoIs of canonical size.
         canonical_size: side of such a RoI in input pixels.
+        aligned: shift by half a cell.
+        inclusive: pool from `x1, y1` to `x2 - 1, y2 - 1`, the far pixels' near edges, as legacy
+            implementations do; the level is that of the whole RoI.
 
     Returns:
         [B, R, C, P, P], of the features' dtype.
     """
     levels = roi_levels(rois, spatial_scales, canonical_level, canonical_size).flatten()
-    indexed = _indexed_rois(rois)
+    indexed = _indexed_rois(rois, inclusive)
     pooled = rois.new_zeros(levels.numel(), features[0].shape[1], output_size, output_size)
     for level, (feature, scale) in enumerate(zip(features, spatial_scales, strict=True)):
         members = _members_of_level(levels, level)
-        aligned = roi_align(feature.float(), indexed[members], output_size, scale, sampling_ratio)
+        own = roi_align(
+            feature.float(), indexed[members], output_size, scale, sampling_ratio, aligned
+        )
         # On a GPU `members` is everything, and the mask drops what belongs to other levels.
-        pooled[members] += aligned * (levels[members] == level)[:, None, None, None]
+        pooled[members] += own * (levels[members] == level)[:, None, None, None]
     return pooled.to(features[0].dtype).view(*rois.shape[:2], *pooled.shape[1:])
 
 
@@ -71,10 +78,12 @@ def pyramid_roi_align_backward(
     spatial_scales: Sequence[float],
     canonical_level: int,
     canonical_size: float,
+    aligned: bool,
+    inclusive: bool,
 ) -> list[Tensor]:
     """Gradients of the features, each like its level, from that of the pooled ones."""
     levels = roi_levels(rois, spatial_scales, canonical_level, canonical_size).flatten()
-    indexed = _indexed_rois(rois)
+    indexed = _indexed_rois(rois, inclusive)
     grad = grad.flatten(0, 1).float()
     gradients = []
     for level, (feature, scale) in enumerate(zip(features, spatial_scales, strict=True)):
@@ -82,7 +91,7 @@ def pyramid_roi_align_backward(
         masked = grad[members] * (levels[members] == level)[:, None, None, None]
         gradient = _roi_align_backward(
             masked.contiguous(), indexed[members], scale, output_size, output_size,
-            *feature.shape, sampling_ratio, False,
+            *feature.shape, sampling_ratio, aligned,
         )  # fmt: skip
         gradients.append(gradient.to(feature.dtype))
     return gradients
@@ -101,7 +110,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rois, *features = ctx.saved_tensors
     gradients = pyramid_roi_align_backward(grad, features, rois, *ctx.attributes)
-    return gradients, None, None, None, None, None, None
+    return gradients, *([None] * (1 + len(ctx.attributes)))
 
 
 pyramid_roi_align.register_autograd(_backward, setup_context=_setup_context)
@@ -119,12 +128,12 @@ def roi_levels(
     return (level.clamp(finest, coarsest) - finest).to(torch.int64)
 
 
-def _indexed_rois(rois: Tensor) -> Tensor:
+def _indexed_rois(rois: Tensor, inclusive: bool) -> Tensor:
     """[B, R, 4] to torchvision's [B R, 5], whose first column is the image."""
     images = torch.arange(rois.shape[0], dtype=rois.dtype, device=rois.device)
-    return torch.cat([images[:, None, None].expand(-1, rois.shape[1], 1), rois], dim=2).flatten(
-        0, 1
-    )
+    images = images[:, None, None].expand(-1, rois.shape[1], 1)
+    near, far = rois[..., :2], rois[..., 2:] - float(inclusive)
+    return torch.cat([images, near, far], dim=2).flatten(0, 1)
 
 
 def _members_of_level(levels: Tensor, level: int) -> Tensor | slice:

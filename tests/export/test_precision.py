@@ -10,7 +10,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from maskrcnn_trt.export.precision import fold_batch_norms
 from maskrcnn_trt.export.verify import verify_bundle
-from maskrcnn_trt.model.backbone import build_backbone
+from maskrcnn_trt.model.backbone import Backbone
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.model.config import BackboneConfig
 from maskrcnn_trt.model.manifest import read_manifest
@@ -22,7 +22,7 @@ def backbone_with_statistics(norm: Norm) -> nn.Module:
     """A backbone whose norms have seen something, and so are not the identity."""
     torch.manual_seed(0)
     config = BackboneConfig(name="resnet18", norm=norm, frozen_stages=0, fpn_channels=32)
-    backbone = build_backbone(config).eval()
+    backbone = Backbone(config).eval()
     for module in backbone.modules():
         if isinstance(module, nn.BatchNorm2d | FrozenBatchNorm2d):
             for name in ("weight", "bias", "running_mean", "running_var"):
@@ -36,9 +36,9 @@ def test_folding_leaves_the_features_equal(norm: Norm) -> None:
     backbone, images = backbone_with_statistics(norm), torch.randn(2, 3, 64, 64)
     expected = backbone(images)
     fold_batch_norms(backbone)
-    for name, features in backbone(images).items():
-        scale = expected[name].abs().max()
-        torch.testing.assert_close(features / scale, expected[name] / scale, atol=1e-4, rtol=0)
+    for features, wanted in zip(backbone(images), expected, strict=True):
+        scale = wanted.abs().max()
+        torch.testing.assert_close(features / scale, wanted / scale, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("norm", "is_left"), [("frozen_bn", False), ("bn", False), ("gn", True)])

@@ -3,7 +3,7 @@ import torch
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 
-from maskrcnn_trt.model.anchors import cell_anchors, pyramid_anchors
+from maskrcnn_trt.model.anchors import cell_anchors, grid_anchors, grid_steps
 from maskrcnn_trt.model.config import AnchorConfig
 
 CONFIGS = {
@@ -24,7 +24,9 @@ def test_anchors_equal_torchvisions(config: AnchorConfig, size: tuple[int, int])
     grids = [(-(-size[0] // stride), -(-size[1] // stride)) for stride in (4, 8, 16, 32, 64)]
     images = ImageList(torch.zeros(1, 3, *size), [size])
     (expected,) = generator(images, [torch.zeros(1, 1, *grid) for grid in grids])
-    anchors = pyramid_anchors(cell_anchors(config), size, grids)
+    strides = (4, 8, 16, 32, 64)
+    steps = grid_steps(config, strides, size, grids)
+    anchors = grid_anchors(cell_anchors(config, strides), steps, grids)
     assert [len(level) for level in anchors] == [
         rows * columns * len(config.aspect_ratios) for rows, columns in grids
     ]

@@ -3,20 +3,22 @@ from typing import Literal
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops import FrozenBatchNorm2d
 
-from maskrcnn_trt.model.backbone import build_backbone
+from maskrcnn_trt.model.backbone import Backbone, residual_network
 from maskrcnn_trt.model.config import BackboneConfig
 
 Name = Literal["resnet18", "resnet50", "resnet101"]
+NORMS = {"frozen_bn": FrozenBatchNorm2d, "bn": nn.BatchNorm2d, "gn": nn.GroupNorm}
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101"])
 @pytest.mark.parametrize("frozen_stages", [0, 1, 2, 3, 5])
 def test_parameters_and_what_is_frozen_are_torchvisions(name: Name, frozen_stages: int) -> None:
     with torch.device("meta"):
-        ours = build_backbone(BackboneConfig(name=name, frozen_stages=frozen_stages))
+        ours = Backbone(BackboneConfig(name=name, frozen_stages=frozen_stages))
         theirs = resnet_fpn_backbone(
             backbone_name=name,
             weights=None,
@@ -31,27 +33,90 @@ def test_parameters_and_what_is_frozen_are_torchvisions(name: Name, frozen_stage
     ]
 
 
-@pytest.mark.parametrize(
-    ("norm", "kind", "in_pyramid"),
-    [
-        ("frozen_bn", FrozenBatchNorm2d, False),
-        ("bn", nn.BatchNorm2d, True),
-        ("gn", nn.GroupNorm, True),
-    ],
-)
-def test_every_norm_builds_and_runs(
-    norm: Literal["frozen_bn", "bn", "gn"], kind: type[nn.Module], in_pyramid: bool
-) -> None:
-    backbone = build_backbone(
-        BackboneConfig(name="resnet18", norm=norm, frozen_stages=0, fpn_channels=32)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("fpn_norm", ["none", "bn", "gn"])
+def test_every_norm_builds_and_runs(norm: str, fpn_norm: str) -> None:
+    backbone = Backbone(
+        BackboneConfig(
+            name="resnet18", norm=norm, fpn_norm=fpn_norm, frozen_stages=0, fpn_channels=32
+        )
     )
-    kinds = (FrozenBatchNorm2d, nn.BatchNorm2d, nn.GroupNorm)
-    norms = [(name, m) for name, m in backbone.named_modules() if isinstance(m, kinds)]
-    assert all(isinstance(module, kind) for _, module in norms)
-    assert any(name.startswith("fpn") for name, _ in norms) == in_pyramid
-    levels = list(backbone(torch.rand(2, 3, 64, 128)).values())
+    assert kinds_of_norms(backbone.body) == {NORMS[norm]}
+    assert kinds_of_norms(backbone.fpn) == ({NORMS[fpn_norm]} if fpn_norm != "none" else set())
+    levels = backbone(torch.rand(2, 3, 64, 128))
     assert [tuple(level.shape) for level in levels] == [
         (2, 32, 64 // stride, 128 // stride) for stride in (4, 8, 16, 32, 64)
     ]
     sum(level.sum() for level in levels).backward()
     assert all(parameter.grad is not None for parameter in backbone.parameters())
+
+
+def kinds_of_norms(module: nn.Module) -> set[type[nn.Module]]:
+    return {type(m) for m in module.modules() if isinstance(m, tuple(NORMS.values()))}
+
+
+@pytest.mark.parametrize(("features", "channels"), [("c4", 1024), ("c5", 2048)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_without_pyramid_there_is_one_map_of_stride_16(
+    features: str, channels: int, norm: str
+) -> None:
+    backbone = Backbone(BackboneConfig(features=features, norm=norm)).eval()
+    with torch.inference_mode():
+        (only,) = backbone(torch.rand(2, 3, 64, 128))
+    assert only.shape == (2, channels, 4, 8)
+    assert backbone.out_channels == channels
+    assert ("layer4" in backbone.body) == (features == "c5")
+
+
+def test_every_block_of_the_dilated_stage_looks_two_cells_far() -> None:
+    torch.manual_seed(0)
+    stage = residual_network(BackboneConfig(features="c5")).eval().layer4
+    features = torch.rand(1, 1024, 8, 8)
+    with torch.inference_mode():
+        expected = features
+        for block in stage:
+            hidden = block.bn1(functional.conv2d(expected, block.conv1.weight)).relu()
+            hidden = functional.conv2d(hidden, block.conv2.weight, padding=2, dilation=2)
+            hidden = block.bn3(functional.conv2d(block.bn2(hidden).relu(), block.conv3.weight))
+            shortcut = expected if block.downsample is None else block.downsample(expected)
+            expected = (hidden + shortcut).relu()
+        torch.testing.assert_close(stage(features), expected)
+
+
+def test_stride_is_in_the_first_convolution_where_asked() -> None:
+    """A 1x1 convolution with stride is one without, of every second cell."""
+    torch.manual_seed(0)
+    block = residual_network(BackboneConfig(stride_in_1x1=True)).eval().layer2[0]
+    features = torch.rand(1, 256, 8, 8)
+    with torch.inference_mode():
+        sparse = features[..., ::2, ::2]
+        hidden = block.bn1(functional.conv2d(sparse, block.conv1.weight)).relu()
+        hidden = block.bn2(functional.conv2d(hidden, block.conv2.weight, padding=1)).relu()
+        hidden = block.bn3(functional.conv2d(hidden, block.conv3.weight))
+        shortcut = block.downsample[1](functional.conv2d(sparse, block.downsample[0].weight))
+        torch.testing.assert_close(block(features), (hidden + shortcut).relu())
+
+
+@pytest.mark.parametrize("norm", ["frozen_bn", "bn", "gn"])
+def test_epsilon_of_norms(norm: str) -> None:
+    network = residual_network(BackboneConfig(name="resnet18", norm=norm, norm_eps=0.25))
+    norms = [m for m in network.modules() if isinstance(m, tuple(NORMS.values()))]
+    assert {m.eps for m in norms} == {0.25}
+
+
+def test_statistics_of_frozen_stages_stay() -> None:
+    backbone = Backbone(BackboneConfig(name="resnet18", norm="bn", frozen_stages=2)).train()
+    before = {name: value.clone() for name, value in backbone.named_buffers()}
+    backbone(torch.rand(2, 3, 64, 64))
+    changed = {n for n, value in backbone.named_buffers() if not torch.equal(value, before[n])}
+    assert changed
+    assert all(name.startswith(("body.layer2", "body.layer3", "body.layer4")) for name in changed)
+    assert not any(name.startswith(("body.bn1", "body.layer1")) for name in changed)
+
+
+def test_the_rest_can_be_frozen_later() -> None:
+    backbone = Backbone(BackboneConfig(name="resnet18", norm="bn", frozen_stages=0)).train()
+    backbone.freeze(5)
+    assert not any(parameter.requires_grad for parameter in backbone.body.parameters())
+    assert all(parameter.requires_grad for parameter in backbone.fpn.parameters())
+    assert not any(module.training for module in backbone.body["layer4"].modules())

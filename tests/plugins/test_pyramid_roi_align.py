@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -12,39 +13,66 @@ from onnx import TensorProto, helper
 from torch import Tensor
 from torchvision.ops import MultiScaleRoIAlign
 
-from maskrcnn_trt.export.onnx_functions import PyramidRoIAlign
+from maskrcnn_trt.export.onnx_functions import functions_for
+from maskrcnn_trt.model.config import BackboneConfig, ModelConfig, RoiConfig
 from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
 
 SCALES = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
+SINGLE_SCALE = 1 / 16
 HEIGHT, WIDTH = 192, 256
 CANONICAL_LEVEL, CANONICAL_SIZE = 4, 64.0
-SIDE, RATIO = 3, 2
-
-Pool = Callable[[Sequence[Tensor], Tensor], Tensor]
+SIDE = 3
 
 
-def pool_by_definition(features: Sequence[Tensor], rois: Tensor) -> Tensor:
+class Mode(NamedTuple):
+    """The attributes in which implementations of RoIAlign differ."""
+
+    ratio: int = 2
+    aligned: bool = False
+    inclusive: bool = False
+
+
+DEFAULT = Mode()
+MODES = {
+    "default": DEFAULT,
+    "aligned": Mode(aligned=True),
+    "inclusive": Mode(inclusive=True),
+    "adaptive": Mode(ratio=0),
+    "adaptive, aligned": Mode(ratio=0, aligned=True),
+    "adaptive, inclusive": Mode(ratio=0, inclusive=True),
+}
+
+Pool = Callable[[Sequence[Tensor], Tensor, Mode], Tensor]
+
+
+def pool_by_definition(features: Sequence[Tensor], rois: Tensor, mode: Mode) -> Tensor:
     """The contract word by word: one RoI, cell and sample after the other."""
     batch, count, _ = rois.shape
     pooled = np.zeros((batch, count, features[0].shape[1], SIDE, SIDE))
     for image in range(batch):
         for roi in range(count):
             x1, y1, x2, y2 = rois[image, roi].tolist()
-            level = level_of(x2 - x1, y2 - y1)
+            level = level_of(x2 - x1, y2 - y1) if len(features) > 1 else 0
             feature = features[level][image].double().numpy()
-            scale = SCALES[level]
-            cell_height = max((y2 - y1) * scale, 1) / SIDE
-            cell_width = max((x2 - x1) * scale, 1) / SIDE
+            scale = SCALES[level] if len(features) > 1 else SINGLE_SCALE
+            if mode.inclusive:
+                x2, y2 = x2 - 1, y2 - 1
+            least, shift = (-math.inf, 0.5) if mode.aligned else (1, 0)
+            cell_height = max((y2 - y1) * scale, least) / SIDE
+            cell_width = max((x2 - x1) * scale, least) / SIDE
+            down = mode.ratio or math.ceil(cell_height)
+            across = mode.ratio or math.ceil(cell_width)
             for row, column in np.ndindex(SIDE, SIDE):
                 samples = [
                     bilinear(
                         feature,
-                        y1 * scale + (row + (i + 0.5) / RATIO) * cell_height,
-                        x1 * scale + (column + (j + 0.5) / RATIO) * cell_width,
+                        y1 * scale - shift + (row + (i + 0.5) / down) * cell_height,
+                        x1 * scale - shift + (column + (j + 0.5) / across) * cell_width,
                     )
-                    for i, j in np.ndindex(RATIO, RATIO)
+                    for i, j in np.ndindex(down, across)
                 ]
-                pooled[image, roi, :, row, column] = np.mean(samples, axis=0)
+                if samples:
+                    pooled[image, roi, :, row, column] = np.mean(samples, axis=0)
     return torch.from_numpy(pooled).to(features[0].dtype)
 
 
@@ -69,21 +97,28 @@ def bilinear(feature: np.ndarray, y: float, x: float) -> np.ndarray:
     return (1 - y + top) * upper + (y - top) * lower
 
 
-def pool_by_torch(features: Sequence[Tensor], rois: Tensor) -> Tensor:
-    return pyramid_roi_align(features, rois, SIDE, RATIO, SCALES, CANONICAL_LEVEL, CANONICAL_SIZE)
+def attributes(levels: int, mode: Mode) -> tuple[object, ...]:
+    scales = SCALES if levels > 1 else (SINGLE_SCALE,)
+    level_and_size = CANONICAL_LEVEL, CANONICAL_SIZE
+    return SIDE, mode.ratio, scales, *level_and_size, mode.aligned, mode.inclusive
 
 
-def pool_by_cuda(features: Sequence[Tensor], rois: Tensor) -> Tensor:
+def pool_by_torch(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
+    return pyramid_roi_align(features, rois, *attributes(len(features), mode))
+
+
+def pool_by_cuda(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    return pool_by_torch([feature.cuda() for feature in features], rois.cuda()).cpu()
+    return pool_by_torch([feature.cuda() for feature in features], rois.cuda(), mode).cpu()
 
 
-def pool_by_torchvision(features: Sequence[Tensor], rois: Tensor) -> Tensor:
+def pool_by_torchvision(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
+    assert mode == DEFAULT
     pool = MultiScaleRoIAlign(
         [str(level) for level in range(4)],
         SIDE,
-        RATIO,
+        mode.ratio,
         canonical_scale=int(CANONICAL_SIZE),
         canonical_level=CANONICAL_LEVEL,
     )
@@ -92,26 +127,33 @@ def pool_by_torchvision(features: Sequence[Tensor], rois: Tensor) -> Tensor:
     return pooled.to(features[0].dtype).unflatten(0, rois.shape[:2])
 
 
-def pool_by_onnx(features: Sequence[Tensor], rois: Tensor) -> Tensor:
-    names = [f"feature_{level}" for level in range(4)]
+def pool_by_onnx(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
+    names = [f"feature_{level}" for level in range(len(features))]
     kind = TensorProto.FLOAT16 if features[0].dtype == torch.float16 else TensorProto.FLOAT
+    side, ratio, scales, level, size, aligned, inclusive = attributes(len(features), mode)
     node = helper.make_node(
         "PyramidRoIAlign",
         [*names, "rois"],
         ["pooled"],
         domain="maskrcnn",
-        output_size=SIDE,
-        sampling_ratio=RATIO,
-        spatial_scales=SCALES,
-        canonical_level=CANONICAL_LEVEL,
-        canonical_size=CANONICAL_SIZE,
+        output_size=side,
+        sampling_ratio=ratio,
+        spatial_scales=scales,
+        canonical_level=level,
+        canonical_size=size,
+        aligned=int(aligned),
+        inclusive=int(inclusive),
+    )
+    config = ModelConfig(
+        backbone=BackboneConfig(features="fpn" if len(features) > 1 else "c4"),
+        roi=RoiConfig(sampling_ratio=ratio),
     )
     inputs = [helper.make_tensor_value_info(name, kind, [None] * 4) for name in names]
     inputs.append(helper.make_tensor_value_info("rois", TensorProto.FLOAT, [None, None, 4]))
     output = helper.make_tensor_value_info("pooled", kind, [None] * 5)
     model = helper.make_model(
         helper.make_graph([node], "pool", inputs, [output]),
-        functions=[PyramidRoIAlign.to_function_proto()],
+        functions=functions_for(config),
         opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("maskrcnn", 1)],
         ir_version=10,
     )
@@ -177,10 +219,30 @@ ROIS: dict[str, Tensor] = {
 def test_implementations_pool_the_same(implementation: Pool, case: str, dtype: torch.dtype) -> None:
     rois = ROIS[case]
     features = pyramid(len(rois), dtype)
-    pooled = implementation(features, rois)
+    pooled = implementation(features, rois, DEFAULT)
     assert pooled.dtype == dtype
     tolerance = 1e-4 if dtype == torch.float32 else 4e-3
-    torch.testing.assert_close(pooled, pool_by_definition(features, rois), atol=tolerance, rtol=0)
+    expected = pool_by_definition(features, rois, DEFAULT)
+    torch.testing.assert_close(pooled, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(pool_by_torch, id="torch-cpu"),
+        pytest.param(pool_by_onnx, id="onnx-function"),
+        pytest.param(pool_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("levels", [4, 1], ids=["pyramid", "one map"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ROIS)
+def test_modes_pool_as_defined(implementation: Pool, case: str, mode: str, levels: int) -> None:
+    rois = ROIS[case]
+    features = pyramid(len(rois)) if levels > 1 else pyramid(len(rois))[2:3]
+    pooled = implementation(features, rois, MODES[mode])
+    expected = pool_by_definition(features, rois, MODES[mode])
+    torch.testing.assert_close(pooled, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -220,5 +282,4 @@ def test_gradient_of_half_precision_features_is_of_half_precision() -> None:
 def test_registration_holds(case: str) -> None:
     rois = ROIS[case]
     features = [feature.requires_grad_() for feature in pyramid(len(rois))]
-    arguments = (features, rois, SIDE, RATIO, SCALES, CANONICAL_LEVEL, CANONICAL_SIZE)
-    torch.library.opcheck(pyramid_roi_align, arguments)
+    torch.library.opcheck(pyramid_roi_align, (features, rois, *attributes(4, DEFAULT)))
