@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from .conversion_commands import convert
+
 _MIN_SIDE, _MAX_SIDE = 64, 4096
 
 
@@ -39,6 +41,9 @@ def _classes_from_text(
 @click.group()
 def data() -> None:
     """Make data sets."""
+
+
+data.add_command(convert)
 
 
 @data.command()
