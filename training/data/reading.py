@@ -109,7 +109,7 @@ class BatchReader(Dataset["Batch | DataError"]):
 
     def _sample_from(self, record: ImageRecord, *, flip: bool, seed: int) -> Sample:
         height, width = self._input_size(record)
-        image = resize_image(_read_image(record), height, width)
+        image = resize_image(read_image(record), height, width)
         objects = record.objects if self._training else ()
         source = (record.height, record.width)
         regions = [instance.clipped_box(*source) for instance in objects]
@@ -146,7 +146,7 @@ class BatchReader(Dataset["Batch | DataError"]):
         return buckets.index(smallest_bucket(*self._input_size(record), buckets))
 
 
-def _read_image(record: ImageRecord) -> NDArray[np.uint8]:
+def read_image(record: ImageRecord) -> NDArray[np.uint8]:
     """Pixels `[H, W, 3]` in the orientation that was annotated.
 
     Raises:
