@@ -212,10 +212,12 @@ class RoiHeads(nn.Module):
         slots = self.mask_slots(rois)
         boxes, labels, matched, positive = (x[:, :slots] for x in rois[:4])
         logits = self.draw_masks(features, boxes, labels)
-        owner = None if self.config.mask_crop_size is None else take_rows(targets.boxes, matched)
-        regions = boxes if owner is None else _regions_of_crops(boxes, owner, targets.masks)
-        regions = torch.where(positive[..., None], regions, 0)
-        wanted = mask_targets(targets.masks, regions, matched, logits.shape[-1])
+        if self.config.mask_crop_size is not None:
+            owners = take_rows(targets.boxes, matched)
+            boxes = boxes_within_crops(boxes, owners, self.config.mask_crop_size)
+        # What is no positive has nothing to compare with, and its box may be anywhere.
+        boxes = torch.where(positive[..., None], boxes, 0)
+        wanted = mask_targets(targets.masks, boxes, matched, logits.shape[-1])
         return F.binary_cross_entropy_with_logits(
             logits, wanted, weight=positive.float()[..., None, None], reduction="sum"
         )
@@ -235,17 +237,18 @@ def _box_head(config: RoiConfig, channels: int) -> nn.Module:
     return FastRCNNConvFCHead((channels, side, side), convs, [dim], norm_layer(config.head_norm))
 
 
-def _regions_of_crops(boxes: Tensor, owners: Tensor, crops: Tensor) -> Tensor:
-    """Boxes [B, K, 4] in pixels of crops [B, G, S, S] of their owners [B, K, 4]."""
+def boxes_within_crops(boxes: Tensor, owners: Tensor, side: int) -> Tensor:
+    """Boxes [..., 4] from input pixels to those of S x S crops of their owners [..., 4]."""
     origins, sides = owners[..., :2], owners[..., 2:] - owners[..., :2]
-    return (boxes - origins.repeat(1, 1, 2)) / sides.repeat(1, 1, 2) * crops.shape[-1]
+    corners = boxes.unflatten(-1, (2, 2))
+    return ((corners - origins[..., None, :]) / sides[..., None, :] * side).flatten(-2)
 
 
 def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
     """Ground-truth masks within RoIs, resampled as torchvision does: averages in 0..1.
 
     Args:
-        masks: [B, G, H, W] uint8.
+        masks: [B, G, H, W] uint8, or crops.
         boxes: [B, K, 4], RoIs in pixels of the masks.
         matched: [B, K] int64, the ground-truth mask of each.
         side: M.
