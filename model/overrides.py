@@ -1,0 +1,53 @@
+"""Configuration values set one by one, as in `backbone.stride_in_1x1=true`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from .config import FrozenConfig
+
+
+class OverrideError(ValueError):
+    """An override is not of the form `key.path=value`, or leads into a value."""
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Nested values with `key.path=value` overrides applied; values are YAML.
+
+    Raises:
+        OverrideError: an override has no such form, or its key leads into a value.
+    """
+    result = dict(values)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise OverrideError(f"override {override!r} is not of the form key.path=value")
+        try:
+            result = with_value(result, key, yaml.safe_load(text))
+        except yaml.YAMLError:
+            raise OverrideError(f"the value of override {override!r} is not YAML") from None
+    return result
+
+
+def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Nested values with the one at a dotted key set.
+
+    Raises:
+        OverrideError: the key leads into a value.
+    """
+    first, _, rest = key.partition(".")
+    if not rest:
+        return {**values, first: value}
+    section = values.get(first, {})
+    if not isinstance(section, Mapping):
+        raise OverrideError(f"{key}: {first} is a value, not a section")
+    return {**values, first: with_value(section, rest, value)}
+
+
+def value_at(config: FrozenConfig, key: str) -> Any:
+    """Value of a configuration at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
