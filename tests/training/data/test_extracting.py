@@ -1,0 +1,106 @@
+"""Archives unpacked whole, in their place, or not at all."""
+
+import os
+from pathlib import Path
+
+import pytest
+from coco_mirror import zip_of
+
+from maskrcnn_trt.training.data.coco import DataError
+from maskrcnn_trt.training.data.extracting import extract_archive, missing_members
+
+FILES = {f"val2017/{n}.jpg": os.urandom(1000 + n) for n in range(5)}
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    path = tmp_path / "val2017.zip"
+    path.write_bytes(zip_of({"val2017/": b"", **FILES}))
+    return path
+
+
+def visible(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
+
+
+def assert_extracted(folder: Path) -> None:
+    found = {f"val2017/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    assert found == FILES
+    assert visible(folder.parent) == {"val2017.zip", "val2017"}
+    assert not (folder.parent / ".val2017.partial").exists()
+
+
+def test_everything_is_extracted_with_its_progress(archive: Path):
+    seen = []
+    folder = archive.with_suffix("")
+    assert extract_archive(archive, folder, lambda *progress: seen.append(progress)) == 5
+    assert_extracted(folder)
+    size = sum(map(len, FILES.values()))
+    assert seen[-1] == ("extracting val2017.zip", size, size)
+
+
+def test_what_is_right_is_left_alone_and_the_rest_mended(archive: Path):
+    folder = archive.with_suffix("")
+    extract_archive(archive, folder)
+    before = (folder / "0.jpg").stat()
+    (folder / "1.jpg").unlink()
+    (folder / "2.jpg").write_bytes(b"cut")
+    (folder / "3.jpg").write_bytes(bytes(1003))  # of the right size
+    assert missing_members(archive, folder) == [f"val2017/{n}.jpg" for n in (1, 2, 3)]
+    assert extract_archive(archive, folder) == 3
+    assert_extracted(folder)
+    assert (folder / "0.jpg").stat().st_ino == before.st_ino
+    assert extract_archive(archive, folder) == 0
+
+
+def test_other_files_of_the_folder_stay(archive: Path):
+    folder = archive.with_suffix("")
+    folder.mkdir()
+    (folder / "mine.json").write_text("{}")
+    extract_archive(archive, folder)
+    assert (folder / "mine.json").read_text() == "{}"
+    assert len(list(folder.iterdir())) == 6
+
+
+def test_rest_of_a_killed_extraction_is_not_taken_over(archive: Path):
+    partial = archive.with_name(".val2017.partial") / "val2017"
+    partial.mkdir(parents=True)
+    (partial / "0.jpg").write_bytes(bytes(1000))
+    (partial / "none_of_the_archive.jpg").write_bytes(b"x")
+    extract_archive(archive, archive.with_suffix(""))
+    assert_extracted(archive.with_suffix(""))
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.jpg", "/outside.jpg", "val2017/../../outside.jpg", "other/x.jpg", "x.jpg"]
+)
+def test_file_outside_of_the_folder_is_refused(tmp_path: Path, name: str):
+    archive = tmp_path / "data" / "val2017.zip"
+    archive.parent.mkdir()
+    archive.write_bytes(zip_of({**FILES, name: b"x"}))
+    with pytest.raises(DataError, match=r"which lies outside of val2017/; .* nothing was extr"):
+        extract_archive(archive, archive.with_suffix(""))
+    assert visible(archive.parent) == {"val2017.zip"}
+    assert visible(tmp_path) == {"data"}
+
+
+def test_damaged_member_leaves_nothing(archive: Path):
+    content = bytearray(archive.read_bytes())
+    content[content.index(FILES["val2017/3.jpg"]) + 500] ^= 1
+    archive.write_bytes(content)
+    with pytest.raises(DataError, match=r"is damaged \(Bad CRC-32 .*3.jpg.*\); delete it and"):
+        extract_archive(archive, archive.with_suffix(""))
+    assert visible(archive.parent) == {"val2017.zip"}
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>no archive</html>", zip_of(FILES)[:3000]])
+def test_what_is_no_whole_archive_is_named(tmp_path: Path, content: bytes):
+    archive = tmp_path / "val2017.zip"
+    archive.write_bytes(content)
+    with pytest.raises(DataError, match=r"val2017\.zip is damaged"):
+        extract_archive(archive, tmp_path / "val2017")
+
+
+def test_missing_archive_is_named(tmp_path: Path):
+    with pytest.raises(DataError, match="is not there; `maskrcnn data download` fetches it"):
+        extract_archive(tmp_path / "val2017.zip", tmp_path / "val2017")
