@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from .coco_commands import download, extract, verify
 from .conversion_commands import convert
 
 _MIN_SIDE, _MAX_SIDE = 64, 4096
@@ -44,6 +45,9 @@ def data() -> None:
 
 
 data.add_command(convert)
+data.add_command(download)
+data.add_command(verify)
+data.add_command(extract)
 
 
 @data.command()
