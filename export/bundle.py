@@ -102,6 +102,7 @@ def _manifest_from(checkpoint: Checkpoint, path: Path, artifacts: Sequence[Artif
         preprocessing=checkpoint.preprocessing,
         max_detections=checkpoint.model_config.roi.max_detections,
         mask_side=checkpoint.model_config.mask_side,
+        mask_paste=checkpoint.model_config.mask_paste,
         artifacts=tuple(artifacts),
         provenance=Provenance(
             checkpoint=path.name,

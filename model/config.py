@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .masks import MaskPaste
+
 PYRAMID_STRIDES = (4, 8, 16, 32, 64)
 """Input pixels a cell of each pyramid level; RoIs are pooled from all but the last."""
 
@@ -163,6 +165,9 @@ class ModelConfig(FrozenConfig):
     """Standard deviation of each RGB channel in 0..255."""
     inclusive_boxes: bool = False
     """Boxes hold the pixels of their far edges, as in maskrcnn-benchmark: the legacy +1 width."""
+    mask_paste: MaskPaste = "torchvision"
+    """How masks are placed in an image: torchvision's rule works on boxes of whole pixels,
+    detectron2's on the boxes as they are."""
     backbone: BackboneConfig = BackboneConfig()
     anchors: AnchorConfig = AnchorConfig()
     rpn: RpnConfig = RpnConfig()

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from .masks import MaskPaste
 from .spec import ShapeBucket
 
 MANIFEST_NAME = "manifest.json"
@@ -75,6 +76,7 @@ class Manifest(_Record):
     preprocessing: Preprocessing
     max_detections: int = Field(gt=0)
     mask_side: int = Field(gt=0)
+    mask_paste: MaskPaste = "torchvision"
     artifacts: tuple[Artifact, ...] = Field(min_length=1)
     provenance: Provenance
 

@@ -1,9 +1,13 @@
 """Masks as COCO run lengths, and pasting of mask probabilities into images. Needs no torch."""
 
-from typing import NamedTuple
+import math
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+MaskPaste = Literal["torchvision", "detectron2"]
+"""How probabilities are resampled into an image: within boxes of whole pixels, or exactly."""
 
 
 class Rle(NamedTuple):
@@ -36,17 +40,31 @@ def mask_from_rle(rle: Rle) -> NDArray[np.uint8]:
     return np.repeat(values, counts).reshape(rle.width, rle.height).T
 
 
+class _Samples(NamedTuple):
+    """Where the pixels of an axis that a box covers lie in its mask, border included."""
+
+    first: int
+    """First of these pixels; the others follow."""
+    low: NDArray[np.int64]
+    """Last sample of the mask before each pixel."""
+    high: NDArray[np.int64]
+    """The sample after it."""
+    fraction: NDArray[np.float32]
+    """Weight of the latter."""
+
+
 def rles_from_probabilities(
     masks: NDArray[np.float32],
     boxes: NDArray[np.float32],
     height: int,
     width: int,
     threshold: float = 0.5,
+    paste: MaskPaste = "torchvision",
 ) -> list[Rle]:
     """Paste mask probabilities into the image and encode what exceeds the threshold.
 
-    Equal to torchvision's `paste_masks_in_image`, a comparison and an encoding, but computes no
-    more pixels than lie within the boxes.
+    Equal to torchvision's, or detectron2's, `paste_masks_in_image`, a comparison and an encoding,
+    but computes no more pixels than lie within the boxes.
 
     Args:
         masks: [D, M, M] probabilities.
@@ -54,11 +72,24 @@ def rles_from_probabilities(
         height: Pixels of the image.
         width: Pixels of the image.
         threshold: Pixels above this probability belong to the mask.
+        paste: Whose rule places the probabilities.
     """
     bordered = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
+    side = bordered.shape[-1]
+    if paste == "torchvision":
+        edges, samples_of = _integer_boxes(boxes, masks.shape[-1]), _samples_of_whole_pixels
+    else:
+        edges, samples_of = boxes.tolist(), _exact_samples
     return [
-        _rle_from_probabilities(mask, box, height, width, threshold)
-        for mask, box in zip(bordered, _integer_boxes(boxes, masks.shape[-1]), strict=True)
+        _rle_from_probabilities(
+            mask,
+            samples_of(left, right, width, side),
+            samples_of(top, bottom, height, side),
+            height,
+            width,
+            threshold,
+        )
+        for mask, (left, top, right, bottom) in zip(bordered, edges, strict=True)
     ]
 
 
@@ -76,37 +107,51 @@ def _integer_boxes(boxes: NDArray[np.float32], side: int) -> list[list[int]]:
 
 
 def _rle_from_probabilities(
-    mask: NDArray[np.float32], box: list[int], height: int, width: int, threshold: float
+    mask: NDArray[np.float32],
+    columns: _Samples,
+    rows: _Samples,
+    height: int,
+    width: int,
+    threshold: float,
 ) -> Rle:
     """Paste a mask [S, S], border included, into its box."""
-    left, top, right, bottom = box
-    low_W, high_W, fraction_W = _samples(left, right, width, len(mask))
-    low_H, high_H, fraction_H = _samples(top, bottom, height, len(mask))
     # Products of matrices would be shorter, but BLAS would answer them with threads of its own.
-    rows_SW = mask[:, low_W] * (1 - fraction_W) + mask[:, high_W] * fraction_W
-    fraction_H1 = fraction_H[:, None]
-    crop_HW = rows_SW[low_H] * (1 - fraction_H1) + rows_SW[high_H] * fraction_H1 > threshold
+    low_SW, high_SW = mask[:, columns.low], mask[:, columns.high]
+    rows_SW = low_SW * (1 - columns.fraction) + high_SW * columns.fraction
+    fraction_H1 = rows.fraction[:, None]
+    crop_HW = rows_SW[rows.low] * (1 - fraction_H1) + rows_SW[rows.high] * fraction_H1 > threshold
     # A row of zeros closes every column's last run, unless the next column follows on directly.
     stride = min(len(crop_HW) + 1, height)
     closed_WH = np.zeros((crop_HW.shape[1], stride), np.bool_)
     closed_WH[:, : len(crop_HW)] = crop_HW.T
     column, row = np.divmod(_edges(closed_WH), stride)
-    return _rle_from_edges((column + max(left, 0)) * height + row + max(top, 0), height, width)
+    return _rle_from_edges((column + columns.first) * height + row + rows.first, height, width)
 
 
-def _samples(
-    start: int, stop: int, size: int, side: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-    """For the pixels start to stop within the image, the two samples around each of them.
-
-    Third is the weight of the second sample.
-    """
+def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _Samples:
+    """Samples of an axis of a mask stretched over the pixels start to stop, both included."""
     length = max(stop - start + 1, 1)
-    pixels = np.arange(max(start, 0), min(stop + 1, size), dtype=np.float32) - np.float32(start)
+    first = max(start, 0)
+    pixels = np.arange(first, min(stop + 1, size), dtype=np.float32) - np.float32(start)
     scale = np.float32(side) / np.float32(length)
     source = np.maximum((pixels + np.float32(0.5)) * scale - np.float32(0.5), np.float32(0))
+    return _samples_at(source, first, side)
+
+
+def _exact_samples(start: float, stop: float, size: int, side: int) -> _Samples:
+    """Samples of an axis of a mask whose cells, but for the border, lie from start to stop."""
+    cell = (stop - start) / (side - 2)
+    if cell <= 0:
+        return _samples_at(np.zeros(0, np.float32), 0, side)
+    first = max(math.floor(start - cell), 0)
+    pixels = np.arange(first, min(math.ceil(stop + cell), size), dtype=np.float32)
+    source = (pixels + np.float32(0.5 - start)) / np.float32(cell) + np.float32(0.5)
+    return _samples_at(source.clip(0, side - 1), first, side)
+
+
+def _samples_at(source: NDArray[np.float32], first: int, side: int) -> _Samples:
     low = source.astype(np.int64)
-    return low, np.minimum(low + 1, side - 1), source - low.astype(np.float32)
+    return _Samples(first, low, np.minimum(low + 1, side - 1), source - low.astype(np.float32))
 
 
 def _edges(columns: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -73,7 +73,7 @@ class Pipeline:
             result.outputs,
             result.row,
             image,
-            self.manifest.categories,
+            self.manifest,
             options,
         )
         timing = Timing(

@@ -1,11 +1,9 @@
 """From the model's outputs to detections in pixels of the source image."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
-from ..model.manifest import Category
+from ..model.manifest import Manifest
 from ..model.masks import rles_from_probabilities
 from .backends.base import Outputs
 from .detections import DetectionOptions, Detections, MaskFormat
@@ -16,7 +14,7 @@ def detections_from_outputs(
     outputs: Outputs,
     row: int,
     image: ModelInput,
-    categories: Sequence[Category],
+    manifest: Manifest,
     options: DetectionOptions,
 ) -> Detections:
     """The detections of the image in one row of a batch.
@@ -25,7 +23,7 @@ def detections_from_outputs(
         outputs: Outputs of the batch.
         row: Place of the image in the batch.
         image: The image at that place.
-        categories: The model's classes in the order of labels.
+        manifest: Of the bundle that gave the outputs.
         options: Which detections to keep, and the form of their masks.
     """
     eligible = outputs.scores[row, : outputs.num_detections[row]] > options.score_threshold
@@ -33,10 +31,11 @@ def detections_from_outputs(
     labels = outputs.labels[row, kept]
     boxes = _source_boxes(outputs.boxes[row, kept], image)
     probabilities = outputs.masks[row, kept]
-    chosen = [categories[label - 1] for label in labels]
+    chosen = [manifest.categories[label - 1] for label in labels]
     rles = None
     if options.mask_format is MaskFormat.RLE:
-        rles = tuple(rles_from_probabilities(probabilities, boxes, *image.source_size))
+        source, paste = image.source_size, manifest.mask_paste
+        rles = tuple(rles_from_probabilities(probabilities, boxes, *source, paste=paste))
     wants_probabilities = options.mask_format is MaskFormat.PROBABILITIES
     return Detections(
         height=image.source_size[0],

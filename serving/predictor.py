@@ -42,7 +42,7 @@ class Predictor:
         outputs = self._backend.infer(
             image.bucket, image.pixels[None], np.array([image.size], np.int64)
         )
-        return detections_from_outputs(outputs, 0, image, self.manifest.categories, options)
+        return detections_from_outputs(outputs, 0, image, self.manifest, options)
 
     def close(self) -> None:
         """Release the model."""

@@ -66,6 +66,42 @@ def test_pasting_is_torchvisions(side: int, seed: int) -> None:
     assert [rle.counts for rle in rles] == pasted_counts(masks, boxes, height, width)
 
 
+def pasted_as_detectron2(
+    masks: NDArray[np.float32], boxes: NDArray[np.float32], height: int, width: int
+) -> NDArray[np.float32]:
+    """Probability of every pixel's centre, [D, H, W], by bilinear sampling between zeros."""
+    x1, y1, x2, y2 = torch.from_numpy(boxes.astype(np.float64)).split(1, dim=1)
+    x = (torch.arange(width) + 0.5 - x1) / (x2 - x1) * 2 - 1
+    y = (torch.arange(height) + 0.5 - y1) / (y2 - y1) * 2 - 1
+    shape = (len(boxes), height, width)
+    grid = torch.stack([x[:, None, :].expand(shape), y[:, :, None].expand(shape)], dim=3)
+    planes = torch.from_numpy(masks.astype(np.float64))[:, None]
+    return torch.nn.functional.grid_sample(planes, grid, align_corners=False)[:, 0].numpy()
+
+
+@pytest.mark.parametrize("side", [14, 28])
+@pytest.mark.parametrize("seed", range(20))
+def test_pasting_is_detectron2s(side: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    height, width = (int(n) for n in rng.integers(1, 160, 2))
+    corners = np.sort(rng.uniform(-20, 180, (8, 2, 2)), axis=1)
+    boxes = corners.reshape(8, 4).astype(np.float32)
+    masks = rng.random((8, side, side), dtype=np.float32)
+    expected = pasted_as_detectron2(masks, boxes, height, width)
+    rles = rles_from_probabilities(masks, boxes, height, width, paste="detectron2")
+    for rle, probabilities in zip(rles, expected, strict=True):
+        clear = np.abs(probabilities - 0.5) > 1e-3
+        np.testing.assert_array_equal(mask_from_rle(rle)[clear], probabilities[clear] > 0.5)
+        assert clear.mean() > 0.9
+
+
+def test_pasting_as_detectron2_knows_empty_boxes_and_those_outside() -> None:
+    boxes = np.array([[5, 5, 5, 20], [60, 60, 90, 90], [-40, 0, -20, 30]], np.float32)
+    full = np.ones((3, 28, 28), np.float32)
+    rles = rles_from_probabilities(full, boxes, 40, 50, paste="detectron2")
+    assert {rle.counts for rle in rles} == {coco_counts(np.zeros((40, 50), np.uint8))}
+
+
 def test_pasting_knows_full_empty_and_degenerate_boxes() -> None:
     boxes = np.array(
         [[0, 0, 50, 40], [0, 0, 0, 0], [50, 40, 50, 40], [10, 0, 20, 40], [0, 10, 50, 20]],
