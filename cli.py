@@ -23,6 +23,8 @@ class _Verb(NamedTuple):
 _VERBS = {
     "quickstart": _Verb("quickstart:quickstart", "Go the whole path once, in minutes, on a CPU."),
     "data": _Verb("training.data.commands:data", "Draw data sets in COCO format."),
+    "config": _Verb("training.config_commands:config", "Show presets and configuration keys."),
+    "weights": _Verb("model.weights.commands:weights", "Take over weights of other programs."),
     "train": _Verb("training.commands:train", "Train a model from a preset or a YAML file."),
     "eval": _Verb("training.commands:evaluate", "Measure the average precision of a checkpoint."),
     "export": _Verb("export.commands:export", "Turn a checkpoint into a bundle to serve."),
@@ -47,6 +49,7 @@ _USER_ERRORS = frozenset(
         "maskrcnn_trt.training.config.ConfigError",
         "maskrcnn_trt.training.data.coco.DataError",
         "maskrcnn_trt.training.reporting.DivergenceError",
+        "maskrcnn_trt.training.validation.ExpectationError",
     }
 )
 

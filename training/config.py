@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ..model.config import FrozenConfig, ModelConfig
+from ..model.overrides import OverrideError
 from ..model.spec import ShapeBucket
+from .config_faults import sentence_from_fault
+from .config_sources import SourceError, read_values
 
 
 class ConfigError(Exception):
@@ -30,6 +32,7 @@ class DataConfig(FrozenConfig):
     """What is read and how it becomes model input."""
 
     train: DatasetConfig
+    """Data set that is trained on."""
     val: DatasetConfig | None = None
     """Data set that evaluations use; none, no evaluation."""
     min_size: int = Field(800, ge=32)
@@ -71,7 +74,8 @@ class SolverConfig(FrozenConfig):
     """Forward and backward passes a step; more save memory."""
     scale_from_batch: int | None = Field(None, ge=1)
     """Images a step that `base_lr`, `max_iterations`, `steps` and `warmup_iterations` are meant
-    for: they are scaled linearly to `images_per_batch` (Goyal et al., 2017). None, as they are."""
+    for: they are scaled linearly to `images_per_batch` (Goyal et al., 2017). None, as they are,
+    which is also what a configuration holds once it is scaled."""
     base_lr: float = Field(0.02, gt=0)
     """Learning rate after warm-up."""
     bias_lr_factor: float = Field(1.0, gt=0)
@@ -108,6 +112,36 @@ class SolverConfig(FrozenConfig):
             raise ValueError(f"steps {list(self.steps)} must rise")
         return self
 
+    def scaled(self) -> "SolverConfig":
+        """The solver for `images_per_batch`, if it is written for `scale_from_batch`.
+
+        The learning rate grows with the batch and iterations shrink, rounded to the nearest and
+        `max_iterations` to no less than one, so that the images seen stay the same.
+
+        Raises:
+            ValueError: rounding would make two of `steps` one.
+        """
+        if self.scale_from_batch is None:
+            return self
+        ratio = self.images_per_batch / self.scale_from_batch
+        steps = tuple(round(step / ratio) for step in self.steps)
+        if len(set(steps)) < len(steps):
+            raise ValueError(
+                f"steps {list(self.steps)} become {list(steps)} when scaled from "
+                f"{self.scale_from_batch} to {self.images_per_batch} images_per_batch"
+            )
+        scaled = {
+            "scale_from_batch": None,
+            "base_lr": self.base_lr * ratio,
+            "max_iterations": max(1, round(self.max_iterations / ratio)),
+            "steps": steps,
+            "warmup_iterations": round(self.warmup_iterations / ratio),
+        }
+        return self.model_copy(update=scaled)
+
+
+_METRIC = re.compile("(bbox|segm)/(AP|AP50|AP75|AR1|AR10|AR100|A[PR][sml]|AP/.+)")
+
 
 class EvaluationConfig(FrozenConfig):
     """COCO evaluation of the validation set."""
@@ -132,9 +166,19 @@ class EvaluationConfig(FrozenConfig):
     """Images a batch and rank in inference."""
 
     @model_validator(mode="after")
+    def _check_targets(self) -> "EvaluationConfig":
+        stops_early = self.min_bbox_ap is not None or self.min_mask_ap is not None
+        if stops_early and not (self.per_epoch or self.period or self.skip_test):
+            raise ValueError(
+                "min_bbox_ap and min_mask_ap need evaluations during training; set per_epoch=true "
+                "or period"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_expected(self) -> "EvaluationConfig":
         for name in self.expected:
-            if not re.fullmatch(r"(bbox|segm)/(AP|AP50|AP75|AR1|AR10|AR100|A[PR][sml]|AP/.+)", name):
+            if not _METRIC.fullmatch(name):
                 raise ValueError(
                     f"expected names {name!r}; allowed are bbox/ or segm/ before AP, AP50, AP75, "
                     "APs, APm, APl, AR1, AR10, AR100, ARs, ARm, ARl or AP/CLASS"
@@ -160,8 +204,9 @@ class TrainConfig(FrozenConfig):
     """Arithmetic: fp16 scales the loss; fp16 needs a GPU."""
     channels_last: bool = True
     """Keep features in NHWC memory order."""
-    weights: Path | None = None
-    """Checkpoint whose model weights training starts from."""
+    weights: str | None = None
+    """File or http(s) URL of the weights that training starts from: a checkpoint of this project,
+    torchvision, detectron2 or maskrcnn-benchmark, or an ImageNet backbone."""
     checkpoint_period: int = Field(2500, ge=1)
     """Iterations between checkpoints."""
     log_period: int = Field(20, ge=1)
@@ -171,13 +216,10 @@ class TrainConfig(FrozenConfig):
     solver: SolverConfig = SolverConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
-
-def presets() -> tuple[str, ...]:
-    """Names of the configurations that ship with the package."""
-    folder = resources.files(__package__) / "presets"
-    return tuple(
-        sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
-    )
+    @field_validator("solver")
+    @classmethod
+    def _scale_solver(cls, solver: SolverConfig) -> SolverConfig:
+        return solver.scaled()
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -186,66 +228,26 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: in one sentence, the key or value at fault and what is allowed.
     """
-    values = _read_yaml(source)
-    for override in overrides:
-        _apply_override(values, override)
     try:
-        return TrainConfig.model_validate(values)
+        config = TrainConfig.model_validate(read_values(source, overrides))
+    except (SourceError, OverrideError) as error:
+        raise ConfigError(str(error)) from None
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_sentence_from(error)}") from None
-
-
-def _read_yaml(source: str) -> dict[str, Any]:
-    path = Path(source)
-    if source in presets():
-        text = (resources.files(__package__) / "presets" / f"{source}.yaml").read_bytes()
-    elif path.is_file():
-        text = path.read_bytes()
-    else:
+        raise ConfigError(f"{source}: {sentence_from_fault(error, TrainConfig)}") from None
+    backbone = config.model.backbone
+    pretrained = backbone.frozen_stages > 0 or backbone.norm == "frozen_bn"
+    if pretrained and "weights" not in config.model_fields_set:
         raise ConfigError(
-            f"{source!r} is neither a file nor a preset; presets: {', '.join(presets())}"
+            f"{source}: the backbone has frozen stages or statistics but no weights; set "
+            "weights=FILE, or weights=null to leave them random, or train them too with "
+            "model.backbone.frozen_stages=0 and model.backbone.norm=gn"
         )
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{source} must hold keys and values, not {type(values).__name__}")
-    return values
+    return config
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {override!r} is not of the form key.path=value")
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        section = values.setdefault(parent, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"{key}: {parent} is a value, not a section")
-        values = section
-    try:
-        values[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"the value of override {override!r} is not YAML") from None
-
-
-def _sentence_from(error: ValidationError) -> str:
-    """The first fault of a validation as one sentence."""
-    fault = error.errors()[0]
-    path = [str(part) for part in fault["loc"]]
-    key = ".".join(path) or "configuration"
-    if fault["type"] == "extra_forbidden":
-        section: Any = TrainConfig
-        for part in path[:-1]:
-            section = section.model_fields[part].annotation
-            section = next(
-                (a for a in getattr(section, "__args__", ()) if hasattr(a, "model_fields")), section
-            )
-        return f"unknown key {key}; allowed here: {', '.join(section.model_fields)}"
-    if fault["type"] == "missing":
-        return f"{key} is missing and has no default"
-    message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "value_error":
-        return f"{key}: {message}"
-    return f"{key} is {fault['input']!r}; {message[0].lower()}{message[1:]}"
+def yaml_from_config(config: TrainConfig) -> str:
+    """The whole configuration as YAML that loads to the same again."""
+    values = config.model_dump(mode="json")
+    if "num_classes" not in config.model.model_fields_set:
+        del values["model"]["num_classes"]  # left out, it is that of the data
+    return yaml.safe_dump(values, sort_keys=False, default_flow_style=None)

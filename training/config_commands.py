@@ -1,0 +1,104 @@
+"""The verb `config`, and the help of commands that take a configuration."""
+
+import re
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from .config_reference import Key
+
+_MAX_WIDTH = 100
+_MAX_TERM = 34
+
+
+class ConfiguredCommand(click.Command):
+    """A command that takes a configuration: its help lists every key."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the keys, section by section."""
+        from .config import TrainConfig
+        from .config_reference import sections
+
+        for section in sections(TrainConfig):
+            rows = [
+                (key.name, f"{key.meaning} [{key.allowed}; {_default_of(key)}]")
+                for key in section.keys
+            ]
+            _write_section(formatter, section.name, section.meaning, rows)
+        super().format_epilog(ctx, formatter)
+
+
+@click.group()
+def config() -> None:
+    """Show presets and configuration keys."""
+
+
+@config.command(name="list")
+def list_presets() -> None:
+    """Name the presets, each with what it is."""
+    from .config_sources import preset_text, presets
+
+    formatter = click.HelpFormatter(max_width=_MAX_WIDTH)
+    formatter.write_dl([(name, _first_sentence(preset_text(name))) for name in presets()])
+    click.echo(formatter.getvalue(), nl=False)
+
+
+@config.command()
+@click.argument("source", metavar="CONFIG")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--yaml", "as_yaml", is_flag=True, help="Print YAML that loads to the same again.")
+def show(source: str, overrides: tuple[str, ...], as_yaml: bool) -> None:
+    """Print every key of CONFIG with its value, its meaning, what is allowed, and the default.
+
+    CONFIG and KEY=VALUE are those of `maskrcnn train`; what is printed is what training would use.
+    """
+    from .config import load_config, yaml_from_config
+
+    loaded = load_config(source, overrides)
+    click.echo(yaml_from_config(loaded) if as_yaml else _table_from(loaded), nl=False)
+
+
+def _table_from(loaded: Any) -> str:
+    """Every key of a configuration, section by section."""
+    from .config_reference import sections, text_from_value
+
+    formatter = click.HelpFormatter(max_width=_MAX_WIDTH)
+    for section in sections(type(loaded)):
+        values = attrgetter(section.name)(loaded) if section.name else loaded
+        if values is None:
+            _write_section(formatter, f"{section.name} = null", section.meaning, ())
+            continue
+        rows = []
+        for key in section.keys:
+            value = getattr(values, key.name)
+            same = not key.required and value == key.default
+            default = "the default" if same else _default_of(key)
+            term = f"{key.name} = {text_from_value(value)}"
+            rows.append((term, f"{key.meaning} [{key.allowed}; {default}]"))
+        _write_section(formatter, section.name, section.meaning, rows)
+    return formatter.getvalue().lstrip("\n")
+
+
+def _write_section(
+    formatter: click.HelpFormatter, name: str, meaning: str, rows: Sequence[tuple[str, str]]
+) -> None:
+    formatter.write_paragraph()
+    formatter.write_text(f"{name or 'CONFIG'}: {meaning}")
+    if rows:
+        with formatter.indentation():
+            formatter.write_dl(rows, col_max=_MAX_TERM)
+
+
+def _default_of(key: "Key") -> str:
+    from .config_reference import text_from_value
+
+    return "must be given" if key.required else f"default {text_from_value(key.default)}"
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of the comment a preset begins with."""
+    comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    return re.split(r"(?<=\.)\s", comment, maxsplit=1)[0]

@@ -1,0 +1,120 @@
+"""Every configuration key with its meaning, what it may be, and its default."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key that has a value, not keys of its own."""
+
+    name: str
+    """Within its section."""
+    meaning: str
+    allowed: str
+    """What values it may have, in words."""
+    required: bool
+    """It has no default."""
+    default: Any
+    """None if there is none."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a configuration."""
+
+    name: str
+    """Dotted path from the top, where it is empty."""
+    meaning: str
+    model: type[BaseModel]
+    keys: tuple[Key, ...]
+
+
+def sections(model: type[BaseModel], name: str = "", meaning: str = "") -> Iterator[Section]:
+    """A section with its own keys, then the sections within it, in the order they are written."""
+    inner: list[tuple[str, type[BaseModel], str]] = []
+    keys: list[Key] = []
+    for field_name, field in model.model_fields.items():
+        own_meaning = _meaning_of(field_name, model)
+        section = _section_in(field.annotation)
+        if section is None:
+            required = field.is_required()
+            default = None if required else field.get_default(call_default_factory=True)
+            keys.append(Key(field_name, own_meaning, _allowed(field), required, default))
+        else:
+            inner.append((f"{name}.{field_name}".lstrip("."), section, own_meaning))
+    yield Section(name, meaning or _paragraph(model.__doc__), model, tuple(keys))
+    for inner_name, section, own_meaning in inner:
+        yield from sections(section, inner_name, own_meaning)
+
+
+def text_from_value(value: Any) -> str:
+    """A value as it is written in YAML and after `key=` on the command line."""
+    plain = to_jsonable_python(value)
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def _paragraph(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _meaning_of(field: str, model: type[BaseModel]) -> str:
+    """A field's docstring; a subclass that changes only its default leaves it to the parent."""
+    owners = (base for base in model.__mro__ if field in getattr(base, "model_fields", ()))
+    texts = (base.model_fields[field].description for base in owners)
+    return _paragraph(next(filter(None, texts), None))
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    for kind in _alternatives(annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _allowed(field: FieldInfo) -> str:
+    kinds = [arg for arg in _alternatives(field.annotation) if arg is not NoneType]
+    bounds = [_bound(rule) for rule in field.metadata]
+    words = ", ".join([*map(_kind, kinds), *filter(None, bounds)])
+    return f"{words}, or null" if NoneType in _alternatives(field.annotation) else words
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+_KINDS = {bool: "true | false", int: "whole number", float: "number", str: "text", Path: "path"}
+_SIGNS = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}", "multiple_of": "multiple of {}"}
+
+
+def _kind(annotation: Any) -> str:
+    """A type in words."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(map(str, args))
+    if origin is tuple:
+        count = "" if args[-1] is Ellipsis else f"{len(args)} "
+        return f"list of {count}{_plural(args[0])}"
+    if origin is dict:
+        return f"{_plural(args[1])} by name"
+    return _KINDS.get(annotation) or f"[{', '.join(annotation._fields)}]"
+
+
+def _plural(annotation: Any) -> str:
+    return _kind(annotation) + ("s" if annotation in _KINDS else "")
+
+
+def _bound(rule: Any) -> str:
+    """A limit in words; nothing for what only pydantic needs."""
+    for name, sign in _SIGNS.items():
+        if hasattr(rule, name):
+            return sign.format(getattr(rule, name))
+    return "not empty" if hasattr(rule, "min_length") else ""
