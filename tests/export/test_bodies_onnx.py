@@ -1,14 +1,23 @@
 """ONNX Runtime computes what torch computes from every body and convention."""
 
+from io import BytesIO
+from pathlib import Path
+
 import onnxruntime
 import pytest
 import torch
 from bodies import HEIGHT, WIDTH, pictures, random_model, small_config
+from PIL import Image
 
+from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 from maskrcnn_trt.export.onnx_export import onnx_from_model
-from maskrcnn_trt.export.precision import fold_batch_norms, halve
+from maskrcnn_trt.export.precision import fold_batch_norms
+from maskrcnn_trt.model.checkpoint import Checkpoint, save_checkpoint
+from maskrcnn_trt.model.manifest import Category, Preprocessing
 from maskrcnn_trt.model.mask_rcnn import Detections
+from maskrcnn_trt.model.masks import mask_from_rle
 from maskrcnn_trt.model.spec import OUTPUT_NAMES, ShapeBucket
+from maskrcnn_trt.serving.predictor import Predictor
 
 DETECTRON2 = {
     "anchors": {"convention": "detectron2"},
@@ -56,18 +65,38 @@ def test_runtime_finds_what_the_model_finds(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("features", ["c4", "c5"])
-def test_half_precision_runs(features: str) -> None:
-    model = random_model(small_config("resnet50", features, "frozen_bn")).eval()
-    images, sizes = pictures()
-    with torch.inference_mode():
-        expected = model(images, sizes)
-    fold_batch_norms(model)
-    halve(model)
-    found = detections_from_onnx(model, images, sizes)
-    # Order and number of detections may differ by those near a threshold.
-    torch.testing.assert_close(found.scores[:, 0], expected.scores[:, 0], atol=2e-2, rtol=0)
-    assert found.masks.shape == expected.masks.shape
+def test_a_bundle_of_c4_is_served_in_both_precisions(tmp_path: Path) -> None:
+    config = small_config("resnet50", "c4", "frozen_bn", mask_paste="detectron2")
+    bucket = ShapeBucket(HEIGHT, WIDTH)
+    checkpoint = Checkpoint(
+        model_config=config,
+        weights=random_model(config).state_dict(),
+        categories=tuple(Category(id=i, name=f"class {i}") for i in range(1, 4)),
+        preprocessing=Preprocessing(
+            min_size=HEIGHT,
+            max_size=WIDTH,
+            pixel_mean=config.pixel_mean,
+            pixel_std=config.pixel_std,
+        ),
+        buckets=(bucket,),
+        iteration=0,
+    )
+    save_checkpoint(tmp_path / "c4.pth", checkpoint)
+    manifest = bundle_from_checkpoint(tmp_path / "c4.pth", tmp_path / "bundle")
+    assert (manifest.model_name, manifest.mask_side) == ("maskrcnn_resnet50_c4", 14)
+    assert manifest.mask_paste == "detectron2"
+    picture = BytesIO()
+    Image.fromarray(pictures()[0][0].permute(1, 2, 0).numpy()).save(picture, "PNG")
+    scores = {}
+    for precision in ("fp32", "fp16"):
+        predictor = Predictor(tmp_path / "bundle", precision)
+        found = predictor.detect(picture.getvalue())
+        predictor.close()
+        assert len(found.rles) == len(found.scores) > 0
+        assert any(mask_from_rle(rle).any() for rle in found.rles)
+        scores[precision] = found.scores
+    # What is found beyond the best may differ by what lies near a threshold.
+    assert scores["fp16"][0] == pytest.approx(scores["fp32"][0], abs=2e-2)
 
 
 def detections_from_onnx(
