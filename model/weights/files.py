@@ -18,7 +18,7 @@ from ..checkpoint import CheckpointError
 _TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19")
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMERIC = ("numpy.core.numeric", "numpy._core.numeric")
-_REBUILDERS = {
+_REBUILDERS: dict[tuple[str, str], Callable[..., Any]] = {
     **{(module, "_reconstruct"): np.empty(0).__reduce__()[0] for module in _MULTIARRAY},
     **{(module, "scalar"): np.float64().__reduce__()[0] for module in _MULTIARRAY},
     **{(module, "_frombuffer"): np.empty(1).__reduce_ex__(5)[0] for module in _NUMERIC},
@@ -60,7 +60,7 @@ def read_file(path: Path) -> Any:
         _refuse(path, str(error))
     except Exception as error:
         # torch names the class or function only in its advice on how to allow it.
-        forbidden = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+        forbidden = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", str(error))
         if forbidden:
             _refuse(path, forbidden[1])
         raise WeightsError(
