@@ -8,6 +8,7 @@ import click
 
 from .coco_commands import download, extract, verify
 from .conversion_commands import convert
+from .inspection_commands import inspect
 
 _MIN_SIDE, _MAX_SIDE = 64, 4096
 
@@ -41,10 +42,11 @@ def _classes_from_text(
 
 @click.group()
 def data() -> None:
-    """Make data sets."""
+    """Download, make, convert and inspect data sets."""
 
 
 data.add_command(convert)
+data.add_command(inspect)
 data.add_command(download)
 data.add_command(verify)
 data.add_command(extract)

@@ -1,0 +1,146 @@
+"""Samples of a data set as one picture: suspicious ones first, then some at random."""
+
+import math
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Polygon, Rectangle
+
+from ...model.images import ImageError
+from ...model.manifest import Category
+from ...model.masks import Rle, mask_from_rle
+from .annotation_checks import Suspicion
+from .coco import CocoDataset, ImageRecord
+from .instances import Instance
+from .reading import read_image
+
+_COLUMNS = 4
+_CELL_INCHES = 4.0
+_TITLE_CHARACTERS = 50
+_OPACITY = 0.35
+_NAME_ROOM = 0.05
+"""Share of the image's height that a name above a box takes."""
+_VIEW = 6.0
+"""A suspicious object is shown in surroundings of so many times its size."""
+_MIN_VIEW = 0.25
+"""Share of the image's longer side that is shown at least."""
+_GOLDEN_RATIO = 0.618034
+
+
+class Sample(NamedTuple):
+    """An image to show, and why."""
+
+    record: ImageRecord
+    categories: tuple[Category, ...]
+    suspicion: Suspicion | None = None
+
+
+def choose_samples(
+    datasets: Sequence[CocoDataset], suspicions: Sequence[Suspicion], count: int, seed: int
+) -> list[Sample]:
+    """As many suspicious samples as half of the count, of each reason in turn; the rest at random.
+
+    Args:
+        datasets: the splits of a data set.
+        suspicions: what was found in them.
+        count: samples, if there are as many.
+        seed: fixes the choice.
+    """
+    by_path = {record.path: d.categories for d in datasets for record in d.records}
+    pool = [(record, d.categories) for d in datasets for record in d.records]
+    by_reason: dict[str, list[Suspicion]] = defaultdict(list)
+    for suspicion in suspicions:
+        by_reason[suspicion.reason].append(suspicion)
+    rng = np.random.default_rng(seed)
+    shuffled = [[group[n] for n in rng.permutation(len(group))] for group in by_reason.values()]
+    suspicious = [
+        Sample(suspicion.record, by_path[suspicion.record.path], suspicion)
+        for suspicion in islice(_in_turn(shuffled), math.ceil(count / 2))
+    ]
+    order = rng.permutation(len(pool))[: count - len(suspicious)]
+    return [*suspicious, *(Sample(*pool[n]) for n in order)]
+
+
+def draw_samples(samples: Sequence[Sample], picture: Path) -> None:
+    """Draw samples with masks, boxes and class names into a PNG.
+
+    What is suspicious has a red frame and the reason above it; crowds have dashed boxes.
+
+    Args:
+        samples: at least one.
+        picture: file to write, in a folder that is made if it does not exist.
+    """
+    rows = math.ceil(len(samples) / _COLUMNS)
+    size = (_COLUMNS * _CELL_INCHES, rows * _CELL_INCHES)
+    figure = Figure(figsize=size, layout="constrained")
+    cells = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
+    for cell, sample in zip(cells, samples, strict=False):
+        _draw_sample(cell, sample)
+    for cell in cells:
+        cell.axis("off")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, format="png", dpi=100)
+
+
+def _in_turn(groups: Sequence[Sequence[Suspicion]]) -> Iterator[Suspicion]:
+    for turn in range(max(map(len, groups), default=0)):
+        yield from (group[turn] for group in groups if turn < len(group))
+
+
+def _draw_sample(axes: Axes, sample: Sample) -> None:
+    record, categories, suspicion = sample
+    title, suspect = record.path.name, None
+    if suspicion is not None:
+        suspect = suspicion.instance
+        title = ": ".join(filter(None, (suspicion.reason, suspicion.detail, title)))
+    colour = "black" if suspicion is None else "red"
+    axes.set_title(_wrapped(title), fontsize=9, color=colour, parse_math=False)
+    try:
+        image = read_image(record)
+    except ImageError as error:
+        text = _wrapped(str(error))
+        axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes, parse_math=False)
+        return
+    axes.imshow(image, extent=(0, record.width, record.height, 0))
+    for instance in sorted(record.instances, key=lambda i: -i.area):
+        _draw_instance(axes, record, instance, categories[instance.label - 1].name)
+    if suspect is not None:
+        _show_surroundings(axes, record, suspect)
+
+
+def _draw_instance(axes: Axes, record: ImageRecord, instance: Instance, name: str) -> None:
+    colour = mpl.colormaps["hsv"](instance.label * _GOLDEN_RATIO % 1)
+    if isinstance(instance.segmentation, Rle):
+        layer = mask_from_rle(instance.segmentation)[..., None] * np.array([*colour[:3], _OPACITY])
+        axes.imshow(layer, extent=(0, record.width, record.height, 0))
+    else:
+        for ring in instance.segmentation:
+            axes.add_patch(Polygon(ring.reshape(-1, 2), facecolor=colour, alpha=_OPACITY))
+    left, top, *sides = instance.bbox
+    style = "--" if instance.is_crowd else "-"
+    axes.add_patch(Rectangle((left, top), *sides, fill=False, edgecolor=colour, linestyle=style))
+    ground = {"facecolor": [(1 + part) / 2 for part in colour], "linewidth": 0, "pad": 0.5}
+    place = "bottom" if top > _NAME_ROOM * record.height else "top"
+    axes.text(left, top, name, fontsize=7, va=place, bbox=ground, clip_on=True, parse_math=False)
+
+
+def _show_surroundings(axes: Axes, record: ImageRecord, suspect: Instance) -> None:
+    """Frame the suspect, and show as much around it as it takes to recognise it."""
+    left, top, width, height = suspect.bbox
+    axes.add_patch(Rectangle((left, top), width, height, fill=False, edgecolor="red", linewidth=2))
+    longest = max(record.height, record.width)
+    half = min(max(_VIEW * max(width, height), _MIN_VIEW * longest), 1.1 * longest) / 2
+    x, y = left + width / 2, top + height / 2
+    axes.set(xlim=(x - half, x + half), ylim=(y + half, y - half))
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _TITLE_CHARACTERS)
