@@ -137,7 +137,7 @@ class RoiConfig(FrozenConfig):
     """Bilinear samples a pooled cell and axis; 0 takes as many as there are feature cells."""
     aligned: bool = False
     """Pool with the half-pixel shift of detectron2's ROIAlignV2."""
-    mask_crop_size: int | None = Field(None, ge=14)
+    mask_crop_size: int | None = Field(112, ge=14)
     """Ground-truth masks are kept as crops of their boxes, of so many pixels a side; none, as masks
     of the whole input, which costs a megabyte an instance."""
     smooth_l1_beta: float = Field(1 / 9, ge=0)

@@ -68,9 +68,9 @@ def _paragraph(text: str | None) -> str:
 
 def _meaning_of(field: str, model: type[BaseModel]) -> str:
     """A field's docstring; a subclass that changes only its default leaves it to the parent."""
-    owners = (base for base in model.__mro__ if field in getattr(base, "model_fields", ()))
-    texts = (base.model_fields[field].description for base in owners)
-    return _paragraph(next(filter(None, texts), None))
+    owners = [base for base in model.__mro__ if issubclass(base, BaseModel)]
+    fields = (owner.model_fields[field] for owner in owners if field in owner.model_fields)
+    return _paragraph(next((f.description for f in fields if f.description), None))
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

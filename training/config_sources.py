@@ -81,6 +81,8 @@ def _over(base: Values, values: Values) -> Values:
     merged = dict(base)
     for key, value in values.items():
         below = base.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict)
-        merged[key] = _over(below, value) if both else value
+        if isinstance(below, dict) and isinstance(value, dict):
+            merged[key] = _over(below, value)
+        else:
+            merged[key] = value
     return merged

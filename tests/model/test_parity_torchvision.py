@@ -137,7 +137,7 @@ def test_losses_and_gradients_equal_torchvisions() -> None:
         rpn_batch_size_per_image=everything, box_batch_size_per_image=everything
     ).train()
     take_all = {"batch_size_per_image": everything}
-    roi = RoiConfig()
+    roi = RoiConfig(mask_crop_size=None)
     config = ModelConfig(
         num_classes=CLASSES,
         rpn=RPN.model_copy(update={"sampling": RPN.sampling.model_copy(update=take_all)}),
