@@ -71,6 +71,8 @@ def suspicious_annotations(records: Sequence[ImageRecord]) -> list[Suspicion]:
     return found
 
 
+# Absurd coordinates overflow, and are found by what comes of it.
+@np.errstate(over="ignore", invalid="ignore")
 def _suspicious_in(records: Sequence[ImageRecord]) -> list[Suspicion]:
     pairs = [(record, instance) for record in records for instance in record.instances]
     if not pairs:
@@ -106,16 +108,18 @@ def _suspicious_in(records: Sequence[ImageRecord]) -> list[Suspicion]:
 
 
 def _leaves(boxes: _Floats, limits: _Floats) -> _Bools:
-    outside: _Bools = ((boxes < -_PIXELS_OUTSIDE) | (boxes > limits + _PIXELS_OUTSIDE)).any(axis=1)
-    return outside
+    excess = np.maximum(-boxes, boxes - limits).max(axis=1)
+    leaves: _Bools = excess > _PIXELS_OUTSIDE
+    return leaves
 
 
 def _contradicts(areas: _Floats, outlines: _Outlines) -> _Bools:
-    """Whether areas are none that the outlines could have; of twisted ones, that is unknown."""
+    """Whether areas are not such as the outlines could have; of twisted ones, that is unknown."""
     slack = np.maximum(_AREA_PIXELS_OFF, outlines.length / 2)
     least = (1 - _AREA_SHARE_OFF) * outlines.least_area - slack
     most = (1 + _AREA_SHARE_OFF) * outlines.most_area + slack
-    return ((areas < least) | (areas > most) | (areas <= 0)) & ~outlines.is_twisted
+    fits = (areas >= least) & (areas <= most) & (areas > 0)
+    return ~(fits | outlines.is_twisted)
 
 
 def _repeats(group_N: NDArray[np.int64], boxes_N4: _Floats) -> _Bools:
@@ -166,7 +170,8 @@ def _outlines_from_runs(rles: Sequence[Rle]) -> _Outlines:
     encoded = [{"size": [rle.height, rle.width], "counts": rle.counts} for rle in rles]
     bounds = coco_mask.toBbox(encoded)
     bounds[:, 2:] += bounds[:, :2]
-    areas = coco_mask.area(encoded).astype(np.float64)
+    # One by one, because pycocotools 2.0.11 fails with numpy 2 on a list of more than 255.
+    areas = np.array([coco_mask.area(rle) for rle in encoded], np.float64)
     nowhere = np.zeros(len(rles), np.bool_)
     return _Outlines(bounds, areas, areas, np.zeros(len(rles)), nowhere, areas == 0)
 

@@ -90,10 +90,12 @@ def _image_from(source: Path) -> ConvertedImage:
         labels = read_label_map(source, ("I", "I;16"))
     frame = source.name.removesuffix(_POLYGONS).removesuffix(_INSTANCE_IDS)
     objects = {value: o for value in values_in(labels) if (o := _object_from(value))}
+    height, width = labels.shape
     return ConvertedImage(
-        f"{source.parent.name}/{frame}_leftImg8bit.png",
-        *labels.shape,
-        annotations_from_label_map(labels, objects),
+        file_name=f"{source.parent.name}/{frame}_leftImg8bit.png",
+        height=height,
+        width=width,
+        annotations=annotations_from_label_map(labels, objects),
     )
 
 

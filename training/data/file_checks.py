@@ -60,21 +60,21 @@ def undecodable_files(
 
 def unlisted_files(folders: Iterable[Path], listed: Iterable[Path]) -> list[Path]:
     """Image files at any depth of the folders that no annotation file mentions, sorted."""
-    known = set(listed)
-    return sorted(
-        path
-        for folder in set(folders)
+    found = {
+        Path(parent, name)
+        for folder in folders
         for parent, _, names in os.walk(folder)
         for name in names
-        if Path(name).suffix.lower() in IMAGE_SUFFIXES and (path := Path(parent, name)) not in known
-    )
+        if Path(name).suffix.lower() in IMAGE_SUFFIXES
+    }
+    return sorted(found.difference(listed))
 
 
 def _copies(paths: Iterable[Path]) -> list[list[Path]]:
     """Groups of files of the same content."""
     groups = [list(paths)]
-    # Each look is dearer than the one before, and taken at fewer files: few share a size, and of
-    # those hardly any an end.
+    # Each look costs more than the one before, and is taken at fewer files: those of one size, and
+    # of these the few of one end.
     for look in (_size_of, _tail_of, _digest_of):
         groups = [part for group in groups for part in _parts_of(group, look) if len(part) > 1]
     return groups

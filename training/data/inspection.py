@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from ...model.images import resized_size
 from ..config import DatasetConfig
@@ -179,7 +179,7 @@ def _counts(**cases: NDArray[np.bool_]) -> dict[str, int]:
     return {name: int(is_case.sum()) for name, is_case in cases.items()}
 
 
-def _quantiles(values: ArrayLike) -> Quantiles:
+def _quantiles(values: NDArray[Any]) -> Quantiles:
     return Quantiles(*np.percentile(values, (0, 10, 50, 90, 100), method="inverted_cdf").tolist())
 
 

@@ -109,27 +109,38 @@ def _draw_sample(axes: Axes, sample: Sample) -> None:
         text = _wrapped(str(error))
         axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes, parse_math=False)
         return
+    instances = sorted(record.instances, key=lambda instance: -instance.area)
+    for instance in instances:
+        if isinstance(instance.segmentation, Rle):
+            covered = mask_from_rle(instance.segmentation) != 0
+            paint = 255 * _OPACITY * np.array(_colour_of(instance))
+            image[covered] = (1 - _OPACITY) * image[covered] + paint
     axes.imshow(image, extent=(0, record.width, record.height, 0))
-    for instance in sorted(record.instances, key=lambda i: -i.area):
+    for instance in instances:
         _draw_instance(axes, record, instance, categories[instance.label - 1].name)
     if suspect is not None:
         _show_surroundings(axes, record, suspect)
 
 
 def _draw_instance(axes: Axes, record: ImageRecord, instance: Instance, name: str) -> None:
-    colour = mpl.colormaps["hsv"](instance.label * _GOLDEN_RATIO % 1)
-    if isinstance(instance.segmentation, Rle):
-        layer = mask_from_rle(instance.segmentation)[..., None] * np.array([*colour[:3], _OPACITY])
-        axes.imshow(layer, extent=(0, record.width, record.height, 0))
-    else:
+    """Draw the outline, if it is one of polygons, and the box with its name."""
+    colour = _colour_of(instance)
+    if not isinstance(instance.segmentation, Rle):
         for ring in instance.segmentation:
             axes.add_patch(Polygon(ring.reshape(-1, 2), facecolor=colour, alpha=_OPACITY))
-    left, top, *sides = instance.bbox
+    left, top, width, height = instance.bbox
     style = "--" if instance.is_crowd else "-"
-    axes.add_patch(Rectangle((left, top), *sides, fill=False, edgecolor=colour, linestyle=style))
+    box = Rectangle((left, top), width, height, fill=False, edgecolor=colour, linestyle=style)
+    axes.add_patch(box)
     ground = {"facecolor": [(1 + part) / 2 for part in colour], "linewidth": 0, "pad": 0.5}
     place = "bottom" if top > _NAME_ROOM * record.height else "top"
     axes.text(left, top, name, fontsize=7, va=place, bbox=ground, clip_on=True, parse_math=False)
+
+
+def _colour_of(instance: Instance) -> tuple[float, float, float]:
+    """RGB from 0 to 1, far from those of the labels beside it."""
+    red, green, blue, _ = mpl.colormaps["hsv"](instance.label * _GOLDEN_RATIO % 1)
+    return red, green, blue
 
 
 def _show_surroundings(axes: Axes, record: ImageRecord, suspect: Instance) -> None:

@@ -94,7 +94,8 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
     boxes = _boxes_from(source)
     for annotation in annotations:
         annotation["iscrowd"] = int(_is_difficult(annotation, boxes))
-    return ConvertedImage(f"{source.stem}.jpg", *objects_HW.shape, annotations)
+    height, width = objects_HW.shape
+    return ConvertedImage(f"{source.stem}.jpg", height, width, annotations)
 
 
 def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:

@@ -38,6 +38,7 @@ def test_sound_annotations_are_not_suspicious(tmp_path: Path) -> None:
         ({"area": 900}, "area does not fit the segmentation"),
         ({"area": 1500}, "area does not fit the segmentation"),
         ({"area": 0}, "area does not fit the segmentation"),
+        ({"area": float("nan")}, "area does not fit the segmentation"),
         (
             {
                 "bbox": [100, 20, 1.5, 40],
@@ -96,6 +97,27 @@ def test_a_mask_without_pixels_is_suspicious(tmp_path: Path) -> None:
         reversed(pair) for pair in found_with(tmp_path, annotation(77, 11, segmentation=NO_PIXELS))
     )
     assert reasons["segmentation or piece of it without area"] == "77"
+
+
+def test_many_masks_are_measured(tmp_path: Path) -> None:
+    side = 300
+    content = {**sound_content(), "annotations": []}
+    content["images"] = [{"id": 1, "file_name": "1.jpg", "height": side, "width": side}]
+    for n in range(side):
+        # one pixel column each
+        counts = [n * side, side, (side - n - 1) * side]
+        runs = {"size": [side, side], "counts": counts}
+        box = {"bbox": [n, 0, 1, side], "area": side if n else 1, "segmentation": runs}
+        content["annotations"].append(annotation(n, 1, **box))
+    found = suspicious_annotations(CocoDataset(write_folder(tmp_path, content)).records)
+    wrong = [s.subject for s in found if s.reason == "area does not fit the segmentation"]
+    assert wrong == ["0"]
+
+
+def test_absurd_coordinates_are_suspicious(tmp_path: Path) -> None:
+    outline = [-1e200, 20, 1e200, 20, 1e200, 1e200]
+    absurd = annotation(77, 11, bbox=[-1e308, 20, 1.5e308, 40], segmentation=[outline])
+    assert ("77", "box or outline sticks out of the image") in found_with(tmp_path, absurd)
 
 
 def test_run_lengths_are_measured_as_polygons_are(tmp_path: Path) -> None:
