@@ -183,10 +183,9 @@ class EvaluationConfig(FrozenConfig):
                     f"expected names {name!r}; allowed are bbox/ or segm/ before AP, AP50, AP75, "
                     "APs, APm, APl, AR1, AR10, AR100, ARs, ARm, ARl or AP/CLASS"
                 )
-        if self.expected and (self.skip_test or self.skip_eval):
+        if self.expected and self.skip_eval:
             raise ValueError(
-                "expected needs a measurement; leave out skip_test and skip_eval, or set "
-                "expected={}"
+                "expected needs a measurement; leave out skip_eval, or set expected={}"
             )
         return self
 

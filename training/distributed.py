@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -29,6 +29,22 @@ class Worker(NamedTuple):
             values = values.clone()
             distributed.all_reduce(values)
         return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order, on the first; nothing on the others."""
+        if self.world_size == 1:
+            return [value]
+        values = [None] * self.world_size if self.is_main else None
+        distributed.gather_object(value, values)
+        return values or []
+
+    def from_main(self, value: Any) -> Any:
+        """The first rank's value, on every rank."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        distributed.broadcast_object_list(values)
+        return values[0]
 
     def wait_for_ranks(self) -> None:
         """Go on when every rank has come here."""
@@ -59,3 +75,8 @@ def worker(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Worker]:
         yield Worker(distributed.get_rank(), world_size, local_device)
     finally:
         distributed.destroy_process_group()
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for all that `torchrun` started."""
+    return int(os.environ.get("RANK", "0")) == 0

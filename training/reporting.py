@@ -48,8 +48,12 @@ class TrainingReport:
         self._iterations = iterations
         self._is_main = worker.is_main
         if worker.is_main:
+            # A killed run may have reported more than its last checkpoint knows.
+            _cut_lines_after(iterations.start, folder / METRICS_FILE)
             self._jsonl = (folder / METRICS_FILE).open("a", buffering=1)
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+            self._tensorboard = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=iterations.start + 1
+            )
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -143,3 +147,16 @@ class TrainingReport:
         self._jsonl.write(json.dumps({"iteration": iteration, **values}) + "\n")
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, iteration)
+
+
+def _cut_lines_after(iteration: int, path: Path) -> None:
+    """Remove from a file of JSON lines those of later iterations, and one that is half-written."""
+    if not path.is_file():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    kept = [line for line in whole if json.loads(line)["iteration"] <= iteration]
+    if len(kept) < len(lines):
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(kept))
+        partial.replace(path)

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""A model in training: its optimiser, its precision and one step after another."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from ..model.checkpoint import Checkpoint, load_checkpoint
+from ..model.checkpoint import Checkpoint
 from ..model.losses import LossTerms
 from ..model.mask_rcnn import MaskRCNN
+from ..model.weights.loading import load_weights
 from .config import ConfigError, SolverConfig, TrainConfig
 from .data.batches import Batch
 from .distributed import Worker
+from .random_state import generator_states, restore_generators, seed_generators
 from .schedule import learning_rate
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ class Trainer:
         self.config = config
         self.worker = worker
         self.iteration = 0
-        torch.manual_seed(config.seed)
+        seed_generators(config.seed)
         self.model = MaskRCNN(config.model)
         if config.weights is not None:
             self._load_weights(config.weights)
@@ -43,46 +45,71 @@ class Trainer:
         self.scaler = torch.amp.grad_scaler.GradScaler(
             worker.device.type, enabled=config.precision == "fp16"
         )
-        self._parallel: nn.Module = self.model
-        if worker.world_size > 1:
-            self._parallel = DistributedDataParallel(self.model)
+        self._parallel = self._over_ranks()
 
-    def _load_weights(self, path: Path) -> None:
-        checkpoint = load_checkpoint(path)
-        try:
-            self.model.load_state_dict(checkpoint.weights)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"weights: {path} holds another `model`, of {checkpoint.model_config.num_classes} "
-                "classes; give the `model` and the classes it was trained with"
-            ) from error
+    def _over_ranks(self) -> nn.Module:
+        if self.worker.world_size == 1:
+            return self.model
+        return DistributedDataParallel(self.model)
+
+    def _load_weights(self, source: str | Path) -> None:
+        report = load_weights(self.model, source)
+        if self.worker.is_main:
+            logger.info("weights: loaded %s", report)
 
     def load_state(self, checkpoint: Checkpoint) -> None:
-        """Continue where a checkpoint of this run was written.
+        """Continue where a checkpoint was written; `check_resumable` says whether it may be.
 
-        Raises:
-            ConfigError: the checkpoint is of another model or another seed.
+        Settings of the optimiser are those of the configuration, not of the checkpoint.
         """
-        if checkpoint.model_config != self.config.model:
-            raise ConfigError("the run to resume has another `model`; give the same configuration")
         state = checkpoint.training_state
-        if state["seed"] != self.config.seed:
-            raise ConfigError(f"the run to resume has seed={state['seed']}; give the same")
+        settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
         self.model.load_state_dict(checkpoint.weights)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
         self.iteration = checkpoint.iteration
+        worker, generators = self.worker, state["generators"]
+        if len(generators) == worker.world_size:
+            restore_generators(generators[worker.rank], worker.device)
+        elif worker.is_main:
+            logger.warning(
+                "the run to resume had %d processes, this one has %d: the random generators of "
+                "torch, numpy and Python start anew from the seed; only layers of your own draw "
+                "from them",
+                len(generators),
+                worker.world_size,
+            )
 
     def state(self) -> dict[str, Any]:
-        """What resuming needs beside the weights.
+        """What resuming needs beside the weights; every rank must call it, the first one gets all.
 
-        Batches, flips and sampling are functions of seed and iteration: no generator has a state.
+        Batches, flips and sampling are functions of seed and iteration and need no state.
         """
         return {
-            "seed": self.config.seed,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "generators": self.worker.gather(generator_states(self.worker.device)),
         }
+
+    def freeze_backbone(self) -> None:
+        """Train the residual network no more: neither its weights nor statistics of its norms."""
+        body = self.model.backbone.body
+        body.eval()
+        if not any(parameter.requires_grad for parameter in body.parameters()):
+            return
+        logger.info("the residual network is frozen from here on")
+        body.requires_grad_(False)
+        for parameter in body.parameters():
+            # Without a gradient the optimiser passes it over; momentum would only fill checkpoints.
+            self.optimizer.state.pop(parameter, None)
+        # DistributedDataParallel waits for the gradients that were wanted when it was made.
+        self._parallel = self._over_ranks()
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
         """One optimiser step on this rank's part of a global batch.
@@ -99,7 +126,7 @@ class Trainer:
         """
         config, world_size = self.config.solver, self.worker.world_size
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.iteration)
+            group["lr"] = learning_rate(config, self.iteration) * group["lr_factor"]
         counts = self._counts(batches) if len(batches) > 1 else None
         sums = torch.zeros(5, device=self.worker.device)
         for part, batch in enumerate(batches, start=1):
@@ -153,18 +180,21 @@ class Trainer:
 
 def build_optimizer(model: nn.Module, config: SolverConfig) -> torch.optim.Optimizer:
     """Optimiser of the trainable parameters; only the weights of layers decay."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trainable if p.dim() > 1]
-    others = [p for p in trainable if p.dim() <= 1]
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    biases = [p for name, p in trainable.items() if name.endswith("bias")]
+    others = [p for name, p in trainable.items() if not name.endswith("bias")]
+    weights = [p for p in others if p.dim() > 1]
+    scales = [p for p in others if p.dim() <= 1]
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": weights, "weight_decay": config.weight_decay, "lr_factor": 1.0},
+        {"params": scales, "weight_decay": 0.0, "lr_factor": 1.0},
+        {"params": biases, "weight_decay": 0.0, "lr_factor": config.bias_lr_factor},
     ]
     if config.optimizer == "adamw":
         betas = (config.momentum, 0.999)
         return torch.optim.AdamW(groups, lr=config.base_lr, betas=betas, fused=True)
     sgd = torch.optim.SGD(groups, lr=config.base_lr, momentum=config.momentum, fused=True)
-    for parameter in trainable:
+    for parameter in trainable.values():
         # Fused SGD makes these in its first step, and leaves them unset if fp16 overflows in it.
         sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd

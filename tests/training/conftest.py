@@ -10,6 +10,6 @@ from maskrcnn_trt.training.data.synthetic import SyntheticConfig, draw_dataset
 def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Configuration file of a run of seconds: a narrow model on twelve small pictures."""
     folder = tmp_path_factory.mktemp("tiny")
-    config = SyntheticConfig(train=12, val=2, width=96, height=64, seed=3, classes=CLASSES)
+    config = SyntheticConfig(train=12, val=5, width=96, height=64, seed=3, classes=CLASSES)
     draw_dataset(folder, config)
     return write_config(folder)

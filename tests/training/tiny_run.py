@@ -3,7 +3,8 @@
 import os
 import sys
 from pathlib import Path
-from subprocess import DEVNULL, Popen
+from subprocess import DEVNULL, PIPE, Popen
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,10 +70,26 @@ def start_training(*args: str, processes: int = 1) -> "Popen[bytes]":
     # The number of threads decides the order of sums, and with it the last bits.
     env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-m", *launcher, "maskrcnn_trt", "train", *args]
-    return Popen(command, env=env, stdout=DEVNULL, stderr=DEVNULL)
+    return Popen(command, env=env, stdout=PIPE, stderr=DEVNULL)
 
 
 def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     """Largest difference of any weight."""
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def assert_equal(first: Any, second: Any) -> None:
+    """Bit for bit."""
+    if isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for key in first:
+            assert_equal(first[key], second[key])
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second)
+        for one, other in zip(first, second, strict=True):
+            assert_equal(one, other)
+    elif isinstance(first, torch.Tensor):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+    else:
+        assert first == second

@@ -1,0 +1,162 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import assert_equal, load_tiny, train
+
+from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
+from maskrcnn_trt.training.config import ConfigError
+from maskrcnn_trt.training.data.coco import CocoDataset
+from maskrcnn_trt.training.loop import iterations_per_epoch
+from maskrcnn_trt.training.reporting import METRICS_FILE
+from maskrcnn_trt.training.run import run_training
+from maskrcnn_trt.training.validation import ExpectationError
+
+EPOCH = 4
+"""Iterations an epoch."""
+
+
+def _evaluations(folder: Path) -> dict[int, dict[str, float]]:
+    """Metrics by iteration."""
+    lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    return {line["iteration"]: line for line in lines if "segm/AP" in line}
+
+
+@pytest.mark.parametrize(
+    ("settings", "iterations"),
+    [
+        ("{}", [9]),
+        ("{per_epoch: true}", [4, 8, 9]),
+        ("{period: 3, per_epoch: true}", [3, 4, 6, 8, 9]),
+        ("{per_epoch: true, skip_test: true}", []),
+        ("{per_epoch: true, skip_eval: true}", []),
+    ],
+)
+def test_evaluations_fall_due(
+    tiny_config: Path, tmp_path: Path, settings: str, iterations: list[int]
+) -> None:
+    train(
+        load_tiny(
+            tiny_config, tmp_path, "solver.max_iterations=9", f"evaluation={settings}"
+        )
+    )  # fmt: skip
+    assert list(_evaluations(tmp_path)) == iterations
+    assert (tmp_path / "inference" / "bbox.json").exists() == ("skip_test" not in settings)
+
+
+def test_an_epoch_shows_every_image_once(tiny_config: Path, tmp_path: Path) -> None:
+    """In batches of one shape bucket, of which the last is filled up."""
+    config = load_tiny(tiny_config, tmp_path)
+    dataset = CocoDataset(config.data.train)
+    wide = sum(record.width > record.height for record in dataset.records)
+    batches = math.ceil(wide / 4) + math.ceil((len(dataset) - wide) / 4)
+    assert iterations_per_epoch(dataset, config) == batches == EPOCH
+
+
+def test_reached_targets_end_the_run(tiny_config: Path, tmp_path: Path) -> None:
+    """And it stays ended when it is resumed, unless more is asked for."""
+    settings = ("solver.max_iterations=5", "evaluation={period: 2, min_bbox_ap: 0, min_mask_ap: 0}")
+    checkpoint = train(load_tiny(tiny_config, tmp_path, *settings))
+    assert checkpoint.iteration == 2
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth\n"
+    assert "stopping at iteration 2 of 5: bbox/AP 0.0" in (tmp_path / "log.txt").read_text()
+    assert train(load_tiny(tiny_config, tmp_path, *settings), resume=True).iteration == 2
+    more = load_tiny(tiny_config, tmp_path, *settings, "evaluation.min_mask_ap=0.9")
+    assert train(more, resume=True).iteration == 5
+
+
+def test_the_best_checkpoint_is_named(tiny_config: Path, tmp_path: Path) -> None:
+    """Also when a run was cut off between."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    settings = (
+        "evaluation.skip_test=false", "evaluation.period=1", "model.roi.score_threshold=0.001",
+        "model.roi.max_detections=40",
+    )  # fmt: skip
+    checkpoint = train(load_tiny(tiny_config, whole, *settings, "solver.max_iterations=4"))
+    by_iteration = {i: metrics["segm/AP"] for i, metrics in _evaluations(whole).items()}
+    best = max(by_iteration, key=lambda iteration: by_iteration[iteration])
+    name = "model_final.pth" if best == 4 else f"model_{best:07d}.pth"
+    assert (whole / "best_checkpoint").read_text() == f"{name}\n"
+    assert load_checkpoint(whole / name).metrics["segm/AP"] == by_iteration[best]
+    for end in (2, 4):
+        resumed = train(
+            load_tiny(tiny_config, cut, *settings, f"solver.max_iterations={end}"), resume=end == 4
+        )
+    assert resumed.training_state["best_ap"] == checkpoint.training_state["best_ap"]
+    assert resumed.training_state["best_ap"] == by_iteration[best]
+
+
+def test_expectations_are_held_to(tiny_config: Path, tmp_path: Path) -> None:
+    settings = "evaluation={expected: {bbox/AP: 0.9}}"
+    config = load_tiny(tiny_config, tmp_path, "solver.max_iterations=1", settings)
+    for resume in (False, True):
+        with pytest.raises(ExpectationError, match=r"bbox/AP is 0\.0000, but evaluation.expected"):
+            run_training(config, resume=resume)
+        assert load_checkpoint(tmp_path / "model_final.pth").metrics["bbox/AP"] == 0
+
+
+@pytest.mark.parametrize("override", ["data.val=null", "evaluation.skip_test=true"])
+def test_expectations_need_an_evaluation(tiny_config: Path, tmp_path: Path, override: str) -> None:
+    config = load_tiny(
+        tiny_config, tmp_path, "evaluation={expected: {bbox/AP: 0.1}}", override
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"evaluation\.expected needs a measurement; give data"):
+        run_training(config)
+
+
+def test_a_validation_set_that_does_not_fit_is_refused_at_once(
+    tiny_config: Path, tmp_path: Path
+) -> None:
+    content = json.loads((tiny_config.parent / "annotations/val.json").read_text())
+    content["categories"].append({"id": 4, "name": "bar"})
+    path = tmp_path / "four.json"
+    path.write_text(json.dumps(content))
+    config = load_tiny(
+        tiny_config, tmp_path, f"data.val.annotations={path}", "evaluation.skip_test=false"
+    )
+    with pytest.raises(ConfigError, match="has 4 categories, but the model knows 3 classes"):
+        run_training(config)
+    assert not list(tmp_path.glob("*.pth"))
+
+
+FROZEN = (
+    "solver.freeze_backbone_after_epoch=1", "model.backbone.norm=bn", "checkpoint_period=1",
+    "solver.weight_decay=0.1", "solver.steps=[]", "evaluation={period: 2}",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def frozen(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six iterations whose backbone is frozen after the fourth."""
+    folder = tmp_path_factory.mktemp("frozen")
+    train(load_tiny(tiny_config, folder, *FROZEN, "solver.max_iterations=6"))
+    return folder
+
+
+def _moved(before: Checkpoint, after: Checkpoint) -> set[str]:
+    return {n for n, w in before.weights.items() if not torch.equal(w, after.weights[n])}
+
+
+def test_the_backbone_is_frozen_after_its_epoch(frozen: Path) -> None:
+    third, fourth, fifth = (load_checkpoint(frozen / f"model_000000{n}.pth") for n in (3, 4, 5))
+    body = {name for name in fourth.weights if name.startswith("backbone.body.")}
+    assert body <= _moved(third, fourth)
+    moved = _moved(fourth, load_checkpoint(frozen / "model_final.pth"))
+    assert not body & moved
+    assert set(fourth.weights) - body == moved
+    learnt, left = (len(c.training_state["optimizer"]["state"]) for c in (fourth, fifth))
+    assert 0 < left < learnt
+
+
+@pytest.mark.parametrize("cut", [3, 4, 5])
+def test_a_frozen_run_is_resumed_bit_for_bit(
+    tiny_config: Path, tmp_path: Path, frozen: Path, cut: int
+) -> None:
+    for end in (cut, 6):
+        config = load_tiny(tiny_config, tmp_path, *FROZEN, f"solver.max_iterations={end}")
+        resumed = train(config, resume=end == 6)
+    whole = load_checkpoint(frozen / "model_final.pth")
+    assert_equal(resumed.weights, whole.weights)
+    assert_equal(resumed.training_state, whole.training_state)

@@ -1,0 +1,151 @@
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import load_tiny, train
+
+from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
+from maskrcnn_trt.training.config import ConfigError, TrainConfig
+from maskrcnn_trt.training.data.coco import CocoDataset
+from maskrcnn_trt.training.data.loader import train_loader
+from maskrcnn_trt.training.distributed import Worker
+from maskrcnn_trt.training.random_state import seed_generators
+from maskrcnn_trt.training.trainer import Trainer
+
+ALONE = Worker(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def begun(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of one iteration."""
+    folder = tmp_path_factory.mktemp("begun")
+    train(load_tiny(tiny_config, folder, "solver.max_iterations=1"))
+    return folder
+
+
+@pytest.fixture
+def folder(begun: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(begun, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("model.roi.box_head_dim=64", "has model.roi.box_head_dim=32, not 64; give the same"),
+        ("seed=1", "has seed=0, not 1; give the same"),
+        ("solver.images_per_batch=2", "has solver.images_per_batch=4, not 2"),
+        ("solver.optimizer=adamw", "has solver.optimizer=sgd, not adamw"),
+        ("data.flip_probability=0", "has data.flip_probability=0.5, not 0.0"),
+    ],
+)
+def test_what_decides_the_steps_must_stay(
+    tiny_config: Path, folder: Path, override: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        train(load_tiny(tiny_config, folder, override), resume=True)
+
+
+def test_all_else_may_change(tiny_config: Path, folder: Path) -> None:
+    """It applies from the resumed iteration on, and the log names it."""
+    config = load_tiny(
+        tiny_config, folder, "solver.max_iterations=2", "solver.base_lr=0.5", "log_period=1",
+        "solver.momentum=0.5", "solver.warmup_iterations=0", "data.val=null", "data.workers=1",
+        "solver.accumulate=2", "checkpoint_period=7", "weights=gone.pth",
+    )  # fmt: skip
+    checkpoint = train(config, resume=True)
+    assert checkpoint.iteration == 2
+    group = checkpoint.training_state["optimizer"]["param_groups"][0]
+    assert (group["lr"], group["momentum"]) == (0.5, 0.5)
+    log = (folder / "log.txt").read_text()
+    assert "resuming with solver.base_lr=0.5, which was 0.01" in log
+    assert "resuming with solver.max_iterations=2, which was 1" in log
+    assert "output_dir" not in log
+
+
+def _moved_data(tiny_config: Path, tmp_path: Path) -> tuple[Path, list[str]]:
+    data = Path(shutil.copytree(tiny_config.parent, tmp_path / "data"))
+    annotations = data / "annotations/train.json"
+    return annotations, [
+        f"data.train={{images: {data / 'train'}, annotations: {annotations}}}",
+        "solver.max_iterations=2",
+    ]
+
+
+def test_data_may_be_moved(tiny_config: Path, folder: Path, tmp_path: Path) -> None:
+    _, overrides = _moved_data(tiny_config, tmp_path)
+    assert train(load_tiny(tiny_config, folder, *overrides), resume=True).iteration == 2
+
+
+def _rename(content: dict[str, Any]) -> None:
+    for entry in (*content["images"], *content["annotations"]):
+        entry["id" if "file_name" in entry else "image_id"] += 100
+
+
+@pytest.mark.parametrize(
+    ("change", "subject"),
+    [
+        (lambda content: content["images"].pop(), "number of images"),
+        (_rename, "ids of the images"),
+        (lambda content: content["annotations"].pop(), "annotation file"),
+    ],
+)
+def test_changed_data_is_refused(
+    tiny_config: Path, folder: Path, tmp_path: Path, change: Any, subject: str
+) -> None:
+    annotations, overrides = _moved_data(tiny_config, tmp_path)
+    content = json.loads(annotations.read_text())
+    change(content)
+    annotations.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        train(load_tiny(tiny_config, folder, *overrides), resume=True)
+    assert str(caught.value) == (
+        f"the {subject} of {annotations} has changed since the run began; restore the data, or "
+        "start another run from the checkpoint with weights=FILE output_dir=FOLDER"
+    )
+
+
+def test_weights_alone_are_not_resumed(
+    tiny_config: Path, folder: Path, tiny_checkpoint: Path
+) -> None:
+    save_checkpoint(folder / "model_final.pth", load_checkpoint(tiny_checkpoint))
+    with pytest.raises(ConfigError, match="holds weights alone; start a run from them with"):
+        train(load_tiny(tiny_config, folder), resume=True)
+
+
+def _drawn(config: TrainConfig, path: Path) -> tuple[list[float], Trainer]:
+    trainer = Trainer(config, ALONE)
+    trainer.load_state(load_checkpoint(path))
+    return torch.randn(3).tolist(), trainer
+
+
+def test_generators_go_on_where_they_were(tiny_config: Path, folder: Path, tmp_path: Path) -> None:
+    """As layers of a user's own would need it: one that draws, in every step."""
+    config = load_tiny(tiny_config, tmp_path, "model.num_classes=3")
+    path = folder / "model_final.pth"
+    seed_generators(5)
+    first, trainer = _drawn(config, path)
+    seed_generators(6)
+    second, _ = _drawn(config, path)
+    assert first == second
+    batch = next(iter(train_loader(CocoDataset(config.data.train), config)))
+    trainer.step([batch])
+    state = trainer.state()
+    assert len(state["generators"]) == 1
+    assert torch.equal(state["generators"][0]["torch"], torch.get_rng_state())
+
+
+def test_another_number_of_processes_is_said(
+    tiny_config: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder / "model_final.pth"
+    checkpoint = load_checkpoint(path)
+    checkpoint.training_state["generators"] *= 2
+    save_checkpoint(path, checkpoint)
+    with caplog.at_level(logging.WARNING):
+        drawn, _ = _drawn(load_tiny(tiny_config, tmp_path, "model.num_classes=3"), path)
+    assert "the run to resume had 2 processes, this one has 1: the random generators" in caplog.text
+    assert len(drawn) == 3

@@ -1,0 +1,178 @@
+"""The iterations of a training run, with the evaluations and checkpoints that fall due."""
+
+import itertools
+import logging
+
+from ..model.checkpoint import Checkpoint
+from ..model.manifest import Preprocessing
+from .config import ConfigError, TrainConfig
+from .data.coco import CocoDataset
+from .data.loader import train_loader
+from .data.reading import BatchReader
+from .data.sampling import GlobalBatches
+from .reporting import DivergenceError, TrainingReport
+from .resumption import run_identity
+from .run_folder import RunFolder
+from .schedule import learning_rate
+from .trainer import Trainer
+from .validation import Validation, log_metrics, reached_targets
+
+logger = logging.getLogger(__name__)
+
+_BEST_BY = "segm/AP"
+
+
+class TrainingLoop:
+    """Takes every step that is left of a run."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        dataset: CocoDataset,
+        folder: RunFolder,
+        last: Checkpoint | None = None,
+    ) -> None:
+        """Prepare a run.
+
+        Args:
+            trainer: stands where the run begins.
+            dataset: what it learns from.
+            folder: where checkpoints go.
+            last: the checkpoint that is resumed.
+
+        Raises:
+            ConfigError: the validation set does not fit the model, or is wanted and there is none.
+            DataError: the validation set cannot be used.
+        """
+        self._trainer = trainer
+        self._config = config = trainer.config
+        self._dataset = dataset
+        self._folder = folder
+        self._identity = run_identity(config, dataset)
+        self._epoch = iterations_per_epoch(dataset, config)
+        self._metrics = last.metrics if last else {}
+        self._best_ap: float = last.training_state["best_ap"] if last else -1.0
+        self._validation = None
+        if config.data.val is not None and not config.evaluation.skip_test:
+            self._validation = Validation(config, config.model.num_classes, trainer.worker)
+        elif config.evaluation.expected:
+            raise ConfigError(
+                "evaluation.expected needs a measurement; give data.val and leave out "
+                "evaluation.skip_test, or set evaluation.expected={}"
+            )
+
+    def run(self) -> dict[str, float]:
+        """Train to the end, or to the evaluation that reaches the targets of an early stop.
+
+        Returns:
+            Metrics of the final checkpoint.
+
+        Raises:
+            DataError: an image cannot be read where that is refused.
+            DivergenceError: a loss or a weight is no longer finite.
+        """
+        trainer, config = self._trainer, self._config
+        if self._has_reached_targets():
+            return self._metrics
+        iterations = range(trainer.iteration, config.solver.max_iterations)
+        worker = trainer.worker
+        batches = iter(
+            train_loader(
+                self._dataset,
+                config,
+                first_iteration=trainer.iteration,
+                rank=worker.rank,
+                world_size=worker.world_size,
+                pin_memory=worker.device.type == "cuda",
+            )
+        )
+        with TrainingReport(self._folder.path, config.log_period, iterations, worker) as report:
+            for iteration in iterations:
+                self._freeze_if_due(iteration)
+                with report.waiting_for_data():
+                    parts = list(itertools.islice(batches, config.solver.accumulate))
+                losses = trainer.step([part.to(worker.device, non_blocking=True) for part in parts])
+                report.record(iteration, losses, learning_rate(config.solver, iteration))
+                if self._evaluate_and_save(report):
+                    break
+        return self._metrics
+
+    def _freeze_if_due(self, iteration: int) -> None:
+        epochs = self._config.solver.freeze_backbone_after_epoch
+        if epochs is not None and iteration >= epochs * self._epoch:
+            self._trainer.freeze_backbone()
+
+    def _evaluate_and_save(self, report: TrainingReport) -> bool:
+        """Do what is due after a step; whether it was the last one."""
+        trainer, config = self._trainer, self._config
+        final = trainer.iteration == config.solver.max_iterations
+        best, self._metrics = False, {}
+        if self._validation is not None and self._evaluation_is_due(final):
+            self._metrics = self._validation.measure(trainer.model)
+            log_metrics(self._metrics)
+            report.record_metrics(trainer.iteration, self._metrics)
+            final = self._has_reached_targets() or final
+            best = self._metrics.get(_BEST_BY, -1) > self._best_ap
+        if best:
+            self._best_ap = self._metrics[_BEST_BY]
+            logger.info("%s %.4f is the best so far", _BEST_BY, self._best_ap)
+        if final or best or trainer.iteration % config.checkpoint_period == 0:
+            self._save(final=final, best=best)
+        return final
+
+    def _evaluation_is_due(self, final: bool) -> bool:
+        settings, iteration = self._config.evaluation, self._trainer.iteration
+        after_epoch = settings.per_epoch and iteration % self._epoch == 0
+        return final or after_epoch or (settings.period > 0 and iteration % settings.period == 0)
+
+    def _has_reached_targets(self) -> bool:
+        reached = reached_targets(self._config.evaluation, self._metrics)
+        if reached is not None:
+            logger.info(
+                "stopping at iteration %d of %d: %s",
+                self._trainer.iteration,
+                self._config.solver.max_iterations,
+                reached,
+            )
+        return reached is not None
+
+    def _save(self, *, final: bool, best: bool) -> None:
+        checkpoint = self._checkpoint()
+        if self._trainer.worker.is_main:
+            self._folder.save(checkpoint, final=final, best=best)
+
+    def _checkpoint(self) -> Checkpoint:
+        """The state of the run.
+
+        Raises:
+            DivergenceError: a weight is not finite, so that nothing can be resumed.
+        """
+        trainer, config = self._trainer, self._config
+        if not all(weight.isfinite().all() for weight in trainer.model.parameters()):
+            raise DivergenceError(f"a weight was not finite after iteration {trainer.iteration}")
+        return Checkpoint(
+            model_config=config.model,
+            weights=trainer.model.state_dict(),
+            categories=self._dataset.categories,
+            preprocessing=Preprocessing(
+                min_size=config.data.min_size,
+                max_size=config.data.max_size,
+                pixel_mean=config.model.pixel_mean,
+                pixel_std=config.model.pixel_std,
+            ),
+            buckets=config.data.buckets,
+            iteration=trainer.iteration,
+            metrics=self._metrics,
+            training_state={
+                **trainer.state(),
+                "identity": self._identity,
+                "best_ap": self._best_ap,
+            },
+        )
+
+
+def iterations_per_epoch(dataset: CocoDataset, config: TrainConfig) -> int:
+    """Steps in which every training image is seen once."""
+    reader = BatchReader(dataset, config.data, config.seed, training=True)
+    batches = GlobalBatches(reader.buckets, config.solver.images_per_batch, config.seed)
+    return batches.batches_per_epoch

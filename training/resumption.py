@@ -1,0 +1,76 @@
+"""What a resumed run must share with the run it continues, and what may change."""
+
+import hashlib
+import logging
+from typing import Any
+
+from ..model.checkpoint import Checkpoint
+from ..model.manifest import sha256_of
+from .config import ConfigError, TrainConfig
+from .data.coco import CocoDataset
+
+logger = logging.getLogger(__name__)
+
+_FIXED = ("model", "seed", "data", "solver.optimizer", "solver.images_per_batch")
+"""Keys and sections that decide what the model is and which images a step sees."""
+_FREE = ("data.train", "data.val", "data.workers", "data.on_broken")
+"""Exceptions to these; the training images themselves are compared, wherever they lie."""
+_IGNORED = {"output_dir", "weights"}
+
+
+def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
+    """What a checkpoint keeps, so that `check_resumable` can compare."""
+    ids = ",".join(str(record.id) for record in dataset.records)
+    return {
+        "config": config.model_dump(mode="json", exclude=_IGNORED),
+        "data": {
+            "number of images": len(dataset),
+            "ids of the images": hashlib.sha256(ids.encode()).hexdigest(),
+            "annotation file": sha256_of(config.data.train.annotations),
+        },
+    }
+
+
+def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dataset: CocoDataset) -> None:
+    """Hold a configuration and its data to those of the run to be resumed.
+
+    The keys in `_FIXED` must be as they were and the training data the same. All other keys may
+    change: they apply from the resumed iteration on, and the log names them.
+
+    Raises:
+        ConfigError: a key that must stay has changed, or the data has.
+    """
+    if not checkpoint.training_state:
+        raise ConfigError(
+            "the checkpoint to resume holds weights alone; start a run from them with weights=FILE"
+        )
+    before, now = checkpoint.training_state["identity"], run_identity(config, dataset)
+    old, new = _flat(before["config"]), _flat(now["config"])
+    for key in sorted(key for key in {*old, *new} if old.get(key) != new.get(key)):
+        if _is_within(key, _FIXED) and not _is_within(key, _FREE):
+            raise ConfigError(
+                f"the run to resume has {key}={old.get(key)}, not {new.get(key)}; give the same, "
+                "or start another run with output_dir=FOLDER"
+            )
+        logger.info("resuming with %s=%s, which was %s", key, new.get(key), old.get(key))
+    for subject, value in now["data"].items():
+        if value != before["data"][subject]:
+            raise ConfigError(
+                f"the {subject} of {dataset.name} has changed since the run began; restore the "
+                "data, or start another run from the checkpoint with weights=FILE output_dir=FOLDER"
+            )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _is_within(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
