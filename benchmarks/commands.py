@@ -8,6 +8,7 @@ import click
 from ..export.commands import BucketType
 from ..model.manifest import Precision
 from ..model.spec import ShapeBucket
+from .train import TrainPrecision
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _SECONDS = click.FloatRange(min=0, min_open=True)
@@ -72,6 +73,63 @@ def infer(
     )
     results = measure_models(models, settings)
     show(Report(results), infer_table(results), json_path)
+
+
+@bench.command(context_settings={"show_default": True})
+@click.argument("config")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--precision",
+    "precisions",
+    multiple=True,
+    type=click.Choice(["fp32", "tf32", "fp16", "bf16"]),
+    default=("fp32", "tf32", "fp16", "bf16"),
+    help="May be given several times.",
+)
+@click.option("--peer", type=click.Choice(["torchvision"]), help="Train it too, as it ships.")
+@click.option("--iterations", type=click.IntRange(min=1), default=100, help="Steps of each run.")
+@click.option("--warmup", type=click.IntRange(min=0), default=10, help="First steps, not timed.")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for a record: a page, a picture of the losses, and JSON.",
+)
+def train(
+    config: str,
+    overrides: tuple[str, ...],
+    precisions: tuple[TrainPrecision, ...],
+    peer: str | None,
+    iterations: int,
+    warmup: int,
+    output: Path | None,
+) -> None:
+    """Train a configuration in several precisions, and compare speed and losses.
+
+    CONFIG and KEY=VALUE are those of `maskrcnn train`. Every run starts from the same weights, sees
+    the same batches and writes no checkpoint.
+    """
+    from ..training.config import load_config
+    from .report import Report, show, train_table
+    from .train import TrainSettings, measure_training
+    from .train_record import write_record
+
+    if warmup >= iterations:
+        raise click.UsageError(f"--warmup {warmup} leaves none of {iterations} iterations to time")
+    settings = TrainSettings(
+        precisions=precisions,
+        iterations=iterations,
+        warmup=warmup,
+        with_torchvision=peer == "torchvision",
+    )
+    results = measure_training(
+        load_config(config, overrides),
+        settings,
+        on_run=lambda engine, precision: click.echo(f"{engine} in {precision} ...", err=True),
+    )
+    report = Report(results)
+    show(report, train_table(results), None)
+    if output is not None:
+        click.echo(f"the record is {write_record(report, results, output)}")
 
 
 @bench.command(context_settings={"show_default": True})

@@ -16,8 +16,10 @@ from .infer import InferResult
 from .latency import Latency
 from .machine import Machine, describe_machine
 from .serve import ServeResult
+from .train import TrainResult
 
 _PERCENTILES = ("p50", "p90", "p99")
+_NAMES = ("engine", "device", "precision", "model")
 
 
 def _command_line() -> str:
@@ -32,7 +34,7 @@ def _now() -> str:
 class Report:
     """Results and what it takes to repeat them."""
 
-    results: Sequence[InferResult] | Sequence[ServeResult]
+    results: Sequence[InferResult] | Sequence[ServeResult] | Sequence[TrainResult]
     command: str = field(default_factory=_command_line)
     measured_at: str = field(default_factory=_now)
     machine: Machine = field(default_factory=describe_machine)
@@ -72,10 +74,39 @@ def serve_table(results: Sequence[ServeResult]) -> Table:
     return table
 
 
+TRAIN_COLUMNS = ("precision", "model", "images/s", *_PERCENTILES, "data wait", "peak MiB", "loss")
+
+
+def train_rows(results: Sequence[TrainResult]) -> list[tuple[str, ...]]:
+    """Cells of the columns `TRAIN_COLUMNS`, a row a run."""
+    return [
+        (
+            r.precision,
+            r.engine,
+            f"{r.images_per_second:.1f}",
+            *_percentiles(r.latency),
+            f"{r.data_share:.0%}",
+            f"{r.peak_memory_mib:.0f}",
+            f"{r.final_loss:.3f}",
+        )
+        for r in results
+    ]
+
+
+def train_table(results: Sequence[TrainResult]) -> Table:
+    """One row a precision and model; all runs have the same length, batch and device."""
+    first = results[0]
+    title = f"Training, {first.batch} images a step, on {first.device}; latencies of a step in ms"
+    table = _table(title, *TRAIN_COLUMNS)
+    for row in train_rows(results):
+        table.add_row(*row)
+    return table
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in columns:
-        table.add_column(name, justify="left" if name in ("engine", "device") else "right")
+        table.add_column(name, justify="left" if name in _NAMES else "right")
     return table
 
 

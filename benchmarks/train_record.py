@@ -1,0 +1,144 @@
+"""The record of a training benchmark: a page, a picture of the losses, and all numbers as JSON."""
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+
+from ..model.losses import LOSS_NAMES
+from .report import TRAIN_COLUMNS, Report, train_rows
+from .train import TrainResult
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+_WINDOWS = 25
+_COLOURS = {"fp32": "tab:blue", "tf32": "tab:orange", "fp16": "tab:green", "bf16": "tab:red"}
+
+_COUNTED = """\
+Every run has a process of its own, begins with the same weights and sees the same batches. A step
+lasts from the end of the one before to its own end: waiting for the next batch, its way to the
+device, forward and backward pass, optimiser. The first {warmup} of {iterations} steps are not
+timed. Latencies are of a step, in ms; "data wait" is the share of the time in which the process
+waited for the next batch; memory is the peak {memory}; the loss is the mean of the last tenth of
+the steps. Torchvision's model, where it is listed, has the same initial weights, optimiser and
+images; it draws its own samples, keeps its memory layout, and averages some losses over images,
+not the batch.
+"""
+
+
+def write_record(report: Report, results: Sequence[TrainResult], folder: Path) -> Path:
+    """Write `train-<gpu>-<yyyymm>.md`, and `.png` and `.json` beside it.
+
+    Args:
+        report: where, when and how they were measured.
+        results: the runs, all of one length.
+        folder: made if it does not exist.
+
+    Returns:
+        The page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    year, month, _ = report.measured_at.split("-", 2)
+    page = folder / f"train-{_short_name(report.machine.gpus)}-{year}{month}.md"
+    page.with_suffix(".json").write_text(json.dumps(asdict(report)) + "\n")
+    plot_losses(results, page.with_suffix(".png"))
+    page.write_text(_page(report, results, page.with_suffix(".png").name))
+    return page
+
+
+def plot_losses(results: Sequence[TrainResult], picture: Path) -> None:
+    """Draw every loss of all runs over their steps, smoothed, into a PNG."""
+    figure, axes = plt.subplots(2, 3, figsize=(14, 7.5), layout="constrained", sharex=True)
+    for cell, name in zip(axes.flat, ("loss", *LOSS_NAMES), strict=True):
+        for result in results:
+            losses = np.array(result.losses)
+            values = losses.sum(axis=1) if name == "loss" else losses[:, LOSS_NAMES.index(name)]
+            _plot_smoothed(cell, values, result)
+        cell.set_title("total loss" if name == "loss" else name.removeprefix("loss_"))
+        cell.set_ylim(bottom=0)
+        cell.grid(alpha=0.3)
+    for cell in axes[-1]:
+        cell.set_xlabel("step")
+    axes[0, 0].legend()
+    window = _window(results[0].iterations)
+    figure.suptitle(f"Training losses of {results[0].batch} images a step, means of {window} steps")
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
+def _plot_smoothed(cell: Axes, values: NDArray[np.float64], result: TrainResult) -> None:
+    window = _window(len(values))
+    means = np.convolve(values, np.full(window, 1 / window), mode="valid")
+    peer = result.engine != "this"
+    cell.plot(
+        np.arange(window, len(values) + 1) - (window - 1) / 2,
+        means,
+        label=f"{result.precision} {result.engine}" if peer else result.precision,
+        color=_COLOURS[result.precision],
+        linestyle="--" if peer else "-",
+        linewidth=1.3,
+    )
+
+
+def _window(steps: int) -> int:
+    """Steps that a point of a curve is the mean of."""
+    return max(1, steps // _WINDOWS)
+
+
+def _page(report: Report, results: Sequence[TrainResult], picture: str) -> str:
+    machine, first = report.machine, results[0]
+    versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    on_gpu = first.device == "cuda"
+    rows = [
+        ("GPU" if on_gpu else "device", "; ".join(machine.gpus) if on_gpu else "none, the CPU"),
+        ("CPU", f"{machine.cpu}, {machine.cores} cores"),
+        ("versions", f"Python {machine.python}, {versions}"),
+        ("commit", _commit()),
+        ("measured", report.measured_at),
+    ]
+    counted = _COUNTED.format(
+        warmup=first.warmup,
+        iterations=first.iterations,
+        memory="that torch allocated" if on_gpu else "resident memory of the process",
+    )
+    return "\n".join(
+        [
+            f"# Training in {', '.join(dict.fromkeys(r.precision for r in results))}",
+            f"\n```sh\n{report.command}\n```\n",
+            _markdown_table(("machine", ""), rows),
+            f"\n{first.batch} images a step, {first.iterations} steps a run.\n",
+            _markdown_table(TRAIN_COLUMNS, train_rows(results)),
+            f"\n![Loss curves side by side]({picture})\n\n## What is counted\n\n{counted}",
+        ]
+    )
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = (columns, ["---"] * len(columns), *rows)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _commit() -> str:
+    """Commit of the code that was measured, if git knows."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        answer = subprocess.run(command, capture_output=True, check=True, text=True, timeout=30)
+    except (FileNotFoundError, subprocess.SubprocessError):
+        return "unknown"
+    return answer.stdout.strip()
+
+
+def _short_name(gpus: Sequence[str]) -> str:
+    """What a file name says of the machine, such as `h200` for `NVIDIA H200 (driver 580.1)`."""
+    if not gpus:
+        return "cpu"
+    model = re.search(r"(?:RTX |GTX )?[A-Z]*\d+", gpus[0])
+    return model[0].replace(" ", "").lower() if model else "gpu"
