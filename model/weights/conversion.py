@@ -127,9 +127,18 @@ def check_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     surplus = [n for n in tensors if n not in expected and not n.endswith(_COUNTER)]
     if surplus:
         raise WeightsError(f"it has {listed(surplus)} besides, which this model has no place for")
-    for name, tensor in expected.items():
-        if name in tensors and tensors[name].shape != tensor.shape:
+    check_shapes(tensors, expected)
+
+
+def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Make sure that tensors have the shapes that a model has under the same names.
+
+    Raises:
+        WeightsError: one has not.
+    """
+    for name in sorted(tensors.keys() & expected.keys()):
+        if tensors[name].shape != expected[name].shape:
             raise WeightsError(
-                f"{name} has shape {list(tensors[name].shape)}, but {list(tensor.shape)} fits the "
-                "configuration; set what differs, as in anchors.sizes=[32,64,128,256,512]"
+                f"{name} has shape {list(tensors[name].shape)}, but {list(expected[name].shape)} "
+                "fits the configuration; set what differs, as in anchors.sizes=[32,64,128,256,512]"
             )

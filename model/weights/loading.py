@@ -1,24 +1,22 @@
 """Weights that a training starts from: loaded as far as they fit, refused where they mislead."""
 
 import math
-import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
-import torch
 from torch import Tensor
 
 from ..config import ModelConfig
 from ..mask_rcnn import MaskRCNN
 from ..overrides import value_at
+from .conversion import check_shapes
 from .files import WeightsError
 from .layouts import CLASS_ROWS
 from .origins import Weights, listed
 from .recognition import read_weights
+from .sources import local_path
 
 _COMPUTED_BY = (
     "pixel_mean",
@@ -76,14 +74,9 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
     Raises:
         CheckpointError: the file cannot be had or read, or was made for another configuration.
     """
-    path = fetched(str(source)) if re.match("https?://", str(source)) else Path(source)
+    path = local_path(source)
     weights = read_weights(path)
-    conflicts = list(_conflicts(weights, model.config))
-    if conflicts:
-        raise WeightsError(
-            f"weights: {path} holds another `model`, of {weights.origin}; set "
-            f"{' '.join(f'model.{key}={_yaml_from(value)}' for key, value in conflicts)}"
-        )
+    _check_conventions(path, weights, model.config)
     expected = model.state_dict()
     fitting = {
         name: tensor
@@ -91,52 +84,43 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
         if name in expected and not (name in CLASS_ROWS and tensor.shape != expected[name].shape)
     }
     absent = [n for n in expected if n not in fitting and not n.endswith("num_batches_tracked")]
-    _check_whole_modules(path, fitting, absent)
+    begun = {_part_of(name) for name in fitting}
+    broken = [n for n in absent if _part_of(n) in begun and n not in CLASS_ROWS]
+    if broken or "backbone.body" not in begun:
+        raise WeightsError(f"weights: {path} lacks {listed(broken or absent)}; it is incomplete")
     try:
-        model.load_state_dict(fitting, strict=False)
-    except RuntimeError as error:
-        raise WeightsError(f"weights: {path} does not fit: {str(error).split(': ')[-1]}") from None
+        check_shapes(fitting, expected)
+    except WeightsError as error:
+        raise WeightsError(f"weights: {path}: {error}") from None
+    model.load_state_dict(fitting, strict=False)
+    parts = (n.rpartition(".")[0] if _part_of(n) in begun else _part_of(n) for n in absent)
     return LoadReport(
         origin=weights.origin,
         taken=len(fitting),
-        initialised=tuple(dict.fromkeys(_module_of(name) for name in absent)),
+        initialised=tuple(dict.fromkeys(parts)),
         left_over=(*weights.left_over, *(n for n in weights.tensors if n not in fitting)),
     )
 
 
-def fetched(url: str) -> Path:
-    """File behind an address, downloaded once into torch.hub's cache.
-
-    A hash in the file's name, as in `resnet50-0676ba61.pth`, is checked.
+def _check_conventions(path: Path, weights: Weights, config: ModelConfig) -> None:
+    """Make sure that a configuration computes as the weights' origin did.
 
     Raises:
-        WeightsError: the download failed, or the hash differs.
+        WeightsError: it does not; the message says what to set.
     """
-    name = Path(urlparse(url).path).name
-    path = Path(torch.hub.get_dir()) / "checkpoints" / name
-    if path.is_file():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    digest = re.search(r"-([0-9a-f]{8,})\.", name)
-    try:
-        torch.hub.download_url_to_file(
-            url, str(path), digest[1] if digest else None, progress=sys.stderr.isatty()
-        )
-    except (OSError, RuntimeError) as error:
-        raise WeightsError(
-            f"{url} could not be downloaded ({error}); download it by hand and give the file"
-        ) from None
-    return path
-
-
-def _conflicts(weights: Weights, config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Settings of the weights that a configuration has otherwise."""
     merged = _is_merged(weights.tensors)
-    for key, value in weights.settings.items():
-        if key not in _COMPUTED_BY or (key == "backbone.norm_eps" and merged):
-            continue
-        if not _same(key, value, value_at(config, key)):
-            yield key, value
+    conflicts = {
+        key: value
+        for key, value in weights.settings.items()
+        if key in _COMPUTED_BY
+        and not (key == "backbone.norm_eps" and merged)
+        and not _same(key, value, value_at(config, key))
+    }
+    if conflicts:
+        raise WeightsError(
+            f"weights: {path} holds another `model`, of {weights.origin}; set "
+            f"{' '.join(f'model.{key}={_yaml_from(value)}' for key, value in conflicts.items())}"
+        )
 
 
 def _same(key: str, value: Any, other: Any) -> bool:
@@ -171,23 +155,9 @@ def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
     return tensors
 
 
-def _module_of(name: str) -> str:
-    """What is reported of a tensor: its layer, or the part of the model it is in."""
-    if name in CLASS_ROWS:
-        return name.rpartition(".")[0]
+def _part_of(name: str) -> str:
+    """Part of the model that a tensor is in, as `roi_heads.box_head`."""
     return ".".join(name.split(".")[:2])
-
-
-def _check_whole_modules(path: Path, fitting: Mapping[str, Tensor], absent: list[str]) -> None:
-    """Make sure that a module is loaded whole or not at all.
-
-    Raises:
-        WeightsError: one is neither.
-    """
-    begun = {_module_of(name) for name in fitting}
-    broken = [name for name in absent if _module_of(name) in begun]
-    if broken or "backbone.body" not in begun:
-        raise WeightsError(f"weights: {path} lacks {listed(broken or absent)}; it is incomplete")
 
 
 def _yaml_from(value: Any) -> str:

@@ -1,0 +1,209 @@
+"""What a training starts from: as much of a file as fits, and nothing that misleads."""
+
+import hashlib
+import http.server
+import pickle
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign_states import State, caffe2, detectron2, random_state
+from torchvision.models import resnet50
+
+from maskrcnn_trt.model.checkpoint import CheckpointError
+from maskrcnn_trt.model.config import ModelConfig
+from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.weights.files import WeightsError
+from maskrcnn_trt.model.weights.loading import LoadReport, load_weights
+
+MSRA = {"stride_in_1x1": True, "norm_eps": 1e-5}
+
+
+def config(*, num_classes: int = 3, pixel_std: Any = (1, 1, 1), **sections: Any) -> ModelConfig:
+    small: dict[str, Any] = {
+        "backbone": {"fpn_channels": 32, **MSRA},
+        "roi": {"box_head_dim": 32, "mask_head_dim": 32},
+    }
+    merged = small | {k: small.get(k, {}) | v for k, v in sections.items()}
+    return ModelConfig.model_validate(
+        {"num_classes": num_classes, "pixel_std": pixel_std, **merged}
+    )
+
+
+DETECTRON2 = {
+    "anchors": {"convention": "detectron2"},
+    "rpn": {"min_side": 0},
+    "roi": {"aligned": True, "sampling_ratio": 0},
+}
+
+
+def load(model_config: ModelConfig, source: str | Path) -> tuple[State, State, LoadReport]:
+    """State before, state after, and the report."""
+    torch.manual_seed(0)
+    model = MaskRCNN(model_config)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return before, dict(model.state_dict()), load_weights(model, source)
+
+
+@pytest.fixture(scope="module")
+def msra(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    """A backbone of merged batch norms as a Caffe2 pickle, and what it holds under our names."""
+    state = random_state(config())
+    body = {name: tensor for name, tensor in state.items() if name.startswith("backbone.body.")}
+    theirs = {name: tensor.numpy() for name, tensor in caffe2(body, merged=True).items()}
+    path = tmp_path_factory.mktemp("msra") / "R-50.pkl"
+    extra = {"fc1000_w": theirs["conv1_w"], "conv1_b": theirs["conv1_w"]}
+    path.write_bytes(pickle.dumps(theirs | extra, protocol=2))
+    return path, body
+
+
+def test_a_backbone_alone_leaves_the_heads_as_initialised(msra: tuple[Path, State]) -> None:
+    path, body = msra
+    before, after, report = load(config(), path)
+    for name, tensor in after.items():
+        if name.endswith("running_mean"):
+            assert not tensor.any()
+        elif name.endswith("running_var"):
+            assert torch.equal((tensor + 1e-5).sqrt(), torch.ones_like(tensor))
+        else:
+            assert torch.equal(tensor, body.get(name, before[name])), name
+    assert report.taken == len(body)
+    assert report.left_over == ("fc1000_w", "conv1_b")
+    assert str(report) == (
+        f"{len(body)} tensors of Caffe2; left as initialised: backbone.fpn, rpn.head, "
+        "roi_heads.box_head, roi_heads.box_predictor, roi_heads.mask_head, "
+        "roi_heads.mask_predictor; not needed: fc1000_w, conv1_b"
+    )
+
+
+def test_the_fifth_stage_becomes_the_head_of_c4(msra: tuple[Path, State]) -> None:
+    path, body = msra
+    c4 = config(backbone={"features": "c4"}, roi={"box_pool": 14})
+    _, after, report = load(c4, path)
+    name = "0.conv1.weight"
+    assert torch.equal(after[f"roi_heads.shared_head.{name}"], body[f"backbone.body.layer4.{name}"])
+    assert "roi_heads.shared_head" not in report.initialised
+
+
+def test_a_classification_network_of_torchvision_is_a_backbone(tmp_path: Path) -> None:
+    network = resnet50()
+    torch.save(network.state_dict(), tmp_path / "resnet50.pth")
+    own = config(pixel_std=(58.395, 57.12, 57.375), backbone={"stride_in_1x1": False})
+    _, after, report = load(own, tmp_path / "resnet50.pth")
+    assert torch.equal(after["backbone.body.layer4.2.conv3.weight"], network.layer4[2].conv3.weight)
+    assert report.left_over[:2] == ("fc.weight", "fc.bias")
+
+
+def test_what_computes_otherwise_is_refused_with_the_keys_to_set(
+    msra: tuple[Path, State],
+) -> None:
+    path, _ = msra
+    default = config(pixel_std=(58.395, 57.12, 57.375), backbone={"stride_in_1x1": False})
+    with pytest.raises(CheckpointError) as caught:
+        load(default, path)
+    assert str(caught.value) == (
+        f"weights: {path} holds another `model`, of Caffe2; set "
+        "model.backbone.stride_in_1x1=true model.pixel_std=[1,1,1]"
+    )
+    with pytest.raises(CheckpointError, match=r"set model\.backbone\.name=resnet50$"):
+        load(config(backbone={"name": "resnet101"}), path)
+    with pytest.raises(CheckpointError, match=r"set model\.backbone\.norm=frozen_bn$"):
+        load(config(backbone={"norm": "gn"}), path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    """A whole model of three classes as detectron2's trainer saves it, and its state here."""
+    state = random_state(config(**DETECTRON2), background_rows=False)
+    path = tmp_path_factory.mktemp("detectron2") / "model_final.pth"
+    torch.save({"model": detectron2(state, pyramid=True)}, path)
+    return path, state
+
+
+def test_a_whole_model_is_loaded_whole(whole: tuple[Path, State]) -> None:
+    path, state = whole
+    _, after, report = load(config(**DETECTRON2), path)
+    assert all(torch.equal(after[name], tensor) for name, tensor in state.items())
+    assert report.initialised == ()
+
+
+def test_predictors_of_other_classes_are_left_as_initialised(whole: tuple[Path, State]) -> None:
+    path, state = whole
+    before, after, report = load(config(num_classes=5, **DETECTRON2), path)
+    predictors = [n for n in state if "cls_score" in n or "bbox_pred.w" in n or "fcn_logits" in n]
+    predictors += ["roi_heads.box_predictor.bbox_pred.bias"]
+    for name, tensor in after.items():
+        stays = name in predictors and name.startswith("roi_heads")
+        assert torch.equal(tensor, before[name] if stays else state[name]), name
+    assert report.initialised == (
+        "roi_heads.box_predictor",
+        "roi_heads.mask_predictor.mask_fcn_logits",
+    )
+
+
+def test_a_model_of_other_conventions_is_refused(whole: tuple[Path, State]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load(config(), whole[0])
+    keys = str(caught.value).partition("set ")[2].split()
+    assert keys == [
+        "model.anchors.convention=detectron2",
+        "model.roi.aligned=true",
+        "model.roi.sampling_ratio=0",
+    ]
+
+
+def test_an_incomplete_file_is_refused(whole: tuple[Path, State], tmp_path: Path) -> None:
+    content = torch.load(whole[0])["model"]
+    del content["backbone.bottom_up.res3.1.conv2.weight"]
+    torch.save(content, tmp_path / "cut.pth")
+    with pytest.raises(CheckpointError, match=r"lacks backbone\.body\.layer2\.1\.conv2\.weight"):
+        load(config(**DETECTRON2), tmp_path / "cut.pth")
+
+
+@pytest.fixture
+def address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, Path, list[str]]]:
+    """An HTTP server: its address, its folder, and the paths it was asked for."""
+    (tmp_path / "served").mkdir()
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    asked: list[str] = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
+            asked.append(self.path)
+
+    handler = partial(Handler, directory=str(tmp_path / "served"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", tmp_path / "served", asked
+        server.shutdown()
+        thread.join()
+
+
+def test_addresses_are_downloaded_once(
+    address: tuple[str, Path, list[str]], msra: tuple[Path, State]
+) -> None:
+    url, folder, asked = address
+    content = msra[0].read_bytes()
+    name = f"R-50-{hashlib.sha256(content).hexdigest()[:8]}.pkl"
+    (folder / name).write_bytes(content)
+    for _ in range(2):
+        assert load(config(), f"{url}/{name}?download=1")[2].taken == len(msra[1])
+    assert asked == [f"/{name}?download=1"]
+
+
+def test_downloads_that_fail_leave_nothing(
+    address: tuple[str, Path, list[str]], tmp_path: Path
+) -> None:
+    url, folder, _ = address
+    (folder / "R-50-0123abcd.pkl").write_bytes(b"another file")
+    for name, reason in {"R-50-0123abcd.pkl": "invalid hash value", "none.pkl": "404"}.items():
+        with pytest.raises(WeightsError, match=rf"{name} could not be downloaded \(.*{reason}"):
+            load(config(), f"{url}/{name}")
+    assert not list((tmp_path / "cache" / "hub" / "checkpoints").iterdir())
