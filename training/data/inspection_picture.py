@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
+from numpy.typing import ArrayLike, NDArray
 
 from ...model.images import ImageError
 from ...model.manifest import Category
@@ -32,6 +33,10 @@ _VIEW = 6.0
 """A suspicious object is shown in surroundings of so many times its size."""
 _MIN_VIEW = 0.25
 """Share of the image's longer side that is shown at least."""
+_MAX_VIEW = 1.1
+"""Share of the image's longer side that is shown at most."""
+_VICINITY = 10
+"""Outlines are cut off at so many times the image's longer side."""
 _GOLDEN_RATIO = 0.618034
 
 
@@ -97,9 +102,11 @@ def _in_turn(groups: Sequence[Sequence[Suspicion]]) -> Iterator[Suspicion]:
 
 def _draw_sample(axes: Axes, sample: Sample) -> None:
     record, categories, suspicion = sample
-    title, suspect = record.path.name, None
+    suspect = suspicion.instance if suspicion else None
+    title = record.path.name
+    if suspect is not None:
+        title += f", annotation {suspect.annotation_id}"
     if suspicion is not None:
-        suspect = suspicion.instance
         title = ": ".join(filter(None, (suspicion.reason, suspicion.detail, title)))
     colour = "black" if suspicion is None else "red"
     axes.set_title(_wrapped(title), fontsize=9, color=colour, parse_math=False)
@@ -127,14 +134,27 @@ def _draw_instance(axes: Axes, record: ImageRecord, instance: Instance, name: st
     colour = _colour_of(instance)
     if not isinstance(instance.segmentation, Rle):
         for ring in instance.segmentation:
-            axes.add_patch(Polygon(ring.reshape(-1, 2), facecolor=colour, alpha=_OPACITY))
-    left, top, width, height = instance.bbox
-    style = "--" if instance.is_crowd else "-"
-    box = Rectangle((left, top), width, height, fill=False, edgecolor=colour, linestyle=style)
-    axes.add_patch(box)
+            corners = _near(record, ring).reshape(-1, 2)
+            axes.add_patch(Polygon(corners, facecolor=colour, alpha=_OPACITY))
+    _draw_box(
+        axes, record, instance, edgecolor=colour, linestyle="--" if instance.is_crowd else "-"
+    )
+    left, top = _near(record, instance.bbox[:2])
     ground = {"facecolor": [(1 + part) / 2 for part in colour], "linewidth": 0, "pad": 0.5}
     place = "bottom" if top > _NAME_ROOM * record.height else "top"
     axes.text(left, top, name, fontsize=7, va=place, bbox=ground, clip_on=True, parse_math=False)
+
+
+def _draw_box(axes: Axes, record: ImageRecord, instance: Instance, **style: Any) -> None:
+    x, y, width, height = instance.bbox
+    left, top, right, bottom = _near(record, (x, y, x + width, y + height))
+    axes.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, **style))
+
+
+def _near(record: ImageRecord, coordinates: ArrayLike) -> NDArray[np.float64]:
+    """Coordinates drawn into the vicinity of the image: absurd ones overflow in drawing."""
+    limit = _VICINITY * max(record.height, record.width)
+    return np.clip(np.asarray(coordinates, np.float64), -limit, limit)
 
 
 def _colour_of(instance: Instance) -> tuple[float, float, float]:
@@ -145,11 +165,13 @@ def _colour_of(instance: Instance) -> tuple[float, float, float]:
 
 def _show_surroundings(axes: Axes, record: ImageRecord, suspect: Instance) -> None:
     """Frame the suspect, and show as much around it as it takes to recognise it."""
-    left, top, width, height = suspect.bbox
-    axes.add_patch(Rectangle((left, top), width, height, fill=False, edgecolor="red", linewidth=2))
+    _draw_box(axes, record, suspect, edgecolor="red", linewidth=2)
+    # Around what is seen of it: a box may stick out by any length.
+    left, top, right, bottom = suspect.clipped_box(record.height, record.width)
     longest = max(record.height, record.width)
-    half = min(max(_VIEW * max(width, height), _MIN_VIEW * longest), 1.1 * longest) / 2
-    x, y = left + width / 2, top + height / 2
+    wanted = max(_VIEW * max(right - left, bottom - top), _MIN_VIEW * longest)
+    half = min(wanted, _MAX_VIEW * longest) / 2
+    x, y = (left + right) / 2, (top + bottom) / 2
     axes.set(xlim=(x - half, x + half), ylim=(y + half, y - half))
 
 

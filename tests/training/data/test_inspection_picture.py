@@ -80,3 +80,14 @@ def test_a_picture_shows_the_masks_where_they_are(dataset: CocoDataset, tmp_path
     }
     assert colours["outside"] == colours["below"] == GROUND
     assert np.abs(np.subtract(colours["inside"], GROUND)).max() > 40
+
+
+def test_absurd_coordinates_are_drawn_without_complaint(tmp_path: Path) -> None:
+    content = sound_content()
+    outline = [-1e200, 20, 1e200, 20, 1e200, 1e200]
+    absurd = annotation(77, 11, bbox=[-1e308, 20, 1.5e308, 40], segmentation=[outline])
+    content["annotations"].append(absurd)
+    dataset = CocoDataset(write_folder(tmp_path, content))
+    suspicions = suspicious_annotations(dataset.records)
+    draw_samples(choose_samples([dataset], suspicions, 8, seed=0), tmp_path / "samples.png")
+    assert (tmp_path / "samples.png").stat().st_size > 1000
