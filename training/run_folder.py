@@ -43,7 +43,8 @@ class RunFolder:
     def remove_partial_files(self) -> None:
         """Remove what a run left half-written when it was killed."""
         for path in self.path.glob(".*.partial"):
-            path.unlink(missing_ok=True)
+            if path.is_file():
+                path.unlink()
 
     def last(self) -> Path:
         """The last checkpoint that was written.

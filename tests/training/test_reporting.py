@@ -70,6 +70,23 @@ def test_losses_are_reported_once_a_period(
     assert len(caplog.messages) == 3
 
 
+def test_a_resumed_run_repeats_no_line(tmp_path: Path) -> None:
+    """What a killed run reported after its last checkpoint is reported anew."""
+    with TrainingReport(tmp_path, 1, range(4), ALONE) as report:
+        for iteration in range(4):
+            report.record(iteration, torch.ones(5), rate=0.1)
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"iteration": 4, "lo')
+    with TrainingReport(tmp_path, 1, range(2, 4), ALONE) as report:
+        for iteration in range(2, 4):
+            report.record(iteration, torch.full((5,), 2.0), rate=0.1)
+    lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert [(line["iteration"], line["loss"]) for line in lines] == [
+        (1, 5), (2, 5), (3, 10), (4, 10),
+    ]  # fmt: skip
+    assert _scalars(tmp_path)["loss"] == [(1, 5), (2, 5), (3, 10), (4, 10)]
+
+
 NUMBER = r"\d+\.\d+"
 LOG_LINE = re.compile(
     r"eta: \d+:\d\d:\d\d  iter: (\d+)  "

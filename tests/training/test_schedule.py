@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.optim.lr_scheduler import LinearLR, MultiStepLR
+from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR
 
 from maskrcnn_trt.training.config import SolverConfig
 from maskrcnn_trt.training.schedule import learning_rate
@@ -13,14 +13,18 @@ from maskrcnn_trt.training.schedule import learning_rate
         SolverConfig(max_iterations=60, steps=(20, 40), warmup_iterations=30, gamma=0.5),
         SolverConfig(max_iterations=60, steps=(), warmup_iterations=7, warmup_factor=0.001),
         SolverConfig(max_iterations=60, steps=(1, 59), warmup_iterations=0, base_lr=3.0),
+        SolverConfig(
+            max_iterations=60, steps=(9, 40), warmup_iterations=13, warmup_method="constant"
+        ),
     ],
-    ids=["after warm-up", "within warm-up", "no steps", "no warm-up"],
+    ids=["after warm-up", "within warm-up", "no steps", "no warm-up", "constant warm-up"],
 )
 def test_rate_equals_torch_schedulers(config: SolverConfig) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.base_lr)
     schedulers = [MultiStepLR(optimizer, list(config.steps), config.gamma)]
     if config.warmup_iterations:
-        warmup = LinearLR(optimizer, config.warmup_factor, total_iters=config.warmup_iterations)
+        kind = {"linear": LinearLR, "constant": ConstantLR}[config.warmup_method]
+        warmup = kind(optimizer, config.warmup_factor, total_iters=config.warmup_iterations)
         schedulers.append(warmup)
     for iteration in range(config.max_iterations):
         expected = optimizer.param_groups[0]["lr"]

@@ -22,16 +22,21 @@ def _batches(config: TrainConfig) -> list[Batch]:
 
 
 def test_steps_equal_a_plain_loop(tiny_config: Path, tmp_path: Path) -> None:
-    config = load_tiny(tiny_config, tmp_path, CLASSES, "solver.weight_decay=0.1")
+    config = load_tiny(
+        tiny_config, tmp_path, CLASSES, "solver.weight_decay=0.1", "solver.bias_lr_factor=2"
+    )
     trainer, reference = Trainer(config, ALONE), Trainer(config, ALONE).model
+    named = dict(reference.named_parameters())
+    biases = [p for name, p in named.items() if name.endswith(".bias")]
     groups = [
-        {"params": [p for p in reference.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in reference.parameters() if p.dim() <= 1]},
+        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": 0.1, "factor": 1},
+        {"params": [named[n] for n in named if n.endswith(".weight") and named[n].dim() == 1]},
+        {"params": biases, "factor": 2},
     ]
     optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
     for batch, rate in zip(_batches(config), (0.01 / 3, 0.02 / 3, 0.01, 0.001), strict=True):
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("factor", 1)
         losses = reference(batch.images, batch.image_sizes, batch.targets, batch.seeds).means()
         optimizer.zero_grad()
         losses.sum().backward()

@@ -19,7 +19,7 @@ from tiny_run import load_tiny
 
 from maskrcnn_trt.cli import main
 from maskrcnn_trt.training.commands import evaluate
-from maskrcnn_trt.training.config import EvaluationConfig
+from maskrcnn_trt.training.config import ConfigError, EvaluationConfig
 from maskrcnn_trt.training.run import run_evaluation
 from maskrcnn_trt.training.validation import ExpectationError, check_expected, reached_targets
 
@@ -205,3 +205,18 @@ def test_targets_must_all_be_reached(targets: dict[str, float], reached: bool) -
     settings = EvaluationConfig(per_epoch=True, **targets)
     assert bool(reached_targets(settings, {"bbox/AP": 0.3, "segm/AP": 0.2})) == reached
     assert not reached_targets(settings, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ("{expected: {bbox/mAP: 0.3}}", "expected names 'bbox/mAP'; allowed are bbox/ or segm/"),
+        ("{expected: {segm/AP: 0.3}, skip_eval: true}", "expected needs a measurement; leave out"),
+        ("{min_mask_ap: 0.3}", "min_bbox_ap and min_mask_ap need evaluations during training; set"),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(
+    tiny_config: Path, tmp_path: Path, settings: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_tiny(tiny_config, tmp_path, f"evaluation={settings}")
