@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import load_tiny, train
+from tiny_run import assert_equal, largest_difference, load_tiny, train
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 from maskrcnn_trt.training.config import ConfigError, TrainConfig
@@ -149,3 +149,19 @@ def test_another_number_of_processes_is_said(
         drawn, _ = _drawn(load_tiny(tiny_config, tmp_path, "model.num_classes=3"), path)
     assert "the run to resume had 2 processes, this one has 1: the random generators" in caplog.text
     assert len(drawn) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_loss_scale_and_gpu_generator_are_resumed(tiny_config: Path, tmp_path: Path) -> None:
+    """Weights only nearly: sums of gradients on a GPU come in no fixed order."""
+    settings = ("device=cuda", "precision=fp16", "evaluation={period: 2}")
+    whole = train(load_tiny(tiny_config, tmp_path / "whole", *settings))
+    for end in (2, 4):
+        config = load_tiny(tiny_config, tmp_path / "cut", *settings, f"solver.max_iterations={end}")
+        resumed = train(config, resume=end == 4)
+    assert resumed.training_state["scaler"]["_growth_tracker"] > 0
+    for name in ("scaler", "generators"):
+        assert_equal(resumed.training_state[name], whole.training_state[name])
+    assert "cuda" in resumed.training_state["generators"][0]
+    assert largest_difference(resumed.weights, whole.weights) < 1e-2
