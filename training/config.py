@@ -191,7 +191,11 @@ class EvaluationConfig(FrozenConfig):
 
 
 class TrainConfig(FrozenConfig):
-    """A training run."""
+    """A training run.
+
+    In a file, the key `base` names a preset, or another file relative to it, whose keys hold where
+    it has none of its own.
+    """
 
     output_dir: Path = Path("runs/train")
     """Folder of checkpoints, log and metrics."""

@@ -86,6 +86,7 @@ def test_help_of_training_explains_every_key() -> None:
         for name, field in model.model_fields.items():
             assert f"\n  {name} " in text or f".{name}: " in text or f"\n{name}: " in text
             assert unwrapped(field.description or "").replace("- ", "-") in words.replace("- ", "-")
+    assert "In a file, the key `base` names a preset, or another file relative to it" in words
     assert "base_lr Learning rate after warm-up. [number, > 0; default 0.02]" in words
 
 
