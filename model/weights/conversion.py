@@ -136,9 +136,9 @@ def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     Raises:
         WeightsError: one has not.
     """
-    for name in sorted(tensors.keys() & expected.keys()):
-        if tensors[name].shape != expected[name].shape:
+    for name, tensor in expected.items():
+        if name in tensors and tensors[name].shape != tensor.shape:
             raise WeightsError(
-                f"{name} has shape {list(tensors[name].shape)}, but {list(expected[name].shape)} "
+                f"{name} has shape {list(tensors[name].shape)}, but {list(tensor.shape)} "
                 "fits the configuration; set what differs, as in anchors.sizes=[32,64,128,256,512]"
             )

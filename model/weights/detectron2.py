@@ -2,11 +2,18 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from .layouts import background_first, reverse_channels
 from .origins import Origin, Rules, Settings
 from .torchvision import MOST_CONVS
+
+TORCHVISION_STATISTICS = {
+    "pixel_mean": torch.tensor([123.675, 116.28, 103.53]),
+    "pixel_std": torch.tensor([58.395, 57.12, 57.375]),
+}
+"""What torchvision trains with; detectron2 renames its networks and leaves these out."""
 
 _MSRA_MEAN_BGR = (103.53, 116.28, 123.675)
 _BOX_HEAD, _MASK_HEAD = r"roi_heads\.box_head", r"roi_heads\.mask_head"

@@ -18,7 +18,7 @@ from ..checkpoint import CheckpointError
 _TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19")
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMERIC = ("numpy.core.numeric", "numpy._core.numeric")
-_REBUILDERS: dict[tuple[str, str], Callable[..., Any]] = {
+_REBUILDERS: dict[tuple[str, str], Any] = {
     **{(module, "_reconstruct"): np.empty(0).__reduce__()[0] for module in _MULTIARRAY},
     **{(module, "scalar"): np.float64().__reduce__()[0] for module in _MULTIARRAY},
     **{(module, "_frombuffer"): np.empty(1).__reduce_ex__(5)[0] for module in _NUMERIC},

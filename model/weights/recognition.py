@@ -33,6 +33,8 @@ def read_weights(path: Path) -> Weights:
     if isinstance(content, Mapping) and "model_config" in content:
         return _own_weights(path)
     state = _tensors_in(content)
+    if isinstance(content, Mapping) and content.get("__author__") == "torchvision":
+        state |= detectron2.TORCHVISION_STATISTICS
     origin = _origin_of(state)
     if origin is None:
         raise WeightsError(
@@ -62,7 +64,8 @@ def weights_from_state(state: Mapping[str, Tensor], origin: Origin) -> Weights:
         tensors=tensors,
         structure=structure,
         assumed=assumed,
-        left_over=left_over,
+        # Pixel statistics are among the settings.
+        left_over=tuple(name for name in left_over if not name.startswith("pixel_")),
     )
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import pickle
+import re
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -43,8 +44,11 @@ DETECTRON2 = {
 
 def load(model_config: ModelConfig, source: str | Path) -> tuple[State, State, LoadReport]:
     """State before, state after, and the report."""
-    torch.manual_seed(0)
-    model = MaskRCNN(model_config)
+    with torch.device("meta"):  # to initialise it takes long
+        model = MaskRCNN(model_config)
+    model.to_empty(device="cpu")
+    for tensor in model.state_dict().values():
+        tensor.fill_(7)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return before, dict(model.state_dict()), load_weights(model, source)
 
@@ -96,6 +100,32 @@ def test_a_classification_network_of_torchvision_is_a_backbone(tmp_path: Path) -
     _, after, report = load(own, tmp_path / "resnet50.pth")
     assert torch.equal(after["backbone.body.layer4.2.conv3.weight"], network.layer4[2].conv3.weight)
     assert report.left_over[:2] == ("fc.weight", "fc.bias")
+
+
+def test_a_network_that_detectron2_renamed_is_still_of_torchvision(
+    msra: tuple[Path, State], tmp_path: Path
+) -> None:
+    """It takes RGB in unit deviations, and strides in the 3x3."""
+    names = {"backbone.body.conv1": "stem.conv1", "backbone.body.bn1": "stem.conv1.norm"}
+    pattern = r"backbone\.body\.layer(\d)\.(\d+)\.(conv|bn)(\d)"
+    theirs = {}
+    for name, tensor in msra[1].items():
+        stem, _, kind = name.rpartition(".")
+        block = re.fullmatch(pattern, stem)
+        if block:
+            stage, index, layer, number = block.groups()
+            norm = ".norm" if layer == "bn" else ""
+            stem = f"res{int(stage) + 1}.{index}.conv{number}{norm}"
+        stem = re.sub(r"backbone\.body\.layer(\d)", lambda m: f"res{int(m[1]) + 1}", stem)
+        stem = stem.replace("downsample.0", "shortcut").replace("downsample.1", "shortcut.norm")
+        theirs[f"{names.get(stem, stem)}.{kind}"] = tensor.numpy()
+    path = tmp_path / "R-50.pkl"
+    path.write_bytes(pickle.dumps({"model": theirs, "__author__": "torchvision"}))
+    own = config(pixel_std=(58.395, 57.12, 57.375), backbone={"stride_in_1x1": False})
+    _, after, report = load(own, path)
+    assert report.taken == len(msra[1])
+    assert report.left_over == ()
+    assert all(torch.equal(after[name], tensor) for name, tensor in msra[1].items())
 
 
 def test_what_computes_otherwise_is_refused_with_the_keys_to_set(

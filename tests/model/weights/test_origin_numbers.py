@@ -2,22 +2,30 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from foreign_states import State, detectron2, maskrcnn_benchmark
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.ops import batched_nms, roi_align
+from torchvision.models.detection import MaskRCNN as TorchvisionMaskRCNN
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+from torchvision.models.detection.image_list import ImageList
+from torchvision.ops import FrozenBatchNorm2d, batched_nms, roi_align
 
 from maskrcnn_trt.model.config import ModelConfig
-from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.mask_rcnn import Detections, MaskRCNN
 from maskrcnn_trt.model.weights.conversion import checkpoint_from_weights
 from maskrcnn_trt.model.weights.recognition import read_weights
 
 CLASSES = 3
 HEIGHT, WIDTH = 96, 160
+# They all take part in suppression, as they do at the origins.
+ALL_CANDIDATES = ("roi.nms_candidates=8000",)
+IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
 @dataclass(frozen=True)
@@ -224,16 +232,17 @@ class Origin:
         return self.state[f"{name}.weight"], self.state.get(f"{name}.bias")
 
 
-def lively_state() -> State:
+SMALL: dict[str, Any] = {
+    "num_classes": CLASSES,
+    "backbone": {"fpn_channels": 32},
+    "roi": {"box_head_dim": 64, "mask_head_dim": 32},
+}
+
+
+def lively_state(values: dict[str, Any]) -> State:
     """Weights with features of moderate size, statistics to normalise by and many detections."""
     torch.manual_seed(0)
-    config = ModelConfig.model_validate(
-        {
-            "num_classes": CLASSES,
-            "backbone": {"fpn_channels": 32},
-            "roi": {"box_head_dim": 64, "mask_head_dim": 32},
-        }
-    )
+    config = ModelConfig.model_validate(values)
     state = {name: tensor.clone() for name, tensor in MaskRCNN(config).state_dict().items()}
     for name, tensor in state.items():
         if name.endswith("running_mean"):
@@ -251,20 +260,28 @@ def lively_state() -> State:
     return state
 
 
+def picture() -> Tensor:
+    coarse = torch.rand(1, 3, 12, 20, generator=torch.Generator().manual_seed(1)) * 255
+    return F.interpolate(coarse, (HEIGHT, WIDTH), mode="bilinear")
+
+
 @pytest.mark.parametrize("legacy", [False, True], ids=["detectron2", "maskrcnn-benchmark"])
 @torch.inference_mode()
 def test_a_converted_model_finds_what_its_origin_finds(legacy: bool, tmp_path: Path) -> None:
-    state = lively_state()
+    state = lively_state(SMALL)
     theirs = maskrcnn_benchmark(state) if legacy else detectron2(state, pyramid=True)
     torch.save({"model": theirs}, tmp_path / "model.pth")
-    # All candidates take part in suppression, as they do there.
-    overrides = ["roi.nms_candidates=4000"]
-    converted = checkpoint_from_weights(read_weights(tmp_path / "model.pth"), overrides)
-    coarse = torch.rand(1, 3, 12, 20, generator=torch.Generator().manual_seed(1)) * 255
-    image = F.interpolate(coarse, (HEIGHT, WIDTH), mode="bilinear")
+    converted = checkpoint_from_weights(read_weights(tmp_path / "model.pth"), ALL_CANDIDATES)
+    image = picture()
     found = converted.checkpoint.build_model()(image, torch.tensor([[HEIGHT, WIDTH]]))
     boxes, scores, labels, masks = Origin(theirs, legacy=legacy).detect(image[0])
     boxes[:, 2:] += float(legacy)
+    assert_same(found, boxes, scores, labels, masks)
+
+
+def assert_same(
+    found: Detections, boxes: Tensor, scores: Tensor, labels: Tensor, masks: Tensor
+) -> None:
     assert found.num_detections.tolist() == [len(boxes)]
     assert len(boxes) > 20
     assert len(set(labels.tolist())) > 1
@@ -273,3 +290,29 @@ def test_a_converted_model_finds_what_its_origin_finds(legacy: bool, tmp_path: P
     torch.testing.assert_close(found.scores[0, rows], scores, atol=1e-4, rtol=0)
     torch.testing.assert_close(found.boxes[0, rows], boxes, atol=1e-2, rtol=0)
     torch.testing.assert_close(found.masks[0, rows], masks, atol=1e-3, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_converted_model_of_91_outputs_finds_what_torchvision_finds(tmp_path: Path) -> None:
+    """Without an epsilon, as the metadata of its published weights want."""
+    state = lively_state({"num_classes": 90})
+    state["roi_heads.box_predictor.cls_score.weight"].mul_(100)
+    for name, tensor in state.items():
+        if ".bn" in name and name.endswith("running_var"):
+            # Channels so weak that an epsilon would show.
+            tensor[::7] = 1e-5
+            state[name.replace("running_var", "weight")][::7] *= 3e-3
+    norm = partial(FrozenBatchNorm2d, eps=0.0)
+    body = resnet_fpn_backbone(backbone_name="resnet50", weights=None, norm_layer=norm)
+    theirs = TorchvisionMaskRCNN(body, num_classes=91).eval()
+    theirs.load_state_dict(state)
+    torch.save(theirs.state_dict(), tmp_path / "model.pth")
+    converted = checkpoint_from_weights(read_weights(tmp_path / "model.pth"), ALL_CANDIDATES)
+    image, sizes = picture(), [(HEIGHT, WIDTH)]
+    found = converted.checkpoint.build_model()(image, torch.tensor(sizes))
+    mean, std = (torch.tensor(x)[:, None, None] for x in (IMAGENET_MEAN, IMAGENET_STD))
+    inputs = ImageList((image - mean) / std, sizes)
+    features = theirs.backbone(inputs.tensors)
+    wanted = theirs.roi_heads(features, theirs.rpn(inputs, features)[0], sizes)[0][0]
+    boxes, masks = wanted["boxes"], wanted["masks"][:, 0]
+    assert_same(found, boxes, wanted["scores"], wanted["labels"], masks)

@@ -1,0 +1,37 @@
+import pytest
+
+from maskrcnn_trt.model.config import ModelConfig
+from maskrcnn_trt.model.overrides import OverrideError, value_at, with_overrides
+
+
+def test_values_are_set_one_by_one_and_the_rest_is_kept() -> None:
+    values = {"backbone": {"name": "resnet50"}, "num_classes": 80}
+    changed = with_overrides(
+        values, ["backbone.norm_eps=0", "roi.aligned=true", "anchors.sizes=[8, 16]", "num_classes="]
+    )
+    assert changed == {
+        "backbone": {"name": "resnet50", "norm_eps": 0},
+        "roi": {"aligned": True},
+        "anchors": {"sizes": [8, 16]},
+        "num_classes": None,
+    }
+    assert values == {"backbone": {"name": "resnet50"}, "num_classes": 80}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("roi.aligned", "'roi.aligned' is not of the form key.path=value"),
+        ("=1", "'=1' is not of the form key.path=value"),
+        ("a=[", "the value of override 'a=[' is not YAML"),
+        ("num_classes.a=1", "num_classes.a: num_classes is a value, not a section"),
+    ],
+)
+def test_what_is_wrong_with_an_override_is_said(override: str, message: str) -> None:
+    with pytest.raises(OverrideError) as caught:
+        with_overrides({"num_classes": 80}, [override])
+    assert str(caught.value).removeprefix("override ") == message
+
+
+def test_a_value_is_found_at_its_key() -> None:
+    assert value_at(ModelConfig(), "roi.sampling.batch_size_per_image") == 512

@@ -1,0 +1,91 @@
+"""`maskrcnn weights convert` as its user meets it."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from foreign_states import State, maskrcnn_benchmark, random_state
+
+from maskrcnn_trt import cli
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.config import ModelConfig
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def convert(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Call:
+    """Converts to `converted.pth`: exit code, what was printed, and the error stream."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        words = ["weights", "convert", *map(str, arguments), "-o", str(tmp_path / "converted.pth")]
+        monkeypatch.setattr(sys, "argv", ["maskrcnn", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return (int(end.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def state() -> State:
+    config = ModelConfig.model_validate(
+        {"num_classes": 3, "backbone": {"fpn_channels": 32}, "roi": {"box_head_dim": 32}}
+    )
+    return maskrcnn_benchmark(random_state(config))
+
+
+def test_a_file_becomes_a_checkpoint_and_a_report(
+    state: State, convert: Call, tmp_path: Path
+) -> None:
+    anchors = {"module.rpn.anchor_generator.cell_anchors.0": torch.ones(3, 4)}
+    torch.save({"model": state | anchors}, tmp_path / "model.pth")
+    code, out, err = convert(tmp_path / "model.pth", "backbone.stride_in_1x1=false")
+    assert (code, err) == (0, "")
+    for line in (
+        "maskrcnn-benchmark: resnet50 fpn, frozen_bn",
+        f"{len(state)} tensors, all that the model has",
+        "rpn.anchor_generator.cell_anchors.0",
+        "inclusive_boxes=True",
+        "backbone.stride_in_1x1=False",
+    ):
+        assert line in out
+    checkpoint = load_checkpoint(tmp_path / "converted.pth")
+    assert not checkpoint.model_config.backbone.stride_in_1x1
+    assert [category.name for category in checkpoint.categories] == [
+        f"class {i}" for i in (1, 2, 3)
+    ]
+    assert checkpoint.build_model().pixel_mean.tolist() == pytest.approx(
+        [122.77, 115.95, 102.98], 1e-3
+    )
+
+
+def test_channels_of_the_other_order_are_left_alone(
+    state: State, convert: Call, tmp_path: Path
+) -> None:
+    torch.save(state, tmp_path / "model.pth")
+    assert convert(tmp_path / "model.pth", "--other-channel-order")[0] == 0
+    stem = load_checkpoint(tmp_path / "converted.pth").weights["backbone.body.conv1.weight"]
+    assert torch.equal(stem, state["module.backbone.body.stem.conv1.weight"])
+
+
+def test_what_cannot_be_converted_is_refused_in_a_sentence(
+    state: State, convert: Call, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    path = tmp_path / "backbone.pth"
+    torch.save({n: t for n, t in state.items() if "backbone.body" in n}, path)
+    for file, message in {
+        tmp_path / "none.pth": "does not exist; give a .pth or .pkl file of weights",
+        tiny_checkpoint: "is a checkpoint of this program already; use it as it is",
+        path: "start a training from it with `maskrcnn train CONFIG weights=FILE`",
+    }.items():
+        code, _, err = convert(file)
+        assert code == 1
+        assert err.startswith(f"Error: {file}")
+        assert err.endswith(f"{message}\n")
+        assert err.count("\n") == 1
+        assert not (tmp_path / "converted.pth").exists()
