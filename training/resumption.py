@@ -38,11 +38,13 @@ def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dataset: CocoDa
     change: they apply from the resumed iteration on, and the log names them.
 
     Raises:
-        ConfigError: a key that must stay has changed, or the data has.
+        ConfigError: a key that must stay has changed, or the data has, or the checkpoint holds
+            weights alone.
     """
-    if not checkpoint.training_state:
+    if "identity" not in checkpoint.training_state:
         raise ConfigError(
-            "the checkpoint to resume holds weights alone; start a run from them with weights=FILE"
+            "the checkpoint to resume has weights but no state of a run; start another from them "
+            "with weights=FILE output_dir=FOLDER"
         )
     before, now = checkpoint.training_state["identity"], run_identity(config, dataset)
     old, new = _flat(before["config"]), _flat(now["config"])

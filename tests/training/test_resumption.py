@@ -112,7 +112,7 @@ def test_weights_alone_are_not_resumed(
     tiny_config: Path, folder: Path, tiny_checkpoint: Path
 ) -> None:
     save_checkpoint(folder / "model_final.pth", load_checkpoint(tiny_checkpoint))
-    with pytest.raises(ConfigError, match="holds weights alone; start a run from them with"):
+    with pytest.raises(ConfigError, match="has weights but no state of a run; start another"):
         train(load_tiny(tiny_config, folder), resume=True)
 
 
