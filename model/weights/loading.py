@@ -1,7 +1,6 @@
 """Weights that a training starts from: loaded as far as they fit, refused where they mislead."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +107,7 @@ def _check_conventions(path: Path, weights: Weights, config: ModelConfig) -> Non
     Raises:
         WeightsError: it does not; the message says what to set.
     """
-    merged = _is_merged(weights.tensors)
+    merged = _is_merged(weights)
     conflicts = {
         key: value
         for key, value in weights.settings.items()
@@ -133,11 +132,15 @@ def _same(key: str, value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _is_merged(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether batch norms are scale and shift alone, so that epsilon has nothing to say."""
-    pairs = {"running_mean": 0, "running_var": 1}
-    statistics = [(n, t) for n, t in tensors.items() if n.endswith(tuple(pairs))]
-    return all(bool((t == pairs[n.rpartition(".")[2]]).all()) for n, t in statistics)
+def _is_merged(weights: Weights) -> bool:
+    """Whether batch norms are scale and shift alone, to which any epsilon can be fitted."""
+    values = {"running_mean": 0, "running_var": 1}
+    statistics = [(n, t) for n, t in weights.tensors.items() if n.endswith(tuple(values))]
+    return (
+        weights.settings["backbone.norm_eps"] == 0
+        and bool(statistics)
+        and all(bool((t == values[n.rpartition(".")[2]]).all()) for n, t in statistics)
+    )
 
 
 def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
@@ -148,7 +151,7 @@ def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
             name.replace("backbone.body.layer4.", "roi_heads.shared_head."): tensor
             for name, tensor in tensors.items()
         }
-    if _is_merged(tensors):
+    if _is_merged(weights):
         for name in tensors:
             if name.endswith("running_var"):
                 tensors[name] = tensors[name] - config.backbone.norm_eps

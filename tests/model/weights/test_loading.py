@@ -99,6 +99,7 @@ def test_a_classification_network_of_torchvision_is_a_backbone(tmp_path: Path) -
     own = config(pixel_std=(58.395, 57.12, 57.375), backbone={"stride_in_1x1": False})
     _, after, report = load(own, tmp_path / "resnet50.pth")
     assert torch.equal(after["backbone.body.layer4.2.conv3.weight"], network.layer4[2].conv3.weight)
+    assert torch.equal(after["backbone.body.bn1.running_var"], network.bn1.running_var)
     assert report.left_over[:2] == ("fc.weight", "fc.bias")
 
 
