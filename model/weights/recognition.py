@@ -45,6 +45,11 @@ def read_weights(path: Path) -> Weights:
         return weights_from_state(state, origin)
     except WeightsError as error:
         raise WeightsError(f"{path}: {error}") from None
+    except (IndexError, TypeError, RuntimeError) as error:
+        raise WeightsError(
+            f"{path} has names of {origin.name}, but tensors of shapes that no Mask R-CNN has; "
+            "give a file that its training wrote"
+        ) from error
 
 
 def weights_from_state(state: Mapping[str, Tensor], origin: Origin) -> Weights:

@@ -156,3 +156,13 @@ def test_files_of_no_known_origin_are_refused(content: Any, tmp_path: Path) -> N
     torch.save(content, path)
     with pytest.raises(WeightsError, match="holds no weights of a known origin; give those of "):
         read_weights(path)
+
+
+@pytest.mark.parametrize("stem", [torch.tensor(1.0), torch.ones(64)])
+def test_tensors_of_strange_shapes_are_refused(stem: torch.Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    body = {f"layer3.{i}.conv{k}.weight": torch.ones(1) for i in range(6) for k in (1, 2, 3)}
+    state = {"backbone.body.stem.conv1.weight": stem}
+    torch.save(state | {f"backbone.body.{n}": t for n, t in body.items()}, path)
+    with pytest.raises(WeightsError, match="has names of maskrcnn-benchmark, but tensors of shape"):
+        read_weights(path)
