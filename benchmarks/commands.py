@@ -87,6 +87,7 @@ def infer(
     help="May be given several times.",
 )
 @click.option("--peer", type=click.Choice(["torchvision"]), help="Train it too, as it ships.")
+@click.option("--use-synthetic-data", is_flag=True, help="Train on drawn pictures.")
 @click.option("--iterations", type=click.IntRange(min=1), default=100, help="Steps of each run.")
 @click.option("--warmup", type=click.IntRange(min=0), default=10, help="First steps, not timed.")
 @click.option(
@@ -99,6 +100,7 @@ def train(
     overrides: tuple[str, ...],
     precisions: tuple[TrainPrecision, ...],
     peer: str | None,
+    use_synthetic_data: bool,
     iterations: int,
     warmup: int,
     output: Path | None,
@@ -109,12 +111,16 @@ def train(
     the same batches and writes no checkpoint.
     """
     from ..training.config import load_config
+    from ..training.data.stand_in import with_synthetic_data
     from .report import Report, show, train_table
     from .train import TrainSettings, measure_training
     from .train_record import write_record
 
     if warmup >= iterations:
         raise click.UsageError(f"--warmup {warmup} leaves none of {iterations} iterations to time")
+    trained = load_config(config, overrides)
+    if use_synthetic_data:
+        trained = with_synthetic_data(trained)
     settings = TrainSettings(
         precisions=precisions,
         iterations=iterations,
@@ -122,7 +128,7 @@ def train(
         with_torchvision=peer == "torchvision",
     )
     results = measure_training(
-        load_config(config, overrides),
+        trained,
         settings,
         on_run=lambda engine, precision: click.echo(f"{engine} in {precision} ...", err=True),
     )

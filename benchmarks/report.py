@@ -74,7 +74,7 @@ def serve_table(results: Sequence[ServeResult]) -> Table:
     return table
 
 
-TRAIN_COLUMNS = ("precision", "model", "images/s", *_PERCENTILES, "data wait", "peak MiB", "loss")
+TRAIN_COLUMNS = ("precision", "model", "images/s", *_PERCENTILES, "data", "MiB", "loss")
 
 
 def train_rows(results: Sequence[TrainResult]) -> list[tuple[str, ...]]:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..training.config import TrainConfig
+from ..training.config import ConfigError, TrainConfig
 from ..training.data.batches import Batch
 from ..training.data.coco import CocoDataset
 from ..training.data.loader import train_loader
@@ -29,8 +29,24 @@ class _Steps(Protocol):
 def measure_run(
     config: TrainConfig, engine: Engine, precision: TrainPrecision, settings: TrainSettings
 ) -> TrainResult:
-    """Train once; `measure_training` says more."""
-    config = _config_for(config, engine, precision, settings.iterations)
+    """Train once.
+
+    Raises:
+        ConfigError: as `measure_training`, and if the memory of the GPU does not suffice.
+        DataError: the data cannot be used.
+    """
+    try:
+        return _measure(
+            _config_for(config, engine, precision, settings.iterations), engine, settings
+        )
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"{engine} in {precision} ran out of GPU memory at solver.images_per_batch="
+            f"{config.solver.images_per_batch}; lower it"
+        ) from None
+
+
+def _measure(config: TrainConfig, engine: Engine, settings: TrainSettings) -> TrainResult:
     dataset = CocoDataset(config.data.train, config.data.on_broken)
     config = with_classes_of(dataset, config)
     with worker(config.device) as own:
@@ -49,7 +65,7 @@ def measure_run(
         images = config.solver.images_per_batch
         return TrainResult(
             engine=engine,
-            precision=precision,
+            precision=config.precision,
             device=own.device.type,
             batch=images,
             iterations=settings.iterations,

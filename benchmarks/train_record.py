@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,15 +23,16 @@ from matplotlib import pyplot as plt
 _WINDOWS = 25
 _COLOURS = {"fp32": "tab:blue", "tf32": "tab:orange", "fp16": "tab:green", "bf16": "tab:red"}
 
+_PEER = """\
+Torchvision's model has the same initial weights, optimiser and images. It draws its own samples,
+keeps its memory layout, and averages some losses over images, not the batch.
+"""
 _COUNTED = """\
 Every run has a process of its own, begins with the same weights and sees the same batches. A step
 lasts from the end of the one before to its own end: waiting for the next batch, its way to the
 device, forward and backward pass, optimiser. The first {warmup} of {iterations} steps are not
-timed. Latencies are of a step, in ms; "data wait" is the share of the time in which the process
-waited for the next batch; memory is the peak {memory}; the loss is the mean of the last tenth of
-the steps. Torchvision's model, where it is listed, has the same initial weights, optimiser and
-images; it draws its own samples, keeps its memory layout, and averages some losses over images,
-not the batch.
+timed. Latencies are of a step, in ms; "data" is the share of the time in which the process waited
+for the next batch, "MiB" the peak {memory}, "loss" the mean of the last tenth of the steps.
 """
 
 
@@ -109,6 +111,8 @@ def _page(report: Report, results: Sequence[TrainResult], picture: str) -> str:
         iterations=first.iterations,
         memory="that torch allocated" if on_gpu else "resident memory of the process",
     )
+    if any(result.engine == "torchvision" for result in results):
+        counted += _PEER
     return "\n".join(
         [
             f"# Training in {', '.join(dict.fromkeys(r.precision for r in results))}",
@@ -116,7 +120,8 @@ def _page(report: Report, results: Sequence[TrainResult], picture: str) -> str:
             _markdown_table(("machine", ""), rows),
             f"\n{first.batch} images a step, {first.iterations} steps a run.\n",
             _markdown_table(TRAIN_COLUMNS, train_rows(results)),
-            f"\n![Loss curves side by side]({picture})\n\n## What is counted\n\n{counted}",
+            f"\n![Loss curves side by side]({picture})\n\n## What is counted\n",
+            textwrap.fill(counted, 100) + "\n",
         ]
     )
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -162,16 +163,29 @@ def test_unusable_option_is_named(root: Path, options: list[str], sentence: str)
     assert not root.exists()
 
 
-def start(site: Site, root: Path, **options: object) -> "subprocess.Popen[str]":
-    arguments = words("download", root, *from_mirror(site, root), "--part", "train")
+def start(arguments: list[str], **options: Any) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "maskrcnn_trt", "data", *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+
+
+def last_words_with_small_files(arguments: list[str], limit: int) -> str:
+    """What a command says at last that may write no file of more bytes than the limit."""
+
+    def limit_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    with start(arguments, preexec_fn=limit_files, env=env) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    return str(errors.splitlines()[-1])
 
 
 def test_killed_download_goes_on(site: Site, root: Path):
     site.faults = [Fault(silent_after=20_000)]
     partial = root / "train2017.zip.partial"
-    with start(site, root) as process:
+    arguments = words("download", root, "--part", "train", *from_mirror(site, root))
+    with start(arguments) as process:
         assert site.half_sent.wait(30)
         while not (partial.exists() and partial.stat().st_size):
             assert process.poll() is None
@@ -186,17 +200,16 @@ def test_killed_download_goes_on(site: Site, root: Path):
 
 
 def test_full_disk_keeps_what_has_arrived(site: Site, root: Path):
-    limit = 2000
-
-    def limit_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    with start(site, root, preexec_fn=limit_files, env=env) as process:
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    sentence = errors.splitlines()[-1]
+    arguments = words("download", root, "--part", "train", *from_mirror(site, root))
+    sentence = last_words_with_small_files(arguments, 2000)
     assert sentence.startswith("Error: cannot write ")
     assert sentence.endswith("2000 bytes are kept, and the same command goes on from there")
     assert download(site, root, "--part", "train").exit_code == 0
-    assert site.ranges_asked == [None, f"bytes={limit}-"]
+    assert site.ranges_asked == [None, "bytes=2000-"]
+
+
+def test_full_disk_leaves_nothing_of_an_extraction(site: Site, root: Path):
+    download(site, root, "--part", "val")
+    sentence = last_words_with_small_files(words("extract", root, "--part", "val"), 2000)
+    assert sentence.startswith("Error: cannot extract ")
+    assert {p.name for p in root.iterdir() if p.suffix != ".lock"} == {"val2017.zip"}
