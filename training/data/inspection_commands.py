@@ -100,7 +100,8 @@ def inspect(
             decode=decode,
             on_image=lambda: progress.advance(task),
         )
-    Console().print(*tables_from(inspection), sep="\n")
+    # Names of classes and files may look like markup.
+    Console(markup=False).print(*tables_from(inspection), sep="\n")
     if json_path is not None:
         _write_json(inspection, json_path)
     if picture is not None:

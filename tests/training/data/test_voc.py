@@ -1,10 +1,12 @@
 """Small trees in Pascal VOC's layout, converted and read back by pycocotools and by ourselves."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from coco_folder import write_image
 from PIL import Image
 from pycocotools.coco import COCO
@@ -12,6 +14,7 @@ from pycocotools.coco import COCO
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.coco import CocoDataset, DataError
 from maskrcnn_trt.training.data.conversion import write_coco_files
+from maskrcnn_trt.training.data.conversion_commands import convert
 from maskrcnn_trt.training.data.voc import CATEGORIES, voc
 
 HEIGHT, WIDTH = 48, 64
@@ -83,6 +86,20 @@ def test_our_reader_takes_the_files(tmp_path: Path) -> None:
     dataset = CocoDataset(config, on_broken="refuse")
     assert dataset.categories == CATEGORIES
     assert [instance.label for instance in dataset.records[0].objects] == [CAT, PERSON]
+
+
+def test_command_prints_the_keys_to_use_its_files_with(tmp_path: Path) -> None:
+    write_tree(tmp_path / "VOC2012", split="val")
+    arguments = ["voc", str(tmp_path / "VOC2012"), str(tmp_path / "new" / "coco")]
+    answer = CliRunner().invoke(convert, arguments)
+    assert answer.exit_code == 0
+    keys = dict(re.findall(r"data\.val\.(\w+)=(\S+)", answer.output))
+    dataset = CocoDataset(DatasetConfig(**keys), on_broken="refuse")
+    assert "1 images, 2 objects, 0 crowds" in answer.output
+    assert len(dataset.records[0].objects) == 2
+    again = CliRunner().invoke(convert, arguments)
+    assert isinstance(again.exception, DataError)
+    assert CliRunner().invoke(convert, [*arguments, "--overwrite"]).exit_code == 0
 
 
 def test_difficult_objects_become_crowds(tmp_path: Path) -> None:
