@@ -51,3 +51,12 @@ def value_at(config: FrozenConfig, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def text_from_value(value: Any) -> str:
+    """A value as an override says it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{','.join(map(text_from_value, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -7,6 +7,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ..overrides import text_from_value
+
 if TYPE_CHECKING:
     from .conversion import Conversion
 
@@ -73,6 +75,6 @@ def table_of(conversion: "Conversion") -> Table:
     table.add_row("taken", f"{conversion.taken} tensors, all that the model has")
     table.add_row("missing", "0")
     table.add_row("left over", "\n".join((str(len(conversion.left_over)), *conversion.left_over)))
-    assumed = (f"{key}={value}" for key, value in conversion.assumed.items())
+    assumed = (f"{key}={text_from_value(value)}" for key, value in conversion.assumed.items())
     table.add_row("assumed", "\n".join(assumed))
     return table

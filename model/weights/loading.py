@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..mask_rcnn import MaskRCNN
-from ..overrides import value_at
+from ..overrides import text_from_value, value_at
 from .conversion import check_shapes
 from .files import WeightsError
 from .layouts import CLASS_ROWS
@@ -118,7 +118,7 @@ def _check_conventions(path: Path, weights: Weights, config: ModelConfig) -> Non
     if conflicts:
         raise WeightsError(
             f"weights: {path} holds another `model`, of {weights.origin}; set "
-            f"{' '.join(f'model.{key}={_yaml_from(value)}' for key, value in conflicts.items())}"
+            f"{' '.join(f'model.{key}={text_from_value(value)}' for key, value in conflicts.items())}"
         )
 
 
@@ -161,11 +161,3 @@ def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
 def _part_of(name: str) -> str:
     """Part of the model that a tensor is in, as `roi_heads.box_head`."""
     return ".".join(name.split(".")[:2])
-
-
-def _yaml_from(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{','.join(map(_yaml_from, value))}]"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
 import pytest
 
 from maskrcnn_trt.model.config import ModelConfig
-from maskrcnn_trt.model.overrides import OverrideError, value_at, with_overrides
+from maskrcnn_trt.model.overrides import OverrideError, text_from_value, value_at, with_overrides
 
 
 def test_values_are_set_one_by_one_and_the_rest_is_kept() -> None:
@@ -35,3 +35,11 @@ def test_what_is_wrong_with_an_override_is_said(override: str, message: str) -> 
 
 def test_a_value_is_found_at_its_key() -> None:
     assert value_at(ModelConfig(), "roi.sampling.batch_size_per_image") == 512
+
+
+@pytest.mark.parametrize("key", ["pixel_mean", "rpn.smooth_l1_beta", "roi.aligned", "num_classes"])
+def test_an_override_of_a_values_own_text_changes_nothing(key: str) -> None:
+    config = ModelConfig()
+    override = f"{key}={text_from_value(value_at(config, key))}"
+    again = ModelConfig.model_validate(with_overrides({}, [override]))
+    assert value_at(again, key) == pytest.approx(value_at(config, key), rel=1e-5)

@@ -50,8 +50,9 @@ def test_a_file_becomes_a_checkpoint_and_a_report(
         "maskrcnn-benchmark: resnet50 fpn, frozen_bn",
         f"{len(state)} tensors, all that the model has",
         "rpn.anchor_generator.cell_anchors.0",
-        "inclusive_boxes=True",
-        "backbone.stride_in_1x1=False",
+        "inclusive_boxes=true",
+        "backbone.stride_in_1x1=false",
+        "pixel_mean=[122.772,115.947,102.98]",
     ):
         assert line in out
     checkpoint = load_checkpoint(tmp_path / "converted.pth")
