@@ -147,5 +147,6 @@ def _is_sound(image: Path, size: tuple[int, int]) -> bool:
 def _sentence(fault: str, names: Sequence[str]) -> str | None:
     if not names:
         return None
+    files = "1 file" if len(names) == 1 else f"{len(names)} files"
     more = ", ..." if len(names) > _NAMES_SHOWN else ""
-    return f"{len(names)} files {fault}: {', '.join(names[:_NAMES_SHOWN])}{more}"
+    return f"{files} {fault}: {', '.join(names[:_NAMES_SHOWN])}{more}"

@@ -134,7 +134,7 @@ def test_folders_without_archives_are_held_to_the_annotations(site: Site, root: 
     assert verify(root).exit_code == 0
     result = verify(root, "--images")
     assert result.exit_code == 1
-    assert "1 files unreadable" in text_of(result)
+    assert "1 file unreadable" in text_of(result)
     first.unlink()
     second.write_bytes(b"")
     result = verify(root)
