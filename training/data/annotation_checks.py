@@ -180,10 +180,10 @@ def _outlines_from_rings(segmentations: Sequence[tuple[Ring, ...]]) -> _Outlines
     rings = [ring for segmentation in segmentations for ring in segmentation]
     points = np.concatenate(rings).reshape(-1, 2)
     owners = np.repeat(np.arange(len(rings)), [ring.size // 2 for ring in rings])
-    polygons = shapely.polygons(shapely.linearrings(points, indices=owners))
+    polygons = np.asarray(shapely.polygons(shapely.linearrings(points, indices=owners)))
     starts = np.cumsum([0, *(len(segmentation) for segmentation in segmentations[:-1])])
     areas, bounds = shapely.area(polygons), shapely.bounds(polygons)
-    is_flat = areas < _NO_AREA
+    is_flat = np.asarray(areas < _NO_AREA)
     # The halves of a figure of eight cancel out too, but not those of what surrounds it.
     is_flat[is_flat] = shapely.area(shapely.convex_hull(polygons[is_flat])) < _NO_AREA
     return _Outlines(
