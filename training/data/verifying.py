@@ -40,7 +40,7 @@ def verify_part(
 ) -> list[Finding]:
     """Check the archive of a part and its extracted folder, whichever are there.
 
-    An archive is right if its checksum is. A folder is compared with a right archive byte by byte,
+    An archive is right if its checksum is. A folder is compared with a right archive by CRC, and
     without one with the annotations: every image is there and not empty.
 
     Args:
