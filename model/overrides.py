@@ -59,4 +59,4 @@ def text_from_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return f"[{','.join(map(text_from_value, value))}]"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.8g}" if isinstance(value, float) else str(value)

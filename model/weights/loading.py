@@ -116,9 +116,9 @@ def _check_conventions(path: Path, weights: Weights, config: ModelConfig) -> Non
         and not _same(key, value, value_at(config, key))
     }
     if conflicts:
+        wanted = " ".join(f"model.{k}={text_from_value(v)}" for k, v in conflicts.items())
         raise WeightsError(
-            f"weights: {path} holds another `model`, of {weights.origin}; set "
-            f"{' '.join(f'model.{key}={text_from_value(value)}' for key, value in conflicts.items())}"
+            f"weights: {path} holds another `model`, of {weights.origin}; set {wanted}"
         )
 
 

@@ -52,7 +52,7 @@ def test_a_file_becomes_a_checkpoint_and_a_report(
         "rpn.anchor_generator.cell_anchors.0",
         "inclusive_boxes=true",
         "backbone.stride_in_1x1=false",
-        "pixel_mean=[122.772,115.947,102.98]",
+        "pixel_mean=[122.7717,115.9465,102.9801]",
     ):
         assert line in out
     checkpoint = load_checkpoint(tmp_path / "converted.pth")
