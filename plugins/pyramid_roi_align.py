@@ -51,12 +51,10 @@ def pyramid_roi_align(
     indexed = _indexed_rois(rois, inclusive)
     pooled = rois.new_zeros(levels.numel(), features[0].shape[1], output_size, output_size)
     for level, (feature, scale) in enumerate(zip(features, spatial_scales, strict=True)):
-        members = _members_of_level(levels, level)
-        own = roi_align(
+        members = (levels == level).nonzero()[:, 0]
+        pooled[members] = roi_align(
             feature.float(), indexed[members], output_size, scale, sampling_ratio, aligned
         )
-        # On a GPU `members` is everything, and the mask drops what belongs to other levels.
-        pooled[members] += own * (levels[members] == level)[:, None, None, None]
     return pooled.to(features[0].dtype).view(*rois.shape[:2], *pooled.shape[1:])
 
 
@@ -87,10 +85,9 @@ def pyramid_roi_align_backward(
     grad = grad.flatten(0, 1).float()
     gradients = []
     for level, (feature, scale) in enumerate(zip(features, spatial_scales, strict=True)):
-        members = _members_of_level(levels, level)
-        masked = grad[members] * (levels[members] == level)[:, None, None, None]
+        members = (levels == level).nonzero()[:, 0]
         gradient = _roi_align_backward(
-            masked.contiguous(), indexed[members], scale, output_size, output_size,
+            grad[members], indexed[members], scale, output_size, output_size,
             *feature.shape, sampling_ratio, aligned,
         )  # fmt: skip
         gradients.append(gradient.to(feature.dtype))
@@ -134,8 +131,3 @@ def _indexed_rois(rois: Tensor, inclusive: bool) -> Tensor:
     images = images[:, None, None].expand(-1, rois.shape[1], 1)
     near, far = rois[..., :2], rois[..., 2:] - float(inclusive)
     return torch.cat([images, near, far], dim=2).flatten(0, 1)
-
-
-def _members_of_level(levels: Tensor, level: int) -> Tensor | slice:
-    """RoIs to pool on a level. On a GPU all of them: to look would be to wait for it."""
-    return (levels == level).nonzero()[:, 0] if levels.device.type == "cpu" else slice(None)
