@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_run import assert_equal, largest_difference, load_tiny, start_training, train
+from tiny_run import assert_equal, largest_difference, load_tiny, start, train
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import ConfigError
@@ -16,8 +16,8 @@ def test_two_processes_equal_one(tiny_config: Path, tmp_path: Path) -> None:
         "solver.max_iterations=6", "solver.accumulate=2", "solver.base_lr=0.001",
         "solver.freeze_backbone_after_epoch=1",
     )  # fmt: skip
-    together = start_training(
-        str(tiny_config), f"output_dir={tmp_path / 'together'}", "log_period=1", *settings,
+    together = start(
+        "train", str(tiny_config), f"output_dir={tmp_path / 'together'}", "log_period=1", *settings,
         processes=2,
     )  # fmt: skip
     alone = train(load_tiny(tiny_config, tmp_path / "alone", "log_period=1", *settings))

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from tiny_run import assert_equal, largest_difference, load_tiny, start_training, train
+from tiny_run import assert_equal, largest_difference, load_tiny, start, train
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.commands import train as train_command
@@ -21,8 +21,8 @@ SETTINGS = (
 def test_seeds_are_compared(tiny_config: Path, tmp_path: Path) -> None:
     """In two processes as in one, each as a run of its own; what is finished is not repeated."""
     folder = tmp_path / "alone"
-    together = start_training(
-        str(tiny_config), "--seeds=2", f"output_dir={tmp_path / 'together'}", "seed=3",
+    together = start(
+        "train", str(tiny_config), "--seeds=2", f"output_dir={tmp_path / 'together'}", "seed=3",
         *SETTINGS, processes=2,
     )  # fmt: skip
     stability = train_seeds(load_tiny(tiny_config, folder, "seed=3", *SETTINGS), 2)

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from click.testing import CliRunner
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from tiny_run import load_tiny
+from tiny_run import load_tiny, start
 
 from maskrcnn_trt.cli import main
 from maskrcnn_trt.training.commands import evaluate
@@ -70,14 +69,10 @@ def test_eval_equals_pycocotools_by_hand(
 ) -> None:
     """Alone, and in two processes that share five images."""
     common = [f"data.val.annotations={annotations}", "evaluation.images_per_batch=2"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "maskrcnn_trt", "eval", str(tiny_checkpoint), str(tiny_config)]
-    with subprocess.Popen(
-        [*command, *common, f"output_dir={tmp_path / 'together'}"],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    ) as together:  # fmt: skip
-        alone = _evaluate(tiny_checkpoint, tiny_config, *common, f"output_dir={tmp_path / 'alone'}")
-        printed_together, _ = together.communicate()
+    args = ("eval", str(tiny_checkpoint), str(tiny_config), *common)
+    together = start(*args, f"output_dir={tmp_path / 'together'}", processes=2)
+    alone = _evaluate(tiny_checkpoint, tiny_config, *common, f"output_dir={tmp_path / 'alone'}")
+    printed_together, _ = together.communicate()
     assert (alone.exit_code, together.returncode) == (0, 0)
     ours, theirs = tmp_path / "alone/inference", tmp_path / "together/inference"
     measured = torch.load(ours / "coco_results.pth", weights_only=True)
@@ -90,7 +85,8 @@ def test_eval_equals_pycocotools_by_hand(
         values = [measured[iou_type][name] for name in NAMES]
         np.testing.assert_allclose(values, expected.stats, atol=1e-6, rtol=0)
         assert printed in alone.stdout
-    assert printed_together == alone.stdout.replace(f"{tmp_path}/alone", f"{tmp_path}/together")
+    expected_text = alone.stdout.replace(f"{tmp_path}/alone", f"{tmp_path}/together")
+    assert printed_together.decode() == expected_text
 
 
 def test_predictions_are_what_the_json_says(

@@ -62,14 +62,12 @@ def train(config: TrainConfig, *, resume: bool = False) -> Checkpoint:
     return load_checkpoint(run_training(config, resume=resume))
 
 
-def start_training(*args: str, processes: int = 1) -> "Popen[bytes]":
-    """Start `maskrcnn train` as a process of its own, or several under `torchrun`."""
-    launcher = []
-    if processes > 1:
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+def start(*args: str, processes: int) -> "Popen[bytes]":
+    """Start `maskrcnn` in several processes under `torchrun`."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     # The number of threads decides the order of sums, and with it the last bits.
     env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-m", *launcher, "maskrcnn_trt", "train", *args]
+    command = [sys.executable, "-m", *launcher, "maskrcnn_trt", *args]
     return Popen(command, env=env, stdout=PIPE, stderr=DEVNULL)
 
 
