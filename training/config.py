@@ -206,10 +206,10 @@ class TrainConfig(FrozenConfig):
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp16"
     """Arithmetic: fp16 scales the loss; fp16 needs a GPU."""
     channels_last: bool = True
-    """Keep features in NHWC memory order."""
+    """Keep features in NHWC memory order, which is faster on GPUs, but slower with group norm."""
     weights: str | None = None
-    """File or http(s) URL of the weights that training starts from: a checkpoint of this project,
-    torchvision, detectron2 or maskrcnn-benchmark, or an ImageNet backbone."""
+    """What training starts from: a file, an http(s) address or torchvision's name of weights of
+    this project, torchvision, detectron2, maskrcnn-benchmark or Caffe2, whole or backbone alone."""
     checkpoint_period: int = Field(2500, ge=1)
     """Iterations between checkpoints."""
     log_period: int = Field(20, ge=1)

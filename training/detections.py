@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..model.manifest import Category
 from ..model.mask_rcnn import Detections
-from ..model.masks import Rle, rles_from_probabilities
+from ..model.masks import MaskPaste, Rle, rles_from_probabilities
 from .coco_metrics import IouType
 from .data.batches import Batch
 
@@ -28,7 +28,7 @@ class ImageDetections(NamedTuple):
 
 
 def image_detections_from(
-    detections: Detections, batch: Batch
+    detections: Detections, batch: Batch, paste: MaskPaste
 ) -> list[tuple[int, ImageDetections]]:
     """Detections by image id, brought from input to source pixels."""
     counts = detections.num_detections.tolist()
@@ -43,7 +43,9 @@ def image_detections_from(
         count = counts[number]
         height, width = batch.source_sizes[number].tolist()
         boxes = boxes_BD4[number, :count] * scale_B2[number, [1, 0, 1, 0]]
-        masks = rles_from_probabilities(masks_BDMM[number, :count], boxes, height, width)
+        masks = rles_from_probabilities(
+            masks_BDMM[number, :count], boxes, height, width, paste=paste
+        )
         found = ImageDetections(boxes, scores_BD[number, :count], labels_BD[number, :count], masks)
         results.append((image_id, found))
     return results

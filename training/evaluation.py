@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch import nn
 
+from ..model.mask_rcnn import MaskRCNN
 from .coco_metrics import IOU_TYPES, coco_metrics
 from .data.batches import Batch
 from .data.coco import CocoDataset
@@ -82,7 +82,7 @@ class CocoEvaluator:
 
 @torch.inference_mode()
 def evaluate_model(
-    model: nn.Module,
+    model: MaskRCNN,
     batches: Iterable[Batch],
     evaluator: CocoEvaluator,
     device: torch.device,
@@ -91,8 +91,7 @@ def evaluate_model(
     """Give an evaluator what a model finds.
 
     Args:
-        model: gives `Detections` of images and image sizes; every module of it is left in the mode
-            it was in.
+        model: every module of it is left in the mode it was in.
         batches: this rank's share of the data set.
         evaluator: takes the detections.
         device: where the model computes.
@@ -100,7 +99,7 @@ def evaluate_model(
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    workers = os.cpu_count() or 1
+    workers, paste = os.cpu_count() or 1, model.config.mask_paste
     pending: deque[Future[list[tuple[int, ImageDetections]]]] = deque()
     # Masks are pasted by threads while the model is at the next batches; a bounded number of
     # them, or a fast model would pile its outputs up.
@@ -109,7 +108,7 @@ def evaluate_model(
             moved = batch.to(device, non_blocking=True)
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 detections = model(moved.images, moved.image_sizes)
-            pending.append(pool.submit(image_detections_from, detections, batch))
+            pending.append(pool.submit(image_detections_from, detections, batch, paste))
             while len(pending) > 2 * workers:
                 _add(evaluator, pending.popleft())
         while pending:

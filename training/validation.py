@@ -3,8 +3,7 @@
 import logging
 from pathlib import Path
 
-from torch import nn
-
+from ..model.mask_rcnn import MaskRCNN
 from .coco_metrics import IOU_TITLES, IOU_TYPES, summary_lines
 from .config import ConfigError, EvaluationConfig, TrainConfig
 from .data.coco import CocoDataset
@@ -49,7 +48,7 @@ class Validation:
         """Where `evaluation_files` are written."""
         return self._config.output_dir / FOLDER
 
-    def measure(self, model: nn.Module) -> dict[str, float]:
+    def measure(self, model: MaskRCNN) -> dict[str, float]:
         """Metrics of a model, on every rank; none where `evaluation.skip_eval` is set."""
         config, worker = self._config, self._worker
         evaluator = CocoEvaluator(self._dataset, worker)

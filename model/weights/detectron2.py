@@ -109,6 +109,7 @@ def _conventions(structure: Settings, state: Mapping[str, Tensor]) -> Settings:
         "pixel_mean": tuple(mean),
         "pixel_std": tuple(std),
         "inclusive_boxes": False,
+        "mask_paste": "detectron2",
         "anchors.convention": "detectron2",
         "rpn.pre_nms_top_n_train": 2000 if fpn else 12000,
         "rpn.pre_nms_top_n_test": 1000 if fpn else 6000,

@@ -1,38 +1,61 @@
-"""Where weights come from: files, and addresses that are downloaded once."""
+"""Where weights come from: files, addresses that are downloaded once, and torchvision's names."""
 
+import hashlib
 import re
 import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
 import torch
+from filelock import FileLock
+from torchvision.models import get_weight
 
 from .files import WeightsError
 
 
 def local_path(source: str | Path) -> Path:
-    """Path of a file, or of the copy in torch.hub's cache of what is at an http(s) address.
+    """Path of a file, or of the copy in torch.hub's cache of what is to be downloaded.
 
-    A hash in the name, as in `resnet50-0676ba61.pth`, is checked when the file is downloaded.
+    Args:
+        source: a file, an http(s) address, or a name that torchvision has for weights of its own,
+            as in `ResNet50_Weights.IMAGENET1K_V1`.
 
     Raises:
-        WeightsError: the download failed, or the hash differs.
+        WeightsError: torchvision has no such weights, or the download failed.
     """
-    url = str(source)
-    if not re.match("https?://", url):
-        return Path(source)
+    text = str(source)
+    if re.match("https?://", text):
+        return _downloaded(text)
+    if re.fullmatch(r"\w+_Weights\.\w+", text):
+        try:
+            return _downloaded(get_weight(text).url)
+        except (KeyError, ValueError, AttributeError):
+            raise WeightsError(
+                f"torchvision has no weights {text}; names are those of its documentation, as in "
+                "ResNet50_Weights.IMAGENET1K_V1"
+            ) from None
+    return Path(source)
+
+
+def _downloaded(url: str) -> Path:
+    """A hash in the name, as in `resnet50-0676ba61.pth`, is checked."""
     name = Path(urlparse(url).path).name
-    path = Path(torch.hub.get_dir()) / "checkpoints" / name
-    if path.is_file():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
     digest = re.search(r"-([0-9a-f]{8,})\.", name)
-    try:
-        torch.hub.download_url_to_file(
-            url, str(path), digest[1] if digest else None, progress=sys.stderr.isatty()
-        )
-    except (OSError, RuntimeError) as error:
-        raise WeightsError(
-            f"{url} could not be downloaded ({error}); download it by hand and give the file"
-        ) from None
+    if digest is None:
+        # Many addresses end in model_final.pth.
+        name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}"
+    path = Path(torch.hub.get_dir()) / "checkpoints" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The processes of one machine start together, and one download serves them all.
+    with FileLock(path.with_name(f".{name}.lock")):
+        if not path.is_file():
+            try:
+                torch.hub.download_url_to_file(
+                    url, str(path), digest and digest[1], progress=sys.stderr.isatty()
+                )
+            except (OSError, RuntimeError) as error:
+                raise WeightsError(
+                    f"{url} could not be downloaded ({error}); download it by hand and give the "
+                    "file"
+                ) from None
     return path

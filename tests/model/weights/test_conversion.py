@@ -45,6 +45,7 @@ def config_of_detectron2(features: str, **backbone: Any) -> ModelConfig:
     return ModelConfig.model_validate(
         {
             "pixel_std": (1, 1, 1),
+            "mask_paste": "detectron2",
             "anchors": {"convention": "detectron2"},
             "backbone": {"features": features, "stride_in_1x1": not gn, **backbone}
             | (SMALL if features == "fpn" else {}),

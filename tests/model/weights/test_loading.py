@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torchvision.models import resnet50
 from maskrcnn_trt.model.checkpoint import CheckpointError
 from maskrcnn_trt.model.config import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.weights import sources
 from maskrcnn_trt.model.weights.files import WeightsError
 from maskrcnn_trt.model.weights.loading import LoadReport, load_weights
 
@@ -237,4 +239,32 @@ def test_downloads_that_fail_leave_nothing(
     for name, reason in {"R-50-0123abcd.pkl": "invalid hash value", "none.pkl": "404"}.items():
         with pytest.raises(WeightsError, match=rf"{name} could not be downloaded \(.*{reason}"):
             load(config(), f"{url}/{name}")
-    assert not list((tmp_path / "cache" / "hub" / "checkpoints").iterdir())
+    left = (tmp_path / "cache" / "hub" / "checkpoints").iterdir()
+    assert all(path.suffix == ".lock" for path in left)
+
+
+def test_addresses_that_end_alike_are_not_confused(
+    address: tuple[str, Path, list[str]], msra: tuple[Path, State]
+) -> None:
+    url, folder, _ = address
+    for name in ("first", "second"):
+        (folder / name).mkdir()
+    (folder / "first" / "model_final.pkl").write_bytes(msra[0].read_bytes())
+    (folder / "second" / "model_final.pkl").write_bytes(b"another file")
+    load(config(), f"{url}/first/model_final.pkl")
+    with pytest.raises(WeightsError, match="damaged"):
+        load(config(), f"{url}/second/model_final.pkl")
+
+
+def test_names_of_torchvision_are_looked_up_in_torchvision(
+    address: tuple[str, Path, list[str]], msra: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, folder, asked = address
+    (folder / "resnet50.pkl").write_bytes(msra[0].read_bytes())
+    entry = SimpleNamespace(url=f"{url}/resnet50.pkl")
+    monkeypatch.setattr(sources, "get_weight", {"ResNet50_Weights.IMAGENET1K_V1": entry}.get)
+    load(config(), "ResNet50_Weights.IMAGENET1K_V1")
+    assert asked == ["/resnet50.pkl"]
+    monkeypatch.undo()
+    with pytest.raises(WeightsError, match=r"torchvision has no weights ResNet50_Weights\.V9;"):
+        load(config(), "ResNet50_Weights.V9")
