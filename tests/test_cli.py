@@ -12,7 +12,10 @@ import pytest
 
 from maskrcnn_trt import cli
 
-VERBS = ("quickstart", "data", "train", "eval", "export", "serve", "predict", "client", "bench")
+VERBS = (
+    "quickstart", "data", "config", "weights", "train", "eval", "export", "serve", "predict",
+    "client", "bench",
+)  # fmt: skip
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
