@@ -230,18 +230,21 @@ class RoiHeads(nn.Module):
 
 
 def _box_head(config: RoiConfig, channels: int) -> nn.Module:
-    side, dim = config.box_pool, config.box_head_dim
-    if not config.box_head_convs:
-        return TwoMLPHead(channels * side**2, dim)
-    convs = [channels] * config.box_head_convs
-    return FastRCNNConvFCHead((channels, side, side), convs, [dim], norm_layer(config.head_norm))
+    side, dim, convs = config.box_pool, config.box_head_dim, config.box_head_convs
+    head: nn.Module = (
+        FastRCNNConvFCHead(
+            (channels, side, side), [channels] * convs, [dim], norm_layer(config.head_norm)
+        )
+        if convs
+        else TwoMLPHead(channels * side**2, dim)
+    )
+    return head
 
 
 def boxes_within_crops(boxes: Tensor, owners: Tensor, side: int) -> Tensor:
     """Boxes [..., 4] from input pixels to those of S x S crops of their owners [..., 4]."""
     origins, sides = owners[..., :2], owners[..., 2:] - owners[..., :2]
-    corners = boxes.unflatten(-1, (2, 2))
-    return ((corners - origins[..., None, :]) / sides[..., None, :] * side).flatten(-2)
+    return (boxes - torch.cat([origins] * 2, dim=-1)) / torch.cat([sides] * 2, dim=-1) * side
 
 
 def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
