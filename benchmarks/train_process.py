@@ -8,14 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..training.classes import with_classes_of
 from ..training.config import ConfigError, TrainConfig
 from ..training.data.batches import Batch
 from ..training.data.coco import CocoDataset
 from ..training.data.loader import train_loader
 from ..training.distributed import worker
-from ..training.run import _set_arithmetic as set_arithmetic
-from ..training.run import _with_classes_of as with_classes_of
-from ..training.trainer import Trainer
+from ..training.trainer import Trainer, set_arithmetic
 from .latency import latency_from_seconds
 from .memory import peak_memory_mib, reset_peak_memory
 from .torchvision_training import TorchvisionTrainer

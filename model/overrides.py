@@ -39,10 +39,23 @@ def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
     first, _, rest = key.partition(".")
     if not rest:
         return {**values, first: value}
-    section = values.get(first, {})
+    section = values.get(first)
+    if section is None:
+        section = {}
     if not isinstance(section, Mapping):
         raise OverrideError(f"{key}: {first} is a value, not a section")
     return {**values, first: with_value(section, rest, value)}
+
+
+def values_by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= values_by_key(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def value_at(config: FrozenConfig, key: str) -> Any:

@@ -12,7 +12,7 @@ from ..model.config import FrozenConfig, ModelConfig
 from ..model.overrides import OverrideError
 from ..model.spec import ShapeBucket
 from .config_faults import sentence_from_fault
-from .config_sources import SourceError, read_values
+from .config_sources import SourceError, Values, read_values
 
 
 class ConfigError(Exception):
@@ -49,6 +49,9 @@ class DataConfig(FrozenConfig):
     """Train on images without annotations too."""
     workers: int = Field(2, ge=0)
     """Processes that read images; 0 reads in the training process."""
+    decode: Literal["workers", "device"] = "workers"
+    """Who decodes, resizes and flips JPEG files: these processes, or the device that trains, which
+    on a GPU leaves them little to do. What it cannot decode is left to them."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "DataConfig":
@@ -231,12 +234,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: in one sentence, the key or value at fault and what is allowed.
     """
-    try:
-        config = TrainConfig.model_validate(read_values(source, overrides))
-    except (SourceError, OverrideError) as error:
-        raise ConfigError(str(error)) from None
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {sentence_from_fault(error, TrainConfig)}") from None
+    config = validated_config(source, overrides)
     backbone = config.model.backbone
     pretrained = backbone.frozen_stages > 0 or backbone.norm == "frozen_bn"
     if pretrained and "weights" not in config.model_fields_set:
@@ -246,6 +244,27 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
             "model.backbone.frozen_stages=0 and model.backbone.norm=gn"
         )
     return config
+
+
+def validated_config(
+    source: str, overrides: Sequence[str] = (), sections: Values | None = None
+) -> TrainConfig:
+    """Configuration that need not be one to train with: its weights may be missing.
+
+    Args:
+        source: YAML file or name of a preset.
+        overrides: of the form `key.path=value`.
+        sections: values that take the place of whole sections of the source.
+
+    Raises:
+        ConfigError: in one sentence, the key or value at fault and what is allowed.
+    """
+    try:
+        return TrainConfig.model_validate(read_values(source, overrides, sections))
+    except (SourceError, OverrideError) as error:
+        raise ConfigError(str(error)) from None
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {sentence_from_fault(error, TrainConfig)}") from None
 
 
 def yaml_from_config(config: TrainConfig) -> str:

@@ -31,16 +31,23 @@ def preset_text(name: str) -> str:
     return (resources.files(__package__) / "presets" / f"{name}.yaml").read_text()
 
 
-def read_values(source: str, overrides: Sequence[str] = ()) -> Values:
+def read_values(
+    source: str, overrides: Sequence[str] = (), sections: Values | None = None
+) -> Values:
     """Values of a preset or a YAML file over those of its base, with `key.path=value` overrides.
 
     The key `base` names a preset, or a file relative to the one that names it.
+
+    Args:
+        source: name of a preset, or path of a file.
+        overrides: hold where the source says otherwise.
+        sections: take the place of those of the source.
 
     Raises:
         SourceError: something is missing, is not YAML, or is its own base.
         OverrideError: an override is not of that form, or leads into a value.
     """
-    return with_overrides(_merged(source, Path(), ()), overrides)
+    return with_overrides({**_merged(source, Path(), ()), **(sections or {})}, overrides)
 
 
 def _merged(source: str, folder: Path, above: tuple[str, ...]) -> Values:

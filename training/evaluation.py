@@ -3,12 +3,13 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from ..model.manifest import Category
 from ..model.mask_rcnn import MaskRCNN
 from .coco_metrics import IOU_TYPES, coco_metrics
 from .data.batches import Batch
@@ -23,8 +24,19 @@ logger = logging.getLogger(__name__)
 class CocoEvaluator:
     """Collects detections and measures them against a data set's ground truth."""
 
-    def __init__(self, dataset: CocoDataset, worker: Worker) -> None:
+    def __init__(
+        self, dataset: CocoDataset, categories: Sequence[Category], worker: Worker
+    ) -> None:
+        """Collect nothing yet.
+
+        Args:
+            dataset: the ground truth.
+            categories: classes of the model, label 1 the first; those that the data set lacks do
+                not count.
+            worker: this process.
+        """
         self._dataset = dataset
+        self._categories = categories
         self._worker = worker
         self._detections: list[tuple[int, ImageDetections]] = []
 
@@ -56,8 +68,7 @@ class CocoEvaluator:
     def _evaluate(
         self, detections: list[tuple[int, ImageDetections]], folder: Path | None, *, measure: bool
     ) -> dict[str, float]:
-        categories = self._dataset.categories
-        results = coco_results_from(detections, categories)
+        results = coco_results_from(detections, self._categories)
         if folder is not None:
             write_detections(folder, detections, results)
         if not measure:
@@ -72,6 +83,7 @@ class CocoEvaluator:
                 self._dataset.name,
             )
         ground_truth = self._dataset.ground_truth(image_ids)
+        categories = self._dataset.categories
         metrics: dict[str, float] = {}
         for iou_type in IOU_TYPES:
             metrics |= coco_metrics(ground_truth, results[iou_type], iou_type, categories)

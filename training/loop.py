@@ -54,7 +54,7 @@ class TrainingLoop:
         self._best_ap: float = last.training_state["best_ap"] if last else -1.0
         self._validation = None
         if config.data.val is not None and not config.evaluation.skip_test:
-            self._validation = Validation(config, config.model.num_classes, trainer.worker)
+            self._validation = Validation(config, dataset.categories, trainer.worker)
         elif config.evaluation.expected:
             raise ConfigError(
                 "evaluation.expected needs a measurement; give data.val and leave out "

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..model.checkpoint import Checkpoint
 from ..model.manifest import sha256_of
+from ..model.overrides import values_by_key
 from .config import ConfigError, TrainConfig
 from .data.coco import CocoDataset
 
@@ -47,7 +48,7 @@ def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dataset: CocoDa
             "with weights=FILE output_dir=FOLDER"
         )
     before, now = checkpoint.training_state["identity"], run_identity(config, dataset)
-    old, new = _flat(before["config"]), _flat(now["config"])
+    old, new = values_by_key(before["config"]), values_by_key(now["config"])
     for key in sorted(key for key in {*old, *new} if old.get(key) != new.get(key)):
         if _is_within(key, _FIXED) and not _is_within(key, _FREE):
             raise ConfigError(
@@ -61,17 +62,6 @@ def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dataset: CocoDa
                 f"the {subject} of {dataset.name} has changed since the run began; restore the "
                 "data, or start another run from the checkpoint with weights=FILE output_dir=FOLDER"
             )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _is_within(key: str, sections: tuple[str, ...]) -> bool:

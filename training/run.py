@@ -3,21 +3,23 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.logging import RichHandler
 
-from ..model.checkpoint import load_checkpoint
-from .config import ConfigError, TrainConfig
+from ..model.checkpoint import Checkpoint
+from .classes import with_classes_of
+from .config import TrainConfig
 from .data.coco import CocoDataset
 from .distributed import Worker, worker
+from .evaluation_config import warn_of_other_sizes
 from .loop import TrainingLoop
 from .reporting import LOG_FILE
 from .resumption import check_resumable
 from .run_folder import RunFolder
-from .trainer import Trainer
+from .trainer import Trainer, set_arithmetic
 from .validation import Validation, check_expected
 
 logger = logging.getLogger(__name__)
@@ -41,32 +43,40 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
     return checkpoint
 
 
-def run_evaluation(checkpoint_path: Path, config: TrainConfig) -> dict[str, float]:
-    """Metrics of a checkpoint on the validation set of a configuration.
+def evaluate_checkpoint(
+    checkpoint: Checkpoint, config: TrainConfig, own: Worker
+) -> dict[str, float]:
+    """Metrics of a checkpoint, as one of the processes that have joined; on every one the same.
 
     The files of the evaluation are written into the folder `inference` of `output_dir`.
 
+    Args:
+        checkpoint: its weights and classes are measured.
+        config: from `load_evaluation_config`.
+        own: this process.
+
     Raises:
-        ConfigError: no validation set, or one of other classes than the checkpoint's.
-        CheckpointError: the checkpoint cannot be read.
+        ConfigError: no validation set, or one with categories that the checkpoint does not know.
+        DataError: the data cannot be used.
     """
-    checkpoint = load_checkpoint(checkpoint_path)
-    with worker(config.device) as own:
-        _set_arithmetic(config)
-        validation = Validation(config, checkpoint.model_config.num_classes, own)
-        return validation.measure(checkpoint.build_model().to(own.device))
+    set_arithmetic(config)
+    if own.is_main:
+        warn_of_other_sizes(config.data, checkpoint)
+    validation = Validation(config, checkpoint.categories, own)
+    model = replace(checkpoint, model_config=config.model).build_model()
+    return validation.measure(model.to(own.device))
 
 
 def train(config: TrainConfig, own: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:
     """Train as one of the processes that have joined; the final checkpoint and its metrics."""
-    _set_arithmetic(config)
+    set_arithmetic(config)
     folder = RunFolder(config.output_dir)
     last = folder.open(resume=resume)
     if own.is_main:
         folder.remove_partial_files()
     with _logging_to(config.output_dir / LOG_FILE, own):
         dataset = CocoDataset(config.data.train, config.data.on_broken)
-        config = _with_classes_of(dataset, config)
+        config = with_classes_of(dataset, config)
         if last is not None:
             check_resumable(last, config, dataset)
             # The checkpoint has the weights; the file that training began with may be gone.
@@ -79,28 +89,6 @@ def train(config: TrainConfig, own: Worker, *, resume: bool) -> tuple[Path, dict
         metrics = loop.run()
         own.wait_for_ranks()  # for the first, which writes the checkpoint
         return folder.last(), metrics
-
-
-def _set_arithmetic(config: TrainConfig) -> None:
-    """Allow or forbid TF32 in the matrix products and convolutions of float32 tensors."""
-    allowed = config.precision == "tf32"
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed
-
-
-def _with_classes_of(dataset: CocoDataset, config: TrainConfig) -> TrainConfig:
-    """The configuration with the number of classes of the data.
-
-    Raises:
-        ConfigError: the configuration names another number.
-    """
-    count, model = len(dataset.categories), config.model
-    if "num_classes" in model.model_fields_set and model.num_classes != count:
-        raise ConfigError(
-            f"model.num_classes is {model.num_classes}, but {dataset.name} has {count} "
-            f"categories; set model.num_classes={count}, or leave it out"
-        )
-    return config.model_copy(update={"model": model.model_copy(update={"num_classes": count})})
 
 
 @contextmanager

@@ -26,6 +26,13 @@ logger = logging.getLogger(__name__)
 AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def set_arithmetic(config: TrainConfig) -> None:
+    """Allow or forbid TF32 in the matrix products and convolutions of float32 tensors."""
+    allowed = config.precision == "tf32"
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
 class Trainer:
     """A model, its optimiser and where they stand; one step an iteration."""
 

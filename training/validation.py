@@ -1,9 +1,12 @@
 """The validation set of a run, and what a run demands of the metrics on it."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
+from ..model.manifest import Category
 from ..model.mask_rcnn import MaskRCNN
+from .classes import check_categories
 from .coco_metrics import IOU_TITLES, IOU_TYPES, summary_lines
 from .config import ConfigError, EvaluationConfig, TrainConfig
 from .data.coco import CocoDataset
@@ -23,11 +26,16 @@ class ExpectationError(Exception):
 class Validation:
     """Measures a model on the validation set of a configuration."""
 
-    def __init__(self, config: TrainConfig, num_classes: int, worker: Worker) -> None:
+    def __init__(self, config: TrainConfig, categories: Sequence[Category], worker: Worker) -> None:
         """Read the validation set.
 
+        Args:
+            config: names it.
+            categories: classes of the model; label 1 is the first.
+            worker: this process.
+
         Raises:
-            ConfigError: there is none, or one of other classes than the model's.
+            ConfigError: there is none, or one with categories that the model does not know.
             DataError: it cannot be used.
         """
         if config.data.val is None:
@@ -35,12 +43,9 @@ class Validation:
                 "there is no validation set; set data.val.images and data.val.annotations"
             )
         self._dataset = CocoDataset(config.data.val, config.data.on_broken)
-        if len(self._dataset.categories) != num_classes:
-            raise ConfigError(
-                f"{self._dataset.name} has {len(self._dataset.categories)} categories, but the "
-                f"model knows {num_classes} classes"
-            )
+        check_categories(self._dataset, categories)
         self._config = config
+        self._categories = categories
         self._worker = worker
 
     @property
@@ -51,7 +56,7 @@ class Validation:
     def measure(self, model: MaskRCNN) -> dict[str, float]:
         """Metrics of a model, on every rank; none where `evaluation.skip_eval` is set."""
         config, worker = self._config, self._worker
-        evaluator = CocoEvaluator(self._dataset, worker)
+        evaluator = CocoEvaluator(self._dataset, self._categories, worker)
         batches = eval_loader(
             self._dataset,
             config,

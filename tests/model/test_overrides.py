@@ -33,6 +33,10 @@ def test_what_is_wrong_with_an_override_is_said(override: str, message: str) -> 
     assert str(caught.value).removeprefix("override ") == message
 
 
+def test_null_is_an_empty_section() -> None:
+    assert with_overrides({"val": None}, ["val.images=x"]) == {"val": {"images": "x"}}
+
+
 def test_a_value_is_found_at_its_key() -> None:
     assert value_at(ModelConfig(), "roi.sampling.batch_size_per_image") == 512
 

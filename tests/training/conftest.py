@@ -1,8 +1,12 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny_run import CLASSES, write_config
 
+from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
+from maskrcnn_trt.training.config import load_config
+from maskrcnn_trt.training.data.coco import CocoDataset
 from maskrcnn_trt.training.data.synthetic import SyntheticConfig, draw_dataset
 
 
@@ -13,3 +17,14 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = SyntheticConfig(train=12, val=5, width=96, height=64, seed=3, classes=CLASSES)
     draw_dataset(folder, config)
     return write_config(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(
+    tiny_checkpoint: Path, tiny_config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The one that all tests share, of the classes of the pictures."""
+    categories = CocoDataset(load_config(str(tiny_config)).data.train).categories
+    path = tmp_path_factory.mktemp("tiny") / "tiny.pth"
+    save_checkpoint(path, replace(load_checkpoint(tiny_checkpoint), categories=categories))
+    return path

@@ -55,6 +55,11 @@ def _dataset_config(folder: Path) -> DatasetConfig:
     return DatasetConfig(images=folder / "val", annotations=folder / "annotations/val.json")
 
 
+def _evaluator(dataset: CocoDataset) -> CocoEvaluator:
+    """For a model of the data set's own classes."""
+    return CocoEvaluator(dataset, dataset.categories, ALONE)
+
+
 def _train_config(folder: Path) -> TrainConfig:
     """Inputs of three quarters of the size of the images."""
     buckets = (ShapeBucket(96, 128), ShapeBucket(128, 96))
@@ -98,7 +103,7 @@ def _reference(annotations: Path, results: Path, iou_type: str) -> COCOeval:
 
 
 def test_metrics_equal_pycocotools(folder: Path, dataset: CocoDataset, tmp_path: Path) -> None:
-    evaluator = CocoEvaluator(dataset, ALONE)
+    evaluator = _evaluator(dataset)
     for number, record in enumerate(dataset.records):
         evaluator.add(record.id, _detections(dataset, number, noise=1))
     metrics = evaluator.evaluate(tmp_path / "results")
@@ -114,7 +119,7 @@ def test_metrics_equal_pycocotools(folder: Path, dataset: CocoDataset, tmp_path:
 
 
 def test_ground_truth_itself_is_perfect(dataset: CocoDataset) -> None:
-    evaluator = CocoEvaluator(dataset, ALONE)
+    evaluator = _evaluator(dataset)
     for number, record in enumerate(dataset.records):
         evaluator.add(record.id, _detections(dataset, number, noise=0))
     metrics = evaluator.evaluate()
@@ -132,7 +137,7 @@ def test_crowds_forgive_detections_within_them(dataset: CocoDataset, tmp_path: P
     path.write_text(json.dumps(content))
     images = Path(dataset.name).parent.parent / "val"
     crowded = CocoDataset(DatasetConfig(images=images, annotations=path))
-    evaluator = CocoEvaluator(crowded, ALONE)
+    evaluator = _evaluator(crowded)
     for number, record in enumerate(crowded.records):
         evaluator.add(record.id, _detections(crowded, number, noise=0))
     x, y, width, height = crowd["bbox"]
@@ -156,7 +161,7 @@ NOTHING = ImageDetections(
 
 
 def test_no_detections_are_zero(dataset: CocoDataset, tmp_path: Path) -> None:
-    evaluator = CocoEvaluator(dataset, ALONE)
+    evaluator = _evaluator(dataset)
     for record in dataset.records:
         evaluator.add(record.id, NOTHING)
     metrics = evaluator.evaluate(tmp_path)
@@ -172,16 +177,14 @@ def test_without_ground_truth_metrics_are_minus_one(
     content = json.loads((folder / "annotations/val.json").read_text())
     path = tmp_path / "empty.json"
     path.write_text(json.dumps({**content, "annotations": []}))
-    evaluator = CocoEvaluator(
-        CocoDataset(DatasetConfig(images=folder / "val", annotations=path)), ALONE
-    )
+    evaluator = _evaluator(CocoDataset(DatasetConfig(images=folder / "val", annotations=path)))
     for number, record in enumerate(dataset.records):
         evaluator.add(record.id, _detections(dataset, number, noise=0) if found else NOTHING)
     assert set(evaluator.evaluate().values()) == {-1.0}
 
 
 def test_nothing_evaluated_is_minus_one(dataset: CocoDataset) -> None:
-    metrics = CocoEvaluator(dataset, ALONE).evaluate()
+    metrics = _evaluator(dataset).evaluate()
     assert set(metrics.values()) == {-1.0}
     assert set(metrics) == {
         f"{t}/{n}" for t in ("bbox", "segm") for n in (*NAMES, *(f"AP/{c}" for c in CLASSES))
@@ -212,7 +215,7 @@ def test_model_is_evaluated_in_source_pixels(
     batches = eval_loader(dataset, _train_config(folder))
     model.train()
     model.backbone.body.eval()
-    evaluator = CocoEvaluator(dataset, ALONE)
+    evaluator = _evaluator(dataset)
     evaluate_model(model, batches, evaluator, CPU)
     assert model.training
     assert model.rpn.training
@@ -262,7 +265,7 @@ def test_lower_precision_is_evaluated(
     batches = eval_loader(dataset, _train_config(folder))
     exact, rough = tmp_path / "exact", tmp_path / "rough"
     for out, autocast in ((exact, None), (rough, torch.bfloat16)):
-        evaluator = CocoEvaluator(dataset, ALONE)
+        evaluator = _evaluator(dataset)
         evaluate_model(model, batches, evaluator, CPU, autocast)
         assert evaluator.evaluate(out, measure=False) == {}
     first, second = (

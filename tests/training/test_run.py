@@ -2,12 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_run import assert_equal, largest_difference, load_tiny, start, train
+from tiny_run import assert_equal, largest_difference, load_tiny, measure, start, train
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import ConfigError
 from maskrcnn_trt.training.reporting import METRICS_FILE
-from maskrcnn_trt.training.run import run_evaluation, run_training
+from maskrcnn_trt.training.run import run_training
 
 
 def test_two_processes_equal_one(tiny_config: Path, tmp_path: Path) -> None:
@@ -58,7 +58,8 @@ def test_a_run_is_evaluated_and_described(tiny_config: Path, tmp_path: Path) -> 
     assert [line["iteration"] for line in evaluations] == [1, 2]
     assert evaluations[1] == {"iteration": 2, **checkpoint.metrics}
     assert "box AP and AR" in (tmp_path / "log.txt").read_text()
-    assert run_evaluation(tmp_path / "model_final.pth", config) == checkpoint.metrics
+    measured = measure(tmp_path / "model_final.pth", tiny_config, tmp_path)
+    assert measured == checkpoint.metrics
     assert json.loads((tmp_path / "inference" / "bbox.json").read_text())
 
 
@@ -76,17 +77,3 @@ def test_a_run_is_not_started_twice(tiny_config: Path, tmp_path: Path) -> None:
         run_training(config)
     again = train(config, resume=True)
     assert_equal(again.weights, first.weights)
-
-
-def test_evaluation_needs_data_of_the_same_classes(
-    tiny_config: Path, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=r"no validation set; set data\.val\.images"):
-        run_evaluation(tiny_checkpoint, load_tiny(tiny_config, tmp_path, "data.val=null"))
-    content = json.loads((tiny_config.parent / "annotations" / "val.json").read_text())
-    content["categories"].append({"id": 4, "name": "bar"})
-    path = tmp_path / "four.json"
-    path.write_text(json.dumps(content))
-    config = load_tiny(tiny_config, tmp_path, f"data.val.annotations={path}")
-    with pytest.raises(ConfigError, match="has 4 categories, but the model knows 3 classes"):
-        run_evaluation(tiny_checkpoint, config)

@@ -14,12 +14,11 @@ from click.testing import CliRunner
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from tiny_run import load_tiny, start
+from tiny_run import load_tiny, measure, start
 
 from maskrcnn_trt.cli import main
 from maskrcnn_trt.training.commands import evaluate
 from maskrcnn_trt.training.config import ConfigError, EvaluationConfig
-from maskrcnn_trt.training.run import run_evaluation
 from maskrcnn_trt.training.validation import ExpectationError, check_expected, reached_targets
 
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
@@ -31,7 +30,7 @@ def annotations(
 ) -> Path:
     """Two thirds of what the model finds, taken for the truth: it is neither right nor wrong."""
     folder = tmp_path_factory.mktemp("truth")
-    run_evaluation(tiny_checkpoint, load_tiny(tiny_config, folder, "evaluation.skip_eval=true"))
+    measure(tiny_checkpoint, tiny_config, folder, "evaluation.skip_eval=true")
     boxes, masks = (
         json.loads((folder / "inference" / f"{iou_type}.json").read_text())
         for iou_type in ("bbox", "segm")
@@ -67,13 +66,18 @@ def _by_hand(annotations: Path, results: Path, iou_type: str) -> tuple[COCOeval,
 def test_eval_equals_pycocotools_by_hand(
     tiny_config: Path, tiny_checkpoint: Path, annotations: Path, tmp_path: Path
 ) -> None:
-    """Alone, and in two processes that share five images."""
-    common = [f"data.val.annotations={annotations}", "evaluation.images_per_batch=2"]
+    """Alone, and in two processes that share five images; what is amiss is said by one of them."""
+    common = [
+        f"data.val.annotations={annotations}", "evaluation.images_per_batch=2",
+        "evaluation.expected={segm/AP: 1}",
+    ]  # fmt: skip
     args = ("eval", str(tiny_checkpoint), str(tiny_config), *common)
     together = start(*args, f"output_dir={tmp_path / 'together'}", processes=2)
     alone = _evaluate(tiny_checkpoint, tiny_config, *common, f"output_dir={tmp_path / 'alone'}")
-    printed_together, _ = together.communicate()
-    assert (alone.exit_code, together.returncode) == (0, 0)
+    printed_together, errors = together.communicate()
+    assert isinstance(alone.exception, ExpectationError)
+    assert together.returncode == 1
+    assert errors.decode().count("but evaluation.expected asks for segm/AP 1.0") == 1
     ours, theirs = tmp_path / "alone/inference", tmp_path / "together/inference"
     measured = torch.load(ours / "coco_results.pth", weights_only=True)
     assert measured == torch.load(theirs / "coco_results.pth", weights_only=True)
@@ -92,8 +96,7 @@ def test_eval_equals_pycocotools_by_hand(
 def test_predictions_are_what_the_json_says(
     tiny_config: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    config = load_tiny(tiny_config, tmp_path)
-    run_evaluation(tiny_checkpoint, config)
+    measure(tiny_checkpoint, tiny_config, tmp_path)
     folder = tmp_path / "inference"
     predictions = torch.load(folder / "predictions.pth", weights_only=True)
     assert [image["image_id"] for image in predictions] == [1, 2, 3, 4, 5]
@@ -141,8 +144,8 @@ def test_an_unreadable_image_counts_neither_way(
         (tmp_path / path.name).write_bytes(path.read_bytes())
     broken = content["images"][0]
     (tmp_path / broken["file_name"]).write_bytes(b"\xff\xd8 no picture")
-    settings = [f"data.val={{images: {tmp_path}, annotations: {annotations}}}"]
-    metrics = run_evaluation(tiny_checkpoint, load_tiny(tiny_config, tmp_path, *settings))
+    settings = f"data.val={{images: {tmp_path}, annotations: {annotations}}}"
+    metrics = measure(tiny_checkpoint, tiny_config, tmp_path, settings)
     assert "measured on 4 of the 5 images of" in caplog.text
     content["images"].remove(broken)
     content["annotations"] = [a for a in content["annotations"] if a["image_id"] != broken["id"]]

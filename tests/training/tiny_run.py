@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import PIPE, Popen
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
 from maskrcnn_trt.training.config import TrainConfig, load_config
-from maskrcnn_trt.training.run import run_training
+from maskrcnn_trt.training.distributed import worker
+from maskrcnn_trt.training.evaluation_config import load_evaluation_config
+from maskrcnn_trt.training.run import evaluate_checkpoint, run_training
 
 CLASSES = ("circle", "ring", "star")
 
@@ -62,13 +64,24 @@ def train(config: TrainConfig, *, resume: bool = False) -> Checkpoint:
     return load_checkpoint(run_training(config, resume=resume))
 
 
+def measure(
+    checkpoint: Path, tiny_config: Path, output_dir: Path, *overrides: str
+) -> dict[str, float]:
+    """Evaluate in this process; the metrics."""
+    loaded = load_checkpoint(checkpoint)
+    overrides = (f"output_dir={output_dir}", *overrides)
+    config = load_evaluation_config(str(tiny_config), overrides, loaded)
+    with worker(config.device) as own:
+        return evaluate_checkpoint(loaded, config, own)
+
+
 def start(*args: str, processes: int) -> "Popen[bytes]":
     """Start `maskrcnn` in several processes under `torchrun`."""
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     # The number of threads decides the order of sums, and with it the last bits.
     env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-m", *launcher, "maskrcnn_trt", *args]
-    return Popen(command, env=env, stdout=PIPE, stderr=DEVNULL)
+    return Popen(command, env=env, stdout=PIPE, stderr=PIPE)
 
 
 def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:

@@ -1,0 +1,41 @@
+from pathlib import Path
+
+import pytest
+
+from maskrcnn_trt.model.manifest import Category
+from maskrcnn_trt.training.classes import check_categories
+from maskrcnn_trt.training.config import ConfigError, DatasetConfig
+from maskrcnn_trt.training.data.coco import CocoDataset
+
+
+@pytest.fixture(scope="module")
+def dataset(tiny_config: Path) -> CocoDataset:
+    """Of the categories 1 circle, 2 ring, 3 star."""
+    folder = tiny_config.parent
+    annotations = folder / "annotations" / "val.json"
+    return CocoDataset(DatasetConfig(images=folder / "val", annotations=annotations))
+
+
+def _known(**ids: int) -> list[Category]:
+    return [Category(id=id_, name=name) for name, id_ in ids.items()]
+
+
+def test_a_model_may_know_more_than_is_annotated(dataset: CocoDataset) -> None:
+    check_categories(dataset, _known(circle=1, ring=2, star=3))
+    check_categories(dataset, _known(sun=0, circle=1, ring=2, star=3, moon=4))
+
+
+@pytest.mark.parametrize(
+    ("known", "difference"),
+    [
+        (_known(circle=1, star=2, ring=3), "category 2 'ring', which the model knows as 'star'"),
+        (_known(circle=0, ring=1, star=2), "category 1 'circle', which the model knows as 'ring'"),
+        (_known(circle=1, ring=2), "category 3 'star', which the model knows not at all"),
+    ],
+)
+def test_the_first_category_that_differs_is_named(
+    dataset: CocoDataset, known: list[Category], difference: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_categories(dataset, known)
+    assert str(caught.value).startswith(f"{dataset.name} has {difference}; give data.val the ids")
