@@ -12,6 +12,7 @@ from ..training.classes import with_classes_of
 from ..training.config import ConfigError, TrainConfig
 from ..training.data.batches import Batch
 from ..training.data.coco import CocoDataset
+from ..training.data.device_batches import batches_on
 from ..training.data.loader import train_loader
 from ..training.distributed import worker
 from ..training.trainer import Trainer, set_arithmetic
@@ -51,14 +52,15 @@ def _measure(config: TrainConfig, engine: Engine, settings: TrainSettings) -> Tr
     with worker(config.device) as own:
         set_arithmetic(config)
         trainer: _Steps = (Trainer if engine == "this" else TorchvisionTrainer)(config, own)
-        batches = iter(train_loader(dataset, config, pin_memory=own.device.type == "cuda"))
+        loader = train_loader(dataset, config, pin_memory=own.device.type == "cuda")
+        batches = batches_on(own.device, loader)
         _reset_peak_memory(own.device)
         clock, waits, losses = _Clock(own.device), [], []
         for _ in range(settings.iterations):
             start = time.perf_counter()
             parts = list(itertools.islice(batches, config.solver.accumulate))
             waits.append(time.perf_counter() - start)
-            losses.append(trainer.step([p.to(own.device, non_blocking=True) for p in parts]))
+            losses.append(trainer.step(parts))
             clock.mark()
         seconds = clock.seconds()[settings.warmup :]
         images = config.solver.images_per_batch

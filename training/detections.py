@@ -52,7 +52,7 @@ def image_detections_from(
 
 
 def _float32(sizes: Tensor) -> NDArray[np.float32]:
-    return sizes.numpy().astype(np.float32)
+    return sizes.cpu().numpy().astype(np.float32)
 
 
 def coco_results_from(

@@ -12,8 +12,9 @@ import torch
 from ..model.manifest import Category
 from ..model.mask_rcnn import MaskRCNN
 from .coco_metrics import IOU_TYPES, coco_metrics
-from .data.batches import Batch
+from .data.batches import Batch, EncodedBatch
 from .data.coco import CocoDataset
+from .data.device_batches import batches_on
 from .detections import ImageDetections, coco_results_from, image_detections_from
 from .distributed import Worker
 from .evaluation_files import write_detections, write_metrics
@@ -95,7 +96,7 @@ class CocoEvaluator:
 @torch.inference_mode()
 def evaluate_model(
     model: MaskRCNN,
-    batches: Iterable[Batch],
+    batches: Iterable[Batch | EncodedBatch],
     evaluator: CocoEvaluator,
     device: torch.device,
     autocast: torch.dtype | None = None,
@@ -116,10 +117,9 @@ def evaluate_model(
     # Masks are pasted by threads while the model is at the next batches; a bounded number of
     # them, or a fast model would pile its outputs up.
     with ThreadPoolExecutor(workers) as pool:
-        for batch in batches:
-            moved = batch.to(device, non_blocking=True)
+        for batch in batches_on(device, batches):
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                detections = model(moved.images, moved.image_sizes)
+                detections = model(batch.images, batch.image_sizes)
             pending.append(pool.submit(image_detections_from, detections, batch, paste))
             while len(pending) > 2 * workers:
                 _add(evaluator, pending.popleft())

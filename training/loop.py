@@ -7,6 +7,7 @@ from ..model.checkpoint import Checkpoint
 from ..model.manifest import Preprocessing
 from .config import ConfigError, TrainConfig
 from .data.coco import CocoDataset
+from .data.device_batches import batches_on
 from .data.loader import train_loader
 from .data.reading import BatchReader
 from .data.sampling import GlobalBatches
@@ -76,22 +77,21 @@ class TrainingLoop:
             return self._metrics
         iterations = range(trainer.iteration, config.solver.max_iterations)
         worker = trainer.worker
-        batches = iter(
-            train_loader(
-                self._dataset,
-                config,
-                first_iteration=trainer.iteration,
-                rank=worker.rank,
-                world_size=worker.world_size,
-                pin_memory=worker.device.type == "cuda",
-            )
+        loader = train_loader(
+            self._dataset,
+            config,
+            first_iteration=trainer.iteration,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            pin_memory=worker.device.type == "cuda",
         )
+        batches = batches_on(worker.device, loader)
         with TrainingReport(self._folder.path, config.log_period, iterations, worker) as report:
             for iteration in iterations:
                 self._freeze_if_due(iteration)
                 with report.waiting_for_data():
                     parts = list(itertools.islice(batches, config.solver.accumulate))
-                losses = trainer.step([part.to(worker.device, non_blocking=True) for part in parts])
+                losses = trainer.step(parts)
                 report.record(iteration, losses, learning_rate(config.solver, iteration))
                 if self._evaluate_and_save(report):
                     break

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..config import DataConfig, TrainConfig
-from .batches import Batch
+from .batches import Batch, EncodedBatch
 from .coco import CocoDataset, DataError
 from .reading import BatchReader
 from .sampling import BatchPlan, GlobalBatches, TrainSampler, eval_plans
@@ -28,7 +28,7 @@ class BatchLoader:
     ) -> None:
         self._length = len(plans)
         self._skipped: set[str] = set()
-        self._batches: DataLoader[Batch | DataError] = DataLoader(
+        self._batches: DataLoader[Batch | EncodedBatch | DataError] = DataLoader(
             reader,
             sampler=plans,
             batch_size=None,
@@ -43,7 +43,7 @@ class BatchLoader:
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | EncodedBatch]:
         """Yield batches.
 
         Raises:
@@ -54,7 +54,7 @@ class BatchLoader:
                 if isinstance(batch, DataError):
                     raise batch
                 self._warn_of(batch.skipped)
-                if len(batch.images):
+                if len(batch.image_ids):
                     yield batch
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):

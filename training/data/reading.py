@@ -15,13 +15,14 @@ from ...model.images import (
     smallest_bucket,
 )
 from ..config import DataConfig
-from .batches import Batch, Sample, batch_from_samples
+from .batches import Batch, EncodedBatch, Sample, batch_from_samples
 from .coco import CocoDataset, DataError, ImageRecord
+from .encoded_images import EncodedImage, encoded_image
 from .instances import Instance, Region, draw_mask
 from .sampling import BatchPlan
 
 
-class BatchReader(Dataset["Batch | DataError"]):
+class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     """Batches by plan.
 
     A file that cannot be read is, where broken files are skipped, replaced in training by the
@@ -68,7 +69,7 @@ class BatchReader(Dataset["Batch | DataError"]):
             )
         self.buckets = tuple(map(self._bucket_of, self.records))
 
-    def __getitem__(self, plan: BatchPlan) -> Batch | DataError:
+    def __getitem__(self, plan: BatchPlan) -> Batch | EncodedBatch | DataError:
         """The planned batch; an error is returned, so that it leaves a worker as it is."""
         samples: list[Sample] = []
         skipped: list[str] = []
@@ -108,19 +109,30 @@ class BatchReader(Dataset["Batch | DataError"]):
         return self._sample_from(self.records[index], flip=flip, seed=int(rng.integers(2**31)))
 
     def _sample_from(self, record: ImageRecord, *, flip: bool, seed: int) -> Sample:
-        height, width = self._input_size(record)
-        image = resize_image(read_image(record), height, width)
+        height, width = size = self._input_size(record)
+        image = self._image_of(record, size, flip=flip)
         objects = record.objects if self._training else ()
         source = (record.height, record.width)
         regions = [instance.clipped_box(*source) for instance in objects]
         scale = np.array([width / record.width, height / record.height] * 2)
         boxes = np.array(regions).reshape(-1, 4) * scale
-        masks = self._masks_of(objects, regions, source, (height, width))
+        masks = self._masks_of(objects, regions, source, size)
         if flip:
-            image, masks = image[:, ::-1], masks[:, :, ::-1]
+            masks = masks[:, :, ::-1]
             boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
         labels = np.array([o.label for o in objects], np.int64)
-        return Sample(record.id, source, image, boxes.astype(np.float32), labels, masks, seed)
+        return Sample(record.id, source, size, image, boxes.astype(np.float32), labels, masks, seed)
+
+    def _image_of(
+        self, record: ImageRecord, size: tuple[int, int], *, flip: bool
+    ) -> NDArray[np.uint8] | EncodedImage:
+        """Pixels [h, w, 3], or the file for the device to decode."""
+        if self._config.decode == "device":
+            encoded = encoded_image(record, size, flip=flip)
+            if encoded is not None:
+                return encoded
+        image = resize_image(read_image(record), *size)
+        return image[:, ::-1] if flip else image
 
     def _masks_of(
         self,
