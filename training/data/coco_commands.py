@@ -187,10 +187,12 @@ def verify(
     with _bars() as show:
         for name, part in coco_parts(edition, names, md5s).items():
             findings += verify_part(edition, name, part, root, decode=decode, on_progress=show)
-    table = Table("part", "state", title=str(root))
+    table = Table("part")
+    table.add_column("state", overflow="fold")
     for finding in findings:
         table.add_row(finding.path.name, finding.fault or "right")
-    Console().print(table)
+    # Paths may look like markup.
+    Console(markup=False, emoji=False, highlight=False).print(table)
     faulty = [finding for finding in findings if finding.fault is not None]
     for finding in faulty:
         click.echo(f"{finding.path}: mend it with\n  {finding.remedy}")

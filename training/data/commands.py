@@ -1,4 +1,4 @@
-"""Commands that make data sets: `maskrcnn data ...`."""
+"""The group `maskrcnn data`, and the command that draws data sets."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def _classes_from_text(
 
 @click.group()
 def data() -> None:
-    """Download, make, convert and inspect data sets."""
+    """Download, draw, convert and inspect data sets in COCO format."""
 
 
 data.add_command(convert)

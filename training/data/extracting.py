@@ -11,18 +11,22 @@ from .coco import DataError
 from .disk import ByteProgress, exclusive, no_progress, require_room
 
 
-def missing_members(archive: Path, folder: Path) -> list[str]:
+def missing_members(
+    archive: Path, folder: Path, on_progress: ByteProgress = no_progress
+) -> list[str]:
     """Names in an archive of the files that its extracted folder lacks or holds otherwise.
 
     Args:
         archive: a zip file.
         folder: where its only top folder, of the same name, is extracted.
+        on_progress: see `ByteProgress`.
 
     Raises:
         DataError: the archive cannot be read, or holds something outside of that folder.
     """
     with _opened(archive) as source:
-        return [member.filename for member in _missing(source, archive, folder)]
+        missing = _missing(source, archive, folder, on_progress)
+        return [member.filename for member in missing]
 
 
 def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_progress) -> int:
@@ -40,10 +44,11 @@ def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_
         The number of files that were extracted.
 
     Raises:
-        DataError: the archive is damaged, holds something outside of that folder, or has no room.
+        DataError: the archive cannot be read, holds something outside of that folder, or has no
+            room.
     """
     with exclusive(folder), _opened(archive) as source:
-        members = _missing(source, archive, folder)
+        members = _missing(source, archive, folder, on_progress)
         if not members:
             return 0
         require_room(folder, sum(member.file_size for member in members))
@@ -72,9 +77,16 @@ def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
             yield source
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise DataError(f"{archive} is damaged ({error}); delete it and download it anew") from None
+    except RuntimeError as error:  # all that zipfile says of these archives
+        raise DataError(
+            f"{archive} is encrypted, or compressed in a way that Python does not know, and so not "
+            "what COCO publishes; delete it and download it anew"
+        ) from error
 
 
-def _missing(source: zipfile.ZipFile, archive: Path, folder: Path) -> list[zipfile.ZipInfo]:
+def _missing(
+    source: zipfile.ZipFile, archive: Path, folder: Path, on_progress: ByteProgress
+) -> list[zipfile.ZipInfo]:
     members = [member for member in source.infolist() if not member.is_dir()]
     for member in members:
         path = PurePosixPath(member.filename)
@@ -83,7 +95,15 @@ def _missing(source: zipfile.ZipFile, archive: Path, folder: Path) -> list[zipfi
                 f"{archive} holds {member.filename!r}, which lies outside of {folder.name}/; "
                 "it is not what COCO publishes, and nothing was extracted"
             )
-    return [m for m in members if not _is_right(folder.parent / m.filename, m)]
+    if not folder.exists():
+        return members
+    missing, done, total = [], 0, sum(member.file_size for member in members)
+    for member in members:
+        if not _is_right(folder.parent / member.filename, member):
+            missing.append(member)
+        done += member.file_size
+        on_progress(f"comparing {folder.name}", done, total)
+    return missing
 
 
 def _is_right(path: Path, member: zipfile.ZipInfo) -> bool:

@@ -81,6 +81,7 @@ def inspect(
     """
     from rich.console import Console
     from rich.progress import Progress
+    from rich.text import Text
 
     from .coco import CocoDataset
     from .inspection import LoadedSplit, inspect_splits
@@ -88,7 +89,7 @@ def inspect(
 
     splits = {}
     for name, config in _splits_in(folder, images, annotations).items():
-        with Console(stderr=True).status(f"reading {config.annotations}"):
+        with Console(stderr=True).status(Text(f"reading {config.annotations}")):
             splits[name] = LoadedSplit(config, CocoDataset(config))
     datasets = [split.dataset for split in splits.values()]
     with Progress(disable=not decode) as progress:
@@ -101,7 +102,7 @@ def inspect(
             on_image=lambda: progress.advance(task),
         )
     # Names of classes and files may look like markup.
-    Console(markup=False).print(*tables_from(inspection), sep="\n")
+    Console(markup=False, emoji=False).print(*tables_from(inspection), sep="\n")
     if json_path is not None:
         _write_json(inspection, json_path)
     if picture is not None:

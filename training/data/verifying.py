@@ -52,23 +52,33 @@ def verify_part(
         on_progress: see `ByteProgress`.
     """
     archive, folder = part.archive_in(root), part.folder_in(root)
-    arguments = shlex.join([edition, str(root), "--part", name])
-    download = f"maskrcnn data download {arguments} --extract"
+    download = _download_of(edition, name, root)
     findings, vouched = [], False
     if archive.exists():
         fault = _archive_fault(archive, part, on_progress)
         vouched = fault is None
         findings.append(Finding(archive, fault, f"rm {shlex.quote(str(archive))} && {download}"))
-    if folder.exists():
-        if vouched:
-            fault = _difference_from(archive, folder)
-        elif name == "annotations":
-            fault = _annotations_fault(edition, root)
+    if folder.exists() and vouched:
+        fault = _difference_from(archive, folder, on_progress)
+        extract = ["maskrcnn", "data", "extract", edition, str(root), "--part", name]
+        findings.append(Finding(folder, fault, shlex.join(extract)))
+    elif folder.exists() and name == "annotations":
+        findings.append(Finding(folder, _annotations_fault(edition, root), download))
+    elif folder.exists():
+        try:
+            sizes = _sizes_from(annotations_in(root, part.folder))
+        except DataError as error:
+            annotations = _download_of(edition, "annotations", root)
+            findings.append(Finding(folder, f"cannot be checked: {error}", annotations))
         else:
-            fault = _images_fault(folder, annotations_in(root, part.folder), decode, on_progress)
-        extract = f"maskrcnn data extract {arguments}"
-        findings.append(Finding(folder, fault, extract if vouched else download))
+            fault = _images_fault(folder, sizes, decode, on_progress)
+            findings.append(Finding(folder, fault, download))
     return findings or [Finding(folder, "not there", download)]
+
+
+def _download_of(edition: Edition, name: Part, root: Path) -> str:
+    arguments = [edition, str(root), "--part", name, "--extract"]
+    return shlex.join(["maskrcnn", "data", "download", *arguments])
 
 
 def _archive_fault(archive: Path, part: CocoPart, on_progress: ByteProgress) -> str | None:
@@ -79,9 +89,9 @@ def _archive_fault(archive: Path, part: CocoPart, on_progress: ByteProgress) -> 
     return None if found == part.md5 else f"MD5 {found}, where {part.md5} was published"
 
 
-def _difference_from(archive: Path, folder: Path) -> str | None:
+def _difference_from(archive: Path, folder: Path, on_progress: ByteProgress) -> str | None:
     try:
-        members = missing_members(archive, folder)
+        members = missing_members(archive, folder, on_progress)
     except DataError as error:
         return str(error)
     return _sentence("missing or altered", members)
@@ -98,12 +108,8 @@ def _annotations_fault(edition: Edition, root: Path) -> str | None:
 
 
 def _images_fault(
-    folder: Path, annotations: Path, decode: bool, on_progress: ByteProgress
+    folder: Path, sizes: Mapping[str, tuple[int, int]], decode: bool, on_progress: ByteProgress
 ) -> str | None:
-    try:
-        sizes = _sizes_from(annotations)
-    except DataError as error:
-        return f"cannot be checked: {error}"
     lengths = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
     wanting = [name for name in sizes if not lengths.get(name)]
     if wanting or not decode:

@@ -148,6 +148,26 @@ def test_folders_without_archives_are_held_to_the_annotations(site: Site, root: 
     assert verify(root).exit_code == 0
 
 
+def test_missing_annotations_are_what_is_mended(site: Site, root: Path):
+    download(site, root, "--part", "val", "--extract")
+    (root / "val2017.zip").unlink()
+    result = verify(root, "--part", "val")
+    assert result.exit_code == 1
+    assert "cannot be checked" in text_of(result)
+    mend(site, root, result)
+    assert verify(root, "--part", "val").exit_code == 0
+    assert not (root / "val2017.zip").exists()
+
+
+def test_paths_are_printed_as_they_are(root: Path):
+    strange = root.with_name("[bold]my :car: data")
+    (strange / "val2017").mkdir(parents=True)
+    result = call(*words("verify", strange, "--part", "val"))
+    assert result.exit_code == 1
+    printed = "".join(result.output.replace("│", "").split())
+    assert printed.count("[bold]my:car:data") == 3
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -1,6 +1,9 @@
 """Archives unpacked whole, in their place, or not at all."""
 
+import io
+import itertools
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -30,13 +33,33 @@ def assert_extracted(folder: Path) -> None:
     assert not (folder.parent / ".val2017.partial").exists()
 
 
+def assert_refused(archive: Path, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        extract_archive(archive, archive.with_suffix(""))
+    assert visible(archive.parent) == {"val2017.zip"}
+    assert not (archive.parent / ".val2017.partial").exists()
+
+
 def test_everything_is_extracted_with_its_progress(archive: Path):
     seen = []
     folder = archive.with_suffix("")
     assert extract_archive(archive, folder, lambda *progress: seen.append(progress)) == 5
     assert_extracted(folder)
     size = sum(map(len, FILES.values()))
-    assert seen[-1] == ("extracting val2017.zip", size, size)
+    assert {step for step, _, _ in seen} == {"extracting val2017.zip"}
+    assert seen[-1][1:] == (size, size)
+
+
+def test_comparison_with_a_folder_that_is_there_shows_its_progress(archive: Path):
+    seen = []
+    folder = archive.with_suffix("")
+    extract_archive(archive, folder)
+    for compare in (missing_members, extract_archive):
+        seen.clear()
+        compare(archive, folder, lambda *progress: seen.append(progress))
+        lengths = [len(content) for content in FILES.values()]
+        done = list(itertools.accumulate(lengths))
+        assert seen == [("comparing val2017", part, done[-1]) for part in done]
 
 
 def test_what_is_right_is_left_alone_and_the_rest_mended(archive: Path):
@@ -88,9 +111,7 @@ def test_damaged_member_leaves_nothing(archive: Path):
     content = bytearray(archive.read_bytes())
     content[content.index(FILES["val2017/3.jpg"]) + 500] ^= 1
     archive.write_bytes(content)
-    with pytest.raises(DataError, match=r"is damaged \(Bad CRC-32 .*3.jpg.*\); delete it and"):
-        extract_archive(archive, archive.with_suffix(""))
-    assert visible(archive.parent) == {"val2017.zip"}
+    assert_refused(archive, r"is damaged \(Bad CRC-32 .*3.jpg.*\); delete it and")
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>no archive</html>", zip_of(FILES)[:3000]])
@@ -99,6 +120,31 @@ def test_what_is_no_whole_archive_is_named(tmp_path: Path, content: bytes):
     archive.write_bytes(content)
     with pytest.raises(DataError, match=r"val2017\.zip is damaged"):
         extract_archive(archive, tmp_path / "val2017")
+
+
+def test_encrypted_archive_is_refused(archive: Path):
+    content = bytearray(archive.read_bytes())
+    for signature, offset in ((b"PK\1\2", 8), (b"PK\3\4", 6)):
+        content[content.rindex(signature) + offset] |= 1  # the flag of an encrypted member
+    archive.write_bytes(content)
+    assert_refused(archive, "is encrypted, or compressed in a way that Python does not know")
+
+
+def test_unknown_compression_is_refused(archive: Path):
+    content = bytearray(archive.read_bytes())
+    for signature, offset in ((b"PK\1\2", 10), (b"PK\3\4", 8)):
+        content[content.rindex(signature) + offset] = 98  # PPMd
+    archive.write_bytes(content)
+    assert_refused(archive, "is encrypted, or compressed in a way that Python does not know")
+
+
+def test_archive_for_which_there_is_no_room_is_refused_at_once(archive: Path):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as written:
+        written.writestr("val2017/0.jpg", b"x")
+        written.infolist()[0].file_size = 10**17  # which the directory at its end then says
+    archive.write_bytes(buffer.getvalue())
+    assert_refused(archive, r"val2017 needs 100000000\.0 GB more, but its disk has only .* GB free")
 
 
 def test_missing_archive_is_named(tmp_path: Path):
