@@ -22,7 +22,10 @@ class _Verb(NamedTuple):
 
 _VERBS = {
     "quickstart": _Verb("quickstart:quickstart", "Go the whole path once, in minutes, on a CPU."),
-    "data": _Verb("training.data.commands:data", "Draw data sets in COCO format."),
+    "data": _Verb(
+        "training.data.commands:data",
+        "Download, draw, convert and inspect data sets in COCO format.",
+    ),
     "config": _Verb("training.config_commands:config", "Show presets and configuration keys."),
     "weights": _Verb("model.weights.commands:weights", "Take over weights of other programs."),
     "train": _Verb("training.commands:train", "Train a model from a preset or a YAML file."),

@@ -26,6 +26,9 @@ _TRAIN_PER_VAL = 15
 _BENCH_SECONDS = 4.0
 _BENCH_IMAGES = 32
 _STEPS = 7
+_SHOWN_METRICS = [
+    f"{kind}/{metric}" for kind in ("bbox", "segm") for metric in ("AP", "AP50", "AP75", "AR100")
+]
 _OUTPUTS = {
     "metrics.json": "metrics",
     "loss.png": "loss curve",
@@ -227,6 +230,8 @@ def _metrics_from(
 def _summary(metrics: dict[str, float], seconds: float) -> Table:
     table = Table("", "", title=f"quickstart, {seconds:.0f} s", show_header=False)
     for name, value in metrics.items():
-        if name.count("/") == 1 or name.startswith(("infer", "serve")):
-            table.add_row(name, f"{value:.3f}" if "/AP" in name else f"{value:.1f}")
+        if name in _SHOWN_METRICS:
+            table.add_row(name, f"{value:.3f}")
+        elif name.startswith(("infer/", "serve/")):
+            table.add_row(name, f"{value:.1f}")
     return table

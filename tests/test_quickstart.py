@@ -28,6 +28,7 @@ def test_whole_path_leaves_what_it_promises(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     metrics = json.loads((folder / "metrics.json").read_text())
     assert {"bbox/AP", "bbox/AP50", "segm/AP", "segm/AP50"} <= metrics.keys()
+    assert "segm/AR100" in result.stdout
     assert metrics["infer/batch_8/images_per_second"] > 0
     assert metrics["serve/clients_8/p99_ms"] > 0
     assert (folder / "bundle" / "manifest.json").is_file()
