@@ -32,7 +32,7 @@ def write_layout(folder: Path, **contents: dict[str, Any]) -> None:
 
 def content_with_findings() -> dict[str, Any]:
     content = sound_content()
-    content["categories"].append({"id": 31, "name": "[/unicorn]"})
+    content["categories"].append({"id": 31, "name": "[/unicorn] :car:"})
     content["annotations"] += [
         annotation(70, 5, category_id=99),
         annotation(71, 11),
@@ -124,7 +124,7 @@ def test_command_prints_and_writes_what_was_found(call: Any, tmp_path: Path) -> 
     code, printed, _ = call(folder, "--decode", "--json", report, "-o", picture, "--samples", 5)
     assert not code
     lines = [" ".join(line.replace("│", " ").split()) for line in printed.splitlines()]
-    assert "[/unicorn] 0 (0.0 %) not listed none in train, none in val" in lines
+    assert "[/unicorn] :car: 0 (0.0 %) not listed none in train, none in val" in lines
     assert "train broken annotations: unknown category 1 70" in lines
     assert "train nearly the same box and class as another 1 72" in lines
     assert any("file that cannot be used 1" in line and "5.jpg" in line for line in lines)
