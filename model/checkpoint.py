@@ -1,9 +1,11 @@
 """Checkpoints: what training writes, and export and evaluation read."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -53,12 +55,28 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "metrics": checkpoint.metrics,
         "training_state": checkpoint.training_state,
     }
+    with whole_file(path) as file:
+        torch.save(content, file)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that takes its name when it is whole, and on the disk for good.
+
+    Until then it is `.NAME.partial`, and what had the name before keeps it.
+    """
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
-        torch.save(content, file)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+    # A name is on the disk when its folder is.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

@@ -215,6 +215,9 @@ class TrainConfig(FrozenConfig):
     this project, torchvision, detectron2, maskrcnn-benchmark or Caffe2, whole or backbone alone."""
     checkpoint_period: int = Field(2500, ge=1)
     """Iterations between checkpoints."""
+    keep_checkpoints: int | None = Field(3, ge=1)
+    """Numbered checkpoints that are kept, the latest ones, beside the final one and the best; none,
+    all of them."""
     log_period: int = Field(20, ge=1)
     """Iterations between log lines."""
     model: ModelConfig = ModelConfig()

@@ -1,24 +1,38 @@
-"""The folder of a training run: checkpoints, and which of them is the last and which the best."""
+"""The folder of a training run: checkpoints, and which of them is the last."""
 
+import re
 from pathlib import Path
 
-from ..model.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from ..model.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+    whole_file,
+)
 from .config import ConfigError
 
 _LAST = "last_checkpoint"
-_BEST = "best_checkpoint"
 FINAL_CHECKPOINT = "model_final.pth"
+BEST_CHECKPOINT = "model_best.pth"
 
 
 class RunFolder:
-    """Checkpoints `model_0002500.pth`, ..., `model_final.pth`, and the names of two of them.
+    """Checkpoints `model_0002500.pth`, ..., `model_final.pth` and `model_best.pth`.
 
-    The text file `last_checkpoint` names the one to resume from, `best_checkpoint` the one that did
-    best in an evaluation.
+    The text file `last_checkpoint` names the one to resume from. The best has a file of its own, so
+    that it stays whatever becomes of the others.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep: int | None = None) -> None:
+        """Refer to a folder, which need not be there.
+
+        Args:
+            path: where it is.
+            keep: numbered checkpoints that are kept, the latest ones; none, all.
+        """
         self.path = path
+        self._keep = keep
 
     def open(self, *, resume: bool) -> Checkpoint | None:
         """Make the folder; the last checkpoint where a run is to be resumed and there is one.
@@ -54,25 +68,45 @@ class RunFolder:
         """
         return self.path / (self.path / _LAST).read_text().strip()
 
-    def save(self, checkpoint: Checkpoint, *, final: bool, best: bool = False) -> None:
-        """Write a checkpoint, then name it; a crash between leaves the one before the last one."""
-        name = FINAL_CHECKPOINT if final else f"model_{checkpoint.iteration:07d}.pth"
-        save_checkpoint(self.path / name, checkpoint)
-        if best:
-            self._point(_BEST, name)
-        self._point(_LAST, name)
+    def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
+        """Write a checkpoint, then name it; a crash between leaves the one before the last one.
 
-    def _point(self, pointer: str, name: str) -> None:
-        partial = self.path / f".{pointer}.partial"
-        partial.write_text(f"{name}\n")
-        partial.replace(self.path / pointer)
+        Args:
+            checkpoint: written under its number, or as the final one.
+            final: whether the run ends here.
+            best: whether it did best so far in an evaluation; it is written as such too.
+        """
+        if best:
+            save_checkpoint(self.path / BEST_CHECKPOINT, checkpoint)
+        last = FINAL_CHECKPOINT if final else _numbered(checkpoint.iteration)
+        save_checkpoint(self.path / last, checkpoint)
+        with whole_file(self.path / _LAST) as file:
+            file.write(f"{last}\n".encode())
+        self._remove_older_than(checkpoint.iteration)
+
+    def _remove_older_than(self, iteration: int) -> None:
+        """Remove numbered checkpoints up to an iteration, but for the latest ones.
+
+        Those of later iterations are of a branch that was given up, and are left to its user.
+        """
+        if self._keep is None:
+            return
+        matches = (re.fullmatch(r"model_(\d{7,})\.pth", path.name) for path in self.path.iterdir())
+        past = sorted(n for match in matches if match and (n := int(match[1])) <= iteration)
+        for number in past[: -self._keep]:
+            (self.path / _numbered(number)).unlink()
 
     def _way_around(self) -> str:
         """How to go on when the last checkpoint is damaged."""
-        older = sorted(set(self.path.glob("model_*.pth")) - {self.last()})
-        if not older:
+        others = set(self.path.glob("model_*.pth")) - {self.last()}
+        if not others:
             return "there is no other in this run, so start anew with output_dir=FOLDER"
+        newest = max(others, key=lambda path: path.stat().st_mtime)
         return (
-            f"to go on from an older checkpoint, write its name, such as {older[-1].name}, into "
+            f"to go on from an older checkpoint, write its name, such as {newest.name}, into "
             f"{self.path / _LAST}"
         )
+
+
+def _numbered(iteration: int) -> str:
+    return f"model_{iteration:07d}.pth"

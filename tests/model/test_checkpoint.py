@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from maskrcnn_trt.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from maskrcnn_trt.model.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+    whole_file,
+)
 
 
 def test_what_is_saved_is_loaded(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -46,6 +51,22 @@ def test_a_crash_while_writing_leaves_what_was_there(
 
 def _fail(_: int) -> None:
     raise OSError("no space left on device")
+
+
+def test_the_file_is_on_the_disk_before_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "name"
+    synced = []
+
+    def note(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    with whole_file(path) as file:
+        file.write(b"content")
+    assert path.read_bytes() == b"content"
+    assert synced == [(str(tmp_path / ".name.partial"), False), (str(tmp_path), True)]
 
 
 def _cut(path: Path) -> None:

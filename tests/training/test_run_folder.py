@@ -20,7 +20,7 @@ def folder(tmp_path: Path, checkpoint: Checkpoint) -> RunFolder:
     folder = RunFolder(tmp_path / "run")
     assert folder.open(resume=False) is None
     for iteration in (10, 20):
-        folder.save(replace(checkpoint, iteration=iteration), final=False)
+        folder.save(replace(checkpoint, iteration=iteration))
     (folder.path / ".model_0000030.pth.partial").write_bytes(b"half a checkpoi")
     (folder.path / ".last_checkpoint.partial").write_text("model_00")
     return folder
@@ -65,6 +65,51 @@ def test_a_damaged_checkpoint_can_be_gone_around(folder: RunFolder) -> None:
     last = folder.open(resume=True)
     assert last is not None
     assert last.iteration == 10
+
+
+def test_the_newest_other_checkpoint_is_suggested(
+    folder: RunFolder, checkpoint: Checkpoint
+) -> None:
+    """Not the final one of a run that was lengthened since."""
+    folder.save(replace(checkpoint, iteration=30), final=True)
+    for number, name in enumerate(("final", "0000010", "0000020")):
+        os.utime(folder.path / f"model_{name}.pth", (number, number))
+    folder.save(replace(checkpoint, iteration=40))
+    os.truncate(folder.last(), 100)
+    with pytest.raises(CheckpointError, match=r"such as model_0000020\.pth"):
+        folder.open(resume=True)
+
+
+def _names(folder: RunFolder) -> list[str]:
+    return sorted(path.name for path in folder.path.glob("model_*.pth"))
+
+
+def test_older_checkpoints_are_removed(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    """Neither the best nor the final one, nor those of a branch that was given up."""
+    folder = RunFolder(tmp_path / "run", keep=2)
+    folder.open(resume=False)
+    for iteration in (10, 20, 30, 40):
+        folder.save(replace(checkpoint, iteration=iteration), best=iteration == 10)
+    folder.save(replace(checkpoint, iteration=45), final=True)
+    assert _names(folder) == [
+        "model_0000030.pth", "model_0000040.pth", "model_best.pth", "model_final.pth",
+    ]  # fmt: skip
+    folder.save(replace(checkpoint, iteration=35))
+    assert _names(folder) == [
+        "model_0000030.pth", "model_0000035.pth", "model_0000040.pth", "model_best.pth",
+        "model_final.pth",
+    ]  # fmt: skip
+    assert load_checkpoint(folder.path / "model_best.pth").iteration == 10
+    assert folder.last().name == "model_0000035.pth"
+
+
+def test_the_best_stays_whatever_is_final(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.open(resume=False)
+    folder.save(replace(checkpoint, iteration=10), final=True, best=True)
+    folder.save(replace(checkpoint, iteration=20), final=True)
+    assert load_checkpoint(folder.path / "model_best.pth").iteration == 10
+    assert load_checkpoint(folder.path / "model_final.pth").iteration == 20
 
 
 @pytest.mark.parametrize("name", ["model_0000099.pth", ""])
