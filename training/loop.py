@@ -2,17 +2,17 @@
 
 import itertools
 import logging
+from typing import Any
+
+from rich.progress import Progress
 
 from ..model.checkpoint import Checkpoint
 from ..model.manifest import Preprocessing
-from .config import ConfigError, TrainConfig
+from .config import ConfigError
 from .data.coco import CocoDataset
 from .data.device_batches import batches_on
 from .data.loader import train_loader
-from .data.reading import BatchReader
-from .data.sampling import GlobalBatches
 from .reporting import DivergenceError, TrainingReport
-from .resumption import run_identity
 from .run_folder import RunFolder
 from .schedule import learning_rate
 from .trainer import Trainer
@@ -31,14 +31,18 @@ class TrainingLoop:
         trainer: Trainer,
         dataset: CocoDataset,
         folder: RunFolder,
+        identity: dict[str, Any],
+        progress: Progress,
         last: Checkpoint | None = None,
     ) -> None:
         """Prepare a run.
 
         Args:
-            trainer: stands where the run begins.
+            trainer: stands where the run begins or goes on.
             dataset: what it learns from.
             folder: where checkpoints go.
+            identity: what they keep of the run, from `run_identity`.
+            progress: where bars are shown; its tasks have a field `note`.
             last: the checkpoint that is resumed.
 
         Raises:
@@ -49,13 +53,23 @@ class TrainingLoop:
         self._config = config = trainer.config
         self._dataset = dataset
         self._folder = folder
-        self._identity = run_identity(config, dataset)
-        self._epoch = iterations_per_epoch(dataset, config)
+        self._identity = identity
+        self._progress = progress
+        worker = trainer.worker
+        self._batches = train_loader(
+            dataset,
+            config,
+            first_iteration=trainer.iteration,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            pin_memory=worker.device.type == "cuda",
+        )
+        self._epoch = self._batches.iterations_per_epoch
         self._metrics = last.metrics if last else {}
         self._best_ap: float = last.training_state["best_ap"] if last else -1.0
         self._validation = None
         if config.data.val is not None and not config.evaluation.skip_test:
-            self._validation = Validation(config, dataset.categories, trainer.worker)
+            self._validation = Validation(config, dataset.categories, worker)
         elif config.evaluation.expected:
             raise ConfigError(
                 "evaluation.expected needs a measurement; give data.val and leave out "
@@ -64,6 +78,8 @@ class TrainingLoop:
 
     def run(self) -> dict[str, float]:
         """Train to the end, or to the evaluation that reaches the targets of an early stop.
+
+        A run that is at its end already is evaluated, if it has not been.
 
         Returns:
             Metrics of the final checkpoint.
@@ -76,17 +92,12 @@ class TrainingLoop:
         if self._has_reached_targets():
             return self._metrics
         iterations = range(trainer.iteration, config.solver.max_iterations)
-        worker = trainer.worker
-        loader = train_loader(
-            self._dataset,
-            config,
-            first_iteration=trainer.iteration,
-            rank=worker.rank,
-            world_size=worker.world_size,
-            pin_memory=worker.device.type == "cuda",
-        )
-        batches = batches_on(worker.device, loader)
-        with TrainingReport(self._folder.path, config.log_period, iterations, worker) as report:
+        batches = batches_on(trainer.worker.device, self._batches)
+        with TrainingReport(
+            self._folder.path, config.log_period, iterations, trainer.worker, self._progress
+        ) as report:
+            if not iterations and self._is_unmeasured():
+                self._evaluate_and_save(report)
             for iteration in iterations:
                 self._freeze_if_due(iteration)
                 with report.waiting_for_data():
@@ -97,6 +108,10 @@ class TrainingLoop:
                     break
         return self._metrics
 
+    def _is_unmeasured(self) -> bool:
+        skipped = self._validation is None or self._config.evaluation.skip_eval
+        return not (skipped or self._metrics)
+
     def _freeze_if_due(self, iteration: int) -> None:
         epochs = self._config.solver.freeze_backbone_after_epoch
         if epochs is not None and iteration >= epochs * self._epoch:
@@ -105,10 +120,11 @@ class TrainingLoop:
     def _evaluate_and_save(self, report: TrainingReport) -> bool:
         """Do what is due after a step; whether it was the last one."""
         trainer, config = self._trainer, self._config
-        final = trainer.iteration == config.solver.max_iterations
+        final = trainer.iteration >= config.solver.max_iterations
         best, self._metrics = False, {}
         if self._validation is not None and self._evaluation_is_due(final):
-            self._metrics = self._validation.measure(trainer.model)
+            with report.evaluating():
+                self._metrics = self._validation.measure(trainer.model, self._progress)
             log_metrics(self._metrics)
             report.record_metrics(trainer.iteration, self._metrics)
             final = self._has_reached_targets() or final
@@ -169,10 +185,3 @@ class TrainingLoop:
                 "best_ap": self._best_ap,
             },
         )
-
-
-def iterations_per_epoch(dataset: CocoDataset, config: TrainConfig) -> int:
-    """Steps in which every training image is seen once."""
-    reader = BatchReader(dataset, config.data, config.seed, training=True)
-    batches = GlobalBatches(reader.buckets, config.solver.images_per_batch, config.seed)
-    return batches.batches_per_epoch

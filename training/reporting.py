@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +11,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
@@ -43,7 +41,18 @@ class TrainingReport:
     does not wait for them.
     """
 
-    def __init__(self, folder: Path, period: int, iterations: range, worker: Worker) -> None:
+    def __init__(
+        self, folder: Path, period: int, iterations: range, worker: Worker, progress: Progress
+    ) -> None:
+        """Open the files.
+
+        Args:
+            folder: of the run.
+            period: iterations between reports.
+            iterations: those that are to come.
+            worker: this process.
+            progress: where a bar is shown; its tasks have a field `note`.
+        """
         self._period = period
         self._iterations = iterations
         self._is_main = worker.is_main
@@ -54,31 +63,22 @@ class TrainingReport:
             self._tensorboard = SummaryWriter(
                 str(folder / "tensorboard"), purge_step=iterations.start + 1
             )
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[loss]}"),
-            console=Console(file=sys.stderr),
-            disable=not (worker.is_main and sys.stderr.isatty()),
+        self._progress = progress
+        self._task = progress.add_task(
+            "training", total=iterations.stop, completed=iterations.start, note=""
         )
-        self._task = self._progress.add_task(
-            "training", total=iterations.stop, completed=iterations.start, loss=""
-        )
+        self._done, self._rate = iterations.start, 0.0
         self._losses: list[Tensor] = []
         self._data_seconds = 0.0
         self._period_start = time.perf_counter()
 
     def __enter__(self) -> Self:
-        self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._progress.stop()
         if self._is_main:
             self._tensorboard.close()
             self._jsonl.close()
@@ -102,16 +102,29 @@ class TrainingReport:
             DivergenceError: a loss reported now is not finite.
         """
         self._losses.append(losses)
-        done = iteration + 1
-        self._progress.update(self._task, completed=done)
-        if done % self._period == 0 or done == self._iterations.stop:
-            self._report(done, rate)
+        self._done, self._rate = iteration + 1, rate
+        self._progress.update(self._task, completed=self._done)
+        if self._done % self._period == 0 or self._done == self._iterations.stop:
+            self._report()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Report what is not yet; the time spent inside is not counted as training.
+
+        Raises:
+            DivergenceError: a loss reported now is not finite.
+        """
+        if self._losses:  # an evaluation may end the run
+            self._report()
+        yield
+        self._period_start = time.perf_counter()
 
     def record_metrics(self, iteration: int, metrics: dict[str, float]) -> None:
         """Write the metrics of an evaluation after so many iterations."""
         self._write(iteration, metrics)
 
-    def _report(self, done: int, rate: float) -> None:
+    def _report(self) -> None:
+        done, rate = self._done, self._rate
         losses = torch.stack(self._losses).double().cpu()
         losses = torch.cat([losses.sum(dim=1, keepdim=True), losses], dim=1)
         now = time.perf_counter()
@@ -131,7 +144,7 @@ class TrainingReport:
             f"eta: {eta}  iter: {done}  {losses_text}  time: {seconds:.4f}  "
             f"data: {data_seconds:.4f}  lr: {rate:.6f}  max mem: {memory:.0f} MiB"
         )
-        self._progress.update(self._task, loss=f"loss {medians[0]:.3f}")
+        self._progress.update(self._task, note=f"loss {medians[0]:.3f}")
         values = dict(zip(names, means, strict=True))
         values |= {f"{n}/median": m for n, m in zip(names, medians, strict=True)}
         values |= {"time": seconds, "data_time": data_seconds, "lr": rate, "max_memory_mib": memory}

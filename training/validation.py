@@ -1,16 +1,19 @@
 """The validation set of a run, and what a run demands of the metrics on it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from rich.progress import Progress
 
 from ..model.manifest import Category
 from ..model.mask_rcnn import MaskRCNN
 from .classes import check_categories
 from .coco_metrics import IOU_TITLES, IOU_TYPES, summary_lines
 from .config import ConfigError, EvaluationConfig, TrainConfig
+from .data.batches import Batch, EncodedBatch
 from .data.coco import CocoDataset
-from .data.loader import eval_loader
+from .data.loader import BatchLoader, eval_loader
 from .distributed import Worker
 from .evaluation import CocoEvaluator, evaluate_model
 from .evaluation_files import FOLDER
@@ -53,20 +56,35 @@ class Validation:
         """Where `evaluation_files` are written."""
         return self._config.output_dir / FOLDER
 
-    def measure(self, model: MaskRCNN) -> dict[str, float]:
-        """Metrics of a model, on every rank; none where `evaluation.skip_eval` is set."""
+    def measure(self, model: MaskRCNN, progress: Progress) -> dict[str, float]:
+        """Metrics of a model, on every rank; none where `evaluation.skip_eval` is set.
+
+        Args:
+            model: left as it was.
+            progress: where a bar is shown; its tasks have a field `note`.
+        """
         config, worker = self._config, self._worker
         evaluator = CocoEvaluator(self._dataset, self._categories, worker)
-        batches = eval_loader(
+        loader = eval_loader(
             self._dataset,
             config,
             rank=worker.rank,
             world_size=worker.world_size,
             pin_memory=worker.device.type == "cuda",
         )
+        batches = _followed(loader, progress)
         autocast = AUTOCAST_DTYPES.get(config.precision)
         evaluate_model(model, batches, evaluator, worker.device, autocast)
         return evaluator.evaluate(self.folder, measure=not config.evaluation.skip_eval)
+
+
+def _followed(loader: BatchLoader, progress: Progress) -> Iterator[Batch | EncodedBatch]:
+    """Batches, with a bar that is there until the last one is done."""
+    task = progress.add_task("evaluating", total=len(loader), note="")
+    for batch in loader:
+        yield batch
+        progress.advance(task)
+    progress.remove_task(task)
 
 
 def log_metrics(metrics: dict[str, float]) -> None:

@@ -9,7 +9,7 @@ from tiny_run import assert_equal, load_tiny, train
 from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
 from maskrcnn_trt.training.config import ConfigError
 from maskrcnn_trt.training.data.coco import CocoDataset
-from maskrcnn_trt.training.loop import iterations_per_epoch
+from maskrcnn_trt.training.data.loader import train_loader
 from maskrcnn_trt.training.reporting import METRICS_FILE
 from maskrcnn_trt.training.run import run_training
 from maskrcnn_trt.training.validation import ExpectationError
@@ -52,7 +52,29 @@ def test_an_epoch_shows_every_image_once(tiny_config: Path, tmp_path: Path) -> N
     dataset = CocoDataset(config.data.train)
     wide = sum(record.width > record.height for record in dataset.records)
     batches = math.ceil(wide / 4) + math.ceil((len(dataset) - wide) / 4)
-    assert iterations_per_epoch(dataset, config) == batches == EPOCH
+    assert train_loader(dataset, config).iterations_per_epoch == batches == EPOCH
+
+
+def test_losses_are_reported_before_an_evaluation(tiny_config: Path, tmp_path: Path) -> None:
+    """Which may end the run."""
+    settings = "evaluation={period: 3, min_bbox_ap: 0}"
+    train(load_tiny(tiny_config, tmp_path, "solver.max_iterations=5", "log_period=2", settings))
+    lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert [line["iteration"] for line in lines if "loss" in line] == [2, 3]
+
+
+def test_a_finished_run_is_evaluated_once(tiny_config: Path, tmp_path: Path) -> None:
+    """If it was not, because nobody asked for it or it ends earlier than it was to."""
+    train(load_tiny(tiny_config, tmp_path, "solver.max_iterations=3", "checkpoint_period=2"))
+    (tmp_path / "last_checkpoint").write_text("model_0000002.pth")
+    config = load_tiny(tiny_config, tmp_path, "solver.max_iterations=1", "evaluation={}")
+    checkpoint = train(config, resume=True)
+    assert list(_evaluations(tmp_path)) == [checkpoint.iteration] == [2]
+    assert "segm/AP" in checkpoint.metrics
+    path = tmp_path / "model_final.pth"
+    written = path.stat().st_mtime_ns
+    assert run_training(config, resume=True) == path
+    assert path.stat().st_mtime_ns == written
 
 
 def test_reached_targets_end_the_run(tiny_config: Path, tmp_path: Path) -> None:
@@ -67,7 +89,7 @@ def test_reached_targets_end_the_run(tiny_config: Path, tmp_path: Path) -> None:
     assert train(more, resume=True).iteration == 5
 
 
-def test_the_best_checkpoint_is_named(tiny_config: Path, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept(tiny_config: Path, tmp_path: Path) -> None:
     """Also when a run was cut off between."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     settings = (
@@ -77,9 +99,8 @@ def test_the_best_checkpoint_is_named(tiny_config: Path, tmp_path: Path) -> None
     checkpoint = train(load_tiny(tiny_config, whole, *settings, "solver.max_iterations=4"))
     by_iteration = {i: metrics["segm/AP"] for i, metrics in _evaluations(whole).items()}
     best = max(by_iteration, key=lambda iteration: by_iteration[iteration])
-    name = "model_final.pth" if best == 4 else f"model_{best:07d}.pth"
-    assert (whole / "best_checkpoint").read_text() == f"{name}\n"
-    assert load_checkpoint(whole / name).metrics["segm/AP"] == by_iteration[best]
+    kept = load_checkpoint(whole / "model_best.pth")
+    assert (kept.iteration, kept.metrics["segm/AP"]) == (best, by_iteration[best])
     for end in (2, 4):
         resumed = train(
             load_tiny(tiny_config, cut, *settings, f"solver.max_iterations={end}"), resume=end == 4

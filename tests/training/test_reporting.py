@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.progress import Progress
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import load_tiny
 
@@ -18,7 +19,7 @@ from maskrcnn_trt.training.reporting import (
 )
 from maskrcnn_trt.training.run import run_training
 
-ALONE = Worker(0, 1, torch.device("cpu"))
+ALONE, OTHER = Worker(0, 1, torch.device("cpu")), Worker(1, 2, torch.device("cpu"))
 NAMES = ("loss", *LOSS_NAMES)
 
 
@@ -41,7 +42,7 @@ def test_losses_are_reported_once_a_period(
 ) -> None:
     with (
         caplog.at_level(logging.INFO, "maskrcnn_trt"),
-        TrainingReport(tmp_path, 3, range(7), ALONE) as report,
+        TrainingReport(tmp_path, 3, range(7), ALONE, Progress()) as report,
     ):
         for iteration in range(7):
             with report.waiting_for_data():
@@ -72,12 +73,12 @@ def test_losses_are_reported_once_a_period(
 
 def test_a_resumed_run_repeats_no_line(tmp_path: Path) -> None:
     """What a killed run reported after its last checkpoint is reported anew."""
-    with TrainingReport(tmp_path, 1, range(4), ALONE) as report:
+    with TrainingReport(tmp_path, 1, range(4), ALONE, Progress()) as report:
         for iteration in range(4):
             report.record(iteration, torch.ones(5), rate=0.1)
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"iteration": 4, "lo')
-    with TrainingReport(tmp_path, 1, range(2, 4), ALONE) as report:
+    with TrainingReport(tmp_path, 1, range(2, 4), ALONE, Progress()) as report:
         for iteration in range(2, 4):
             report.record(iteration, torch.full((5,), 2.0), rate=0.1)
     lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
@@ -105,7 +106,7 @@ def test_the_log_says_where_training_stands(tiny_config: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, value: float) -> None:
-    with TrainingReport(tmp_path, 2, range(4), ALONE) as report:
+    with TrainingReport(tmp_path, 2, range(4), ALONE, Progress()) as report:
         report.record(0, torch.tensor([1, 1, value, 1, 1.0]), rate=0.1)
         with pytest.raises(DivergenceError) as caught:
             report.record(1, torch.ones(5), rate=0.1)
@@ -126,7 +127,7 @@ def test_a_run_that_diverges_leaves_no_checkpoint(tiny_config: Path, tmp_path: P
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    with TrainingReport(tmp_path, 1, range(1), Worker(1, 2, torch.device("cpu"))) as report:
+    with TrainingReport(tmp_path, 1, range(1), OTHER, Progress()) as report:
         report.record(0, torch.ones(5), rate=0.1)
         report.record_metrics(1, {"segm/AP": 0.5})
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,30 @@ def test_changed_data_is_refused(
         f"the {subject} of {annotations} has changed since the run began; restore the data, or "
         "start another run from the checkpoint with weights=FILE output_dir=FOLDER"
     )
+
+
+def _written_by(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Let the run be one of another version, whose configuration had other keys."""
+    path = folder / "model_final.pth"
+    checkpoint = load_checkpoint(path)
+    change(checkpoint.training_state["identity"]["config"])
+    save_checkpoint(path, checkpoint)
+
+
+def test_keys_younger_than_the_run_have_their_defaults(tiny_config: Path, folder: Path) -> None:
+    def change(config: dict[str, Any]) -> None:
+        del config["model"]["mask_paste"], config["data"]["keep_empty"], config["keep_checkpoints"]
+
+    _written_by(folder, change)
+    config = load_tiny(tiny_config, folder, "solver.max_iterations=2")
+    assert train(config, resume=True).iteration == 2
+    assert "keep_checkpoints" not in (folder / "log.txt").read_text()
+
+
+def test_keys_that_are_no_more_are_named(tiny_config: Path, folder: Path) -> None:
+    _written_by(folder, lambda config: config["data"].update(crop=0.5))
+    with pytest.raises(ConfigError, match=r"of another version .*: unknown key data\.crop"):
+        train(load_tiny(tiny_config, folder), resume=True)
 
 
 def test_weights_alone_are_not_resumed(

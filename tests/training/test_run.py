@@ -1,11 +1,13 @@
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from tiny_run import assert_equal, largest_difference, load_tiny, measure, start, train
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
-from maskrcnn_trt.training.config import ConfigError
+from maskrcnn_trt.training.config import ConfigError, load_config
 from maskrcnn_trt.training.reporting import METRICS_FILE
 from maskrcnn_trt.training.run import run_training
 
@@ -77,3 +79,45 @@ def test_a_run_is_not_started_twice(tiny_config: Path, tmp_path: Path) -> None:
         run_training(config)
     again = train(config, resume=True)
     assert_equal(again.weights, first.weights)
+
+
+def test_the_terminal_shows_the_log_as_it_is(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Long lines are whole, and nothing in them is taken for markup."""
+    config = load_tiny(tiny_config, tmp_path, "solver.max_iterations=1", "evaluation={}")
+    train(config)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == (tmp_path / "log.txt").read_text().splitlines()
+    assert sum("maxDets=100" in line for line in lines) == 20
+    assert max(map(len, lines)) > 200
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_are_shown_on_a_terminal(
+    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    train(load_tiny(tiny_config, tmp_path, "solver.max_iterations=1", "evaluation={}"))
+    assert "training" in terminal.getvalue()
+    assert "evaluating" in terminal.getvalue()
+
+
+def test_the_configuration_is_kept(tiny_config: Path, tmp_path: Path) -> None:
+    """As it took effect, also when it changed on the way."""
+    overrides = ("solver={images_per_batch: 4, scale_from_batch: 2, max_iterations: 4, steps: []}",)
+    for more in ((), ("solver.clip_gradient_norm=1",)):
+        config = load_tiny(tiny_config, tmp_path, *overrides, *more)
+        train(config, resume=True)
+        kept = load_config(str(tmp_path / "config.yaml"))
+        assert kept.model.num_classes == 3
+        assert kept.model_copy(update={"model": config.model}) == config
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("solver: optimizer=sgd images_per_batch=4 ") == 2
+    assert " base_lr=0.04 " in log
+    assert " max_iterations=2 " in log

@@ -71,6 +71,26 @@ class BatchLoader:
                 logger.warning("left out %s (broken files so far: %d)", reason, len(self._skipped))
 
 
+class TrainLoader(BatchLoader):
+    """Training batches.
+
+    Attributes:
+        iterations_per_epoch: steps in which every image is seen once.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        batches: GlobalBatches,
+        sampler: TrainSampler,
+        config: DataConfig,
+        *,
+        pin_memory: bool,
+    ) -> None:
+        super().__init__(reader, sampler, config, pin_memory=pin_memory)
+        self.iterations_per_epoch = batches.batches_per_epoch
+
+
 def train_loader(
     dataset: CocoDataset,
     config: TrainConfig,
@@ -79,7 +99,7 @@ def train_loader(
     rank: int = 0,
     world_size: int = 1,
     pin_memory: bool = False,
-) -> BatchLoader:
+) -> TrainLoader:
     """This rank's training batches from an iteration to the last.
 
     Yields `solver.accumulate` batches for every iteration, one after the other.
@@ -100,14 +120,15 @@ def train_loader(
         training=True,
         mask_crop_size=config.model.roi.mask_crop_size,
     )
+    batches = GlobalBatches(reader.buckets, solver.images_per_batch, config.seed)
     sampler = TrainSampler(
-        GlobalBatches(reader.buckets, solver.images_per_batch, config.seed),
+        batches,
         range(first_iteration, solver.max_iterations),
         parts=solver.accumulate,
         rank=rank,
         world_size=world_size,
     )
-    return BatchLoader(reader, sampler, config.data, pin_memory=pin_memory)
+    return TrainLoader(reader, batches, sampler, config.data, pin_memory=pin_memory)
 
 
 def eval_loader(
