@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from .coco_files import BASE_URL, Edition, Part
 
@@ -158,7 +158,7 @@ def _extract(edition: Edition, root: Path, names: tuple[Part, ...]) -> None:
             folder = part.folder_in(root)
             counts[folder] = extract_archive(part.archive_in(root), folder, show)
     for folder, count in counts.items():
-        click.echo(f"extracted {count} files into {folder}; the others were there already")
+        click.echo(f"{folder} is whole; newly extracted files: {count}")
 
 
 @click.command()
@@ -174,7 +174,7 @@ def verify(
     md5s: dict[str, str],
     decode: bool,
 ) -> None:
-    """Check the archives of COCO in DIR, and what was extracted from them.
+    """Check the archives and extracted folders of COCO in DIR.
 
     Archives are compared with the published checksums; folders with their archives or, where these
     are not kept, with the annotations. Ends with exit code 1 if something is wrong, and says which
@@ -203,12 +203,13 @@ def verify(
 @contextmanager
 def _bars() -> "Iterator[ByteProgress]":
     """Progress bars, one for every step."""
+    # On a narrow terminal the bars give way.
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        DownloadColumn(table_column=Column(no_wrap=True)),
+        TransferSpeedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
     )
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -56,11 +56,17 @@ def require_room(path: Path, needed: int) -> None:
         )
 
 
-def md5_of(path: Path, on_progress: ByteProgress = no_progress) -> str:
-    """MD5 of a file in hexadecimal digits."""
+def md5_of(path: Path, step: str, on_progress: ByteProgress) -> str:
+    """MD5 of a file in hexadecimal digits.
+
+    Args:
+        path: an existing file.
+        step: what `on_progress` is to call this.
+        on_progress: see `ByteProgress`.
+    """
     digest, size = hashlib.md5(usedforsecurity=False), path.stat().st_size
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
-            on_progress(f"checking {path.name}", file.tell(), size)
+            on_progress(step, file.tell(), size)
     return digest.hexdigest()

@@ -78,7 +78,7 @@ def download_file(
             return
         partial = PartialFile(path)
         _Fetch(url, partial, size, patience, on_progress).run()
-        found = md5_of(partial.path, on_progress)
+        found = md5_of(partial.path, f"checking {path.name}", on_progress)
         if found != md5:
             partial.remove()
             raise DataError(
@@ -89,7 +89,7 @@ def download_file(
 
 
 def _check_present(path: Path, md5: str, on_progress: ByteProgress) -> None:
-    found = md5_of(path, on_progress)
+    found = md5_of(path, f"checking {path.name}", on_progress)
     if found != md5:
         raise DataError(
             f"{path} is there but not the published file: its MD5 is {found}, not {md5}; delete "
@@ -137,6 +137,8 @@ class _Fetch:
 
     def _outlook(self) -> str:
         size = self.partial.size
+        if not size:
+            return "nothing has arrived; try again, or elsewhere (--base-url)"
         return f"{size} bytes are kept, and the same command goes on from there"
 
     def _advance(self, client: httpx.Client) -> bool:

@@ -47,7 +47,7 @@ def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_
         DataError: the archive cannot be read, holds something outside of that folder, or has no
             room.
     """
-    with exclusive(folder), _opened(archive) as source:
+    with _opened(archive) as source, exclusive(folder):
         members = _missing(source, archive, folder, on_progress)
         if not members:
             return 0

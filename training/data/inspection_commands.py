@@ -74,7 +74,7 @@ def inspect(
     samples: int,
     seed: int,
 ) -> None:
-    """Report what is in a data set in COCO format, and what is or looks wrong with it.
+    """Report what is in a data set, and what looks wrong.
 
     DIR holds annotations/[instances_]SPLIT.json and the images of each split in SPLIT/. Findings
     are no failure: the command fails only if the data set cannot be used.
@@ -105,10 +105,12 @@ def inspect(
     Console(markup=False, emoji=False).print(*tables_from(inspection), sep="\n")
     if json_path is not None:
         _write_json(inspection, json_path)
+        click.echo(f"the report with every finding is {json_path}")
     if picture is not None:
         from .inspection_picture import choose_samples, draw_samples
 
         draw_samples(choose_samples(datasets, inspection.suspicions, samples, seed), picture)
+        click.echo(f"samples are drawn in {picture}")
 
 
 def _splits_in(

@@ -85,7 +85,7 @@ def _archive_fault(archive: Path, part: CocoPart, on_progress: ByteProgress) -> 
     size = archive.stat().st_size
     if part.size is not None and size != part.size:
         return f"{size} bytes, where {part.size} were published"
-    found = md5_of(archive, on_progress)
+    found = md5_of(archive, f"checking {archive.name}", on_progress)
     return None if found == part.md5 else f"MD5 {found}, where {part.md5} was published"
 
 

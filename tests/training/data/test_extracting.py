@@ -149,4 +149,5 @@ def test_archive_for_which_there_is_no_room_is_refused_at_once(archive: Path):
 
 def test_missing_archive_is_named(tmp_path: Path):
     with pytest.raises(DataError, match="is not there; `maskrcnn data download` fetches it"):
-        extract_archive(tmp_path / "val2017.zip", tmp_path / "val2017")
+        extract_archive(tmp_path / "coco" / "val2017.zip", tmp_path / "coco" / "val2017")
+    assert not list(tmp_path.iterdir())
