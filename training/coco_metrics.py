@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from rich.table import Table
+from rich.text import Text
 
 from ..model.manifest import Category
 
@@ -97,7 +98,7 @@ def class_table(metrics: dict[str, float]) -> Table:
     table = Table("class", "box AP", "mask AP")
     prefix = "bbox/AP/"
     for name in (key.removeprefix(prefix) for key in metrics if key.startswith(prefix)):
-        table.add_row(name, *(f"{metrics[f'{t}/AP/{name}']:.3f}" for t in IOU_TYPES))
+        table.add_row(Text(name), *(f"{metrics[f'{t}/AP/{name}']:.3f}" for t in IOU_TYPES))
     return table
 
 

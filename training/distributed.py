@@ -3,12 +3,16 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
 from .config import ConfigError
+
+_TIMEOUT = timedelta(hours=1)
+"""How long the others may wait while the first rank computes the metrics of a large data set."""
 
 
 class Worker(NamedTuple):
@@ -57,7 +61,7 @@ def worker(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Worker]:
     """Join the processes that `torchrun` started, or be the only one.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: CUDA is asked for and there is none, or fewer devices than processes.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch sees no CUDA device; use device=cpu")
@@ -65,16 +69,29 @@ def worker(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Worker]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_device = torch.device("cpu")
     if use_cuda:
+        _check_device_count()
         local_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(local_device)
     if world_size == 1:
         yield Worker(0, 1, local_device)
         return
-    distributed.init_process_group("nccl" if use_cuda else "gloo")
+    # Objects and barriers go through gloo on the CPU.
+    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+    distributed.init_process_group(backend, timeout=_TIMEOUT)
     try:
         yield Worker(distributed.get_rank(), world_size, local_device)
     finally:
         distributed.destroy_process_group()
+
+
+def _check_device_count() -> None:
+    processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if processes > devices:
+        raise ConfigError(
+            f"torchrun started {processes} processes here, but torch sees only {devices} CUDA "
+            f"device{'s' if devices > 1 else ''}; give it --nproc-per-node {devices}, or use "
+            "device=cpu"
+        )
 
 
 def is_main_process() -> bool:

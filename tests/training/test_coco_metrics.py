@@ -68,3 +68,11 @@ def test_classes_are_listed() -> None:
     rows = [line.replace("│", " ").split() for line in console.file.getvalue().splitlines()]
     assert ["disc", "1.000", "0.500"] in rows
     assert ["ring", "0.000", "0.000"] in rows
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[red]", ":smile:"])
+def test_names_of_classes_are_not_markup(name: str) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(class_table({f"bbox/AP/{name}": 1.0, f"segm/AP/{name}": 1.0}))
+    assert isinstance(console.file, io.StringIO)
+    assert f" {name} " in console.file.getvalue()

@@ -68,6 +68,18 @@ def test_the_mean_is_held_to_expectations(tiny_config: Path, tmp_path: Path) -> 
     assert set(content["seeds"]) == {"0", "1"}
 
 
+def test_finished_runs_that_were_not_evaluated_are(tiny_config: Path, tmp_path: Path) -> None:
+    settings = ("solver.max_iterations=1", "evaluation={}")
+    for seed in (0, 1):
+        folder = tmp_path / f"seed-{seed}"
+        train(load_tiny(tiny_config, folder, f"seed={seed}", *settings, "data.val=null"))
+    stability = train_seeds(load_tiny(tiny_config, tmp_path, *settings), 2, resume=True)
+    assert stability.table().row_count == 4
+    for seed in (0, 1):
+        last = load_checkpoint(tmp_path / f"seed-{seed}" / "model_final.pth")
+        assert last.metrics == stability.metrics[seed]
+
+
 @pytest.mark.parametrize(
     "override", ["data.val=null", "evaluation.skip_test=true", "evaluation.skip_eval=true"]
 )
