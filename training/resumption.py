@@ -23,7 +23,7 @@ _IGNORED = {"output_dir", "weights"}
 
 
 def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
-    """What a checkpoint keeps, so that `check_resumable` can compare."""
+    """What a checkpoint keeps, and every rank compares: each host may have data of its own."""
     ids = ",".join(str(record.id) for record in dataset.records)
     return {
         "config": config.model_dump(mode="json", exclude=_IGNORED),
