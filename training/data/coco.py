@@ -21,6 +21,7 @@ from .instances import (
 logger = logging.getLogger(__name__)
 
 _IDS_SHOWN = 5
+_REMEDY = "name one that is there, or make a data set with `maskrcnn data`"
 
 
 class DataError(Exception):
@@ -137,11 +138,11 @@ class CocoDataset:
 
 def _read_annotation_file(config: DatasetConfig) -> dict[str, list[Any]]:
     if not config.images.is_dir():
-        raise DataError(f"the image folder {config.images} does not exist")
+        raise DataError(f"there is no image folder {config.images}; {_REMEDY}")
     try:
         content: dict[str, list[Any]] = json.loads(config.annotations.read_bytes())
     except OSError as error:
-        raise DataError(f"cannot read {config.annotations}: {error.strerror}") from None
+        raise DataError(f"cannot read {config.annotations}: {error.strerror}; {_REMEDY}") from None
     except ValueError as error:
         raise DataError(f"{config.annotations} is not JSON: {error}") from None
     for key in ("images", "annotations", "categories"):

@@ -171,7 +171,7 @@ def test_files_in_another_format_are_refused(tmp_path: Path, content: str, messa
 
 
 def test_missing_folder_and_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"image folder .*nowhere does not exist"):
+    with pytest.raises(DataError, match=r"there is no image folder .*nowhere; name one that"):
         CocoDataset(DatasetConfig(images=tmp_path / "nowhere", annotations=tmp_path / "a.json"))
     with pytest.raises(DataError, match=r"cannot read .*a\.json: No such file"):
         CocoDataset(DatasetConfig(images=tmp_path, annotations=tmp_path / "a.json"))
