@@ -84,8 +84,8 @@ class Backbone(nn.Module):
         self._frozen: list[nn.Module] = []
         self.freeze(config.frozen_stages)
 
-    def freeze(self, stages: int) -> None:
-        """Stop training so many stages, counted from the stem; their statistics stay too."""
+    def freeze(self, stages: int = len(_STAGES)) -> None:
+        """Train so many stages, counted from the stem, no more; their statistics stay too."""
         names = [name for stage in _STAGES[:stages] for name in stage if name in self.body]
         self._frozen = [self.body[name].requires_grad_(False) for name in names]
         self.train(self.training)

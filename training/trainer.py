@@ -106,13 +106,13 @@ class Trainer:
 
     def freeze_backbone(self) -> None:
         """Train the residual network no more: neither its weights nor statistics of its norms."""
-        body = self.model.backbone.body
-        body.eval()
-        if not any(parameter.requires_grad for parameter in body.parameters()):
+        backbone = self.model.backbone
+        parameters = list(backbone.body.parameters())
+        if not any(parameter.requires_grad for parameter in parameters):
             return
         logger.info("the residual network is frozen from here on")
-        body.requires_grad_(False)
-        for parameter in body.parameters():
+        backbone.freeze()
+        for parameter in parameters:
             # Without a gradient the optimiser passes it over; momentum would only fill checkpoints.
             self.optimizer.state.pop(parameter, None)
         # DistributedDataParallel waits for the gradients that were wanted when it was made.

@@ -116,7 +116,7 @@ def test_statistics_of_frozen_stages_stay() -> None:
 
 def test_the_rest_can_be_frozen_later() -> None:
     backbone = Backbone(BackboneConfig(name="resnet18", norm="bn", frozen_stages=0)).train()
-    backbone.freeze(5)
+    backbone.freeze()
     assert not any(parameter.requires_grad for parameter in backbone.body.parameters())
     assert all(parameter.requires_grad for parameter in backbone.fpn.parameters())
     assert not any(module.training for module in backbone.body["layer4"].modules())
