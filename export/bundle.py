@@ -18,6 +18,7 @@ from ..model.manifest import (
     InputDtype,
     Manifest,
     Precision,
+    Preprocessing,
     Provenance,
     sha256_of,
     write_manifest,
@@ -51,11 +52,12 @@ def bundle_from_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        BundleError: something that is no bundle is in the way.
+        BundleError: something that is no bundle is in the way, or an input size holds no image.
     """
     if bundle.exists() and not (bundle / MANIFEST_NAME).is_file() and any(bundle.iterdir()):
         raise BundleError(f"{bundle} holds something else than a bundle; choose another folder")
     checkpoint = load_checkpoint(checkpoint_path)
+    _check_buckets(buckets, checkpoint.preprocessing)
     bundle.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=bundle.parent, prefix=f".{bundle.name}.") as scratch:
         partial = Path(scratch) / "bundle"
@@ -83,6 +85,21 @@ def bundle_from_checkpoint(
             shutil.rmtree(bundle)
         partial.replace(bundle)
     return manifest
+
+
+def _check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) -> None:
+    """Refuse input sizes into which no image fits after it is resized.
+
+    Raises:
+        BundleError: one is smaller than every resized image.
+    """
+    shorter, longer = preprocessing.min_size, preprocessing.max_size
+    for bucket in buckets:
+        if min(bucket) < shorter and max(bucket) < longer:
+            raise BundleError(
+                f"inputs of {bucket} hold no image, because images are resized to a shorter side "
+                f"of {shorter} pixels or a longer one of {longer}; give --shape that holds them"
+            )
 
 
 def prepared_model(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:

@@ -86,7 +86,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: no such file, or its content is not a checkpoint of this version.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; give a .pth file that training wrote")
+        kind = "is a folder" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"{path} {kind}; give a .pth file that training wrote")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != _FORMAT:

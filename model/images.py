@@ -81,7 +81,7 @@ def smallest_bucket(height: int, width: int, buckets: Sequence[ShapeBucket]) -> 
     fitting = [b for b in buckets if b.height >= height and b.width >= width]
     if not fitting:
         raise ImageError(
-            f"an image of {height}x{width} pixels (height x width) fits none of the input sizes "
+            f"resized to {height}x{width} pixels (height x width) it fits none of the input sizes "
             f"{', '.join(map(str, buckets))}"
         )
     return min(fitting, key=lambda b: b.height * b.width)

@@ -9,9 +9,9 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ..model.config import FrozenConfig, ModelConfig
+from ..model.config_faults import sentence_from_fault
 from ..model.overrides import OverrideError
 from ..model.spec import ShapeBucket
-from .config_faults import sentence_from_fault
 from .config_sources import SourceError, Values, read_values
 
 

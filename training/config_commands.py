@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from .config_reference import Key
+    from ..model.config_reference import Key
 
 _MAX_WIDTH = 100
 _MAX_TERM = 34
@@ -19,8 +19,8 @@ class ConfiguredCommand(click.Command):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the keys, section by section."""
+        from ..model.config_reference import sections
         from .config import TrainConfig
-        from .config_reference import sections
 
         for section in sections(TrainConfig):
             rows = [
@@ -63,7 +63,7 @@ def show(source: str, overrides: tuple[str, ...], as_yaml: bool) -> None:
 
 def _table_from(loaded: Any) -> str:
     """Every key of a configuration, section by section."""
-    from .config_reference import sections, text_from_value
+    from ..model.config_reference import sections, text_from_value
 
     formatter = click.HelpFormatter(max_width=_MAX_WIDTH)
     for section in sections(type(loaded)):
@@ -93,7 +93,7 @@ def _write_section(
 
 
 def _default_of(key: "Key") -> str:
-    from .config_reference import text_from_value
+    from ..model.config_reference import text_from_value
 
     return "must be given" if key.required else f"default {text_from_value(key.default)}"
 

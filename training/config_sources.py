@@ -1,5 +1,6 @@
 """Where a configuration's values come from: presets, YAML files, their bases, and overrides."""
 
+import difflib
 import os
 from collections.abc import Sequence
 from importlib import resources
@@ -71,13 +72,17 @@ def _read(source: str, path: Path) -> Values:
     elif path.is_file():
         text = path.read_bytes()
     else:
+        close = difflib.get_close_matches(source, presets(), n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
         raise SourceError(
-            f"'{path}' is neither a file nor a preset; presets: {', '.join(presets())}"
+            f"'{path}' is neither a file nor a preset{hint}; presets: {', '.join(presets())}"
         )
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise SourceError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        raise SourceError(f"{path} is empty; it must hold keys and values")
     if not isinstance(values, dict):
         raise SourceError(f"{path} must hold keys and values, not {type(values).__name__}")
     return values

@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Sequence
 
 from ..model.checkpoint import Checkpoint
+from ..model.config_reference import text_from_value
 from ..model.overrides import values_by_key
 from .config import ConfigError, DataConfig, TrainConfig, validated_config
-from .config_reference import text_from_value
 
 logger = logging.getLogger(__name__)
 

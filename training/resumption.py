@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..model.checkpoint import Checkpoint
+from ..model.config_faults import sentence_from_fault
 from ..model.manifest import sha256_of
 from ..model.overrides import values_by_key
 from .config import ConfigError, TrainConfig
-from .config_faults import sentence_from_fault
 from .data.coco import CocoDataset
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..model.checkpoint import Checkpoint
+from ..model.config_reference import text_from_value
 from .classes import with_classes_of
 from .config import TrainConfig, yaml_from_config
-from .config_reference import text_from_value
 from .data.coco import CocoDataset
 from .distributed import Worker, worker
 from .evaluation_config import warn_of_other_sizes

@@ -41,7 +41,12 @@ class RunFolder:
             ConfigError: the folder holds a run that nobody asked to resume.
             CheckpointError: the last checkpoint cannot be read.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(
+                f"output_dir: {error.filename} is a file; choose a folder with output_dir=FOLDER"
+            ) from None
         if not (self.path / _LAST).is_file():
             return None
         if not resume:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checkpoint import Checkpoint
 from ..config import ModelConfig
+from ..config_faults import sentence_from_fault
 from ..manifest import Preprocessing
 from ..mask_rcnn import MaskRCNN
 from ..overrides import OverrideError, value_at, with_overrides, with_value
@@ -104,9 +105,7 @@ def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> M
     except OverrideError as error:
         raise WeightsError(str(error)) from None
     except ValidationError as error:
-        fault = error.errors()[0]
-        key = ".".join(map(str, fault["loc"])) or "configuration"
-        raise WeightsError(f"{key}: {fault['msg'].removeprefix('Value error, ')}") from None
+        raise WeightsError(sentence_from_fault(error, ModelConfig)) from None
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:

@@ -124,3 +124,8 @@ def test_a_file_cannot_run_code(tmp_path: Path) -> None:
     assert not target.exists()
     torch.load(path, weights_only=False)
     assert target.exists()
+
+
+def test_a_folder_is_called_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is a folder; give a \.pth file"):
+        load_checkpoint(tmp_path)

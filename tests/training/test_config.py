@@ -91,7 +91,7 @@ def test_what_is_not_allowed_is_named(tiny_config: Path, tmp_path: Path, overrid
 
 
 FILES = {
-    "": "must hold keys and values, not NoneType",
+    "": "run.yaml is empty; it must hold keys and values",
     "- 1": "must hold keys and values, not list",
     "a: [1": "is not YAML",
     "a: b: c": "is not YAML",
@@ -102,6 +102,7 @@ FILES = {
     "weights=FILE, or weights=null",
     "base: [1]": "base is [1], but must be a preset or the path of a file",
     "base: run.yaml": "a configuration is its own base",
+    "base: quikc": "neither a file nor a preset (did you mean quick?); presets: 1x",
     "base: other.yaml": "other.yaml' is neither a file nor a preset; presets: 1x",
 }
 
@@ -127,7 +128,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["quik", "missing.yaml", "."])
 def test_unknown_sources_are_told_the_presets(source: str) -> None:
-    with pytest.raises(ConfigError, match=r"neither a file nor a preset; presets: .*quick"):
+    with pytest.raises(ConfigError, match=r"neither a file nor a preset.*; presets: .*quick"):
         load_config(source)
 
 

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from pydantic import BaseModel
 
 from maskrcnn_trt.cli import cli
+from maskrcnn_trt.model.config_reference import sections
 from maskrcnn_trt.training.config import TrainConfig, load_config
-from maskrcnn_trt.training.config_reference import sections
 from maskrcnn_trt.training.config_sources import presets
 
 

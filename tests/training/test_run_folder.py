@@ -115,5 +115,12 @@ def test_the_best_stays_whatever_is_final(tmp_path: Path, checkpoint: Checkpoint
 @pytest.mark.parametrize("name", ["model_0000099.pth", ""])
 def test_a_missing_checkpoint_is_named(folder: RunFolder, name: str) -> None:
     (folder.path / "last_checkpoint").write_text(name)
-    with pytest.raises(CheckpointError, match=r"does not exist; .* an older checkpoint"):
+    with pytest.raises(CheckpointError, match=r"(does not exist|is a folder); .* an older checkpoint"):
         folder.open(resume=True)
+
+
+@pytest.mark.parametrize("inner", ["", "run"])
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path, inner: str) -> None:
+    (tmp_path / "taken").write_text("something")
+    with pytest.raises(ConfigError, match=r"output_dir: .*taken.* is a file; choose a folder"):
+        RunFolder(tmp_path / "taken" / inner).open(resume=False)

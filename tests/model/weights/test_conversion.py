@@ -219,7 +219,7 @@ def test_what_is_assumed_can_be_set(own_state: State, tmp_path: Path) -> None:
     assert not config.backbone.stride_in_1x1
     assert config.pixel_std == conversion.assumed["pixel_std"] == (58.4, 57.1, 57.4)
     for override, message in {
-        "backbone.stride=1": "backbone.stride: Extra inputs",
+        "backbone.stride=1": r"unknown key backbone\.stride .*allowed here: name, features",
         "backbone": "not of the form key.path=value",
         "pixel_mean.red=1": "pixel_mean is a value, not a section",
         "roi.box_head_dim=64": r"box_head\.fc6\.weight has shape .* fits the configuration",
