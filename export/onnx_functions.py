@@ -52,6 +52,25 @@ def NmsKeep(boxes: FLOAT, classes: INT64, iou_threshold: float) -> BOOL:  # noqa
 
 
 @script(_DOMAIN, default_opset=op)
+def RoILevel(  # noqa: N802
+    rois: FLOAT, spatial_scales: Sequence[float], canonical_level: int, canonical_size: float
+) -> INT64:
+    """Index into the pyramid of every RoI: rois [B, R, 4] -> [B, R] int64."""
+    ln_2 = op.Constant(value_float=_LN_2)
+    x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
+    side = op.Squeeze(op.Sqrt((x2 - x1) * (y2 - y1)), op.Constant(value_ints=[2]))
+    strides_log2 = op.Round(op.Neg(op.Log(op.Constant(value_floats=spatial_scales)) / ln_2))
+    finest, coarsest = (
+        op.ReduceMin(strides_log2, keepdims=0),
+        op.ReduceMax(strides_log2, keepdims=0),
+    )
+    canonical = op.Cast(op.Constant(value_int=canonical_level), to=1)
+    relative = op.Log(side / op.Constant(value_float=canonical_size)) / ln_2
+    level = op.Clip(op.Floor(canonical + relative + 1e-6), finest, coarsest) - finest
+    return op.Cast(level, to=7)
+
+
+@script(_DOMAIN, default_opset=op)
 def PyramidRoIAlign(  # noqa: N802
     feature_0: FLOAT,
     feature_1: FLOAT,
@@ -73,21 +92,9 @@ def PyramidRoIAlign(  # noqa: N802
     [B, R, C, P, P].
     """
     zero, one = op.Constant(value_float=0.0), op.Constant(value_float=1.0)
-    ln_2 = op.Constant(value_float=_LN_2)
-
-    # The level of each RoI, [B, R].
     scales = op.Constant(value_floats=spatial_scales)
     x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
-    side = op.Squeeze(op.Sqrt((x2 - x1) * (y2 - y1)), op.Constant(value_ints=[2]))
-    strides_log2 = op.Round(op.Neg(op.Log(scales) / ln_2))
-    finest, coarsest = (
-        op.ReduceMin(strides_log2, keepdims=0),
-        op.ReduceMax(strides_log2, keepdims=0),
-    )
-    canonical = op.Cast(op.Constant(value_int=canonical_level), to=1)
-    relative = op.Log(side / op.Constant(value_float=canonical_size)) / ln_2
-    level = op.Clip(op.Floor(canonical + relative + 1e-6), finest, coarsest) - finest
-    level = op.Cast(level, to=7)
+    level = RoILevel(rois, spatial_scales, canonical_level, canonical_size)
 
     # Where each level lies in the mosaic.
     height_0, width_0 = op.Shape(feature_0, start=2, end=3), op.Shape(feature_0, start=3, end=4)
@@ -238,23 +245,19 @@ def PyramidRoIAlignAdaptive(  # noqa: N802
 
     feature_l [B, C, H_l, W_l], rois [B, R, 4] -> [B, R, C, P, P].
     """
-    ln_2 = op.Constant(value_float=_LN_2)
-    scales = op.Constant(value_floats=spatial_scales)
-    x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
-    side = op.Squeeze(op.Sqrt((x2 - x1) * (y2 - y1)), op.Constant(value_ints=[2]))
-    strides_log2 = op.Round(op.Neg(op.Log(scales) / ln_2))
-    scale_0, scale_1, scale_2, scale_3 = op.Split(scales, num_outputs=4, axis=0)
-    level_0, level_1, level_2, level_3 = op.Split(strides_log2, num_outputs=4, axis=0)
-    canonical = op.Cast(op.Constant(value_int=canonical_level), to=1)
-    relative = op.Log(side / op.Constant(value_float=canonical_size)) / ln_2
-    level = op.Max(op.Min(op.Floor(canonical + relative + 1e-6), level_3), level_0)
-    pooled_0 = RoIAlignOnMap(feature_0, rois, level == level_0, scale_0, output_size,
+    scale_0, scale_1, scale_2, scale_3 = op.Split(
+        op.Constant(value_floats=spatial_scales), num_outputs=4, axis=0
+    )
+    level = RoILevel(rois, spatial_scales, canonical_level, canonical_size)
+    on_0, on_1 = level == op.Constant(value_int=0), level == op.Constant(value_int=1)
+    on_2, on_3 = level == op.Constant(value_int=2), level == op.Constant(value_int=3)
+    pooled_0 = RoIAlignOnMap(feature_0, rois, on_0, scale_0, output_size,
                              sampling_ratio, aligned, inclusive)  # fmt: skip
-    pooled_1 = RoIAlignOnMap(feature_1, rois, level == level_1, scale_1, output_size,
+    pooled_1 = RoIAlignOnMap(feature_1, rois, on_1, scale_1, output_size,
                              sampling_ratio, aligned, inclusive)  # fmt: skip
-    pooled_2 = RoIAlignOnMap(feature_2, rois, level == level_2, scale_2, output_size,
+    pooled_2 = RoIAlignOnMap(feature_2, rois, on_2, scale_2, output_size,
                              sampling_ratio, aligned, inclusive)  # fmt: skip
-    pooled_3 = RoIAlignOnMap(feature_3, rois, level == level_3, scale_3, output_size,
+    pooled_3 = RoIAlignOnMap(feature_3, rois, on_3, scale_3, output_size,
                              sampling_ratio, aligned, inclusive)  # fmt: skip
     return op.CastLike(pooled_0 + pooled_1 + pooled_2 + pooled_3, feature_0)
 
@@ -287,9 +290,9 @@ def functions_for(config: ModelConfig) -> list[onnx.FunctionProto]:
     if config.backbone.features != "fpn":
         pooling = [SingleMapRoIAlign, RoIAlignOnMap]
     elif config.roi.sampling_ratio == 0:
-        pooling = [PyramidRoIAlignAdaptive, RoIAlignOnMap]
+        pooling = [PyramidRoIAlignAdaptive, RoIAlignOnMap, RoILevel]
     else:
-        pooling = [PyramidRoIAlign]
+        pooling = [PyramidRoIAlign, RoILevel]
     bodies = [function.to_function_proto() for function in (NmsKeep, *pooling)]
     # The node has one name, whichever of its bodies suits it.
     bodies[1].name = PyramidRoIAlign.name

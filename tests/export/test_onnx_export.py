@@ -90,7 +90,7 @@ def test_graph_holds_custom_nodes_with_their_bodies(proto: onnx.ModelProto) -> N
     # Suppression of proposals and of detections; pooling for boxes and for masks.
     assert sorted(nodes) == ["NmsKeep"] * 2 + ["PyramidRoIAlign"] * 2
     bodies = {function.name for function in proto.functions if function.domain == "maskrcnn"}
-    assert bodies == {"NmsKeep", "PyramidRoIAlign"}
+    assert bodies == {"NmsKeep", "PyramidRoIAlign", "RoILevel"}
     assert {o.domain: o.version for o in proto.opset_import} == {"": 18, "maskrcnn": 1}
 
 
