@@ -4,15 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from ..model.losses import LOSS_NAMES
 from ..training.config import ConfigError, TrainConfig
 from ..training.data.batches import Batch
 from ..training.distributed import Worker
-from ..training.schedule import learning_rate
-from ..training.trainer import AUTOCAST_DTYPES, Trainer, build_optimizer
+from ..training.trainer import (
+    AUTOCAST_DTYPES,
+    Trainer,
+    apply_gradients,
+    build_optimizer,
+    set_learning_rates,
+)
 from .torchvision_model import torchvision_from_config
 
 
@@ -58,19 +63,13 @@ class TorchvisionTrainer:
     def step(self, batches: Sequence[Batch]) -> Tensor:
         """One optimiser step; [5] losses in the order of `LOSS_NAMES`, as of `Trainer.step`."""
         solver = self._config.solver
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(solver, self._iteration) * group["lr_factor"]
+        set_learning_rates(self._optimizer, solver, self._iteration)
         losses = torch.zeros(len(LOSS_NAMES), device=self._device)
         for batch in batches:
             terms = self._losses(batch) / len(batches)
             self._scaler.scale(terms.sum()).backward()  # type: ignore[no-untyped-call]
             losses += terms.detach()
-        if solver.clip_gradient_norm is not None:
-            self._scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_norm_(self._model.parameters(), solver.clip_gradient_norm)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        self._optimizer.zero_grad(set_to_none=True)
+        apply_gradients(self._model, self._optimizer, self._scaler, solver)
         self._iteration += 1
         return losses
 

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from ..model.checkpoint import whole_file
 from ..model.losses import LOSS_NAMES
 from .distributed import Worker
 
@@ -170,6 +171,5 @@ def _cut_lines_after(iteration: int, path: Path) -> None:
     whole = [line for line in lines if line.endswith("\n")]
     kept = [line for line in whole if json.loads(line)["iteration"] <= iteration]
     if len(kept) < len(lines):
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(kept))
-        partial.replace(path)
+        with whole_file(path) as file:
+            file.write("".join(kept).encode())

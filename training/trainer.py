@@ -132,8 +132,7 @@ class Trainer:
             [5] losses of the global batch, in the order of `LOSS_NAMES`, on the device.
         """
         config, world_size = self.config.solver, self.worker.world_size
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.iteration) * group["lr_factor"]
+        set_learning_rates(self.optimizer, config, self.iteration)
         counts = self._counts(batches) if len(batches) > 1 else None
         sums = torch.zeros(5, device=self.worker.device)
         for part, batch in enumerate(batches, start=1):
@@ -146,19 +145,10 @@ class Trainer:
                 # The gradients of the ranks are averaged; the losses are to be summed.
                 self.scaler.scale(terms.means(counts).sum() * world_size).backward()  # type: ignore[no-untyped-call]
             sums += terms.sums.detach()
-        self._apply_gradients()
+        apply_gradients(self.model, self.optimizer, self.scaler, config)
         self.iteration += 1
         assert counts is not None
         return LossTerms(self.worker.sum_over_ranks(sums), counts).means()
-
-    def _apply_gradients(self) -> None:
-        limit = self.config.solver.clip_gradient_norm
-        if limit is not None:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
 
     def _losses(self, model: Callable[..., LossTerms], batch: Batch) -> LossTerms:
         with self.autocast():
@@ -205,3 +195,26 @@ def build_optimizer(model: nn.Module, config: SolverConfig) -> torch.optim.Optim
         # Fused SGD makes these in its first step, and leaves them unset if fp16 overflows in it.
         sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
+
+
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, config: SolverConfig, iteration: int
+) -> None:
+    """Give every group of `build_optimizer` the rate of an iteration, counted from 0."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(config, iteration) * group["lr_factor"]
+
+
+def apply_gradients(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.grad_scaler.GradScaler,
+    config: SolverConfig,
+) -> None:
+    """Take the optimiser's step with a model's scaled gradients, clipped if configured."""
+    if config.clip_gradient_norm is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip_gradient_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)

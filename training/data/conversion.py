@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...model.checkpoint import whole_file
 from ...model.manifest import Category
 from .coco import DataError
 
@@ -77,9 +78,8 @@ def write_coco_files(
     written = {}
     for name, split in conversion.splits.items():
         content = _content_of(conversion, split, on_image)
-        partial = paths[name].with_suffix(".partial")
-        partial.write_text(json.dumps(content))
-        partial.replace(paths[name])
+        with whole_file(paths[name]) as file:
+            file.write(json.dumps(content).encode())
         crowds = sum(annotation["iscrowd"] for annotation in content["annotations"])
         objects = len(content["annotations"]) - crowds
         written[name] = WrittenSplit(paths[name], len(content["images"]), objects, crowds)
