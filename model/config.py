@@ -195,5 +195,6 @@ class ModelConfig(FrozenConfig):
     @property
     def mask_side(self) -> int:
         """Side M of a mask in cells."""
+        side = self.roi.mask_pool
         # The fifth stage, the head of C4, halves what was pooled before the mask is upsampled.
-        return self.roi.mask_pool if self.backbone.features == "c4" else 2 * self.roi.mask_pool
+        return 2 * ((side + 1) // 2) if self.backbone.features == "c4" else 2 * side

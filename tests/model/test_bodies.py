@@ -31,3 +31,10 @@ def test_shapes_of_detections(name: str, features: str) -> None:
     side = 14 if features == "c4" else 28
     assert config.mask_side == side
     assert found.masks.shape == (2, 10, side, side)
+
+
+@torch.inference_mode()
+def test_the_fifth_stage_rounds_half_of_an_odd_side_up() -> None:
+    config = small_config("resnet18", "c4", "frozen_bn", roi={"mask_pool": 7})
+    found = random_model(config).eval()(*pictures())
+    assert config.mask_side == found.masks.shape[-1] == 8
