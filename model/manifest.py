@@ -13,6 +13,7 @@ MANIFEST_NAME = "manifest.json"
 
 Precision = Literal["fp32", "tf32", "fp16"]
 InputDtype = Literal["uint8", "float32"]
+ArtifactKind = Literal["onnx", "tensorrt", "tensorrt-rtx"]
 
 
 class BundleError(Exception):
@@ -45,15 +46,49 @@ class Preprocessing(_Record):
     channel_order: Literal["RGB"] = "RGB"
 
 
+class BatchProfile(_Record):
+    """Batch sizes that an engine takes in one of its optimisation profiles."""
+
+    min: int = Field(ge=1)
+    opt: int = Field(ge=1)
+    max: int = Field(ge=1)
+
+
+class EngineBuild(_Record):
+    """What an engine was built with, and what it runs on."""
+
+    runtime_version: str
+    """Version of the runtime that built the plan, which is the one that loads it."""
+    compute_capabilities: tuple[str, ...] = Field(min_length=1)
+    """Those of the GPUs that run the plan, as in `9.0`."""
+    cuda_version: str
+    """CUDA version that the runtime was built for, as in `13.0`."""
+    platform: str
+    """Operating system and machine, as in `linux-x86_64`."""
+    plugins: dict[str, str]
+    """Versions of the plugins inside, by `namespace::name`; none where bodies were used."""
+    profiles: tuple[BatchProfile, ...] = Field(min_length=1)
+    """By index of the optimisation profile."""
+
+
 class Artifact(_Record):
     """One file of the bundle that computes detections for one shape bucket and precision."""
 
     path: str
     sha256: str
-    kind: Literal["onnx"]
+    kind: ArtifactKind
     precision: Precision
     input_dtype: InputDtype
     bucket: ShapeBucket
+    engine: EngineBuild | None = None
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> "Artifact":
+        if (self.engine is None) != (self.kind == "onnx"):
+            raise ValueError(
+                f"artifact {self.path!r}: an engine, and only it, says how it was built"
+            )
+        return self
 
 
 class Provenance(_Record):
@@ -98,17 +133,21 @@ class Manifest(_Record):
         """Precisions the bundle can serve, in the order of its artefacts."""
         return tuple(dict.fromkeys(artifact.precision for artifact in self.artifacts))
 
-    def artifacts_for(self, precision: Precision) -> tuple[Artifact, ...]:
-        """Artefacts of one precision, one a shape bucket.
+    def artifacts_for(
+        self, precision: Precision, kind: ArtifactKind = "onnx"
+    ) -> tuple[Artifact, ...]:
+        """Artefacts of one precision and kind, one a shape bucket.
 
         Raises:
-            BundleError: the bundle holds none of that precision.
+            BundleError: the bundle holds none of them.
         """
-        chosen = tuple(a for a in self.artifacts if a.precision == precision)
+        chosen = tuple(a for a in self.artifacts if (a.precision, a.kind) == (precision, kind))
         if not chosen:
+            held = dict.fromkeys(f"{a.precision} {a.kind}" for a in self.artifacts)
+            engine = "" if kind == "onnx" else f" --engine {kind}"
             raise BundleError(
-                f"the bundle has no {precision} artefact, only {', '.join(self.precisions)}; "
-                f"export it with `maskrcnn export CHECKPOINT -o BUNDLE --precision {precision}`"
+                f"the bundle has no {precision} {kind} artefact, only {', '.join(held)}; export it "
+                f"with `maskrcnn export CHECKPOINT -o BUNDLE --precision {precision}{engine}`"
             )
         return chosen
 

@@ -74,7 +74,7 @@ def test_limit_on_pixels_is_kept(bundle: Path, picture: Encode) -> None:
 def test_missing_bundle_and_precision_are_named(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"no manifest\.json; make one"):
         Predictor(tmp_path)
-    with pytest.raises(BundleError, match="no fp16 artefact, only fp32"):
+    with pytest.raises(BundleError, match="no fp16 onnx artefact, only fp32 onnx"):
         Predictor(bundle, "fp16")
 
 
