@@ -63,11 +63,11 @@ def _name_batch_axis(graph: onnx.GraphProto) -> None:
                 dim.dim_param = dim.dim_param.replace(generated, "batch")
 
 
-def _nms_keep_node(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
+def _nms_keep_node(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
     return symbolic(
         f"{OPSET_DOMAIN}::NmsKeep",
         [boxes, classes],
-        {"iou_threshold": iou_threshold},
+        {"iou_threshold": iou_threshold, "max_keep": max_keep},
         dtype=torch.bool,
         shape=classes.shape,
         version=OPSET_VERSION,
@@ -85,8 +85,10 @@ def _pyramid_roi_align_node(
     aligned: bool,
     inclusive: bool,
 ) -> Tensor:
+    # A TensorRT plugin has a fixed number of inputs, so that one map takes another name.
+    name = "PyramidRoIAlign" if len(features) > 1 else "SingleMapRoIAlign"
     return symbolic(
-        f"{OPSET_DOMAIN}::PyramidRoIAlign",
+        f"{OPSET_DOMAIN}::{name}",
         [*features, rois],
         {
             "output_size": output_size,

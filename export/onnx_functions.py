@@ -20,7 +20,9 @@ _LN_2 = 0.6931471805599453
 
 
 @script(_DOMAIN, default_opset=op)
-def NmsKeep(boxes: FLOAT, classes: INT64, iou_threshold: float) -> BOOL:  # noqa: N802
+def NmsKeep(  # noqa: N802
+    boxes: FLOAT, classes: INT64, iou_threshold: float, max_keep: int
+) -> BOOL:
     """Greedy suppression as a fixed point: keep what no kept box suppresses, until it settles.
 
     boxes [N, K, 4], classes [N, K] -> keep [N, K] bool.
@@ -48,7 +50,9 @@ def NmsKeep(boxes: FLOAT, classes: INT64, iou_threshold: float) -> BOOL:  # noqa
         changes = op.ReduceSum(op.Cast(op.Xor(renewed, keep), to=1), keepdims=0)
         unsettled = changes > zero
         keep = op.Identity(renewed)
-    return keep
+    limit = op.Constant(value_int=max_keep)
+    ranks = op.CumSum(op.Cast(keep, to=7), op.Constant(value_int=1))
+    return op.And(keep, op.Or(ranks <= limit, limit == op.Constant(value_int=0)))
 
 
 @script(_DOMAIN, default_opset=op)
@@ -294,6 +298,7 @@ def functions_for(config: ModelConfig) -> list[onnx.FunctionProto]:
     else:
         pooling = [PyramidRoIAlign, RoILevel]
     bodies = [function.to_function_proto() for function in (NmsKeep, *pooling)]
-    # The node has one name, whichever of its bodies suits it.
-    bodies[1].name = PyramidRoIAlign.name
+    if PyramidRoIAlignAdaptive in pooling:
+        # The node has one name, whichever of its bodies suits it.
+        bodies[1].name = PyramidRoIAlign.name
     return bodies

@@ -146,13 +146,14 @@ class RoiHeads(nn.Module):
         found = (scores > config.score_threshold) & proposals.valid[..., None]
         scores = torch.where(found, scores, -1.0).flatten(1)
         scores, indices = stable_top_k(scores, config.nms_candidates)
-        classes = logits.shape[-1] - 1
-        rois, labels = indices // classes, indices % classes + 1
-        chosen_deltas = take_rows(deltas.flatten(1, 2), rois * (classes + 1) + labels)
+        num_classes = logits.shape[-1] - 1
+        rois, labels = indices // num_classes, indices % num_classes + 1
+        chosen_deltas = take_rows(deltas.flatten(1, 2), rois * (num_classes + 1) + labels)
         boxes = boxes_from_deltas(chosen_deltas, take_rows(proposals.boxes, rois), DELTA_WEIGHTS)
         boxes = clip_boxes(boxes, image_sizes, inclusive=self._inclusive)
         valid = (scores > 0) & larger_than(boxes, config.min_side)
-        keep = nms_keep(boxes, torch.where(valid, labels, -1), config.nms_iou)
+        classes = torch.where(valid, labels, -1)
+        keep = nms_keep(boxes, classes, config.nms_iou, config.max_detections)
         scores, kept = stable_top_k(torch.where(keep, scores, -1.0), config.max_detections)
         valid = scores > 0
         return BoxDetections(

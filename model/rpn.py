@@ -83,7 +83,7 @@ class RegionProposalNetwork(nn.Module):
         ]
         boxes, scores = (torch.stack(parts, dim=1) for parts in zip(*levels, strict=True))
         classes = torch.where(scores.isfinite(), 0, -1)
-        keep = nms_keep(boxes.flatten(0, 1), classes.flatten(0, 1), self.config.nms_iou)
+        keep = nms_keep(boxes.flatten(0, 1), classes.flatten(0, 1), self.config.nms_iou, post_nms)
         scores = torch.where(keep.view_as(scores), scores, -torch.inf).flatten(1)
         scores, indices = stable_top_k(scores, post_nms)
         valid = scores.isfinite()

@@ -3,25 +3,34 @@
 Contract, held by every implementation: a box is suppressed by a kept box that comes before it, is
 of the same class, and overlaps it by more than the threshold. IoU is intersection over union of
 xyxy boxes without the legacy +1; it and the threshold are compared in single precision. Boxes of a
-negative class are padding: they are never kept and suppress nothing.
+negative class are padding: they are never kept and suppress nothing. Of a set, the first `max_keep`
+that survive are kept.
 """
 
 import torch
 from torch import Tensor
 from torchvision.ops import nms
 
+from .kernels.nms_keep import MAX_BOXES, nms_keep_kernel, nms_keep_launch
+from .launching import launch_kernel
+
 
 @torch.library.custom_op("maskrcnn::nms_keep", mutates_args=(), device_types="cpu")
-def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
+def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
     """Which boxes survive.
 
     Args:
         boxes: [N, K, 4] float32, xyxy, each set sorted by descending score.
         classes: [N, K] int64; negative marks padding.
-        iou_threshold: larger overlaps are suppressed.
+        iou_threshold: larger overlaps are suppressed; 0 to 1.
+        max_keep: boxes kept of a set, the first that survive; 0, all of them. On a GPU, work ends
+            where the limit is reached.
 
     Returns:
         [N, K] bool.
+
+    Raises:
+        ValueError: on a GPU, a set has more than 16384 boxes.
     """
     keep = torch.zeros(classes.shape, dtype=torch.bool)
     # torchvision compares in double precision on a CPU, where an IoU of 0.6 exceeds 0.6.
@@ -33,39 +42,26 @@ def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
                 continue
             members = (set_classes == label).nonzero()[:, 0]
             set_keep[members[nms(set_boxes[members], ranks[members], iou_threshold)]] = True
+    if max_keep:
+        keep &= keep.cumsum(dim=1) <= max_keep
     return keep
 
 
 @nms_keep.register_fake
-def _(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
-    return torch.empty_like(classes, dtype=torch.bool)
+def _(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
+    return classes.new_empty(classes.shape, dtype=torch.bool)
 
 
 @nms_keep.register_kernel("cuda")
-def _keep_by_fixed_point(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
-    """Keep what no kept box suppresses, repeated until nothing changes.
-
-    Each round settles at least one more box of every chain of suppressions, and the only fixed
-    point is the greedy answer.
-    """
-    suppresses_NKK = _suppression(boxes, classes, iou_threshold).float()
-    valid = classes >= 0
-    keep, settled = valid, False
-    while not settled:
-        hits = torch.bmm(keep.float()[:, None], suppresses_NKK)[:, 0]
-        renewed = valid & (hits == 0)
-        settled = bool((renewed == keep).all())
-        keep = renewed
+def _(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
+    sets, count = classes.shape
+    if count > MAX_BOXES:
+        raise ValueError(f"nms_keep takes at most {MAX_BOXES} boxes a set, not {count}")
+    keep = classes.new_empty(classes.shape, dtype=torch.bool)
+    launch_kernel(
+        nms_keep_kernel(iou_threshold, max_keep),
+        nms_keep_launch(sets, count),
+        [boxes.contiguous(), classes.contiguous()],
+        [keep],
+    )
     return keep
-
-
-def _suppression(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
-    """[N, K, K] bool: would box i, if kept, suppress box j; only for i before j."""
-    top_left = torch.maximum(boxes[:, :, None, :2], boxes[:, None, :, :2])
-    bottom_right = torch.minimum(boxes[:, :, None, 2:], boxes[:, None, :, 2:])
-    sides = (bottom_right - top_left).clamp(min=0)
-    intersection = sides[..., 0] * sides[..., 1]
-    area = (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
-    iou = intersection / (area[:, :, None] + area[:, None, :] - intersection)
-    same_class = (classes[:, :, None] == classes[:, None, :]) & (classes[:, :, None] >= 0)
-    return ((iou > iou_threshold) & same_class).triu(diagonal=1)

@@ -4,7 +4,8 @@ Contract, held by every implementation: the level of a RoI of width w and height
 `floor(canonical_level + log2(sqrt(w h) / canonical_size) + 1e-6)`, clamped to the levels given
 (Lin et al., Feature Pyramid Networks, eq. 1); features come finest first. Pooling is RoIAlign
 (He et al., Mask R-CNN) as torchvision defines it: unaligned, a RoI counts as at least one feature
-cell wide and high; aligned, coordinates are shifted by half a cell, and it does not.
+cell wide and high; aligned, coordinates are shifted by half a cell, and it does not. A RoI whose
+area is no number pools zeros. Sums are taken in single precision, or double for double features.
 """
 
 import math
@@ -15,10 +16,25 @@ import torch
 from torch import Tensor
 from torchvision.ops import roi_align
 
+from .compilation import Launch
+from .kernels.pyramid_roi_align import (
+    Pooling,
+    backward_kernel,
+    forward_kernel,
+    pyramid_roi_align_launch,
+)
+from .launching import launch_kernel
+
 _roi_align_backward = torch.ops.torchvision._roi_align_backward
+_FEATURE_TYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float",
+    torch.float64: "double",
+}
 
 
-@torch.library.custom_op("maskrcnn::pyramid_roi_align", mutates_args=())
+@torch.library.custom_op("maskrcnn::pyramid_roi_align", mutates_args=(), device_types="cpu")
 def pyramid_roi_align(
     features: Sequence[Tensor],
     rois: Tensor,
@@ -33,11 +49,13 @@ def pyramid_roi_align(
     """Pooled features of every RoI.
 
     Args:
-        features: a [B, C, H_l, W_l] tensor a level, finest first; floating point.
+        features: a [B, C, H_l, W_l] tensor a level, finest first; float16, bfloat16, float32 or
+            float64.
         rois: [B, R, 4] float32, xyxy in input pixels.
         output_size: side P of the pooled square.
         sampling_ratio: bilinear samples a cell and axis; 0, as many as the cell spans features.
-        spatial_scales: feature cells an input pixel, one a level; powers of two.
+        spatial_scales: feature cells an input pixel, one a level; powers of two, each half the
+            one before.
         canonical_level: log2 of the stride of the level that holds RoIs of canonical size.
         canonical_size: side of such a RoI in input pixels.
         aligned: shift by half a cell.
@@ -45,28 +63,46 @@ def pyramid_roi_align(
             implementations do; the level is that of the whole RoI.
 
     Returns:
-        [B, R, C, P, P], of the features' dtype.
+        [B, R, C, P, P], of the features' dtype; with channels innermost in memory if the first
+        level's features are channels-last.
     """
     levels = roi_levels(rois, spatial_scales, canonical_level, canonical_size).flatten()
-    indexed = _indexed_rois(rois, inclusive)
-    pooled = rois.new_zeros(levels.numel(), features[0].shape[1], output_size, output_size)
+    dtype = _sum_dtype(features)
+    indexed = _indexed_rois(rois.to(dtype), inclusive)
+    pooled = _empty_pooled(features, rois, output_size)
+    by_roi = pooled.flatten(0, 1).zero_()
     for level, (feature, scale) in enumerate(zip(features, spatial_scales, strict=True)):
         members = (levels == level).nonzero()[:, 0]
-        pooled[members] = roi_align(
-            feature.float(), indexed[members], output_size, scale, sampling_ratio, aligned
-        )
-    return pooled.to(features[0].dtype).view(*rois.shape[:2], *pooled.shape[1:])
+        by_roi[members] = roi_align(
+            feature.to(dtype), indexed[members], output_size, scale, sampling_ratio, aligned
+        ).to(feature.dtype)
+    return pooled
 
 
 @pyramid_roi_align.register_fake
 def _(
     features: Sequence[Tensor], rois: Tensor, output_size: int, *_attributes: Any, **_named: Any
 ) -> Tensor:
-    batch, count, _ = rois.shape
-    return features[0].new_empty(batch, count, features[0].shape[1], output_size, output_size)
+    return _empty_pooled(features, rois, output_size)
 
 
-@torch.library.custom_op("maskrcnn::pyramid_roi_align_backward", mutates_args=())
+@pyramid_roi_align.register_kernel("cuda")
+def _(features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> Tensor:
+    pooling = _pooling_from(attributes)
+    pooled = _empty_pooled(features, rois, pooling.output_size)
+    channels_last = _is_channels_last(features[0])
+    channels = features[0].shape[1]
+    kernel = forward_kernel(
+        pooling, _FEATURE_TYPES[features[0].dtype], channels, channels_last=channels_last
+    )
+    maps = [feature.contiguous(memory_format=_FORMATS[channels_last]) for feature in features]
+    launch_kernel(kernel, _launch(features, rois, pooling), [*maps, rois.contiguous()], [pooled])
+    return pooled
+
+
+@torch.library.custom_op(
+    "maskrcnn::pyramid_roi_align_backward", mutates_args=(), device_types="cpu"
+)
 def pyramid_roi_align_backward(
     grad: Tensor,
     features: Sequence[Tensor],
@@ -81,22 +117,44 @@ def pyramid_roi_align_backward(
 ) -> list[Tensor]:
     """Gradients of the features, each like its level, from that of the pooled ones."""
     levels = roi_levels(rois, spatial_scales, canonical_level, canonical_size).flatten()
-    indexed = _indexed_rois(rois, inclusive)
-    grad = grad.flatten(0, 1).float()
-    gradients = []
-    for level, (feature, scale) in enumerate(zip(features, spatial_scales, strict=True)):
+    dtype = _sum_dtype(features)
+    indexed = _indexed_rois(rois.to(dtype), inclusive)
+    grad = grad.flatten(0, 1).to(dtype)
+    gradients = _empty_gradients(features)
+    for level, (gradient, scale) in enumerate(zip(gradients, spatial_scales, strict=True)):
         members = (levels == level).nonzero()[:, 0]
-        gradient = _roi_align_backward(
-            grad[members], indexed[members], scale, output_size, output_size,
-            *feature.shape, sampling_ratio, aligned,
-        )  # fmt: skip
-        gradients.append(gradient.to(feature.dtype))
+        gradient.copy_(
+            _roi_align_backward(
+                grad[members],
+                indexed[members],
+                scale,
+                output_size,
+                output_size,
+                *gradient.shape,
+                sampling_ratio,
+                aligned,
+            )
+        )
     return gradients
 
 
 @pyramid_roi_align_backward.register_fake
 def _(grad: Tensor, features: Sequence[Tensor], *_rest: Any, **_named: Any) -> list[Tensor]:
-    return [torch.empty_like(feature) for feature in features]
+    return _empty_gradients(features)
+
+
+@pyramid_roi_align_backward.register_kernel("cuda")
+def _(grad: Tensor, features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> list[Tensor]:
+    pooling = _pooling_from(attributes)
+    channels_last = _is_channels_last(features[0])
+    kernel = backward_kernel(
+        pooling, _FEATURE_TYPES[grad.dtype], features[0].shape[1], channels_last=channels_last
+    )
+    grad = (grad.movedim(2, -1) if channels_last else grad).contiguous()
+    gradients = _empty_gradients(features)
+    sums = [torch.zeros_like(gradient, dtype=_sum_dtype(features)) for gradient in gradients]
+    launch_kernel(kernel, _launch(features, rois, pooling), [grad, rois.contiguous()], sums)
+    return [total.to(feature.dtype) for total, feature in zip(sums, features, strict=True)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -111,6 +169,41 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 pyramid_roi_align.register_autograd(_backward, setup_context=_setup_context)
+
+_FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
+
+
+def _is_channels_last(feature: Tensor) -> bool:
+    # Asked of one stride, so that a symbolic batch stays symbolic.
+    return feature.stride(1) == 1
+
+
+def _empty_pooled(features: Sequence[Tensor], rois: Tensor, output_size: int) -> Tensor:
+    channels = features[0].shape[1]
+    if _is_channels_last(features[0]):
+        shape = (*rois.shape[:2], output_size, output_size, channels)
+        return features[0].new_empty(shape).permute(0, 1, 4, 2, 3)
+    return features[0].new_empty(*rois.shape[:2], channels, output_size, output_size)
+
+
+def _empty_gradients(features: Sequence[Tensor]) -> list[Tensor]:
+    memory_format = _FORMATS[_is_channels_last(features[0])]
+    return [torch.empty_like(feature, memory_format=memory_format) for feature in features]
+
+
+def _sum_dtype(features: Sequence[Tensor]) -> torch.dtype:
+    return torch.promote_types(features[0].dtype, torch.float32)
+
+
+def _pooling_from(attributes: tuple[Any, ...]) -> Pooling:
+    pooling = Pooling(*attributes)
+    return pooling._replace(spatial_scales=tuple(pooling.spatial_scales))
+
+
+def _launch(features: Sequence[Tensor], rois: Tensor, pooling: Pooling) -> Launch:
+    batch, count, _ = rois.shape
+    sizes = [(feature.shape[2], feature.shape[3]) for feature in features]
+    return pyramid_roi_align_launch(batch, count, features[0].shape[1], sizes, pooling.output_size)
 
 
 def roi_levels(

@@ -1,8 +1,15 @@
 """What the tests of several folders share: a tiny model with random weights, and its bundle."""
 
+import importlib
 from pathlib import Path
 
 import pytest
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not importlib.import_module("torch").cuda.is_available():
+        pytest.skip("no CUDA device")
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,12 @@ from torch import Tensor
 from torchvision.ops import batched_nms
 
 from maskrcnn_trt.export.onnx_functions import NmsKeep
-from maskrcnn_trt.plugins.nms_keep import _keep_by_fixed_point, nms_keep
+from maskrcnn_trt.plugins.nms_keep import nms_keep
 
 
-def keep_by_definition(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
+def keep_by_definition(
+    boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int
+) -> Tensor:
     """The contract word by word, in single precision."""
     keep = np.zeros(classes.shape, dtype=bool)
     for set_boxes, set_classes, set_keep in zip(boxes.numpy(), classes.numpy(), keep, strict=True):
@@ -26,7 +28,8 @@ def keep_by_definition(boxes: Tensor, classes: Tensor, iou_threshold: float) -> 
                 and iou(set_boxes[i], set_boxes[j]) > np.float32(iou_threshold)
                 for i in range(j)
             )
-            set_keep[j] = set_classes[j] >= 0 and not suppressed
+            full = 0 < max_keep <= set_keep[:j].sum()
+            set_keep[j] = set_classes[j] >= 0 and not suppressed and not full
     return torch.from_numpy(keep)
 
 
@@ -37,7 +40,7 @@ def iou(a: np.ndarray, b: np.ndarray) -> np.float32:
     return intersection / union if union > 0 else np.float32(0)
 
 
-def keep_by_onnx(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
+def keep_by_onnx(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
     graph = helper.make_graph(
         [
             helper.make_node(
@@ -46,6 +49,7 @@ def keep_by_onnx(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor
                 ["keep"],
                 domain="maskrcnn",
                 iou_threshold=iou_threshold,
+                max_keep=max_keep,
             )
         ],
         "nms",
@@ -67,10 +71,8 @@ def keep_by_onnx(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor
     return torch.from_numpy(session.run(["keep"], feeds)[0])
 
 
-def keep_by_cuda(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return nms_keep(boxes.cuda(), classes.cuda(), iou_threshold).cpu()
+def keep_by_cuda(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
+    return nms_keep(boxes.cuda(), classes.cuda(), iou_threshold, max_keep).cpu()
 
 
 def random_sets(batch: int, count: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -116,26 +118,34 @@ CASES: dict[str, tuple[tuple[Tensor, Tensor], float]] = {
     "implementation",
     [
         pytest.param(nms_keep, id="torch-cpu"),
-        pytest.param(_keep_by_fixed_point, id="fixed-point"),
         pytest.param(keep_by_onnx, id="onnx-function"),
         pytest.param(keep_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
     ],
 )
+@pytest.mark.parametrize("max_keep", [0, 1, 7], ids=["all", "one", "seven"])
 @pytest.mark.parametrize("case", CASES)
 def test_implementations_keep_the_same(
-    implementation: Callable[[Tensor, Tensor, float], Tensor], case: str
+    implementation: Callable[[Tensor, Tensor, float, int], Tensor], case: str, max_keep: int
 ) -> None:
     (boxes, classes), threshold = CASES[case]
-    keep = implementation(boxes, classes, threshold)
+    keep = implementation(boxes, classes, threshold, max_keep)
     assert keep.dtype == torch.bool
-    assert torch.equal(keep, keep_by_definition(boxes, classes, threshold))
+    assert torch.equal(keep, keep_by_definition(boxes, classes, threshold, max_keep))
 
 
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(nms_keep, id="torch-cpu"),
+        pytest.param(keep_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("threshold", [0.5, 0.7])
-def test_keeps_what_torchvision_keeps(threshold: float) -> None:
+def test_keeps_what_torchvision_keeps(
+    implementation: Callable[[Tensor, Tensor, float, int], Tensor], threshold: float
+) -> None:
     boxes, classes = random_sets(4, 1000, 4, seed=4)
-    keep = nms_keep(boxes, classes, threshold)
-    assert torch.equal(keep, _keep_by_fixed_point(boxes, classes, threshold))
+    keep = implementation(boxes, classes, threshold, 0)
     ranks = torch.arange(1000, 0, -1).float()
     for set_boxes, set_classes, set_keep in zip(boxes, classes, keep, strict=True):
         members = (set_classes >= 0).nonzero()[:, 0]
@@ -143,7 +153,32 @@ def test_keeps_what_torchvision_keeps(threshold: float) -> None:
         assert set_keep.nonzero()[:, 0].tolist() == members[kept].tolist()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", ["no box", "several classes"])
-def test_registration_holds(case: str) -> None:
+def test_registration_holds(case: str, device: str) -> None:
     (boxes, classes), threshold = CASES[case]
-    torch.library.opcheck(nms_keep, (boxes, classes, threshold))
+    torch.library.opcheck(nms_keep, (boxes.to(device), classes.to(device), threshold, 5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_keep", [0, 100])
+@pytest.mark.parametrize("count", [63, 64, 65, 1000, 1023, 1025, 4097, 16384])
+def test_large_sets_on_a_gpu(count: int, max_keep: int) -> None:
+    boxes, classes = random_sets(2, count, 3, seed=count)
+    keep = keep_by_cuda(boxes, classes, 0.5, max_keep)
+    assert torch.equal(keep, nms_keep(boxes, classes, 0.5, max_keep))
+
+
+@pytest.mark.gpu
+def test_boxes_that_are_no_numbers_suppress_nothing_on_a_gpu() -> None:
+    boxes, classes = one_set(
+        [[torch.nan] * 4, SQUARE, [0, 0, torch.inf, torch.inf], SQUARE], [0] * 4
+    )
+    assert keep_by_cuda(boxes, classes, 0.5, 0).tolist() == [[True, True, True, False]]
+
+
+@pytest.mark.gpu
+def test_too_large_a_set_is_refused_on_a_gpu() -> None:
+    boxes, classes = random_sets(1, 16385, 1, seed=5)
+    with pytest.raises(ValueError, match="at most 16384 boxes a set, not 16385"):
+        keep_by_cuda(boxes, classes, 0.5, 0)

@@ -33,6 +33,8 @@ class Mode(NamedTuple):
 
 
 DEFAULT = Mode()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FORMATS = [torch.contiguous_format, torch.channels_last]
 MODES = {
     "default": DEFAULT,
     "aligned": Mode(aligned=True),
@@ -107,10 +109,23 @@ def pool_by_torch(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT
     return pyramid_roi_align(features, rois, *attributes(len(features), mode))
 
 
+def pool_channels_last(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
+    """With channels innermost, which the result must have too."""
+    pooled = pool_by_torch(
+        [feature.contiguous(memory_format=torch.channels_last) for feature in features], rois, mode
+    )
+    assert pooled.movedim(2, -1).is_contiguous()
+    return pooled
+
+
 def pool_by_cuda(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     return pool_by_torch([feature.cuda() for feature in features], rois.cuda(), mode).cpu()
+
+
+def pool_channels_last_by_cuda(
+    features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT
+) -> Tensor:
+    return pool_channels_last([feature.cuda() for feature in features], rois.cuda(), mode).cpu()
 
 
 def pool_by_torchvision(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
@@ -132,7 +147,7 @@ def pool_by_onnx(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT)
     kind = TensorProto.FLOAT16 if features[0].dtype == torch.float16 else TensorProto.FLOAT
     side, ratio, scales, level, size, aligned, inclusive = attributes(len(features), mode)
     node = helper.make_node(
-        "PyramidRoIAlign",
+        "PyramidRoIAlign" if len(features) > 1 else "SingleMapRoIAlign",
         [*names, "rois"],
         ["pooled"],
         domain="maskrcnn",
@@ -166,7 +181,7 @@ def pool_by_onnx(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT)
 def pyramid(batch: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(batch)
     return [
-        torch.randn(batch, 5, int(HEIGHT * s), int(WIDTH * s), generator=generator).to(dtype)
+        torch.randn(batch, 12, int(HEIGHT * s), int(WIDTH * s), generator=generator).to(dtype)
         for s in SCALES
     ]
 
@@ -205,23 +220,28 @@ ROIS: dict[str, Tensor] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 4e-3)])
 @pytest.mark.parametrize(
     "implementation",
     [
         pytest.param(pool_by_torch, id="torch-cpu"),
+        pytest.param(pool_channels_last, id="torch-cpu-channels-last"),
         pytest.param(pool_by_onnx, id="onnx-function"),
         pytest.param(pool_by_torchvision, id="torchvision"),
         pytest.param(pool_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
+        pytest.param(
+            pool_channels_last_by_cuda, id="torch-cuda-channels-last", marks=pytest.mark.gpu
+        ),
     ],
 )
 @pytest.mark.parametrize("case", ROIS)
-def test_implementations_pool_the_same(implementation: Pool, case: str, dtype: torch.dtype) -> None:
+def test_implementations_pool_the_same(
+    implementation: Pool, case: str, dtype: torch.dtype, tolerance: float
+) -> None:
     rois = ROIS[case]
     features = pyramid(len(rois), dtype)
     pooled = implementation(features, rois, DEFAULT)
     assert pooled.dtype == dtype
-    tolerance = 1e-4 if dtype == torch.float32 else 4e-3
     expected = pool_by_definition(features, rois, DEFAULT)
     torch.testing.assert_close(pooled, expected, atol=tolerance, rtol=0)
 
@@ -230,8 +250,12 @@ def test_implementations_pool_the_same(implementation: Pool, case: str, dtype: t
     "implementation",
     [
         pytest.param(pool_by_torch, id="torch-cpu"),
+        pytest.param(pool_channels_last, id="torch-cpu-channels-last"),
         pytest.param(pool_by_onnx, id="onnx-function"),
         pytest.param(pool_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
+        pytest.param(
+            pool_channels_last_by_cuda, id="torch-cuda-channels-last", marks=pytest.mark.gpu
+        ),
     ],
 )
 @pytest.mark.parametrize("levels", [4, 1], ids=["pyramid", "one map"])
@@ -249,7 +273,11 @@ def test_modes_pool_as_defined(implementation: Pool, case: str, mode: str, level
     "implementation",
     [
         pytest.param(pool_by_torch, id="torch-cpu"),
+        pytest.param(pool_channels_last, id="torch-cpu-channels-last"),
         pytest.param(pool_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
+        pytest.param(
+            pool_channels_last_by_cuda, id="torch-cuda-channels-last", marks=pytest.mark.gpu
+        ),
     ],
 )
 @pytest.mark.parametrize("case", ["no RoI", "three images", "over and beyond the borders"])
@@ -278,8 +306,94 @@ def test_gradient_of_half_precision_features_is_of_half_precision() -> None:
         torch.testing.assert_close(half.grad.float(), single.grad, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("case", ["no RoI", "three images"])
-def test_registration_holds(case: str) -> None:
-    rois = ROIS[case]
-    features = [feature.requires_grad_() for feature in pyramid(len(rois))]
+def test_registration_holds(case: str, memory_format: torch.memory_format, device: str) -> None:
+    rois = ROIS[case].to(device)
+    features = [
+        feature.to(device, memory_format=memory_format).requires_grad_()
+        for feature in pyramid(len(rois))
+    ]
     torch.library.opcheck(pyramid_roi_align, (features, rois, *attributes(4, DEFAULT)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("mode", ["default", "adaptive, aligned"])
+def test_gradients_are_those_of_finite_differences(
+    mode: str, memory_format: torch.memory_format, device: str
+) -> None:
+    rois = torch.tensor([[[1, 2, 15, 11], [-3, 0, 40, 30], [0, 0, 31, 15]]] * 2).float().to(device)
+    features = [
+        torch.rand(2, 4, 8 >> level, 8 >> level, dtype=torch.float64, device=device)
+        .to(memory_format=memory_format)
+        .requires_grad_()
+        for level in range(4)
+    ]
+    assert torch.autograd.gradcheck(
+        lambda *maps: pyramid_roi_align(maps, rois, *attributes(4, MODES[mode])),
+        features,
+        nondet_tol=1e-12,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rois_that_are_no_numbers_pool_zeros(device: str) -> None:
+    rois = torch.tensor([[[torch.nan] * 4, [5, 5, torch.nan, 9], [0, 0, 64, 64], [9, 5, 5, 9]]])
+    pooled = pool_by_torch([f.to(device) for f in pyramid(1)], rois.to(device))[0]
+    assert [bool(cells.any()) for cells in pooled] == [False, False, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("channels", [1, 5, 8, 36, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("batch", "side"), [(0, 7), (1, 7), (3, 14), (16, 2)])
+def test_equals_the_cpu_on_a_gpu(
+    dtype: torch.dtype,
+    batch: int,
+    side: int,
+    channels: int,
+    memory_format: torch.memory_format,
+) -> None:
+    """Forward and backward, by number of channels, type, layout, batch and size."""
+    rois = random_rois(batch, 10)
+    generator = torch.Generator().manual_seed(channels)
+    sizes = [(int(HEIGHT * s), int(WIDTH * s)) for s in SCALES]
+    maps = [torch.randn(batch, channels, *size, generator=generator).to(dtype) for size in sizes]
+    weights = torch.randn(batch, 10, channels, side, side, generator=generator).to(dtype)
+    answers = []
+    for device in ("cpu", "cuda"):
+        features = [m.to(device, memory_format=memory_format).requires_grad_() for m in maps]
+        pooled = pyramid_roi_align(features, rois.to(device), side, *attributes(4, DEFAULT)[1:])
+        pooled.backward(weights.to(device))
+        answers.append([x.cpu() for x in (pooled.detach(), *(f.grad for f in features))])
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 2e-5)
+    for ours, wanted in zip(answers[1], answers[0], strict=True):
+        torch.testing.assert_close(ours, wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+def test_huge_rois_do_not_hang_a_gpu() -> None:
+    rois = torch.tensor([[[-1e6, -1e6, 1e6, 1e6], [0, 0, 1e30, 1e30], [0, 0, torch.inf, 5]]])
+    pooled = pool_by_cuda(pyramid(1), rois, MODES["adaptive"])
+    assert pooled.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_compiled_and_captured_on_a_gpu() -> None:
+    features, rois = [f.cuda() for f in pyramid(3)], ROIS["three images"].cuda()
+
+    @torch.compile(fullgraph=True)
+    def pool(rois: Tensor) -> Tensor:
+        return pool_by_torch([feature * 2 for feature in features], rois) + 1
+
+    pool(rois)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pooled = pool(rois)
+    rois.copy_(rois.flip(1))
+    graph.replay()
+    expected = pool_by_torch([feature * 2 for feature in features], rois) + 1
+    torch.testing.assert_close(pooled, expected)

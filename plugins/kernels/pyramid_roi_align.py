@@ -1,0 +1,89 @@
+"""Compilation and launch of `pyramid_roi_align.cu` and `pyramid_roi_align_backward.cu`."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..compilation import Kernel, Launch
+
+MAX_LEVELS = 5
+_THREADS = 256
+_CELLS = 49
+
+# Widest loads: 16 bytes.
+_VECTORS = {"float16": 8, "bfloat16": 8, "float": 4, "double": 2}
+
+
+class Pooling(NamedTuple):
+    """Attributes of `maskrcnn::pyramid_roi_align`, which is where they are explained."""
+
+    output_size: int
+    sampling_ratio: int
+    spatial_scales: tuple[float, ...]
+    canonical_level: int
+    canonical_size: float
+    aligned: bool
+    inclusive: bool
+
+
+def forward_kernel(
+    pooling: Pooling, feature_type: str, channels: int, *, channels_last: bool
+) -> Kernel:
+    """The kernel that pools features of a type: `float16`, `bfloat16`, `float` or `double`."""
+    widest = _VECTORS[feature_type]
+    vector = math.gcd(widest, channels) if channels_last else 1
+    return _kernel("pyramid_roi_align", pooling, feature_type, vector, channels_last)
+
+
+def backward_kernel(
+    pooling: Pooling, feature_type: str, channels: int, *, channels_last: bool
+) -> Kernel:
+    """The kernel that adds gradients of pooled features up; they become `float` or `double`."""
+    vector = math.gcd(4, channels) if channels_last else 1
+    return _kernel("pyramid_roi_align_backward", pooling, feature_type, vector, channels_last)
+
+
+def pyramid_roi_align_launch(
+    batch: int, rois: int, channels: int, sizes: Sequence[tuple[int, int]], output_size: int
+) -> Launch:
+    """Launch of both kernels.
+
+    Forward: a map [B, C, H_l, W_l] a level and rois [B, R, 4] float32 -> [B, R, C, P, P]; sizes
+    are (H_l, W_l). Backward: gradients [B, R, C, P, P] and rois -> a map a level. With channels
+    last, all of them have their channels innermost.
+    """
+    parts = -(-(output_size**2) // _CELLS)
+    scalars = (channels, *(side for size in sizes for side in size))
+    return Launch((rois, batch, parts), (_THREADS, 1, 1), scalars)
+
+
+def _kernel(
+    name: str, pooling: Pooling, feature_type: str, vector: int, channels_last: bool
+) -> Kernel:
+    constants: tuple[tuple[str, int | float | str], ...] = (
+        ("FEATURE", feature_type),
+        ("LEVELS", len(pooling.spatial_scales)),
+        ("OUTPUT_SIZE", pooling.output_size),
+        ("SAMPLING_RATIO", pooling.sampling_ratio),
+        ("FINEST_LEVEL", round(-math.log2(pooling.spatial_scales[0]))),
+        ("CANONICAL_LEVEL", pooling.canonical_level),
+        ("CANONICAL_SIZE", float(pooling.canonical_size)),
+        ("ALIGNED", int(pooling.aligned)),
+        ("INCLUSIVE", int(pooling.inclusive)),
+        ("CHANNELS_LAST", int(channels_last)),
+        ("VECTOR", vector),
+        ("CELLS", _CELLS),
+        ("THREADS", _THREADS),
+    )
+    return Kernel(f"{name}.cu", name, constants, fused_multiply_add=True)
+
+
+_FPN = Pooling(7, 2, (1 / 4, 1 / 8, 1 / 16, 1 / 32), 4, 224.0, False, False)
+_C4 = Pooling(14, 0, (1 / 16,), 4, 224.0, True, False)
+VARIANTS = tuple(
+    kernel_of(pooling, feature_type, 256, channels_last=channels_last)
+    for kernel_of in (forward_kernel, backward_kernel)
+    for pooling in (_FPN, _C4)
+    for feature_type in _VECTORS
+    for channels_last in (False, True)
+)
