@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx
 import torch
+from onnx import helper, inliner
 from torch import Tensor
 from torch.onnx.ops import symbolic, symbolic_multi_out
 
@@ -49,9 +50,23 @@ def onnx_from_model(
         )
     assert program is not None
     proto = program.model_proto
-    proto.functions.extend(functions_for(model.config))
+    proto.functions.extend(_flattened(functions_for(model.config)))
     _name_batch_axis(proto.graph)
     return proto
+
+
+def _flattened(functions: Sequence[onnx.FunctionProto]) -> Sequence[onnx.FunctionProto]:
+    """Functions that call none of the others.
+
+    TensorRT's parser takes an attribute that one function hands on to another for empty, and
+    builds an engine with that.
+    """
+    called = {(node.domain, node.op_type) for function in functions for node in function.node}
+    helpers = [key for f in functions if (key := (f.domain, f.name)) in called]
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(OPSET_DOMAIN, OPSET_VERSION)]
+    graph = helper.make_graph([], "bodies", [], [])
+    model = helper.make_model(graph, functions=functions, opset_imports=opsets)
+    return inliner.inline_selected_functions(model, helpers).functions
 
 
 def _name_batch_axis(graph: onnx.GraphProto) -> None:
