@@ -187,8 +187,9 @@ def _empty_pooled(features: Sequence[Tensor], rois: Tensor, output_size: int) ->
 
 
 def _empty_gradients(features: Sequence[Tensor]) -> list[Tensor]:
-    memory_format = _FORMATS[_is_channels_last(features[0])]
-    return [torch.empty_like(feature, memory_format=memory_format) for feature in features]
+    if _is_channels_last(features[0]):
+        return [f.new_empty(f.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) for f in features]
+    return [feature.new_empty(feature.shape) for feature in features]
 
 
 def _sum_dtype(features: Sequence[Tensor]) -> torch.dtype:
