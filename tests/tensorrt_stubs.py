@@ -49,9 +49,33 @@ _SOURCES = {
         int getNvOnnxParserVersion(void) { return 0; }
     """,
 }
-# The package `tensorrt` as its own wheel has it.
+# The package `tensorrt` as its own wheel has it, and a plugin registry, which is part of what the
+# libraries would bring.
 _PACKAGE = {
-    "__init__.py": "from tensorrt_bindings import *\nfrom tensorrt_bindings import __version__\n",
+    "__init__.py": """
+from tensorrt_bindings import *
+from tensorrt_bindings import IPluginCreatorInterface, __version__
+
+
+class _PluginRegistry:
+    def __init__(self):
+        self._creators = {}
+
+    def register_creator(self, creator, plugin_namespace=""):
+        assert isinstance(creator, IPluginCreatorInterface)
+        key = creator.name, creator.plugin_version, plugin_namespace
+        return self._creators.setdefault(key, creator) is creator
+
+    def get_creator(self, type, version, plugin_namespace=""):
+        return self._creators.get((type, version, plugin_namespace))
+
+
+_registry = _PluginRegistry()
+
+
+def get_plugin_registry():
+    return _registry
+""",
     "plugin/__init__.py": "from tensorrt_bindings.plugin import *\n",
 }
 

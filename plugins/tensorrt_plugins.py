@@ -1,0 +1,194 @@
+"""The kernels as TensorRT plugins, whose code a plan carries: to run it, none of this is needed.
+
+They are "quickly deployable plugins" with an ahead-of-time implementation: TensorRT asks for the
+PTX of a kernel and for its launch as expressions of the inputs' sizes, and keeps both in the plan.
+TensorRT is imported when they are registered. Their contracts are in README.md beside this file.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .compilation import Kernel, Launch, compiled, supported_architectures
+from .kernels.nms_keep import MAX_BOXES, nms_keep_kernel, nms_keep_launch
+from .kernels.pyramid_roi_align import Pooling, forward_kernel, pyramid_roi_align_launch
+
+PLUGIN_NAMESPACE = "maskrcnn"
+"""Namespace of the plugins, which an ONNX node must have as its attribute `plugin_namespace`.
+
+Without that attribute TensorRT's parser takes the node's function body instead, silently and
+whatever its flags: the domain of a node is not its namespace.
+"""
+
+_VERSION = "1"  # Plugins of this kind have no other.
+
+Description = tuple[tuple[Any, ...], Any]
+"""Shape and type of a tensor."""
+
+
+class _Plugin(NamedTuple):
+    """A plugin of one output. Both functions take the module `tensorrt`, inputs and attributes."""
+
+    inputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    """Types by name, in the order in which TensorRT hands their values over."""
+    types: tuple[str, ...]
+    """Of inputs and output, which are linear; alternatives as in `FP32|FP16` go together."""
+    describe: Callable[..., Description]
+    implement: Callable[..., tuple[Kernel, Launch]]
+
+
+def register_plugins(architecture: int) -> dict[str, str]:
+    """Register the plugins with TensorRT, or once more for another GPU.
+
+    Args:
+        architecture: compute capability of the GPU that builds, ten times its number: 90 for 9.0.
+            The kernels run on it and on newer ones.
+
+    Returns:
+        Versions by `namespace::name`.
+
+    Raises:
+        ModuleNotFoundError: TensorRT is not installed.
+    """
+    trt, trtp = import_module("tensorrt"), import_module("tensorrt.plugin")
+    for name, plugin in _PLUGINS.items():
+        plugin_id = f"{PLUGIN_NAMESPACE}::{name}"
+        if not hasattr(getattr(trtp.op, PLUGIN_NAMESPACE, None), name):
+            trtp.register(plugin_id)(_description(plugin, trt, trtp))
+            trtp.autotune(plugin_id)(_combinations(plugin, trtp))
+        trtp.aot_impl(plugin_id)(_implementation(plugin, trt, trtp, architecture))
+    return {f"{PLUGIN_NAMESPACE}::{name}": _VERSION for name in _PLUGINS}
+
+
+def _describe_keep(trt: Any, boxes: Any, classes: Any, **_attributes: Any) -> Description:
+    return tuple(classes.shape_expr), trt.bool
+
+
+def _implement_keep(
+    _trt: Any, boxes: Any, classes: Any, iou_threshold: float, max_keep: int
+) -> tuple[Kernel, Launch]:
+    if classes.shape[1] > MAX_BOXES:
+        raise ValueError(f"NmsKeep takes at most {MAX_BOXES} boxes a set, not {classes.shape[1]}")
+    sets, count = classes.shape_expr
+    return nms_keep_kernel(iou_threshold, max_keep), nms_keep_launch(sets, count)
+
+
+def _describe_pooled(
+    _trt: Any, *inputs: Any, output_size: int, spatial_scales: Any, **_attributes: Any
+) -> Description:
+    *features, rois = inputs
+    if len(spatial_scales) != len(features):
+        raise ValueError(f"{len(features)} feature maps have {len(spatial_scales)} spatial_scales")
+    batch, count, _ = rois.shape_expr
+    channels = features[0].shape_expr[1]
+    return (batch, count, channels, output_size, output_size), features[0].dtype
+
+
+def _implement_pooled(
+    trt: Any, *inputs: Any, spatial_scales: Any, aligned: int, inclusive: int, **attributes: Any
+) -> tuple[Kernel, Launch]:
+    *features, rois = inputs
+    pooling = Pooling(
+        spatial_scales=tuple(spatial_scales.tolist()),
+        aligned=bool(aligned),
+        inclusive=bool(inclusive),
+        **attributes,
+    )
+    feature_type = {trt.float16: "float16", trt.float32: "float"}[features[0].dtype]
+    kernel = forward_kernel(pooling, feature_type, features[0].shape[1], channels_last=False)
+    batch, count, _ = rois.shape_expr
+    _, channels, *_ = features[0].shape_expr
+    sizes = [(feature.shape_expr[2], feature.shape_expr[3]) for feature in features]
+    return kernel, pyramid_roi_align_launch(batch, count, channels, sizes, pooling.output_size)
+
+
+def _roi_align(levels: int) -> _Plugin:
+    return _Plugin(
+        inputs=(*(f"feature_{level}" for level in range(levels)), "rois"),
+        attributes={
+            "output_size": int,
+            "sampling_ratio": int,
+            "spatial_scales": NDArray[np.float32],
+            "canonical_level": int,
+            "canonical_size": float,
+            "aligned": int,
+            "inclusive": int,
+        },
+        types=(*["FP32|FP16"] * levels, "FP32", "FP32|FP16"),
+        describe=_describe_pooled,
+        implement=_implement_pooled,
+    )
+
+
+_PLUGINS = {
+    "NmsKeep": _Plugin(
+        inputs=("boxes", "classes"),
+        attributes={"iou_threshold": float, "max_keep": int},
+        types=("FP32", "INT64", "BOOL"),
+        describe=_describe_keep,
+        implement=_implement_keep,
+    ),
+    "PyramidRoIAlign": _roi_align(levels=4),
+    "SingleMapRoIAlign": _roi_align(levels=1),
+}
+
+
+def _description(plugin: _Plugin, trt: Any, trtp: Any) -> Callable[..., Any]:
+    """What `tensorrt.plugin.register` takes."""
+
+    def describe(*inputs: Any, **attributes: Any) -> Any:
+        return trtp.from_shape_expr(*plugin.describe(trt, *inputs, **attributes))
+
+    inputs = dict.fromkeys(plugin.inputs, trtp.TensorDesc)
+    return _signed(describe, {**inputs, **plugin.attributes}, trtp.TensorDesc)
+
+
+def _combinations(plugin: _Plugin, trtp: Any) -> Callable[..., Any]:
+    """What `tensorrt.plugin.autotune` takes."""
+
+    def combine(*_descriptions: Any) -> Any:
+        return [trtp.AutoTuneCombination(", ".join(plugin.types), "LINEAR")]
+
+    inputs = dict.fromkeys(plugin.inputs, trtp.TensorDesc)
+    outputs = {"outputs": tuple[trtp.TensorDesc]}
+    return _signed(combine, {**inputs, **outputs}, list[trtp.AutoTuneCombination])
+
+
+def _implementation(plugin: _Plugin, trt: Any, trtp: Any, architecture: int) -> Callable[..., Any]:
+    """What `tensorrt.plugin.aot_impl` takes."""
+    # A newer GPU than the compiler knows runs the PTX of the newest it does.
+    known = max((a for a in supported_architectures() if a <= architecture), default=architecture)
+
+    def implement(*arguments: Any) -> Any:
+        *given, _outputs, _tactic = arguments
+        inputs, values = given[: len(plugin.inputs)], given[len(plugin.inputs) :]
+        attributes = dict(zip(plugin.attributes, values, strict=True))
+        kernel, launch = plugin.implement(trt, *inputs, **attributes)
+        scalars = trtp.SymIntExprs(len(launch.scalars))
+        for index, scalar in enumerate(launch.scalars):
+            # Arithmetic makes a size a mere SymIntExpr, of which TensorRT knows no width.
+            scalars[index] = trtp.SymInt32(scalar)
+        ptx = compiled(kernel, known, "ptx").rstrip(b"\0").decode()
+        return kernel.name, ptx, trtp.KernelLaunchParams(*launch.grid, *launch.block), scalars
+
+    inputs = dict.fromkeys(plugin.inputs, trtp.TensorDesc)
+    rest = {"outputs": tuple[trtp.TensorDesc], "tactic": int}
+    returns = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
+    return _signed(implement, {**inputs, **plugin.attributes, **rest}, returns)
+
+
+def _signed(
+    function: Callable[..., Any], parameters: Mapping[str, Any], returns: Any
+) -> Callable[..., Any]:
+    """The function with the signature that TensorRT reads names and types from."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind, annotation=type_) for name, type_ in parameters.items()],
+        return_annotation=returns,
+    )
+    return function
