@@ -26,7 +26,7 @@ class BatchResult(NamedTuple):
     queue_s: float
     """Seconds between the image's arrival and the start of the batch."""
     infer_s: float
-    """Seconds of the batch."""
+    """Seconds of the batch, its wait for those before it on a backend that overlaps included."""
     batch_size: int
 
 
@@ -38,7 +38,7 @@ class _Waiting:
 
 
 class Batcher:
-    """Collects images into batches of one shape bucket and runs them one batch after another.
+    """Collects images into batches of one shape bucket, as many at once as the backend overlaps.
 
     A bucket is ripe when it holds a full batch, or when its oldest image has waited `max_delay_s`.
     Of the ripe buckets the one whose head has waited longest goes first, so none starves.
@@ -50,13 +50,13 @@ class Batcher:
         self._max_delay_s = max_delay_s
         self._queues: dict[ShapeBucket, deque[_Waiting]] = {b: deque() for b in backend.buckets}
         self._arrived = asyncio.Event()
-        # A single thread: backends are not asked to be thread-safe, and the event loop stays free.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
+        self._places = asyncio.Semaphore(backend.concurrency)
+        self._threads = ThreadPoolExecutor(backend.concurrency, thread_name_prefix="backend")
 
     async def warm_up(self) -> None:
-        """Warm the backend up; images that arrive meanwhile wait."""
+        """Warm the backend up; images that arrive meanwhile take their turn."""
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self._backend.warm_up, self._max_batch)
+        await loop.run_in_executor(self._threads, self._backend.warm_up, self._max_batch)
 
     async def infer(self, image: ModelInput) -> BatchResult:
         """Compute one image in the next batch of its bucket.
@@ -75,15 +75,17 @@ class Batcher:
 
     async def run(self) -> None:
         """Compute batches until cancelled."""
-        while True:
-            bucket = await self._ripe_bucket()
-            queue = self._queues[bucket]
-            batch = [queue.popleft() for _ in range(min(self._max_batch, len(queue)))]
-            await self._compute(bucket, batch)
+        async with asyncio.TaskGroup() as batches:
+            while True:
+                await self._places.acquire()
+                bucket = await self._ripe_bucket()
+                queue = self._queues[bucket]
+                batch = [queue.popleft() for _ in range(min(self._max_batch, len(queue)))]
+                batches.create_task(self._compute(bucket, batch))
 
     def close(self) -> None:
-        """Wait for the thread's last batch and release the backend."""
-        self._thread.shutdown()
+        """Wait for the last batches and release the backend."""
+        self._threads.shutdown()
         self._backend.close()
 
     async def _ripe_bucket(self) -> ShapeBucket:
@@ -107,12 +109,14 @@ class Batcher:
         start = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
-            outputs = await loop.run_in_executor(self._thread, self._infer, bucket, batch)
+            outputs = await loop.run_in_executor(self._threads, self._infer, bucket, batch)
         except Exception as error:
             for waiting in batch:
                 if not waiting.result.done():
                     waiting.result.set_exception(error)
             return
+        finally:
+            self._places.release()
         infer_s = time.monotonic() - start
         for row, waiting in enumerate(batch):
             if not waiting.result.done():

@@ -24,7 +24,11 @@ class Outputs(NamedTuple):
 
 
 class Backend(Protocol):
-    """Computes detections for the shape buckets of one precision; called from one thread."""
+    """Computes detections for the shape buckets of one precision."""
+
+    @property
+    def concurrency(self) -> int:
+        """Threads that may call `infer` and `warm_up` at once, which is how batches overlap."""
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:

@@ -15,6 +15,8 @@ from .base import Outputs
 class OnnxRuntimeBackend:
     """One session a shape bucket."""
 
+    concurrency = 1
+
     def __init__(self, bundle: Path, manifest: Manifest, precision: Precision) -> None:
         """Load the bundle's artefacts of a precision.
 

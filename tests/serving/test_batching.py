@@ -1,14 +1,17 @@
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from maskrcnn_trt.model.manifest import read_manifest
-from maskrcnn_trt.serving.backends.base import Backend
+from maskrcnn_trt.serving.backends.base import Backend, Outputs
 from maskrcnn_trt.serving.backends.loading import load_backend
+from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend
 from maskrcnn_trt.serving.batching import Batcher, BatchResult
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import DEFAULT_OPTIONS
@@ -62,6 +65,27 @@ def test_images_of_a_bucket_share_batches(
         np.testing.assert_allclose(
             result.outputs.boxes[result.row], expected.boxes[0], rtol=0, atol=1e-2
         )
+
+
+def test_batches_overlap_as_far_as_the_backend_lets_them(
+    bundle: Path, model_input: Callable[..., ModelInput]
+) -> None:
+    both_there = threading.Barrier(2, timeout=60)
+
+    class Overlapping(OnnxRuntimeBackend):
+        concurrency = 2
+
+        def infer(self, *batch: Any) -> Outputs:
+            both_there.wait()
+            return super().infer(*batch)
+
+    async def compute() -> list[BatchResult]:
+        overlapping = Overlapping(bundle, read_manifest(bundle), "fp32")
+        batcher = Batcher(overlapping, max_batch=1, max_delay_s=0.0)
+        async with running(batcher):
+            return await asyncio.gather(*(batcher.infer(model_input(i)) for i in range(4)))
+
+    assert [result.batch_size for result in asyncio.run(compute())] == [1] * 4
 
 
 def test_delay_lets_a_single_image_go(
