@@ -1,0 +1,156 @@
+// Ground-truth masks within RoIs, averaged by RoIAlign, one block a RoI; plugins/mask_targets.py
+// has the contract. Masks come as pixels, or as run lengths that are read where samples fall.
+//
+// Constants: SIDE, THREADS.
+
+// The RoI along one axis, in pixels of the mask.
+struct Axis {
+    float start, cell;
+    // Samples a cell.
+    int samples;
+    int size;
+};
+
+struct Span {
+    int first, end;
+};
+
+struct Sample {
+    bool inside;
+    int low, high;
+    float fraction;
+};
+
+// A column of an image [height, width].
+struct PixelColumn {
+    const unsigned char* pixels;
+    int width;
+
+    __device__ float operator()(int row) {
+        return pixels[static_cast<long long>(row) * width];
+    }
+};
+
+struct Pixels {
+    const unsigned char* pixels;
+    int height, width;
+
+    __device__ PixelColumn column(int index) const { return {pixels + index, width}; }
+};
+
+// A column of a mask in runs, read best from the top to the bottom: the run at hand is remembered.
+struct RunColumn {
+    // Ends of all runs, of which those of this mask are first .. last - 1.
+    const long long* ends;
+    long long first, last, run, top;
+
+    __device__ float operator()(int row) {
+        const long long position = top + row;
+        while (run > first && position < ends[run - 1]) --run;
+        while (run < last && position >= ends[run]) ++run;
+        // Runs of zeros come first.
+        return run < last && (run - first) % 2 == 1 ? 1.0f : 0.0f;
+    }
+};
+
+struct Runs {
+    const long long* ends;
+    long long first, last;
+    int height, width;
+
+    __device__ RunColumn column(int index) const {
+        const long long origin = first > 0 ? ends[first - 1] : 0;
+        const long long top = origin + static_cast<long long>(index) * height;
+        long long low = first, high = last;
+        while (low < high) {
+            const long long middle = (low + high) / 2;
+            if (ends[middle] <= top) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        return {ends, first, last, low, top};
+    }
+};
+
+// A RoI is at least a pixel wide and high, and has as many samples as its cells span pixels.
+__device__ Axis axis_of(float near, float far, int size) {
+    const float length = fmaxf(far - near, 1.0f);
+    return {near, length / SIDE, static_cast<int>(ceilf(length / SIDE)), size};
+}
+
+// The samples of a cell that can lie on the mask: a huge RoI has few there.
+__device__ Span nearby_samples(const Axis& axis, int cell) {
+    const float start = axis.start + cell * axis.cell;
+    const float step = axis.cell / axis.samples;
+    const int first = static_cast<int>(floorf((-1.0f - start) / step)) - 1;
+    const float end = ceilf((axis.size - start) / step) + 1.0f;
+    return {max(first, 0), static_cast<int>(fminf(end, static_cast<float>(axis.samples)))};
+}
+
+__device__ Sample sample_at(const Axis& axis, int cell, int index) {
+    float source = axis.start + cell * axis.cell + (index + 0.5f) * axis.cell / axis.samples;
+    const bool inside = source >= -1.0f && source <= axis.size;
+    source = fmaxf(source, 0.0f);
+    const int low = static_cast<int>(source);
+    if (low >= axis.size - 1) return {inside, axis.size - 1, axis.size - 1, 0.0f};
+    return {inside, low, low + 1, source - low};
+}
+
+template <typename Mask>
+__device__ float average(const Mask& mask, const Axis& columns, const Axis& rows, int cell) {
+    const int row_cell = cell / SIDE, column_cell = cell % SIDE;
+    const Span xs = nearby_samples(columns, column_cell), ys = nearby_samples(rows, row_cell);
+    float sum = 0.0f;
+    for (int i = xs.first; i < xs.end; ++i) {
+        const Sample x = sample_at(columns, column_cell, i);
+        if (!x.inside) continue;
+        auto left = mask.column(x.low), right = mask.column(x.high);
+        for (int j = ys.first; j < ys.end; ++j) {
+            const Sample y = sample_at(rows, row_cell, j);
+            if (!y.inside) continue;
+            const float above = left(y.low) * (1.0f - x.fraction) + right(y.low) * x.fraction;
+            const float below = left(y.high) * (1.0f - x.fraction) + right(y.high) * x.fraction;
+            sum += above * (1.0f - y.fraction) + below * y.fraction;
+        }
+    }
+    return sum / (static_cast<float>(columns.samples) * static_cast<float>(rows.samples));
+}
+
+template <typename Mask>
+__device__ void write_targets(const Mask& mask, const float* box, bool owned, float* targets) {
+    const Axis columns = axis_of(box[0], box[2], mask.width);
+    const Axis rows = axis_of(box[1], box[3], mask.height);
+    const bool finite = isfinite(box[0]) && isfinite(box[1]) && isfinite(box[2]) &&
+                        isfinite(box[3]);
+    const bool empty = !owned || !finite || mask.width <= 0 || mask.height <= 0;
+    for (int cell = threadIdx.x; cell < SIDE * SIDE; cell += THREADS) {
+        targets[cell] = empty ? 0.0f : average(mask, columns, rows, cell);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+mask_targets_from_crops(const unsigned char* masks, const float* boxes, const long long* matched,
+                        int rois, int instances, int height, int width, float* targets) {
+    const long long roi = blockIdx.x, image = roi / rois, owner = matched[roi];
+    const bool owned = owner >= 0 && owner < instances;
+    const long long plane = image * instances + (owned ? owner : 0);
+    const Pixels mask = {masks + plane * height * width, height, width};
+    write_targets(mask, boxes + 4 * roi, owned, targets + roi * SIDE * SIDE);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+mask_targets_from_rle(const long long* ends, const long long* offsets, const long long* sizes,
+                      const float* boxes, const long long* matched, int instances,
+                      float* targets) {
+    const long long roi = blockIdx.x, owner = matched[roi];
+    const bool owned = owner >= 0 && owner < instances;
+    Runs mask = {ends, 0, 0, 0, 0};
+    if (owned) {
+        const long long* size = sizes + 2 * owner;
+        mask = {ends, offsets[owner], offsets[owner + 1], static_cast<int>(size[0]),
+                static_cast<int>(size[1])};
+    }
+    write_targets(mask, boxes + 4 * roi, owned, targets + roi * SIDE * SIDE);
+}

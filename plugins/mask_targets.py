@@ -1,0 +1,171 @@
+"""Ground-truth masks within RoIs, from masks of pixels or run lengths.
+
+Contract, held by every implementation: a mask is averaged within the cells of a RoI by RoIAlign
+(He et al., Mask R-CNN) as torchvision defines it: unaligned, a RoI is at least a pixel wide and
+high, and there are as many samples as a cell spans pixels. `matched` names the mask of each RoI; a
+RoI whose number is no mask's, or whose box is not finite, gets zeros.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torchvision.ops import roi_align
+
+from .kernels.mask_targets import (
+    crop_targets_kernel,
+    crop_targets_launch,
+    rle_targets_kernel,
+    rle_targets_launch,
+)
+from .launching import launch_kernel
+
+
+@torch.library.custom_op("maskrcnn::mask_targets_from_crops", mutates_args=(), device_types="cpu")
+def mask_targets_from_crops(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
+    """Targets from masks of pixels, whole or cropped.
+
+    Args:
+        masks: [B, G, H, W] uint8.
+        boxes: [B, K, 4] float32, xyxy in pixels of the masks.
+        matched: [B, K] int64, the mask of each RoI.
+        side: M.
+
+    Returns:
+        [B, K, M, M] float32.
+
+    Raises:
+        ValueError: the shapes do not fit one another.
+    """
+    _check_crops(masks, boxes, matched)
+    targets = torch.zeros(*matched.shape, side, side)
+    for image in range(len(masks)):
+        for owner, members in rois_by_owner(boxes[image], matched[image], masks.shape[1]):
+            averages = _averages(masks[image, owner], boxes[image, members], side)
+            targets[image, members] = averages
+    return targets
+
+
+@mask_targets_from_crops.register_fake
+def _(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
+    return boxes.new_empty(*matched.shape, side, side, dtype=torch.float32)
+
+
+@mask_targets_from_crops.register_kernel("cuda")
+def _from_crops_by_kernel(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
+    _check_crops(masks, boxes, matched)
+    targets = boxes.new_empty(*matched.shape, side, side, dtype=torch.float32)
+    boxes, matched = boxes.float().contiguous(), matched.long().contiguous()
+    images, rois = matched.shape
+    launch = crop_targets_launch(images, rois, *masks.shape[1:])
+    launch_kernel(
+        crop_targets_kernel(side), launch, (masks.contiguous(), boxes, matched), (targets,)
+    )
+    return targets
+
+
+@torch.library.custom_op("maskrcnn::mask_targets_from_rle", mutates_args=(), device_types="cpu")
+def mask_targets_from_rle(
+    counts: Tensor, offsets: Tensor, sizes: Tensor, boxes: Tensor, matched: Tensor, side: int
+) -> Tensor:
+    """Targets from COCO's run lengths; what they leave open at the end of a mask is background.
+
+    Args:
+        counts: [R] int32, uncompressed run lengths of one mask after another, zeros first.
+        offsets: [N + 1] int64, where in `counts` each mask begins, and where the last ends.
+        sizes: [N, 2] int64, height and width of the masks.
+        boxes: [K, 4] float32, xyxy in pixels of the masks.
+        matched: [K] int64, the mask of each RoI.
+        side: M.
+
+    Returns:
+        [K, M, M] float32.
+
+    Raises:
+        ValueError: the shapes do not fit one another.
+    """
+    _check_rle(offsets, sizes, boxes, matched)
+    targets = torch.zeros(len(matched), side, side)
+    for owner, members in rois_by_owner(boxes, matched, len(sizes)):
+        runs = counts[offsets[owner] : offsets[owner + 1]]
+        mask = _mask_from_runs(runs, *sizes[owner].tolist())
+        targets[members] = _averages(mask, boxes[members], side)
+    return targets
+
+
+@mask_targets_from_rle.register_fake
+def _(
+    counts: Tensor, offsets: Tensor, sizes: Tensor, boxes: Tensor, matched: Tensor, side: int
+) -> Tensor:
+    return boxes.new_empty(matched.shape[0], side, side, dtype=torch.float32)
+
+
+@mask_targets_from_rle.register_kernel("cuda")
+def _from_rle_by_kernel(
+    counts: Tensor, offsets: Tensor, sizes: Tensor, boxes: Tensor, matched: Tensor, side: int
+) -> Tensor:
+    _check_rle(offsets, sizes, boxes, matched)
+    targets = boxes.new_empty(matched.shape[0], side, side, dtype=torch.float32)
+    ends = counts.cumsum(0, dtype=torch.int64)
+    offsets, sizes, matched = (x.long().contiguous() for x in (offsets, sizes, matched))
+    launch = rle_targets_launch(len(matched), len(sizes))
+    inputs = (ends, offsets, sizes, boxes.float().contiguous(), matched)
+    launch_kernel(rle_targets_kernel(side), launch, inputs, (targets,))
+    return targets
+
+
+def rois_by_owner(
+    boxes: Tensor, matched: Tensor, instances: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Instances that own RoIs with finite boxes, and the indices of these.
+
+    Args:
+        boxes: [K, 4].
+        matched: [K] int64, the instance of each RoI.
+        instances: other numbers than 0 to this less one are left out.
+    """
+    owned = (matched >= 0) & (matched < instances) & boxes.isfinite().all(dim=1)
+    for owner in matched[owned].unique().tolist():
+        yield owner, (owned & (matched == owner)).nonzero()[:, 0]
+
+
+def _averages(mask: Tensor, boxes: Tensor, side: int) -> Tensor:
+    """[K, M, M] of a mask [H, W] and boxes [K, 4]."""
+    if mask.numel() == 0:
+        return torch.zeros(len(boxes), side, side)
+    averages: Tensor = roi_align(mask[None, None].float(), [boxes.float()], side)
+    return averages[:, 0]
+
+
+def _mask_from_runs(runs: Tensor, height: int, width: int) -> Tensor:
+    """[H, W] uint8."""
+    values = torch.arange(len(runs)).to(torch.uint8) % 2
+    pixels = values.repeat_interleave(runs.long())[: height * width]
+    mask = torch.zeros(height * width, dtype=torch.uint8)
+    mask[: len(pixels)] = pixels
+    return mask.view(width, height).T
+
+
+def _check_crops(masks: Tensor, boxes: Tensor, matched: Tensor) -> None:
+    if masks.dtype != torch.uint8:
+        raise ValueError(f"masks must be uint8, not {masks.dtype}")
+    if masks.dim() != 4 or matched.dim() != 2 or boxes.shape != (*matched.shape, 4):
+        raise ValueError(
+            "masks, boxes and matched must be [B, G, H, W], [B, K, 4] and [B, K], not "
+            f"{list(masks.shape)}, {list(boxes.shape)} and {list(matched.shape)}"
+        )
+    if len(masks) != len(matched):
+        raise ValueError(f"masks are of {len(masks)} images, but boxes of {len(matched)}")
+
+
+def _check_rle(offsets: Tensor, sizes: Tensor, boxes: Tensor, matched: Tensor) -> None:
+    if matched.dim() != 1 or boxes.shape != (*matched.shape, 4):
+        raise ValueError(
+            "boxes and matched must be [K, 4] and [K], not "
+            f"{list(boxes.shape)} and {list(matched.shape)}"
+        )
+    if sizes.dim() != 2 or sizes.shape[1] != 2 or offsets.shape != (len(sizes) + 1,):
+        raise ValueError(
+            "offsets and sizes must be [N + 1] and [N, 2], not "
+            f"{list(offsets.shape)} and {list(sizes.shape)}"
+        )
