@@ -3,26 +3,29 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from tensorrt_builder import Builder, builder_of_plugin
 from tensorrt_stubs import load_tensorrt, missing_names, stubbed_environment
 
 from maskrcnn_trt.plugins import tensorrt_plugins
-from maskrcnn_trt.plugins.compilation import Launch, compiled
+from maskrcnn_trt.plugins.compilation import Kernel, compiled
 from maskrcnn_trt.plugins.kernels.nms_keep import nms_keep_kernel, nms_keep_launch
 from maskrcnn_trt.plugins.kernels.pyramid_roi_align import (
     Pooling,
     forward_kernel,
     pyramid_roi_align_launch,
 )
-from maskrcnn_trt.plugins.tensorrt_plugins import PLUGIN_NAMESPACE, register_plugins
+from maskrcnn_trt.plugins.tensorrt_plugins import register_plugins
 
+MakeBuilder = Callable[[str, dict[str, Any]], Builder]
 ARCHITECTURE = 90
 NMS = {"iou_threshold": 0.7, "max_keep": 1000}
 POOLING = {
@@ -48,128 +51,8 @@ def trt() -> ModuleType:
 
 
 @pytest.fixture
-def sizes(trt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> type:
-    """Expressions of sizes in place of TensorRT's, which only its builder can make."""
-
-    class Size(trt.Dims):  # type: ignore[misc, name-defined]
-        def __init__(self, value: int) -> None:
-            super().__init__()
-            self.value = value
-
-        def is_constant(self) -> bool:
-            return False
-
-    monkeypatch.setattr(trt, "IDimensionExpr", Size)
-    monkeypatch.setattr(trt, "DimsExprs", lambda length: [None] * length)
-    return Size
-
-
-class Builder:
-    """Asks a plugin what TensorRT's builder asks, in its order."""
-
-    def __init__(self, trt: ModuleType, size: type, plugin: Any) -> None:
-        self._trt, self._size, self._plugin = trt, size, plugin
-
-    def constant(self, value: int) -> Any:
-        return self._size(value)
-
-    def operation(self, operation: Any, first: Any, second: Any) -> Any:
-        names = self._trt.DimensionOperation
-        compute: dict[Any, Callable[[int, int], int]] = {
-            names.SUM: lambda a, b: a + b,
-            names.SUB: lambda a, b: a - b,
-            names.PROD: lambda a, b: a * b,
-            names.FLOOR_DIV: lambda a, b: a // b,
-            names.CEIL_DIV: lambda a, b: -(-a // b),
-        }
-        return self._size(compute[operation](first.value, second.value))
-
-    def output(self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> tuple[Any, Any]:
-        """Type and shape of the output."""
-        (output_type,) = self._plugin.get_output_data_types(list(types), [len(s) for s in shapes])
-        exprs = [[self._size(side) for side in shape] for shape in shapes]
-        (shape,) = self._plugin.get_output_shapes(exprs, [], self)
-        return output_type, tuple(side.value for side in shape)
-
-    def combinations(self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> set[Any]:
-        """Combinations of types that the plugin takes, output included."""
-        found = self._plugin.get_supported_format_combinations(
-            self._tensors(types, shapes), len(types) - 1
-        )
-        assert all(tensor.format == self._trt.TensorFormat.LINEAR for tensor in found)
-        rows = [found[start : start + len(types)] for start in range(0, len(found), len(types))]
-        return {tuple(tensor.type for tensor in row) for row in rows}
-
-    def kernel(
-        self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[str, bytes, Launch]:
-        """Name, PTX and launch of the kernel for types and shapes, output included."""
-        tensors, inputs = self._tensors(types, shapes), len(types) - 1
-        self._plugin.configure_plugin(tensors[:inputs], tensors[inputs:])
-        self._plugin.set_tactic(0)
-        launch, scalars = SimpleNamespace(), Scalars()
-        self._plugin.get_launch_params(None, tensors, inputs, launch, scalars, self)
-        descriptions = [tensor.desc for tensor in tensors]
-        name, ptx = self._plugin.get_kernel(descriptions[:inputs], descriptions[inputs:])
-        assert launch.shared_mem.value == 0
-        grid = launch.grid_x.value, launch.grid_y.value, launch.grid_z.value
-        block = launch.block_x.value, launch.block_y.value, launch.block_z.value
-        values = tuple(scalars[index].value for index in range(scalars.nbSymExprs))
-        return name, ptx, Launch(grid, block, values)
-
-    def _tensors(self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        tensors = []
-        for type_, shape in zip(types, shapes, strict=True):
-            description, tensor = self._trt.PluginTensorDesc(), self._trt.DynamicPluginTensorDesc()
-            # The batch is dynamic.
-            description.dims, description.type = (-1, *shape[1:]), type_
-            description.format, description.scale = self._trt.TensorFormat.LINEAR, 1.0
-            tensor.desc = description
-            tensors.append(tensor)
-        return tensors
-
-
-class Scalars(dict[int, Any]):
-    """Where a plugin puts the kernel's scalars."""
-
-    nbSymExprs = 0  # noqa: N815
-
-
-@pytest.fixture
-def builder_of(
-    trt: ModuleType, sizes: type, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Builder]:
-    """Makes a plugin as TensorRT's ONNX parser does: of int32 and float32, in declared order."""
-    expressions = import_module(sys.modules["tensorrt.plugin"].SymInt32.__module__)
-
-    class Expression(expressions.SymExprImpl):  # type: ignore[misc, name-defined]
-        def __init__(self, expression: Any) -> None:
-            super().__init__(expression)
-            self.value = expression._expr.value
-
-    monkeypatch.setattr(expressions, "SymExprImpl", Expression)
-
-    def make(name: str, attributes: dict[str, Any]) -> Builder:
-        creator = trt.get_plugin_registry().get_creator(name, "1", PLUGIN_NAMESPACE)
-        arrays = []
-        fields = []
-        for declared in creator.field_names:
-            value = np.atleast_1d(attributes[declared.name])
-            is_float = value.dtype.kind == "f"
-            arrays.append(value.astype(np.float32 if is_float else np.int32))
-            types = trt.PluginFieldType
-            kind = types.FLOAT32 if is_float else types.INT32
-            fields.append(trt.PluginField(declared.name, arrays[-1], kind))
-        plugin = creator.create_plugin(
-            name,
-            PLUGIN_NAMESPACE,
-            trt.PluginFieldCollection(fields),
-            trt.TensorRTPhase.BUILD,
-            trt.QuickPluginCreationRequest.UNKNOWN,
-        )
-        return Builder(trt, sizes, plugin)
-
-    return make
+def builder_of(trt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> MakeBuilder:
+    return partial(builder_of_plugin, trt, monkeypatch)
 
 
 def test_plugins_can_be_registered_again(trt: ModuleType) -> None:
@@ -180,7 +63,7 @@ def test_plugins_can_be_registered_again(trt: ModuleType) -> None:
 
 
 def test_nms_keep_is_built_as_the_torch_operation_launches_it(
-    trt: ModuleType, builder_of: Callable[..., Builder]
+    trt: ModuleType, builder_of: MakeBuilder
 ) -> None:
     builder = builder_of("NmsKeep", NMS)
     types = (trt.float32, trt.int64)
@@ -201,7 +84,7 @@ def test_nms_keep_is_built_as_the_torch_operation_launches_it(
 )
 def test_roi_align_is_built_as_the_torch_operation_launches_it(
     trt: ModuleType,
-    builder_of: Callable[..., Builder],
+    builder_of: MakeBuilder,
     name: str,
     attributes: dict[str, Any],
     maps: list[tuple[int, ...]],
@@ -233,7 +116,7 @@ def test_roi_align_is_built_as_the_torch_operation_launches_it(
 
 
 def test_more_boxes_than_the_kernel_remembers_are_refused(
-    trt: ModuleType, builder_of: Callable[..., Builder]
+    trt: ModuleType, builder_of: MakeBuilder
 ) -> None:
     builder = builder_of("NmsKeep", NMS)
     types, shapes = (trt.float32, trt.int64), [(1, 20000, 4), (1, 20000)]
@@ -242,12 +125,42 @@ def test_more_boxes_than_the_kernel_remembers_are_refused(
         builder.kernel((*types, trt.bool), [*shapes, (1, 20000)])
 
 
-def test_a_map_without_its_scale_is_refused(
-    trt: ModuleType, builder_of: Callable[..., Builder]
-) -> None:
+def test_a_map_without_its_scale_is_refused(trt: ModuleType, builder_of: MakeBuilder) -> None:
     builder = builder_of("PyramidRoIAlign", {**POOLING, "spatial_scales": [0.25, 0.125]})
     with pytest.raises(ValueError, match="4 feature maps have 2 spatial_scales"):
         builder.output([trt.float32] * 5, [*MAPS, ROIS])
+
+
+@pytest.mark.parametrize("features", ["fpn", "c4"])
+def test_plugins_take_what_the_nodes_of_the_model_have(trt: ModuleType, features: str) -> None:
+    pytest.importorskip("onnxscript")
+    from maskrcnn_trt.export.onnx_functions import functions_for
+    from maskrcnn_trt.model.config import ModelConfig
+
+    definitions = import_module("tensorrt.plugin").op.maskrcnn
+    backbone = {"features": features, "fpn_norm": "none"}
+    bodies = functions_for(ModelConfig.model_validate({"num_classes": 3, "backbone": backbone}))
+    nodes = [body for body in bodies if hasattr(definitions, body.name)]
+    assert len(nodes) == 2
+    for body in nodes:
+        definition = getattr(definitions, body.name)
+        assert len(body.input) == len(definition.input_tensor_names)
+        assert set(body.attribute) == set(definition.input_attrs)
+        assert len(body.output) == definition.num_outputs
+
+
+def test_plugins_can_be_added_to_a_network_by_hand(
+    trt: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trt, "ITensor", str)
+    scales = np.array(POOLING["spatial_scales"], np.float32)
+    add = import_module("tensorrt.plugin").op.maskrcnn.PyramidRoIAlign(
+        "p2", "p3", "p4", "p5", "rois", **{**POOLING, "spatial_scales": scales}
+    )
+    inputs, shape_inputs, plugin = add(trt.QuickPluginCreationRequest.STRICT_AOT)
+    assert inputs == ["p2", "p3", "p4", "p5", "rois"]
+    assert shape_inputs == []
+    assert isinstance(plugin, trt.IPluginV3QuickAOTBuild)
 
 
 def test_every_name_of_tensorrt_that_the_plugins_use_exists(trt: ModuleType) -> None:
@@ -276,7 +189,7 @@ def test_the_bindings_load_in_a_fresh_process_beside_those_of_tensorrt_rtx() -> 
     assert run.stdout.strip().endswith("plugin._lib")
 
 
-def expected_ptx(kernel: Any) -> bytes:
+def expected_ptx(kernel: Kernel) -> bytes:
     return compiled(kernel, ARCHITECTURE, "ptx").rstrip(b"\0")
 
 
