@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorrt_builder import Builder, builder_of_plugin
+from plugin_builder import Builder, builder_of_plugin
 from tensorrt_stubs import load_tensorrt, missing_names, stubbed_environment
 
 from maskrcnn_trt.plugins import tensorrt_plugins
