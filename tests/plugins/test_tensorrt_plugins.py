@@ -170,6 +170,18 @@ def test_every_name_of_tensorrt_that_the_plugins_use_exists(trt: ModuleType) -> 
         assert missing_names(path, "trt", trt) == []
 
 
+def test_the_build_script_of_the_readme_uses_names_that_exist(
+    trt: ModuleType, tmp_path: Path
+) -> None:
+    readme = Path(tensorrt_plugins.__file__).with_name("README.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    assert missing_names(path, "trt", trt) == []
+    for name in re.findall(r"import (\w+), (\w+)$", script, re.MULTILINE)[0]:
+        assert hasattr(tensorrt_plugins, name)
+
+
 def test_names_that_tensorrt_lacks_are_found(tmp_path: Path) -> None:
     source = tmp_path / "module.py"
     source.write_text("trt.Bulider(trt.BuilderFlag.TF32, trt.BuilderFlag.FP8X)")
