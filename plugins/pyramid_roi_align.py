@@ -146,15 +146,17 @@ def _(grad: Tensor, features: Sequence[Tensor], *_rest: Any, **_named: Any) -> l
 @pyramid_roi_align_backward.register_kernel("cuda")
 def _(grad: Tensor, features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> list[Tensor]:
     pooling = _pooling_from(attributes)
-    channels_last = _is_channels_last(features[0])
-    kernel = backward_kernel(
-        pooling, _FEATURE_TYPES[grad.dtype], features[0].shape[1], channels_last=channels_last
-    )
-    grad = (grad.movedim(2, -1) if channels_last else grad).contiguous()
+    kernel = backward_kernel(pooling, _FEATURE_TYPES[grad.dtype], features[0].shape[1])
+    sums = [
+        torch.zeros_like(f, dtype=_sum_dtype(features), memory_format=torch.channels_last)
+        for f in features
+    ]
+    inputs = [grad.movedim(2, -1).contiguous(), rois.contiguous()]
+    launch_kernel(kernel, _launch(features, rois, pooling), inputs, sums)
     gradients = _empty_gradients(features)
-    sums = [torch.zeros_like(gradient, dtype=_sum_dtype(features)) for gradient in gradients]
-    launch_kernel(kernel, _launch(features, rois, pooling), [grad, rois.contiguous()], sums)
-    return [total.to(feature.dtype) for total, feature in zip(sums, features, strict=True)]
+    for gradient, total in zip(gradients, sums, strict=True):
+        gradient.copy_(total)
+    return gradients
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,8 +1,9 @@
 // Greedy non-maximum suppression, one block a set of boxes; plugins/nms_keep.py has the contract.
 //
 // The block goes through the set in tiles of 64 boxes. Which boxes of a tile overlap is computed by
-// all threads at once, one thread then picks those that stay, and all threads strike out what these
-// suppress among the boxes that follow. Thread t looks after boxes t, t + 1024, ...
+// all threads at once; every warp then works out for itself which of them stay, and all threads
+// strike out what these suppress among the boxes that follow. Thread t looks after boxes t,
+// t + THREADS, ...
 //
 // Constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), THREADS.
 
@@ -14,30 +15,49 @@ static_assert(THREADS % TILE == 0, "a tile's boxes belong to neighbouring thread
 
 struct Candidate {
     float4 box;
+    float area;
     long long label;
 };
 
-// Computed as in the single-precision reference, without contraction: the answer is compared
-// bit for bit.
+__device__ Candidate candidate_of(const float4& box, long long label) {
+    return {box, (box.z - box.x) * (box.w - box.y), label};
+}
+
+// Answers are compared bit for bit with a reference in single precision: compiled without
+// contraction.
 __device__ bool suppresses(const Candidate& kept, const Candidate& other) {
-    if (kept.label != other.label) return false;
     const float4 a = kept.box, b = other.box;
     const float width = fmaxf(fminf(a.z, b.z) - fmaxf(a.x, b.x), 0.0f);
     const float height = fmaxf(fminf(a.w, b.w) - fmaxf(a.y, b.y), 0.0f);
     const float intersection = width * height;
-    const float area_a = (a.z - a.x) * (a.w - a.y), area_b = (b.z - b.x) * (b.w - b.y);
-    // The division is slow and most pairs do not touch.
-    return intersection > 0.0f &&
-           intersection / (area_a + area_b - intersection) > IOU_THRESHOLD;
+    if (!(intersection > 0.0f) || kept.label != other.label) return false;
+    const float combined = kept.area + other.area - intersection;
+    // A division is slow, and needed only where rounding could decide.
+    const float limit = IOU_THRESHOLD * combined;
+    const float excess = intersection - limit;
+    if (limit > 1e-30f && fabsf(excess) > 1e-5f * limit) return excess > 0.0f;
+    return intersection / combined > IOU_THRESHOLD;
+}
+
+// The greedy choice among a tile's boxes: those alive that no chosen box before them suppresses.
+// Repeated until nothing changes, each round settles at least one box more, most do many. A lane
+// knows the boxes that would suppress the two it looks after.
+__device__ Bits choose(Bits alive, Bits low_suppressors, Bits high_suppressors) {
+    Bits chosen = alive, before;
+    do {
+        before = chosen;
+        const unsigned low = __ballot_sync(ALL_LANES, !(low_suppressors & before));
+        const unsigned high = __ballot_sync(ALL_LANES, !(high_suppressors & before));
+        chosen = alive & (static_cast<Bits>(high) << WARP | low);
+    } while (chosen != before);
+    return chosen;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 nms_keep(const float4* boxes, const long long* labels, int count, unsigned char* keep) {
-    __shared__ Candidate tile[TILE];
+    __shared__ Candidate tile[TILE], kept[TILE];
     __shared__ unsigned alive_words[TILE / WARP];
-    __shared__ Bits overlaps[TILE];
-    __shared__ Bits kept;
-    __shared__ int total;
+    __shared__ Bits suppressors[TILE];
 
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     const long long offset = static_cast<long long>(blockIdx.x) * count;
@@ -46,66 +66,62 @@ nms_keep(const float4* boxes, const long long* labels, int count, unsigned char*
     keep += offset;
     // Bit n: box `thread + n * THREADS` is suppressed.
     unsigned suppressed = 0;
-    if (thread == 0) total = 0;
+    int total = 0, start = 0;
 
-    int start = 0;
-    for (; start < count; start += TILE) {
-        const int in_tile = start % THREADS;
-        if (thread >= in_tile && thread < in_tile + TILE) {
-            const int own = thread - in_tile, index = start + own;
-            const bool exists = index < count;
-            if (exists) tile[own] = {boxes[index], labels[index]};
-            const bool is_suppressed = suppressed >> (start / THREADS) & 1u;
-            const bool alive = exists && !is_suppressed && tile[own].label >= 0;
+    for (; start < count && (MAX_KEEP == 0 || total < MAX_KEEP); start += TILE) {
+        const int own = thread - start % THREADS;
+        if (own >= 0 && own < TILE) {
+            const int index = start + own;
+            bool alive = index < count && !(suppressed >> (start / THREADS) & 1u);
+            if (alive) {
+                tile[own] = candidate_of(boxes[index], labels[index]);
+                alive = tile[own].label >= 0;
+            }
             const unsigned word = __ballot_sync(ALL_LANES, alive);
             if (lane == 0) alive_words[own / WARP] = word;
         }
         __syncthreads();
 
         const Bits alive = static_cast<Bits>(alive_words[1]) << WARP | alive_words[0];
-        for (int row = warp; row < TILE; row += THREADS / WARP) {
-            if (!(alive >> row & 1u)) continue;
+        for (int column = warp; column < TILE; column += THREADS / WARP) {
             Bits bits = 0;
-            for (int half = 0; half < TILE / WARP; ++half) {
-                const int column = half * WARP + lane;
-                const bool hit = column > row && (alive >> column & 1u) &&
-                                 suppresses(tile[row], tile[column]);
-                bits |= static_cast<Bits>(__ballot_sync(ALL_LANES, hit)) << (half * WARP);
+            if (alive >> column & 1u) {
+                for (int row = lane; row < TILE; row += WARP) {
+                    const bool hit = row < column && (alive >> row & 1u) &&
+                                     suppresses(tile[row], tile[column]);
+                    bits |= static_cast<Bits>(__ballot_sync(ALL_LANES, hit)) << (row - lane);
+                }
             }
-            if (lane == 0) overlaps[row] = bits;
+            if (lane == 0) suppressors[column] = bits;
         }
         __syncthreads();
 
-        if (thread == 0) {
-            Bits candidates = alive, chosen = 0;
-            int chosen_total = total;
-            while (candidates && (MAX_KEEP == 0 || chosen_total < MAX_KEEP)) {
-                const int first = __ffsll(candidates) - 1;
-                const Bits bit = Bits{1} << first;
-                chosen |= bit;
-                candidates &= ~(bit | overlaps[first]);
-                ++chosen_total;
-            }
-            kept = chosen;
-            total = chosen_total;
+        Bits chosen = choose(alive, suppressors[lane], suppressors[lane + WARP]);
+        while (MAX_KEEP > 0 && total + __popcll(chosen) > MAX_KEEP) {
+            chosen &= ~(Bits{1} << (TILE - 1 - __clzll(chosen)));
+        }
+        if (thread < TILE && start + thread < count) {
+            const bool stays = chosen >> thread & 1u;
+            keep[start + thread] = stays;
+            if (stays) kept[__popcll(chosen & ((Bits{1} << thread) - 1))] = tile[thread];
         }
         __syncthreads();
 
-        const Bits chosen = kept;
-        if (thread < TILE && start + thread < count) keep[start + thread] = chosen >> thread & 1u;
-        if (MAX_KEEP > 0 && total == MAX_KEEP) break;
-        for (int n = (start + TILE - thread + THREADS - 1) / THREADS, index;
-             (index = thread + n * THREADS) < count; ++n) {
+        const int chosen_count = __popcll(chosen);
+        total += chosen_count;
+        const int following = start + TILE;
+        for (int n = (following - thread + THREADS - 1) / THREADS; thread + n * THREADS < count;
+             ++n) {
             if (suppressed >> n & 1u) continue;
-            const Candidate own = {boxes[index], labels[index]};
-            for (Bits rest = chosen; rest; rest &= rest - 1) {
-                if (suppresses(tile[__ffsll(rest) - 1], own)) {
+            const int index = thread + n * THREADS;
+            const Candidate candidate = candidate_of(boxes[index], labels[index]);
+            for (int i = 0; i < chosen_count; ++i) {
+                if (suppresses(kept[i], candidate)) {
                     suppressed |= 1u << n;
                     break;
                 }
             }
         }
-        __syncthreads();
     }
-    for (int index = start + TILE + thread; index < count; index += THREADS) keep[index] = 0;
+    for (int index = start + thread; index < count; index += THREADS) keep[index] = 0;
 }

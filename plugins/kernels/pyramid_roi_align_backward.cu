@@ -1,6 +1,7 @@
 // Gradient of pyramid_roi_align with respect to the features, added up in maps that begin as zeros.
 // The order of additions is the hardware's. roi_sampling.cuh has the constants and who does what.
 #include "roi_sampling.cuh"
+static_assert(CHANNELS_LAST, "neighbouring threads add to neighbouring addresses");
 
 #define MAP_PARAMETER(l) Real* map##l
 
@@ -27,13 +28,11 @@ pyramid_roi_align_backward(const Feature* __restrict__ pooled, const float4* __r
     pooled += own_roi() * channels * (OUTPUT_SIZE * OUTPUT_SIZE);
 
     for_own_cells(channels, [&](int cell, int channel, int place) {
-        const int stride = CHANNELS_LAST ? channels : 1;
-        Real* own = map.values + (CHANNELS_LAST ? channel : channel * map.height * map.width);
         Real gradients[VECTOR];
 #pragma unroll
         for (int v = 0; v < VECTOR; ++v) gradients[v] = widen(pooled[place + v]);
         visit_pixels(region, cell, map.height, map.width, [&](int pixel, Real weight) {
-            add(own + pixel * stride, gradients, weight);
+            add(map.values + pixel * channels + channel, gradients, weight);
         });
     });
 }

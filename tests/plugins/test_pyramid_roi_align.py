@@ -365,7 +365,9 @@ def test_equals_the_cpu_on_a_gpu(
     weights = torch.randn(batch, 10, channels, side, side, generator=generator).to(dtype)
     answers = []
     for device in ("cpu", "cuda"):
-        features = [m.to(device, memory_format=memory_format).requires_grad_() for m in maps]
+        features = [
+            m.to(device, memory_format=memory_format, copy=True).requires_grad_() for m in maps
+        ]
         pooled = pyramid_roi_align(features, rois.to(device), side, *attributes(4, DEFAULT)[1:])
         pooled.backward(weights.to(device))
         answers.append([x.cpu() for x in (pooled.detach(), *(f.grad for f in features))])
@@ -382,6 +384,8 @@ def test_huge_rois_do_not_hang_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+# Torch's own compiler is not free of what it deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_and_captured_on_a_gpu() -> None:
     features, rois = [f.cuda() for f in pyramid(3)], ROIS["three images"].cuda()
 
