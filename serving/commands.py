@@ -9,7 +9,7 @@ import click
 from pydantic import ValidationError
 
 from ..model.manifest import Precision
-from .config import ServeConfig
+from .config import BackendName, ServeConfig
 
 if TYPE_CHECKING:
     from ..model.images import ImageError
@@ -37,15 +37,25 @@ _THRESHOLD = click.option(
     show_default=True,
     help="Leave out detections that score no higher.",
 )
+_CHOICES = {"precision": get_args(Precision), "backend": get_args(BackendName)}
 _PRECISION = click.option(
-    "--precision", type=click.Choice(get_args(Precision)), help="The default is the bundle's first."
+    "--precision",
+    type=click.Choice(_CHOICES["precision"]),
+    help="The default is the backend's first in the bundle.",
+)
+_BACKEND = click.option(
+    "--backend",
+    type=click.Choice(_CHOICES["backend"]),
+    default="auto",
+    show_default=True,
+    help=ServeConfig.model_fields["backend"].description,
 )
 
 
 def _config_options(command: _Command) -> _Command:
     """One option a field of ServeConfig."""
     for name, field in reversed(ServeConfig.model_fields.items()):
-        kind = click.Choice(get_args(Precision)) if name == "precision" else field.annotation
+        kind = click.Choice(_CHOICES[name]) if name in _CHOICES else field.annotation
         command = click.option(
             f"--{name.replace('_', '-')}",
             type=kind,
@@ -73,6 +83,7 @@ def serve(bundle: Path, **values: Any) -> None:
         option = str(fault["loc"][0]).replace("_", "-")
         raise click.UsageError(f"--{option} is {fault['input']}; {fault['msg'].lower()}") from None
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger(__package__).setLevel(logging.INFO)
     asyncio.run(
         serve_bundle(
             bundle, config, lambda address: click.echo(f"Ready at {address}, serving {bundle}")
@@ -127,12 +138,14 @@ def client(
 @_OUTPUT
 @_THRESHOLD
 @_PRECISION
+@_BACKEND
 def predict(
     bundle: Path,
     images: Sequence[Path],
     output: Path,
     score_threshold: float,
     precision: Precision | None,
+    backend: BackendName,
 ) -> None:
     """Detect objects in IMAGES with BUNDLE, without a server.
 
@@ -144,7 +157,7 @@ def predict(
 
     files = image_files(images)
     options = DetectionOptions(score_threshold=score_threshold)
-    with contextlib.closing(Predictor(bundle, precision)) as predictor:
+    with contextlib.closing(Predictor(bundle, precision, backend)) as predictor:
         write_report(files, _predictions(predictor, files, options), output)
 
 

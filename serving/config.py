@@ -1,11 +1,14 @@
 """Configuration of the server."""
 
 import os
+from typing import Literal
 
 from pydantic import Field
 
 from ..model.config import FrozenConfig
 from ..model.manifest import Precision
+
+BackendName = Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx"]
 
 
 class ServeConfig(FrozenConfig):
@@ -16,7 +19,9 @@ class ServeConfig(FrozenConfig):
     port: int = Field(8500, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
     precision: Precision | None = None
-    """Artefacts to serve; none, the bundle's first precision."""
+    """Artefacts to serve; none, the backend's first precision in the bundle."""
+    backend: BackendName = "auto"
+    """What computes; auto takes the fastest that the bundle has artefacts for and runs here."""
     max_batch: int = Field(8, ge=1)
     """Images that the model computes at once."""
     max_delay_ms: float = Field(2.0, ge=0)

@@ -1,6 +1,7 @@
 """What can go wrong in serving, and the gRPC status that says so.
 
     ServingError
+    ├── BackendError              nothing here computes the bundle, or it failed to
     ├── InvalidRequestError       an option that is out of range or not served
     ├── QueueFullError            more requests than the server has places for
     ├── StoppingError             the server is about to stop
@@ -19,6 +20,10 @@ from ..model.images import ImageError
 
 class ServingError(Exception):
     """Base of this tree; the message is one sentence."""
+
+
+class BackendError(ServingError):
+    """What was to compute the model does not fit the machine or the bundle, or failed."""
 
 
 class InvalidRequestError(ServingError):

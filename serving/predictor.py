@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from ..model.manifest import Precision, read_manifest
-from .backends.loading import load_backend
-from .config import ServeConfig
+from .backends.loading import load_backend, served_precision
+from .config import BackendName, ServeConfig
 from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections
 from .postprocessing import detections_from_outputs
 from .preprocessing import prepare_image
@@ -15,15 +15,21 @@ from .preprocessing import prepare_image
 class Predictor:
     """Detects in one image after another, as the server does."""
 
-    def __init__(self, bundle: Path, precision: Precision | None = None) -> None:
+    def __init__(
+        self, bundle: Path, precision: Precision | None = None, backend: BackendName = "auto"
+    ) -> None:
         """Load a bundle.
 
         Raises:
             BundleError: there is none, it is damaged or lacks the precision.
+            BackendError: the backend does not run here.
         """
         self.manifest = read_manifest(bundle)
         self._backend = load_backend(
-            bundle, self.manifest, precision or self.manifest.precisions[0]
+            bundle,
+            self.manifest,
+            precision or served_precision(self.manifest, backend),
+            backend,
         )
 
     def detect(

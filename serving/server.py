@@ -12,7 +12,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from ..model.manifest import read_manifest
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from ..protos.maskrcnn.v1.detector_pb2_grpc import add_DetectorServicer_to_server
-from .backends.loading import load_backend
+from .backends.loading import load_backend, served_precision
 from .config import ServeConfig
 from .errors import ServingError
 from .health import HealthService
@@ -36,6 +36,7 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
 
     Raises:
         BundleError: the bundle is missing, damaged or lacks the precision.
+        BackendError: the backend does not run here, or not with such batches.
         ServingError: the address cannot be listened on.
     """
     stop = asyncio.Event()
@@ -61,11 +62,12 @@ async def detection_server(bundle: Path, config: ServeConfig) -> AsyncIterator[s
 
     Raises:
         BundleError: the bundle is missing, damaged or lacks the precision.
+        BackendError: the backend does not run here, or not with such batches.
         ServingError: the address cannot be listened on.
     """
     manifest = read_manifest(bundle)
-    precision = config.precision or manifest.precisions[0]
-    backend = load_backend(bundle, manifest, precision)
+    precision = config.precision or served_precision(manifest, config.backend)
+    backend = load_backend(bundle, manifest, precision, config.backend, config.max_batch)
     with contextlib.closing(Pipeline(manifest, backend, config)) as pipeline:
         server, port = _listening_server(config)
         model = model_response(manifest, backend.buckets, precision, config)

@@ -1,11 +1,24 @@
 """What a backend must offer."""
 
-from typing import NamedTuple, Protocol
+import math
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...model.spec import ShapeBucket
+
+
+class TensorSpec(NamedTuple):
+    """Shape and type of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Outputs(NamedTuple):

@@ -1,18 +1,100 @@
 """The choice of a backend."""
 
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
-from ...model.manifest import Manifest, Precision
+from ...model.manifest import ArtifactKind, Manifest, Precision
+from ..config import BackendName
+from ..errors import BackendError
 from .base import Backend
+from .machines import probe_machine
+from .plan_checks import check_plans
+
+_log = logging.getLogger(__name__)
+
+_KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
+    "tensorrt": "tensorrt",
+    "tensorrt-rtx": "tensorrt-rtx",
+    "onnxruntime": "onnx",
+}
+"""What each backend loads, the fastest first."""
 
 
-def load_backend(bundle: Path, manifest: Manifest, precision: Precision) -> Backend:
+def served_precision(manifest: Manifest, backend: BackendName) -> Precision:
+    """The precision to serve where none is asked for: the bundle's first for the backend."""
+    kind = _KINDS.get(backend)
+    found = (a.precision for a in manifest.artifacts if kind in (None, a.kind))
+    return next(found, manifest.precisions[0])
+
+
+def load_backend(
+    bundle: Path,
+    manifest: Manifest,
+    precision: Precision,
+    name: BackendName = "auto",
+    max_batch: int = 1,
+) -> Backend:
     """The backend that computes a bundle in a precision.
+
+    Args:
+        bundle: The bundle's folder.
+        manifest: Its manifest.
+        precision: One of the manifest's.
+        name: The backend; `auto` takes the fastest that the bundle has artefacts for and that runs
+            here, and logs why no faster one does.
+        max_batch: Largest batch that will come.
 
     Raises:
         BundleError: the bundle is damaged or lacks the precision.
+        BackendError: the backend does not run here, or not with such batches.
     """
+    if name == "auto":
+        kind = _fastest(bundle, manifest, precision)
+    else:
+        kind = _KINDS[name]
+        _check_fit(bundle, manifest, precision, kind)
     # Imported when chosen: a backend may need what another install does not have.
-    from .onnxruntime import OnnxRuntimeBackend
+    if kind == "onnx":
+        from .onnxruntime import OnnxRuntimeBackend
 
-    return OnnxRuntimeBackend(bundle, manifest, precision)
+        return OnnxRuntimeBackend(bundle, manifest, precision)
+    from .tensorrt import TensorRtBackend
+
+    return TensorRtBackend(bundle, manifest, precision, kind, max_batch)
+
+
+def _fastest(bundle: Path, manifest: Manifest, precision: Precision) -> ArtifactKind:
+    """The kind of artefact to compute with, and a line in the log that says why."""
+    faults: list[str] = []
+    for name, kind in _KINDS.items():
+        if not any((a.precision, a.kind) == (precision, kind) for a in manifest.artifacts):
+            continue
+        try:
+            _check_fit(bundle, manifest, precision, kind)
+        except BackendError as error:
+            faults.append(f"{name}: {error}")
+        else:
+            _log_choice(name, faults)
+            return kind
+    if faults:
+        raise BackendError("; ".join(faults))
+    return "onnx"
+
+
+def _log_choice(name: BackendName, faults: Sequence[str]) -> None:
+    if faults:
+        _log.warning("computing with %s, as nothing faster runs: %s", name, "; ".join(faults))
+    else:
+        _log.info("computing with %s", name)
+
+
+def _check_fit(bundle: Path, manifest: Manifest, precision: Precision, kind: ArtifactKind) -> None:
+    """Refuse artefacts that do not run here, which ONNX Runtime's all do."""
+    artifacts = manifest.artifacts_for(precision, kind)
+    if kind == "onnx":
+        return
+    paths = [bundle / artifact.path for artifact in artifacts]
+    size = sum(path.stat().st_size for path in paths if path.is_file())
+    check_plans(kind, artifacts, probe_machine(kind), size)

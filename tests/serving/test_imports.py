@@ -5,6 +5,9 @@ import sys
 
 import maskrcnn_trt.serving
 
+WITH_EXTRAS = {f"maskrcnn_trt.serving.backends.{name}" for name in ("device", "tensorrt")}
+"""Modules that need more than the base install, and are imported when their backend is chosen."""
+
 MODULES = [
     "maskrcnn_trt.serving",
     "maskrcnn_trt.model.images",
@@ -12,6 +15,7 @@ MODULES = [
     *(
         module.name
         for module in pkgutil.walk_packages(maskrcnn_trt.serving.__path__, "maskrcnn_trt.serving.")
+        if module.name not in WITH_EXTRAS
     ),
 ]
 

@@ -1,0 +1,191 @@
+"""Plans of TensorRT and TensorRT-RTX, whose Python interfaces are alike.
+
+The engine and its contexts know addresses and streams by number alone; the memory behind them is
+`device`'s.
+"""
+
+import importlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ...model.manifest import Artifact
+from ...model.spec import INPUT_NAMES, OUTPUT_NAMES
+from ..errors import BackendError
+from .base import TensorSpec
+from .plan_checks import RUNTIMES, PlanKind, batch_profiles
+from .runtime_cache import RuntimeCache
+
+_log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+
+
+class PlanRuntime:
+    """TensorRT or TensorRT-RTX, and what it has to say."""
+
+    def __init__(self, kind: PlanKind, cache: RuntimeCache | None = None) -> None:
+        """Start the runtime.
+
+        Args:
+            kind: Kind of the plans it will load.
+            cache: Keeps what TensorRT-RTX compiles; TensorRT has none.
+        """
+        self.trt = importlib.import_module(RUNTIMES[kind].module)
+        self._name = f"{RUNTIMES[kind].title} {self.trt.__version__}"
+        self._cache = cache
+        self._errors: list[str] = []
+        self._logger = _logger(self.trt, self._errors)
+        self._runtime = self.trt.Runtime(self._logger)
+
+    def engine_from(self, path: Path) -> Any:
+        """The `ICudaEngine` of a plan.
+
+        Raises:
+            BackendError: the runtime refuses the plan; the message has its reason.
+        """
+        engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+        return self.checked(engine, f"load {path}", "export the bundle again on this machine")
+
+    def context_of(self, engine: Any) -> Any:
+        """A new `IExecutionContext` without scratch memory.
+
+        Raises:
+            BackendError: the runtime makes none.
+        """
+        trt = self.trt
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if self._cache is None:
+            context = engine.create_execution_context(strategy)
+        else:
+            config = self._cache.config_for(engine)
+            config.set_execution_context_allocation_strategy(strategy)
+            context = engine.create_execution_context(config)
+        return self.checked(context, "make a context", "lower --max-batch if memory is short")
+
+    def checked(self, answer: _Answer, task: str, remedy: str) -> _Answer:
+        """What the runtime answered.
+
+        Args:
+            answer: None or False where it failed.
+            task: What it was to do.
+            remedy: What the user can do about it.
+
+        Raises:
+            BackendError: it failed; the message has what it logged first.
+        """
+        if answer is None or answer is False:
+            reason = self._errors[0] if self._errors else "it does not say why"
+            raise BackendError(f"{self._name} does not {task} ({reason}); {remedy}")
+        self._errors.clear()
+        return answer
+
+
+def _logger(trt: Any, errors: list[str]) -> Any:
+    """An `ILogger` that appends what went wrong to a list; TensorRT calls it from any thread."""
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                errors.append(message)
+            _log.log(logging.INFO if severity <= trt.ILogger.WARNING else logging.DEBUG, message)
+
+    return Logger()
+
+
+class _Step(NamedTuple):
+    """A batch size that a plan is run at."""
+
+    context: Any
+    specs: dict[str, TensorSpec]
+
+
+class Plan:
+    """The engine of one shape bucket, ready for batches of certain sizes.
+
+    A context stays with its optimisation profile. Where plugins are inside, it also stays with one
+    batch size, since TensorRT loses GPU memory each time that a plugin meets another shape
+    (https://github.com/NVIDIA/TensorRT/issues/4849). All contexts share one scratch memory, and so
+    must be run in one stream.
+    """
+
+    def __init__(
+        self, runtime: PlanRuntime, path: Path, artifact: Artifact, max_batch: int
+    ) -> None:
+        """Load a plan; the GPU is current, and to be synchronised before the first batch.
+
+        Raises:
+            BackendError: it cannot be loaded, or takes no batch of that size.
+        """
+        build = artifact.engine
+        assert build is not None  # the manifest sees to it
+        profiles = batch_profiles(build.profiles, max_batch)
+        self._runtime = runtime
+        self._engine = runtime.engine_from(path)
+        contexts: dict[int, Any] = {}
+        self._steps: dict[int, _Step] = {}
+        for batch, profile in profiles.items():
+            key = batch if build.plugins else profile
+            if key not in contexts:
+                contexts[key] = self._context(profile)
+            self._set_shapes(contexts[key], batch)
+            self._steps[batch] = _Step(contexts[key], self._specs(contexts[key]))
+        sizes = map(self._engine.get_device_memory_size_for_profile_v2, set(profiles.values()))
+        self.scratch_bytes = max(sizes)
+        """Bytes of GPU memory that contexts need while they compute."""
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Batch sizes it is run at, ascending; the next one takes a batch in between."""
+        return tuple(self._steps)
+
+    def specs(self, batch: int) -> dict[str, TensorSpec]:
+        """Inputs and outputs of a batch of one of the sizes, by name."""
+        return self._steps[batch].specs
+
+    def use_scratch(self, address: int, size: int) -> None:
+        """Let all contexts compute in GPU memory of at least `scratch_bytes`."""
+        for step in self._steps.values():
+            step.context.set_device_memory(address, size)
+
+    def launch(self, batch: int, addresses: Mapping[str, int], stream: int) -> None:
+        """Put a batch of one of the sizes on a stream; called by one thread at a time.
+
+        Raises:
+            BackendError: the runtime refuses.
+        """
+        context = self._steps[batch].context
+        self._set_shapes(context, batch)
+        for name, address in addresses.items():
+            context.set_tensor_address(name, address)
+        self._runtime.checked(
+            context.execute_async_v3(stream), f"compute a batch of {batch}", "restart the process"
+        )
+
+    def _context(self, profile: int) -> Any:
+        context = self._runtime.context_of(self._engine)
+        chosen = context.set_optimization_profile_async(profile, 0)
+        self._runtime.checked(chosen, f"take profile {profile}", "export the bundle again")
+        return context
+
+    def _set_shapes(self, context: Any, batch: int) -> None:
+        for name in INPUT_NAMES:
+            shape = (batch, *tuple(self._engine.get_tensor_shape(name))[1:])
+            taken = context.set_input_shape(name, shape)
+            self._runtime.checked(taken, f"take {name} of {shape}", "export the bundle again")
+
+    def _specs(self, context: Any) -> dict[str, TensorSpec]:
+        trt = self._runtime.trt
+        return {
+            name: TensorSpec(
+                tuple(context.get_tensor_shape(name)),
+                np.dtype(trt.nptype(self._engine.get_tensor_dtype(name))),
+            )
+            for name in (*INPUT_NAMES, *OUTPUT_NAMES)
+        }
