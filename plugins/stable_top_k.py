@@ -1,15 +1,35 @@
 """`maskrcnn::stable_top_k`: the largest entries, among equals the lower index first.
 
 The order of equals makes detections the same on every device and in ONNX Runtime, whose TopK
-promises it while `torch.topk` does not. Padding and saturated scores make equals common. In ONNX
+promises it while `torch.topk` does not. Padding and saturated scores make equals common. Zeros of
+either sign are equal, and so are values that are no numbers, which count as the largest. In ONNX
 the operation is the standard TopK.
 """
 
 import torch
 from torch import Tensor
 
+from .arguments import kernel_argument
+from .kernels.stable_top_k import (
+    MAX_K,
+    SORT_LIMIT,
+    chunk_size,
+    prune_kernel,
+    prune_launch,
+    sort_kernel,
+    sort_launch,
+    survivors,
+)
+from .launching import launch_kernel
 
-@torch.library.custom_op("maskrcnn::stable_top_k", mutates_args=())
+_VALUE_TYPES = {
+    torch.float32: "float",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+@torch.library.custom_op("maskrcnn::stable_top_k", mutates_args=(), device_types="cpu")
 def stable_top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of the last axis in descending order, and their indices.
 
@@ -20,11 +40,70 @@ def stable_top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         values [..., min(k, N)], and indices of the same shape, int64.
     """
-    ordered, indices = values.sort(dim=-1, descending=True, stable=True)
-    return ordered[..., :k].contiguous(), indices[..., :k].contiguous()
+    return _sort(values, k)
 
 
 @stable_top_k.register_fake
 def _(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    shape = (*values.shape[:-1], min(k, values.shape[-1]))
+    return _empty_entries(values, min(k, values.shape[-1]))
+
+
+@stable_top_k.register_kernel("cuda")
+def _(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    length = values.shape[-1]
+    k = min(k, length)
+    if values.dtype not in _VALUE_TYPES or k > (SORT_LIMIT if k == length else MAX_K):
+        return _sort(values, k)
+    largest, indices = _empty_entries(values, k)
+    if largest.numel() == 0:
+        return largest, indices
+    values = kernel_argument("values", values, values.dtype, values.shape).view(-1, length)
+    candidates, count = _prune(values, k)
+    if k > SORT_LIMIT:
+        # Candidates are k, in the order of the row, and so equals stay in order.
+        places = candidates.long()
+        ordered, order = _sort(values.gather(1, places), k)
+        return ordered.view_as(largest), places.gather(1, order).view_as(indices)
+    launch_kernel(
+        sort_kernel(_VALUE_TYPES[values.dtype], count),
+        sort_launch(len(values), length, count, k),
+        [values, candidates],
+        [largest, indices],
+    )
+    return largest, indices
+
+
+def _prune(values: Tensor, k: int) -> tuple[Tensor, int]:
+    """Reduce rows to what one block sorts, or if k is beyond that, to k entries.
+
+    Args:
+        values: [R, N].
+        k: entries that are wanted of each row.
+
+    Returns:
+        ascending indices into each row [R, M] int32, or none for all; and their number M.
+    """
+    rows, length = values.shape
+    enough = k if k > SORT_LIMIT else chunk_size(k)
+    candidates, count = values.new_empty(0, dtype=torch.int32), length
+    while count > enough:
+        left = survivors(count, k)
+        kept = values.new_empty(rows, left, dtype=torch.int32)
+        launch_kernel(
+            prune_kernel(_VALUE_TYPES[values.dtype], count, k),
+            prune_launch(rows, length, count, k),
+            [values, candidates],
+            [kept],
+        )
+        candidates, count = kept, left
+    return candidates, count
+
+
+def _sort(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    ordered, indices = values.sort(dim=-1, descending=True, stable=True)
+    return ordered[..., :k].contiguous(), indices[..., :k].contiguous()
+
+
+def _empty_entries(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    shape = (*values.shape[:-1], k)
     return values.new_empty(shape), values.new_empty(shape, dtype=torch.int64)

@@ -1,0 +1,192 @@
+"""`maskrcnn::encode_boxes` and `maskrcnn::decode_boxes`: regression targets, and back.
+
+Contract, held by every implementation (Girshick et al., R-CNN, appendix C): of a box and its
+reference, xyxy in single precision, dx and dy are the distances of their centres in sides of the
+reference, dw and dh the logarithms of their relative sides, each times a weight. Decoding limits
+growth to a factor of 1000 / 16. Implementations differ by the last bit of `log` and `exp`.
+"""
+
+import torch
+from torch import Tensor
+
+from .arguments import kernel_argument
+from .kernels.box_deltas import (
+    MAX_LOG_SCALE,
+    decode_boxes_kernel,
+    decode_boxes_launch,
+    encode_boxes_kernel,
+    encode_boxes_launch,
+)
+from .launching import launch_kernel
+
+
+@torch.library.custom_op("maskrcnn::encode_boxes", mutates_args=(), device_types="cpu")
+def encode_boxes(
+    boxes: Tensor, references: Tensor, center_weight: float, size_weight: float
+) -> Tensor:
+    """Regression targets of boxes relative to references.
+
+    Args:
+        boxes: [..., 4] float32.
+        references: of the same shape, anchors or proposals of positive size; float32.
+        center_weight: factor of dx and dy.
+        size_weight: factor of dw and dh.
+
+    Returns:
+        [..., 4] float32: dx, dy, dw, dh.
+
+    Raises:
+        ValueError: on a GPU, an argument has another dtype or shape.
+    """
+    sides, reference_sides = (x[..., 2:] - x[..., :2] for x in (boxes, references))
+    centers = boxes[..., :2] + 0.5 * sides
+    reference_centers = references[..., :2] + 0.5 * reference_sides
+    shifts = center_weight * (centers - reference_centers) / reference_sides
+    scales = size_weight * torch.log(sides / reference_sides)
+    return torch.cat([shifts, scales], dim=-1)
+
+
+@encode_boxes.register_fake
+def _(boxes: Tensor, references: Tensor, center_weight: float, size_weight: float) -> Tensor:
+    return boxes.new_empty(boxes.shape)
+
+
+@encode_boxes.register_kernel("cuda")
+def _(boxes: Tensor, references: Tensor, center_weight: float, size_weight: float) -> Tensor:
+    shape = (*boxes.shape[:-1], 4)
+    boxes = kernel_argument("boxes", boxes, torch.float32, shape)
+    references = kernel_argument("references", references, torch.float32, shape)
+    deltas = boxes.new_empty(shape)
+    launch_kernel(
+        encode_boxes_kernel(center_weight, size_weight),
+        encode_boxes_launch(deltas.numel() // 4),
+        [boxes, references],
+        [deltas],
+    )
+    return deltas
+
+
+def decode_in_torch(
+    deltas: Tensor,
+    references: Tensor,
+    indices: Tensor,
+    image_sizes: Tensor,
+    center_weight: float,
+    size_weight: float,
+    inclusive: bool,
+    min_side: float,
+) -> tuple[Tensor, Tensor]:
+    """What `decode_boxes` computes, in torch's own operations, for exporters."""
+    exists = indices >= 0
+    indices = indices.clamp(min=0)
+    owners = indices // deltas.shape[2]
+    references = references.expand(deltas.shape[0], -1, -1)
+    deltas, references = (
+        rows.gather(1, own[..., None].expand(-1, -1, 4))
+        for rows, own in ((deltas.flatten(1, 2), indices), (references, owners))
+    )
+    boxes = _clip(_decode(deltas, references, center_weight, size_weight), image_sizes, inclusive)
+    sides = boxes[..., 2:] - boxes[..., :2]
+    large = ((sides >= min_side) & (sides > 0)).all(dim=-1)
+    return torch.where(exists[..., None], boxes, 0), large & exists
+
+
+def _decode(deltas: Tensor, references: Tensor, center_weight: float, size_weight: float) -> Tensor:
+    reference_sides = references[..., 2:] - references[..., :2]
+    reference_centers = references[..., :2] + 0.5 * reference_sides
+    centers = deltas[..., :2] / center_weight * reference_sides + reference_centers
+    scales = (deltas[..., 2:] / size_weight).clamp(max=MAX_LOG_SCALE).exp()
+    half_sides = 0.5 * scales * reference_sides
+    return torch.cat([centers - half_sides, centers + half_sides], dim=-1)
+
+
+def _clip(boxes: Tensor, image_sizes: Tensor, inclusive: bool) -> Tensor:
+    least = float(inclusive)
+    lower = boxes.new_tensor([0.0, 0.0, least, least])
+    upper = image_sizes.flip(1).repeat(1, 2)[:, None].to(boxes.dtype) - lower.flip(0)
+    return torch.minimum(torch.maximum(boxes, lower), upper)
+
+
+@torch.library.custom_op("maskrcnn::decode_boxes", mutates_args=(), device_types="cpu")
+def decode_boxes(
+    deltas: Tensor,
+    references: Tensor,
+    indices: Tensor,
+    image_sizes: Tensor,
+    center_weight: float,
+    size_weight: float,
+    inclusive: bool,
+    min_side: float,
+) -> tuple[Tensor, Tensor]:
+    """Boxes of chosen deltas, clipped to their images, and which of them are large enough.
+
+    Args:
+        deltas: [B, N, C, 4] float32: C a reference, one a class or a single one.
+        references: [B, N, 4], or [1, N, 4] shared by all images; float32, xyxy in input pixels.
+        indices: [B, K] int64, into the N C deltas of an image; negative marks padding.
+        image_sizes: [B, 2] int64, height and width in pixels.
+        center_weight: what dx and dy were multiplied by.
+        size_weight: what dw and dh were multiplied by.
+        inclusive: a box keeps at least the border's pixel, as where far edges are pixels.
+        min_side: pixels; boxes of a shorter side are not large enough, nor are empty ones.
+
+    Returns:
+        boxes [B, K, 4] float32, xyxy in input pixels, zero for padding; flags [B, K] bool, False
+        for padding.
+
+    Raises:
+        ValueError: on a GPU, an argument has another dtype or shape.
+    """
+    return decode_in_torch(
+        deltas,
+        references,
+        indices,
+        image_sizes,
+        center_weight,
+        size_weight,
+        inclusive,
+        min_side,
+    )
+
+
+@decode_boxes.register_fake
+def _(
+    deltas: Tensor, references: Tensor, indices: Tensor, *_attributes: object, **_named: object
+) -> tuple[Tensor, Tensor]:
+    return _empty_boxes(deltas, indices)
+
+
+@decode_boxes.register_kernel("cuda")
+def _(
+    deltas: Tensor,
+    references: Tensor,
+    indices: Tensor,
+    image_sizes: Tensor,
+    center_weight: float,
+    size_weight: float,
+    inclusive: bool,
+    min_side: float,
+) -> tuple[Tensor, Tensor]:
+    batch, count, classes, _ = deltas.shape
+    shared = references.shape[0] == 1
+    inputs = [
+        kernel_argument("deltas", deltas, torch.float32, (batch, count, classes, 4)),
+        kernel_argument(
+            "references", references, torch.float32, (1 if shared else batch, count, 4)
+        ),
+        kernel_argument("indices", indices, torch.int64, (batch, -1)),
+        kernel_argument("image_sizes", image_sizes, torch.int64, (batch, 2)),
+    ]
+    boxes, large = _empty_boxes(deltas, indices)
+    launch_kernel(
+        decode_boxes_kernel(center_weight, size_weight, min_side, inclusive=inclusive),
+        decode_boxes_launch(batch, count, classes, indices.shape[1], shared=shared),
+        inputs,
+        [boxes, large],
+    )
+    return boxes, large
+
+
+def _empty_boxes(deltas: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    boxes = deltas.new_empty(*indices.shape, 4)
+    return boxes, indices.new_empty(indices.shape, dtype=torch.bool)

@@ -1,0 +1,83 @@
+"""`maskrcnn::grid_anchors`: anchor boxes on the cells of one map or of a feature pyramid.
+
+Contract, held by every implementation to the bit: the anchors of a cell, moved by its place in
+pixels; map by map, in a map row by row, and of a cell in the order given.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .arguments import kernel_argument
+from .kernels.grid_anchors import MAX_LEVELS, grid_anchors_kernel, grid_anchors_launch
+from .launching import launch_kernel
+
+
+def grid_anchors_in_torch(
+    cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]
+) -> Tensor:
+    """What `grid_anchors` computes, in torch's own operations, for exporters."""
+    device = cell_anchors.device
+    anchors = []
+    for own, (down, across, rows, columns) in zip(
+        cell_anchors, _maps(steps, grid_sizes), strict=True
+    ):
+        y, x = torch.meshgrid(
+            torch.arange(rows, device=device) * down,
+            torch.arange(columns, device=device) * across,
+            indexing="ij",
+        )
+        shifts = torch.stack([x, y, x, y], dim=-1)
+        anchors.append((shifts[:, :, None] + own).reshape(-1, 4))
+    return torch.cat(anchors)
+
+
+@torch.library.custom_op("maskrcnn::grid_anchors", mutates_args=(), device_types="cpu")
+def grid_anchors(cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]) -> Tensor:
+    """Anchors of every cell of all maps, in the order of the region proposal network's outputs.
+
+    Args:
+        cell_anchors: [L, A, 4] float32, xyxy around the corner of a cell; L is 1 to 5.
+        steps: [2 L], pixels from cell to cell, down and across, of each map.
+        grid_sizes: [2 L], H_l and W_l of each map.
+
+    Returns:
+        [sum of H_l W_l A, 4] float32, xyxy in input pixels, not clipped.
+
+    Raises:
+        ValueError: steps or sizes do not belong to L maps; on a GPU, there are more than 5, or the
+            anchors have another dtype.
+    """
+    return grid_anchors_in_torch(cell_anchors, steps, grid_sizes)
+
+
+@grid_anchors.register_fake
+def _(cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]) -> Tensor:
+    return _empty_anchors(cell_anchors, grid_sizes)
+
+
+@grid_anchors.register_kernel("cuda")
+def _(cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]) -> Tensor:
+    maps = _maps(steps, grid_sizes)
+    levels, per_cell, _ = cell_anchors.shape
+    if len(maps) > MAX_LEVELS:
+        raise ValueError(f"grid_anchors takes at most {MAX_LEVELS} maps, not {len(maps)}")
+    inputs = [kernel_argument("cell_anchors", cell_anchors, torch.float32, (len(maps), -1, 4))]
+    anchors = _empty_anchors(cell_anchors, grid_sizes)
+    launch_kernel(
+        grid_anchors_kernel(levels), grid_anchors_launch(per_cell, maps), inputs, [anchors]
+    )
+    return anchors
+
+
+def _maps(steps: Sequence[int], grid_sizes: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """(down, across, H_l, W_l) of each map."""
+    return list(zip(steps[::2], steps[1::2], grid_sizes[::2], grid_sizes[1::2], strict=True))
+
+
+def _empty_anchors(cell_anchors: Tensor, grid_sizes: Sequence[int]) -> Tensor:
+    cells = sum(
+        rows * columns for rows, columns in zip(grid_sizes[::2], grid_sizes[1::2], strict=True)
+    )
+    return cell_anchors.new_empty(cells * cell_anchors.shape[1], 4)

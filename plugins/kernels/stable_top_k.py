@@ -1,0 +1,69 @@
+"""Compilation and launch of the kernels in `stable_top_k.cu`."""
+
+from ..compilation import Kernel, Launch
+
+MAX_K = 16384
+"""Entries that pruning leaves at most: half a block's, so that it always gets on."""
+SORT_LIMIT = 4096
+"""Entries that a block sorts."""
+
+_THREADS = 1024
+
+
+def chunk_size(k: int) -> int:
+    """Entries of a row that a block takes to leave k of them."""
+    return _THREADS * (16 if k <= MAX_K // 2 else 32)
+
+
+def survivors(count: int, k: int) -> int:
+    """Entries that pruning leaves of a row's `count`."""
+    full = (count - 1) // chunk_size(k)
+    return full * k + min(k, count - full * chunk_size(k))
+
+
+def prune_kernel(value_type: str, count: int, k: int) -> Kernel:
+    """The kernel that leaves k entries a chunk of `float`, `float16` or `bfloat16` values."""
+    return _kernel("prune_top_k", value_type, min(count, chunk_size(k)))
+
+
+def prune_launch(rows: int, length: int, count: int, k: int) -> Launch:
+    """Launch for values [R, N] and candidates [R, M] int32 -> survivors [R, survivors(M, k)].
+
+    Candidates and survivors are ascending indices into a row; none stand for all.
+    """
+    chunks = -(-count // chunk_size(k))
+    scalars = (length, count, k, survivors(count, k))
+    return Launch((rows, chunks, 1), (_THREADS, 1, 1), scalars)
+
+
+def sort_kernel(value_type: str, count: int) -> Kernel:
+    """The kernel that chooses and sorts, of at most a chunk's entries at most `SORT_LIMIT`."""
+    return _kernel("sort_top_k", value_type, count)
+
+
+def sort_launch(rows: int, length: int, count: int, k: int) -> Launch:
+    """Launch for values [R, N], candidates [R, M] int32 -> largest [R, K], indices [R, K] int64."""
+    return Launch((rows, 1, 1), (_THREADS, 1, 1), (length, count, k))
+
+
+def _kernel(name: str, value_type: str, count: int) -> Kernel:
+    constants = (
+        ("VALUE", value_type),
+        # A power of two, so that few kernels serve all sizes.
+        ("ITEMS", 1 << (-(-count // _THREADS) - 1).bit_length()),
+        ("SORT_LIMIT", SORT_LIMIT),
+        ("THREADS", _THREADS),
+    )
+    return Kernel("stable_top_k.cu", name, constants)
+
+
+VARIANTS = tuple(
+    kernel
+    for value_type in ("float", "float16", "bfloat16")
+    for kernel in (
+        prune_kernel(value_type, chunk_size(1), 1),
+        prune_kernel(value_type, chunk_size(MAX_K), MAX_K),
+        sort_kernel(value_type, 1),
+        sort_kernel(value_type, chunk_size(1)),
+    )
+)
