@@ -31,10 +31,12 @@ _VERBS = {
     "train": _Verb("training.commands:train", "Train a model from a preset or a YAML file."),
     "eval": _Verb("training.commands:evaluate", "Measure the average precision of a checkpoint."),
     "export": _Verb("export.commands:export", "Turn a checkpoint into a bundle to serve."),
+    "engine": _Verb("export.engine_commands:engine", "Look into TensorRT engines."),
     "serve": _Verb("serving.commands:serve", "Serve a bundle over gRPC."),
     "predict": _Verb("serving.commands:predict", "Detect in images without a server."),
     "client": _Verb("serving.commands:client", "Detect in images by asking a server."),
     "bench": _Verb("benchmarks.commands:bench", "Measure throughput and latency."),
+    "kernels": _Verb("plugins.commands:kernels", "Compile the CUDA kernels beforehand."),
 }
 
 # What the user can act on gets a sentence, not a traceback. Named rather than imported, so that no
@@ -43,10 +45,12 @@ _USER_ERRORS = frozenset(
     {
         "maskrcnn_trt.benchmarks.serve.NoAnswerError",
         "maskrcnn_trt.benchmarks.server_process.ServerStartError",
+        "maskrcnn_trt.export.errors.EngineError",
         "maskrcnn_trt.export.verify.VerificationError",
         "maskrcnn_trt.model.checkpoint.CheckpointError",
         "maskrcnn_trt.model.images.ImageError",
         "maskrcnn_trt.model.manifest.BundleError",
+        "maskrcnn_trt.plugins.compilation.KernelError",
         "maskrcnn_trt.quickstart.QuickstartError",
         "maskrcnn_trt.serving.errors.ServingError",
         "maskrcnn_trt.training.config.ConfigError",

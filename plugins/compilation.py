@@ -65,7 +65,7 @@ def compiled(kernel: Kernel, architecture: int, code: Code) -> bytes:
         KernelError: the compiler refuses the source or does not know the architecture.
     """
     options = _options(kernel, architecture, code)
-    path = _cache_folder() / f"{_digest(kernel.source, options)}.{code}"
+    path = cache_folder() / f"{_digest(kernel.source, options)}.{code}"
     try:
         return path.read_bytes()
     except OSError:
@@ -119,7 +119,8 @@ def _digest(source: str, options: tuple[str, ...]) -> str:
     return digest.hexdigest()
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: `$XDG_CACHE_HOME/maskrcnn-trt/kernels`, or in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "maskrcnn-trt" / "kernels"
 

@@ -1,0 +1,87 @@
+"""Kernels compile for every GPU that is promised, on a machine without one."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from maskrcnn_trt.plugins import compilation
+from maskrcnn_trt.plugins.commands import kernels
+from maskrcnn_trt.plugins.compilation import ARCHITECTURES, Kernel, KernelError, compiled
+from maskrcnn_trt.plugins.kernels import all_kernels
+
+FOLDER = Path(compilation.__file__).parent / "kernels"
+ELF = b"\x7fELF"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "maskrcnn-trt" / "kernels"
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return all_kernels()[0]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles_for(architecture: int) -> None:
+    for kernel in all_kernels():
+        assert compiled(kernel, architecture, "cubin").startswith(ELF), kernel
+
+
+def test_every_kernel_has_ptx_with_its_plain_name() -> None:
+    for kernel in all_kernels():
+        ptx = compiled(kernel, 75, "ptx").decode().rstrip("\0")
+        assert f".entry {kernel.name}(" in ptx
+        assert ".target sm_75" in ptx
+
+
+def test_every_source_belongs_to_a_kernel() -> None:
+    assert {kernel.source for kernel in all_kernels()} == {p.name for p in FOLDER.glob("*.cu")}
+
+
+def test_sources_include_no_header_but_ours() -> None:
+    ours = {f'"{path.name}"' for path in FOLDER.glob("*.cuh")}
+    for path in (*FOLDER.glob("*.cu"), *FOLDER.glob("*.cuh")):
+        lines = path.read_text().splitlines()
+        included = {line.split()[1] for line in lines if line.startswith("#include")}
+        assert included <= ours, path.name
+
+
+def test_second_time_comes_from_the_cache(kernel: Kernel, cache: Path) -> None:
+    compiled(kernel, 90, "cubin")
+    (file,) = cache.iterdir()
+    file.write_bytes(b"kept")
+    assert compiled(kernel, 90, "cubin") == b"kept"
+    assert compiled(kernel, 80, "cubin") != b"kept"
+    assert compiled(kernel, 90, "ptx") != b"kept"
+
+
+def test_cache_that_cannot_be_written_is_done_without(
+    kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert compiled(kernel, 90, "cubin").startswith(ELF)
+
+
+def test_unknown_architecture_is_named(kernel: Kernel) -> None:
+    with pytest.raises(KernelError, match="sm_42"):
+        compiled(kernel, 42, "cubin")
+
+
+def test_constant_that_does_not_compile_is_named(kernel: Kernel) -> None:
+    faulty = Kernel(kernel.source, kernel.name, (("THREADS", 7),))
+    with pytest.raises(KernelError, match=f"{kernel.source} does not compile with .*THREADS=7"):
+        compiled(faulty, 90, "cubin")
+
+
+def test_command_fills_the_cache(cache: Path) -> None:
+    result = CliRunner().invoke(kernels, ["build", "--architecture", "86"])
+    assert result.exit_code == 0, result.output
+    sources = {(kernel.source, kernel.constants) for kernel in all_kernels()}
+    assert len(list(cache.glob("*.cubin"))) == len(sources)
+    assert "sm_86" in result.output
+    assert str(cache) in result.output.replace("\n", "")
