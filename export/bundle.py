@@ -1,4 +1,4 @@
-"""From a checkpoint to a bundle: one ONNX file a shape bucket and precision, and the manifest."""
+"""From a checkpoint to a bundle: ONNX files, engines built from them, and the manifest."""
 
 import shutil
 import tempfile
@@ -25,6 +25,7 @@ from ..model.manifest import (
 )
 from ..model.mask_rcnn import MaskRCNN
 from ..model.spec import ShapeBucket
+from .engine_build import EngineBuilder
 from .onnx_export import onnx_from_model
 from .precision import fold_batch_norms, halve
 
@@ -38,20 +39,26 @@ def bundle_from_checkpoint(
     precisions: Sequence[Precision] = ("fp32", "fp16"),
     buckets: Sequence[ShapeBucket] = (),
     input_dtype: InputDtype = "uint8",
+    builders: Sequence[EngineBuilder] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
     """Export a checkpoint; the bundle appears whole or not at all.
 
+    It holds an ONNX file a numeric type and input size, and as many engines of every kind as there
+    are precisions and input sizes.
+
     Args:
         checkpoint_path: file that training wrote.
         bundle: folder to make; an older bundle there is replaced, anything else is refused.
-        precisions: `fp32`, `fp16`, or both.
+        precisions: which to export; `fp32` and `tf32` share an ONNX file.
         buckets: input sizes, multiples of 32; those of the training where empty.
         input_dtype: type of the `images` input; its values are 0..255 either way.
+        builders: a builder a kind of engine.
         report: told in a sentence what is being done.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
+        EngineError: an engine cannot be built.
         BundleError: something that is no bundle is in the way, or an input size holds no image.
     """
     if bundle.exists() and not (bundle / MANIFEST_NAME).is_file() and any(bundle.iterdir()):
@@ -62,29 +69,67 @@ def bundle_from_checkpoint(
     with tempfile.TemporaryDirectory(dir=bundle.parent, prefix=f".{bundle.name}.") as scratch:
         partial = Path(scratch) / "bundle"
         partial.mkdir()
-        artifacts = []
-        for precision in precisions:
-            model = prepared_model(checkpoint, precision)
-            for bucket in buckets or checkpoint.buckets:
-                report(f"exporting {precision} for inputs of {bucket}")
-                path = partial / f"model-{precision}-{bucket}.onnx"
-                onnx.save(onnx_from_model(model, bucket, _INPUT_DTYPES[input_dtype]), path)
-                artifacts.append(
-                    Artifact(
-                        path=path.name,
-                        sha256=sha256_of(path),
-                        kind="onnx",
-                        precision=precision,
-                        input_dtype=input_dtype,
-                        bucket=bucket,
-                    )
-                )
-        manifest = _manifest_from(checkpoint, checkpoint_path, artifacts)
+        graphs = _export_graphs(
+            checkpoint, partial, precisions, buckets or checkpoint.buckets, input_dtype, report
+        )
+        engines = [
+            _build_engine(builder, graph, partial, report)
+            for builder in builders
+            for graph in graphs
+        ]
+        manifest = _manifest_from(checkpoint, checkpoint_path, [*graphs, *engines])
         write_manifest(partial, manifest)
         if bundle.exists():
             shutil.rmtree(bundle)
         partial.replace(bundle)
     return manifest
+
+
+def _export_graphs(
+    checkpoint: Checkpoint,
+    folder: Path,
+    precisions: Sequence[Precision],
+    buckets: Sequence[ShapeBucket],
+    input_dtype: InputDtype,
+    report: Callable[[str], None],
+) -> list[Artifact]:
+    """Write the ONNX files, each once, and list them by precision and bucket."""
+    hashes: dict[str, str] = {}
+    artifacts = []
+    for precision in dict.fromkeys(precisions):
+        types: Precision = "fp16" if precision == "fp16" else "fp32"
+        for bucket in dict.fromkeys(buckets):
+            path = folder / f"model-{types}-{bucket}.onnx"
+            if path.name not in hashes:
+                report(f"exporting {types} for inputs of {bucket}")
+                model = prepared_model(checkpoint, types)
+                onnx.save(onnx_from_model(model, bucket, _INPUT_DTYPES[input_dtype]), path)
+                hashes[path.name] = sha256_of(path)
+            artifacts.append(
+                Artifact(
+                    path=path.name,
+                    sha256=hashes[path.name],
+                    kind="onnx",
+                    precision=precision,
+                    input_dtype=input_dtype,
+                    bucket=bucket,
+                )
+            )
+    return artifacts
+
+
+def _build_engine(
+    builder: EngineBuilder, graph: Artifact, folder: Path, report: Callable[[str], None]
+) -> Artifact:
+    """Build the engine of an ONNX artefact beside it."""
+    report(f"building {graph.precision} for inputs of {graph.bucket} with {builder.product}")
+    path = folder / f"model-{graph.precision}-{graph.bucket}{builder.suffix}"
+    build = builder.build(folder / graph.path, path, graph.precision)
+    return graph.model_copy(
+        update={
+            "path": path.name, "sha256": sha256_of(path), "kind": builder.kind, "engine": build
+        }
+    )  # fmt: skip
 
 
 def _check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) -> None:

@@ -1,7 +1,7 @@
 """The verb `export`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from rich.console import Console
@@ -10,6 +10,8 @@ from rich.table import Table
 from ..model.images import IMAGE_SUFFIXES
 from ..model.manifest import InputDtype, Precision
 from ..model.spec import ShapeBucket
+from .engine_options import builders_from, engine_options
+from .variadic_options import VariadicCommand
 
 if TYPE_CHECKING:
     from .verify import Comparison
@@ -33,27 +35,29 @@ class BucketType(click.ParamType[ShapeBucket]):
         return bucket
 
 
-@click.command()
+@click.command(cls=VariadicCommand)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", "bundle", required=True, type=click.Path(path_type=Path, file_okay=False),
     help="Folder of the bundle; an older bundle there is replaced.",
 )  # fmt: skip
 @click.option(
-    "--precision", "precisions", multiple=True, type=click.Choice(["fp32", "fp16"]),
-    default=("fp32", "fp16"), show_default=True, help="Numeric type; repeat for several.",
+    "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
+    default=("fp32", "fp16"), show_default=True, help="Numeric types, one or more.",
 )  # fmt: skip
 @click.option(
     "--shape", "buckets", multiple=True, type=BucketType(),
-    help="Input height and width; repeat for several. Those of the training if left out.",
+    help="Input heights and widths, one or more. Those of the training if left out.",
 )  # fmt: skip
 @click.option(
     "--input-dtype", type=click.Choice(["uint8", "float32"]), default="uint8", show_default=True,
     help="Type of the image input; values are 0..255 either way.",
 )  # fmt: skip
+@engine_options
 @click.option(
     "--verify", "images", metavar="[IMAGES]", is_flag=False, flag_value="",
-    help="Compare with the checkpoint on a picture or a folder of them; noise if none is named.",
+    help="Compare the ONNX files with the checkpoint on a picture or a folder of them; noise if "
+    "none is named.",
 )  # fmt: skip
 def export(
     checkpoint: Path,
@@ -62,8 +66,12 @@ def export(
     buckets: tuple[ShapeBucket, ...],
     input_dtype: InputDtype,
     images: str | None,
+    **engines: Any,
 ) -> None:
-    """Turn CHECKPOINT into a bundle that `maskrcnn serve` and `maskrcnn predict` load."""
+    """Turn CHECKPOINT into a bundle that `maskrcnn serve` and `maskrcnn predict` load.
+
+    Options for several values take them one after another, as in --precision fp32 fp16.
+    """
     from ..model.checkpoint import load_checkpoint
     from .bundle import bundle_from_checkpoint
     from .verify import VerificationError, verify_bundle
@@ -75,6 +83,7 @@ def export(
         precisions=precisions,
         buckets=buckets,
         input_dtype=input_dtype,
+        builders=builders_from(bundle, **engines),
         report=click.echo,
     )
     click.echo(f"the bundle is {bundle}")
@@ -86,7 +95,7 @@ def export(
     if failed:
         raise VerificationError(
             f"{', '.join(failed)} differ from the checkpoint by more than their precision allows; "
-            "do not serve the bundle"
+            f"{bundle} is there, but unfit to serve: delete it, or export another precision"
         )
 
 

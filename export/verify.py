@@ -1,6 +1,6 @@
-"""Comparing a bundle's artefacts with the checkpoint they were made from, output by output."""
+"""Comparing a bundle's ONNX files with the checkpoint they were made from, output by output."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,9 @@ from ..model.mask_rcnn import Detections, MaskRCNN
 from ..model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 
 _BATCH_SIZE = 4
+
+_Input = tuple[NDArray[np.uint8], NDArray[np.int64]]
+"""A padded image [3, H, W], and its height and width before padding."""
 
 
 class VerificationError(Exception):
@@ -69,7 +72,7 @@ class Comparison:
 def verify_bundle(
     bundle: Path, manifest: Manifest, checkpoint: Checkpoint, images: Sequence[Path]
 ) -> list[Comparison]:
-    """Run checkpoint and artefacts on the same images, in batches of up to four.
+    """Run checkpoint and ONNX files on the same images, in batches of up to four.
 
     Args:
         bundle: folder of the artefacts.
@@ -78,43 +81,51 @@ def verify_bundle(
         images: encoded pictures; smooth noise stands in for an input size that none has.
 
     Returns:
-        a comparison an artefact; look at `passed`.
+        a comparison an ONNX artefact; look at `passed`.
 
     Raises:
         ImageError: a picture cannot be read.
     """
     model = checkpoint.build_model()
     inputs = _inputs_from(images, manifest)
+    runs = {bucket: list(_runs_of(model, own)) for bucket, own in inputs.items()}
+    threshold = model.config.roi.score_threshold
     comparisons = []
     for artifact in manifest.artifacts:
-        session = onnxruntime.InferenceSession(verified_path(bundle, artifact))
-        comparison = Comparison(artifact, TOLERANCES[artifact.precision])
-        own = inputs[artifact.bucket]
-        for start in range(0, len(own), _BATCH_SIZE):
-            batch, sizes = (
-                np.stack(part) for part in zip(*own[start : start + _BATCH_SIZE], strict=True)
-            )
-            _compare(comparison, model, session, batch, sizes)
-        comparisons.append(comparison)
+        if artifact.kind == "onnx":
+            session = onnxruntime.InferenceSession(verified_path(bundle, artifact))
+            comparisons.append(Comparison(artifact, TOLERANCES[artifact.precision]))
+            for run in runs[artifact.bucket]:
+                _compare(comparisons[-1], session, run, threshold)
     return comparisons
 
 
+class _Run(NamedTuple):
+    images: NDArray[np.uint8]
+    image_sizes: NDArray[np.int64]
+    expected: Detections
+    """Of the checkpoint."""
+
+
+def _runs_of(model: MaskRCNN, inputs: Sequence[_Input]) -> Iterator[_Run]:
+    for start in range(0, len(inputs), _BATCH_SIZE):
+        batch = zip(*inputs[start : start + _BATCH_SIZE], strict=True)
+        images, sizes = (np.stack(part) for part in batch)
+        with torch.inference_mode():
+            expected = model.detect(torch.from_numpy(images), torch.from_numpy(sizes))
+        yield _Run(images, sizes, expected)
+
+
 def _compare(
-    comparison: Comparison,
-    model: MaskRCNN,
-    session: onnxruntime.InferenceSession,
-    images: NDArray[np.uint8],
-    image_sizes: NDArray[np.int64],
+    comparison: Comparison, session: onnxruntime.InferenceSession, run: _Run, threshold: float
 ) -> None:
-    with torch.inference_mode():
-        expected = model.detect(torch.from_numpy(images), torch.from_numpy(image_sizes))
-    images = images.astype(comparison.artifact.input_dtype)
-    outputs = session.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, (images, image_sizes), strict=True)))
+    inputs = (run.images.astype(comparison.artifact.input_dtype), run.image_sizes)
+    outputs = session.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, inputs, strict=True)))
     actual = Detections(*map(torch.from_numpy, outputs))
-    floor = model.config.roi.score_threshold + comparison.tolerance.scores
-    for index in range(len(images)):
+    floor = threshold + comparison.tolerance.scores
+    for index in range(len(run.images)):
         comparison.images += 1
-        _compare_image(comparison, _rows_of(expected, index), _rows_of(actual, index), floor)
+        _compare_image(comparison, _rows_of(run.expected, index), _rows_of(actual, index), floor)
 
 
 class _Rows(NamedTuple):
@@ -156,13 +167,10 @@ def _compare_image(comparison: Comparison, expected: _Rows, actual: _Rows, floor
         comparison.masks = max(comparison.masks, masks)
 
 
-_Inputs = dict[ShapeBucket, list[tuple[NDArray[np.uint8], NDArray[np.int64]]]]
-
-
-def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> _Inputs:
+def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket, list[_Input]]:
     """Padded images and their sizes by bucket; noise for a bucket that no picture falls into."""
     buckets = list(dict.fromkeys(artifact.bucket for artifact in manifest.artifacts))
-    inputs: _Inputs = {bucket: [] for bucket in buckets}
+    inputs: dict[ShapeBucket, list[_Input]] = {bucket: [] for bucket in buckets}
     for path in paths:
         picture = decode_image(path.read_bytes())
         preprocessing = manifest.preprocessing

@@ -13,8 +13,8 @@ import pytest
 from maskrcnn_trt import cli
 
 VERBS = (
-    "quickstart", "data", "config", "weights", "train", "eval", "export", "serve", "predict",
-    "client", "bench",
+    "quickstart", "data", "config", "weights", "train", "eval", "export", "engine", "serve",
+    "predict", "client", "bench", "kernels",
 )  # fmt: skip
 
 

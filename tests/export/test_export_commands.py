@@ -57,7 +57,7 @@ def test_older_bundle_is_replaced_and_verified_on_noise(
         (["--shape", "big"], "'big' is not of the form HEIGHTxWIDTH, as in 800x1344"),
         (["--shape", "100x160"], "100x160 must be a multiple of 32 pixels on both sides"),
         (["--shape", "0x160"], "0x160 must be a multiple of 32 pixels on both sides"),
-        (["--precision", "int8"], "'int8' is not one of 'fp32', 'fp16'"),
+        (["--precision", "int8"], "'int8' is not one of 'fp32', 'tf32', 'fp16'"),
         (["--input-dtype", "int8"], "'int8' is not one of 'uint8', 'float32'"),
     ],
 )

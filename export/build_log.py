@@ -1,0 +1,56 @@
+"""TensorRT's messages: all of them in a file, and those a build needs at hand."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+
+class BuildLog:
+    """A file with everything that TensorRT says while it builds."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the file; it is made, or an older one replaced, by the first section."""
+        self.path = path
+        self.errors: list[str] = []
+        """Errors of the section, each on one line."""
+        self.listing = ""
+        """The finished engine's layers as the builder lists them, once it does."""
+        self._file: IO[str] | None = None
+        self._mode = "w"
+
+    @contextmanager
+    def section(self, title: str) -> Iterator[None]:
+        """Take down the messages about one engine."""
+        self.errors, self.listing = [], ""
+        with self.path.open(self._mode) as file:
+            file.write(f"=== {title}\n")
+            self._file, self._mode = file, "a"
+            try:
+                yield
+            finally:
+                self._file = None
+
+    def write(self, severity: str, message: str) -> None:
+        """Take down a message; objects that TensorRT frees late may send one after the section."""
+        if severity in ("ERROR", "INTERNAL_ERROR"):
+            self.errors.append(" ".join(message.split()))
+        elif message.startswith("Layers:\n"):
+            self.listing = message
+        if self._file is not None:
+            self._file.write(f"{severity} {message}\n")
+
+
+def logger_into(trt: Any, write: Callable[[str, str], None]) -> Any:
+    """A `trt.ILogger` that hands its messages on.
+
+    Args:
+        trt: the module `tensorrt` or `tensorrt_rtx`.
+        write: gets the severity's name, as `ERROR`, and the message.
+    """
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def log(self, severity: Any, message: str) -> None:
+            write(severity.name, message)
+
+    return Logger()

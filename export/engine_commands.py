@@ -1,0 +1,142 @@
+"""The verb `engine`."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ..model.manifest import MANIFEST_NAME, Artifact, EngineBuild, read_manifest, verified_path
+
+if TYPE_CHECKING:
+    from .engine_inspection import EngineTensor
+    from .engine_layers import Layer
+
+
+@click.group()
+def engine() -> None:
+    """Look into engines of TensorRT and TensorRT-RTX."""
+
+
+@engine.command()
+@click.argument("plan", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for programs.")
+def inspect(plan: Path, as_json: bool) -> None:
+    """Show what PLAN was built for, its tensors, and its layers with their types.
+
+    A plan can run code: inspect none that you would not run. One in a bundle must be the one that
+    was exported. Only a GPU that an engine runs on can list its layers.
+    """
+    from .engine_inspection import inspected_layers, inspected_tensors, load_engine
+
+    if plan.suffix == ".onnx":
+        raise click.BadParameter(f"{plan} is a model, not an engine", param_hint="PLAN")
+    artifact = _artifact_of(plan)
+    kind = artifact.kind if artifact else "tensorrt-rtx" if plan.suffix == ".rtx" else "tensorrt"
+    if artifact and not as_json:
+        Console().print(_table_of_build(artifact))
+    trt, loaded = load_engine(plan, kind)
+    tensors, layers = inspected_tensors(trt, loaded), inspected_layers(trt, loaded)
+    if as_json:
+        click.echo(json.dumps(_record(plan, artifact, tensors, layers), indent=2))
+        return
+    for table in (table_of_tensors(tensors), table_of_layers(layers), table_of_types(layers)):
+        Console().print(table)
+
+
+def _artifact_of(plan: Path) -> Artifact | None:
+    """The manifest's entry of a plan in a bundle.
+
+    Raises:
+        BundleError: the plan is not the file that the manifest means.
+    """
+    bundle = plan.parent
+    if not (bundle / MANIFEST_NAME).is_file():
+        return None
+    named = (a for a in read_manifest(bundle).artifacts if a.path == plan.name and a.engine)
+    artifact = next(named, None)
+    if artifact:
+        verified_path(bundle, artifact)
+    return artifact
+
+
+def _record(
+    plan: Path,
+    artifact: Artifact | None,
+    tensors: "Sequence[EngineTensor]",
+    layers: "Sequence[Layer]",
+) -> dict[str, Any]:
+    return {
+        "plan": str(plan),
+        "bytes": plan.stat().st_size,
+        "artifact": artifact.model_dump(mode="json") if artifact else None,
+        "tensors": [asdict(tensor) for tensor in tensors],
+        "layers": [asdict(layer) for layer in layers],
+        "types": dict(_types_of(layers)),
+    }
+
+
+def _table_of_build(artifact: Artifact) -> Table:
+    """What the manifest says of an engine."""
+    build = artifact.engine
+    assert isinstance(build, EngineBuild)
+    table = Table("built", "", title=artifact.path, title_justify="left", show_header=False)
+    batches = ", ".join(f"{p.min} to {p.max}, best {p.opt}" for p in build.profiles)
+    plugins = ", ".join(f"{name} {version}" for name, version in build.plugins.items())
+    for name, value in {
+        "precision": artifact.precision,
+        "input": f"{artifact.bucket} {artifact.input_dtype}",
+        "batch by profile": batches,
+        "with": f"{artifact.kind} {build.runtime_version}, CUDA {build.cuda_version}",
+        "for compute capability": ", ".join(build.compute_capabilities),
+        "on": build.platform,
+        "plugins": plugins or "none",
+    }.items():
+        table.add_row(name, value)
+    return table
+
+
+def table_of_tensors(tensors: "Sequence[EngineTensor]") -> Table:
+    """Inputs and outputs: types, shapes, and the range of shapes in each profile."""
+    table = Table("tensor", "", "type", "shape", "profiles")
+    for t in tensors:
+        ranges = "; ".join(" ".join(map(_shape, shapes)) for shapes in t.profiles)
+        table.add_row(t.name, "input" if t.is_input else "output", t.dtype, _shape(t.shape), ranges)
+    return table
+
+
+def table_of_layers(layers: "Sequence[Layer]") -> Table:
+    """Layers in the order in which they run."""
+    table = Table("", "layer", "kind", "reads", "writes")
+    for number, layer in enumerate(layers):
+        sides = (
+            ", ".join(f"{t.dtype or '?'} {_shape(t.shape)}" for t in side)
+            for side in (layer.inputs, layer.outputs)
+        )
+        table.add_row(str(number), layer.name, layer.kind, *sides)
+    return table
+
+
+def table_of_types(layers: "Sequence[Layer]") -> Table:
+    """How many layers compute in which types, and how many of the heavy ones."""
+    table = Table("reads", "layers", "share", "convolutions", "matrix products")
+    convolutions = _types_of([layer for layer in layers if layer.is_convolution])
+    products = _types_of([layer for layer in layers if layer.is_matrix_product])
+    for types, count in _types_of(layers).most_common():
+        heavy = (str(convolutions[types]), str(products[types]))
+        table.add_row(types, str(count), f"{count / len(layers):.0%}", *heavy)
+    return table
+
+
+def _types_of(layers: "Sequence[Layer]") -> Counter[str]:
+    """Numbers of layers by floating-point types, as in `fp16` or `fp16 fp32`."""
+    return Counter(" ".join(sorted(layer.compute_types)) or "none" for layer in layers)
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return "x".join("N" if size < 0 else str(size) for size in sizes) or "scalar"

@@ -1,0 +1,111 @@
+"""Options of the command line that say which engines to build."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from .engine_build import EngineBuilder, EngineKind
+
+_Command = Callable[..., None]
+
+
+class CapabilityType(click.ParamType[str]):
+    """A compute capability on the command line, as in `8.9`."""
+
+    name = "X.Y"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """Check a value; what is wrong with it is a usage error."""
+        if not re.fullmatch(r"\d+\.\d", str(value)):
+            self.fail(f"{value!r} is no compute capability such as 8.9", param, ctx)
+        return str(value)
+
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_OPTIONS = (
+    click.option(
+        "--engine", "kinds", multiple=True, type=click.Choice(["tensorrt", "tensorrt-rtx"]),
+        help="Build engines beside the ONNX files: tensorrt for the GPU of this machine, with our "
+        "CUDA kernels; tensorrt-rtx for several, whether or not one is here.",
+    ),
+    click.option(
+        "--batch", "batches", multiple=True, type=click.IntRange(min=1),
+        help="Batch sizes that engines are made for; the largest is their limit.  [default: 1, 8]",
+    ),
+    click.option(
+        "--compute-capability", "compute_capabilities", multiple=True, type=CapabilityType(),
+        help="GPUs that tensorrt-rtx builds for, as 8.6 8.9 12.0. If left out, all from 8.0 on.",
+    ),
+    click.option(
+        "--plugins/--no-plugins", default=None,
+        help="Whether tensorrt takes our CUDA kernels or standard operators.  [default: plugins]",
+    ),
+    click.option(
+        "--workspace", "workspace_gib", type=click.FloatRange(min=0, min_open=True), metavar="GIB",
+        help="Most GPU memory for the scratch space of a layer. If left out, TensorRT decides.",
+    ),
+    click.option(
+        "--timing-cache", type=_FILE,
+        help="What tensorrt measured before. If left out, a file for this GPU and version in the "
+        "user's cache folder.",
+    ),
+    click.option(
+        "--build-log", type=_FILE,
+        help="All that TensorRT says. If left out, BUNDLE.build.log beside the bundle.",
+    ),
+)  # fmt: skip
+_BOTH = frozenset({"tensorrt", "tensorrt-rtx"})
+_BELONGS = {
+    "batches": ("--batch", _BOTH),
+    "compute_capabilities": ("--compute-capability", {"tensorrt-rtx"}),
+    "plugins": ("--plugins", {"tensorrt"}),
+    "workspace_gib": ("--workspace", _BOTH),
+    "timing_cache": ("--timing-cache", {"tensorrt"}),
+    "build_log": ("--build-log", _BOTH),
+}
+
+
+def engine_options(command: _Command) -> _Command:
+    """Give a command the options that `builders_from` takes."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def builders_from(
+    bundle: Path, kinds: Sequence["EngineKind"], **choices: Any
+) -> "list[EngineBuilder]":
+    """Builders of the engines that were asked for, one a kind.
+
+    Args:
+        bundle: the folder that is to hold the engines.
+        kinds: values of `--engine`.
+        choices: values of the other options, None or empty where not given.
+
+    Raises:
+        click.UsageError: an option is for a kind of engine that was not asked for.
+        ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
+        EngineError: this machine cannot build such engines.
+    """
+    given = {name: value for name, value in choices.items() if value not in (None, ())}
+    for name in given:
+        option, owners = _BELONGS[name]
+        if not owners & set(kinds):
+            needed = " or ".join(f"--engine {kind}" for kind in sorted(owners))
+            raise click.UsageError(f"{option} is of no use without {needed}")
+    if not kinds:
+        return []
+    from .build_log import BuildLog
+    from .engine_build import EngineOptions
+    from .engine_builders import builder_for
+
+    path = given.pop("build_log", bundle.absolute().with_name(f"{bundle.name}.build.log"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log, options = BuildLog(path), EngineOptions(**given)
+    return [builder_for(kind, options, log) for kind in dict.fromkeys(kinds)]
