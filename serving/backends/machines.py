@@ -24,7 +24,7 @@ def probe_machine(kind: PlanKind) -> Machine:
             return Machine(
                 runtime_version=trt.__version__,
                 compute_capability=compute_capability(),
-                platform=f"{platform.system().lower()}-{platform.machine()}",
+                platform=f"{platform.system()}-{platform.machine()}".lower(),
                 free_memory=free_memory(),
             )
     except cuda.Error as error:
@@ -38,7 +38,8 @@ def _module(name: str, runtime: Runtime) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise BackendError(f"{error.name} is not installed; install it with {install}") from None
+        missing = (error.name or name).partition(".")[0]
+        raise BackendError(f"{missing} is not installed; install it with {install}") from None
     except (ImportError, OSError) as error:
         raise BackendError(
             f"{name} does not load ({error}); install an NVIDIA driver if nvidia-smi finds none, "

@@ -34,12 +34,12 @@ class PlanRuntime:
             kind: Kind of the plans it will load.
             cache: Keeps what TensorRT-RTX compiles; TensorRT has none.
         """
-        self.trt = importlib.import_module(RUNTIMES[kind].module)
-        self._name = f"{RUNTIMES[kind].title} {self.trt.__version__}"
+        trt = self.trt = importlib.import_module(RUNTIMES[kind].module)
+        self._name = f"{RUNTIMES[kind].title} {trt.__version__}"
         self._cache = cache
         self._errors: list[str] = []
-        self._logger = _logger(self.trt, self._errors)
-        self._runtime = self.trt.Runtime(self._logger)
+        self._logger = _logger(trt, self._errors)
+        self._loader = trt.Runtime(self._logger)
 
     def engine_from(self, path: Path) -> Any:
         """The `ICudaEngine` of a plan.
@@ -47,7 +47,7 @@ class PlanRuntime:
         Raises:
             BackendError: the runtime refuses the plan; the message has its reason.
         """
-        engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+        engine = self._loader.deserialize_cuda_engine(path.read_bytes())
         return self.checked(engine, f"load {path}", "export the bundle again on this machine")
 
     def context_of(self, engine: Any) -> Any:

@@ -1,0 +1,137 @@
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from maskrcnn_trt.model.manifest import (
+    Artifact,
+    BatchProfile,
+    BundleError,
+    EngineBuild,
+    Precision,
+    read_manifest,
+    sha256_of,
+    write_manifest,
+)
+from maskrcnn_trt.serving.backends.loading import load_backend, served_precision
+from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend
+from maskrcnn_trt.serving.commands import predict, serve
+from maskrcnn_trt.serving.errors import BackendError
+
+
+@pytest.fixture
+def without_pycuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that cannot run plans, whatever the one at hand can."""
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    monkeypatch.delitem(sys.modules, "pycuda.driver", raising=False)
+
+
+@pytest.fixture
+def with_plans(bundle: Path, tmp_path: Path) -> Path:
+    """The tiny bundle with files beside its ONNX that its manifest calls TensorRT-RTX plans."""
+    manifest = read_manifest(bundle)
+    plans = []
+    for artifact in manifest.artifacts:
+        os.link(bundle / artifact.path, tmp_path / artifact.path)
+        path = tmp_path / f"{artifact.bucket}.rtx"
+        path.write_bytes(b"no plan")
+        plans += [_plan_of(artifact, path, precision) for precision in ("fp16", artifact.precision)]
+    artifacts = (*manifest.artifacts, *plans)
+    write_manifest(tmp_path, manifest.model_copy(update={"artifacts": artifacts}))
+    return tmp_path
+
+
+def _plan_of(artifact: Artifact, path: Path, precision: Precision) -> Artifact:
+    build = EngineBuild(
+        runtime_version="1.7",
+        compute_capabilities=("8.9",),
+        cuda_version="13",
+        platform="linux-x86_64",
+        plugins={},
+        profiles=(BatchProfile(min=1, opt=8, max=8),),
+    )
+    changes: dict[str, Any] = {"path": path.name, "sha256": sha256_of(path), "engine": build}
+    return artifact.model_copy(update=changes | {"kind": "tensorrt-rtx", "precision": precision})
+
+
+def test_auto_says_what_computes(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        backend = load_backend(bundle, read_manifest(bundle), "fp32")
+    assert isinstance(backend, OnnxRuntimeBackend)
+    assert [record.message for record in caplog.records] == ["computing with onnxruntime"]
+
+
+@pytest.mark.usefixtures("without_pycuda")
+def test_auto_says_why_nothing_faster_computes(
+    with_plans: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = load_backend(with_plans, read_manifest(with_plans), "fp32")
+    assert isinstance(backend, OnnxRuntimeBackend)
+    assert [record.getMessage() for record in caplog.records] == [
+        "computing with onnxruntime, as nothing faster runs: tensorrt-rtx: pycuda is not "
+        'installed; install it with pip install "maskrcnn-trt[rtx]"'
+    ]
+
+
+@pytest.mark.usefixtures("without_pycuda")
+def test_what_does_not_run_is_refused_where_there_is_nothing_else(with_plans: Path) -> None:
+    manifest = read_manifest(with_plans)
+    with pytest.raises(BackendError, match="tensorrt-rtx: pycuda is not installed"):
+        load_backend(with_plans, manifest, "fp16")
+    with pytest.raises(BackendError, match=r"^pycuda is not installed"):
+        load_backend(with_plans, manifest, "fp32", "tensorrt-rtx")
+
+
+def test_missing_runtime_is_told(with_plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    with pytest.raises(BackendError, match="tensorrt_rtx is not installed; install it with pip"):
+        load_backend(with_plans, read_manifest(with_plans), "fp32", "tensorrt-rtx")
+
+
+def test_runtime_that_does_not_load_is_told(
+    with_plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "pycuda"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "driver.py").write_text("raise ImportError('libcuda.so.1: no such file')")
+    monkeypatch.syspath_prepend(package.parent)
+    for name in ("pycuda", "pycuda.driver"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(BackendError, match=r"pycuda.driver does not load \(libcuda.*NVIDIA driver"):
+        load_backend(with_plans, read_manifest(with_plans), "fp32", "tensorrt-rtx")
+
+
+def test_backend_without_artefacts_is_refused(bundle: Path) -> None:
+    with pytest.raises(BundleError, match=r"no fp32 tensorrt artefact.*--engine tensorrt`"):
+        load_backend(bundle, read_manifest(bundle), "fp32", "tensorrt")
+
+
+def test_precision_is_the_backends_first(bundle: Path, with_plans: Path) -> None:
+    manifest = read_manifest(with_plans)
+    assert served_precision(manifest, "auto") == "fp32"
+    assert served_precision(manifest, "onnxruntime") == "fp32"
+    assert served_precision(manifest, "tensorrt-rtx") == "fp16"
+    assert served_precision(manifest, "tensorrt") == "fp32"
+
+
+@pytest.mark.usefixtures("without_pycuda")
+@pytest.mark.parametrize("command", [serve, predict])
+def test_commands_hand_the_choice_on(command: Any, with_plans: Path, tmp_path: Path) -> None:
+    image = tmp_path / "image.png"
+    image.touch()
+    words = [with_plans, "--backend", "tensorrt-rtx", *([image] if command is predict else [])]
+    result = CliRunner().invoke(command, [str(word) for word in words])
+    assert isinstance(result.exception, BackendError)
+    assert "pycuda is not installed" in str(result.exception)
+
+
+def test_manifest_that_is_damaged_is_told(with_plans: Path) -> None:
+    path = with_plans / "manifest.json"
+    path.write_text(path.read_text().replace('"runtime_version"', '"version"'))
+    with pytest.raises(BundleError, match="runtime_version: Field required; export the bundle"):
+        read_manifest(with_plans)

@@ -1,0 +1,133 @@
+import importlib
+from typing import Any
+
+import pytest
+
+from maskrcnn_trt.model.manifest import Artifact, BatchProfile, EngineBuild
+from maskrcnn_trt.model.spec import ShapeBucket
+from maskrcnn_trt.serving.backends.plan_checks import (
+    RTX_MAJORS,
+    Machine,
+    PlanKind,
+    batch_profiles,
+    check_memory,
+    check_plans,
+)
+from maskrcnn_trt.serving.errors import BackendError
+
+H100 = Machine("11.4.0.106", "9.0", "linux-x86_64", 80 << 30)
+RTX_4090 = Machine("1.7.1.116", "8.9", "linux-x86_64", 24 << 30)
+
+
+def plan(kind: PlanKind = "tensorrt", **build: Any) -> Artifact:
+    facts = {
+        "runtime_version": "11.4.0.106" if kind == "tensorrt" else "1.7.1.116",
+        "compute_capabilities": ("9.0",) if kind == "tensorrt" else ("8.6", "8.9"),
+        "cuda_version": "13",
+        "platform": "linux-x86_64",
+        "plugins": {},
+        "profiles": (BatchProfile(min=1, opt=1, max=1), BatchProfile(min=2, opt=8, max=8)),
+    }
+    return Artifact(
+        path="model.plan",
+        sha256="0" * 64,
+        kind=kind,
+        precision="fp16",
+        input_dtype="uint8",
+        bucket=ShapeBucket(800, 1344),
+        engine=EngineBuild(**facts | build),  # type: ignore[arg-type]
+    )
+
+
+def profiles(*sizes: tuple[int, int, int]) -> tuple[BatchProfile, ...]:
+    return tuple(BatchProfile(min=low, opt=opt, max=high) for low, opt, high in sizes)
+
+
+def test_plans_for_this_machine_pass() -> None:
+    check_plans("tensorrt", [plan(), plan()], H100, 10**9)
+    check_plans("tensorrt-rtx", [plan("tensorrt-rtx")], RTX_4090, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (
+            {"runtime_version": "11.2.0.5"},
+            "the plan model.plan was built with TensorRT 11.2.0.5; here is 11.4.0.106; rebuild it "
+            "here with `maskrcnn export CHECKPOINT -o BUNDLE --engine tensorrt --precision fp16`",
+        ),
+        (
+            {"compute_capabilities": ("8.0", "8.6")},
+            "the plan model.plan was built for compute capability 8.0, 8.6; here is 9.0; ",
+        ),
+        ({"platform": "windows-amd64"}, "was built on windows-amd64; here is linux-x86_64; "),
+        (
+            {"runtime_version": "11.2.0.5", "compute_capabilities": ("8.0",)},
+            "was built with TensorRT 11.2.0.5 for compute capability 8.0; "
+            "here are 11.4.0.106 and 9.0; rebuild",
+        ),
+    ],
+)
+def test_what_a_plan_was_built_for_and_what_is_here_are_told(
+    build: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(BackendError) as caught:
+        check_plans("tensorrt", [plan(), plan(**build)], H100, 0)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("capability", ["9.0", "10.0"])
+def test_tensorrt_rtx_is_refused_where_it_does_not_run(capability: str) -> None:
+    built = plan("tensorrt-rtx", compute_capabilities=(capability,))
+    with pytest.raises(BackendError, match=f"does not run on compute capability {capability}.*use"):
+        check_plans("tensorrt-rtx", [built], RTX_4090._replace(compute_capability=capability), 0)
+
+
+def test_tensorrt_rtx_runs_where_it_can_build_for() -> None:
+    trt = importlib.import_module("tensorrt_rtx")
+    names = [n for n in trt.ComputeCapability.__members__ if n.startswith("SM")]
+    assert {name[2:-1] for name in names} == set(RTX_MAJORS)
+
+
+def test_plans_larger_than_the_free_memory_are_refused() -> None:
+    check_memory(100 << 20, 100 << 20)
+    with pytest.raises(BackendError, match=r"need 300 MiB .* and 200 MiB are free; end what"):
+        check_plans("tensorrt", [plan()], H100._replace(free_memory=200 << 20), 300 << 20)
+
+
+@pytest.mark.parametrize(
+    ("built", "max_batch", "sizes"),
+    [
+        (profiles((1, 1, 1), (2, 8, 8)), 8, {1: 0, 2: 1, 4: 1, 8: 1}),
+        (profiles((1, 1, 1), (2, 8, 8)), 6, {1: 0, 2: 1, 4: 1, 6: 1}),
+        (profiles((1, 1, 1), (2, 8, 8)), 1, {1: 0}),
+        (profiles((1, 16, 16), (1, 4, 4)), 16, {1: 1, 2: 1, 4: 1, 8: 0, 16: 0}),
+        # A profile that takes a batch goes before a smaller one that would have it padded.
+        (profiles((4, 4, 4), (1, 8, 8)), 4, {1: 1, 2: 1, 4: 0}),
+        (profiles((8, 8, 8)), 3, {8: 0}),
+        (profiles((2, 2, 2), (5, 8, 8)), 8, {2: 0, 5: 1, 8: 1}),
+    ],
+)
+def test_batches_take_the_smallest_profile(
+    built: tuple[BatchProfile, ...], max_batch: int, sizes: dict[int, int]
+) -> None:
+    assert batch_profiles(built, max_batch) == sizes
+    assert list(sizes) == sorted(sizes)
+
+
+def test_every_batch_has_a_size_within_its_profile() -> None:
+    built = profiles((1, 1, 2), (3, 4, 7), (6, 12, 20))
+    for max_batch in range(1, 21):
+        sizes = batch_profiles(built, max_batch)
+        assert max(sizes) >= max_batch
+        for size, index in sizes.items():
+            assert built[index].min <= size <= built[index].max
+
+
+def test_batch_beyond_every_profile_is_refused() -> None:
+    with pytest.raises(BackendError) as caught:
+        batch_profiles(profiles((1, 1, 1), (2, 8, 8)), 9)
+    assert str(caught.value) == (
+        "--max-batch is 9, but the plan takes at most 8 images at once; lower it to 8, or export "
+        "the engine with `--batch 9`"
+    )
