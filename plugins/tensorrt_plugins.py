@@ -6,7 +6,7 @@ TensorRT is imported when they are registered. Their contracts are in README.md 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -26,6 +26,9 @@ whatever its flags: the domain of a node is not its namespace.
 
 _VERSION = "1"  # Plugins of this kind have no other.
 
+# As arrays, since TensorRT 10 fails to make a number of one where NumPy is 2.4 or later.
+_FIELDS = {int: NDArray[np.int32], float: NDArray[np.float32], list: NDArray[np.float32]}
+
 Description = tuple[tuple[Any, ...], Any]
 """Shape and type of a tensor."""
 
@@ -34,8 +37,8 @@ class _Plugin(NamedTuple):
     """A plugin of one output. Both functions take the module `tensorrt`, inputs and attributes."""
 
     inputs: tuple[str, ...]
-    attributes: Mapping[str, Any]
-    """Types by name, in the order in which TensorRT hands their values over."""
+    attributes: Mapping[str, type]
+    """Types by name, a list for several numbers; TensorRT hands values over in this order."""
     types: tuple[str, ...]
     """Of inputs and output, which are linear; alternatives as in `FP32|FP16` go together."""
     describe: Callable[..., Description]
@@ -79,7 +82,7 @@ def _implement_keep(
 
 
 def _describe_pooled(
-    _trt: Any, *inputs: Any, output_size: int, spatial_scales: Any, **_attributes: Any
+    _trt: Any, *inputs: Any, output_size: int, spatial_scales: list[float], **_attributes: Any
 ) -> Description:
     *features, rois = inputs
     if len(spatial_scales) != len(features):
@@ -90,11 +93,16 @@ def _describe_pooled(
 
 
 def _implement_pooled(
-    trt: Any, *inputs: Any, spatial_scales: Any, aligned: int, inclusive: int, **attributes: Any
+    trt: Any,
+    *inputs: Any,
+    spatial_scales: list[float],
+    aligned: int,
+    inclusive: int,
+    **attributes: Any,
 ) -> tuple[Kernel, Launch]:
     *features, rois = inputs
     pooling = Pooling(
-        spatial_scales=tuple(spatial_scales.tolist()),
+        spatial_scales=tuple(spatial_scales),
         aligned=bool(aligned),
         inclusive=bool(inclusive),
         **attributes,
@@ -113,7 +121,7 @@ def _roi_align(levels: int) -> _Plugin:
         attributes={
             "output_size": int,
             "sampling_ratio": int,
-            "spatial_scales": NDArray[np.float32],
+            "spatial_scales": list,
             "canonical_level": int,
             "canonical_size": float,
             "aligned": int,
@@ -141,11 +149,13 @@ _PLUGINS = {
 def _description(plugin: _Plugin, trt: Any, trtp: Any) -> Callable[..., Any]:
     """What `tensorrt.plugin.register` takes."""
 
-    def describe(*inputs: Any, **attributes: Any) -> Any:
+    def describe(*inputs: Any, **values: Any) -> Any:
+        attributes = _attributes(plugin, [values[name] for name in plugin.attributes])
         return trtp.from_shape_expr(*plugin.describe(trt, *inputs, **attributes))
 
     inputs = dict.fromkeys(plugin.inputs, trtp.TensorDesc)
-    return _signed(describe, {**inputs, **plugin.attributes}, trtp.TensorDesc)
+    attributes = {name: _FIELDS[kind] for name, kind in plugin.attributes.items()}
+    return _signed(describe, {**inputs, **attributes}, trtp.TensorDesc)
 
 
 def _combinations(plugin: _Plugin, trtp: Any) -> Callable[..., Any]:
@@ -154,9 +164,8 @@ def _combinations(plugin: _Plugin, trtp: Any) -> Callable[..., Any]:
     def combine(*_descriptions: Any) -> Any:
         return [trtp.AutoTuneCombination(", ".join(plugin.types), "LINEAR")]
 
-    inputs = dict.fromkeys(plugin.inputs, trtp.TensorDesc)
-    outputs = {"outputs": tuple[trtp.TensorDesc]}
-    return _signed(combine, {**inputs, **outputs}, list[trtp.AutoTuneCombination])
+    parameters = dict.fromkeys((*plugin.inputs, "outputs"), inspect.Parameter.empty)
+    return _signed(combine, parameters, list[trtp.AutoTuneCombination])
 
 
 def _implementation(plugin: _Plugin, trt: Any, trtp: Any, architecture: int) -> Callable[..., Any]:
@@ -167,8 +176,7 @@ def _implementation(plugin: _Plugin, trt: Any, trtp: Any, architecture: int) -> 
     def implement(*arguments: Any) -> Any:
         *given, _outputs, _tactic = arguments
         inputs, values = given[: len(plugin.inputs)], given[len(plugin.inputs) :]
-        attributes = dict(zip(plugin.attributes, values, strict=True))
-        kernel, launch = plugin.implement(trt, *inputs, **attributes)
+        kernel, launch = plugin.implement(trt, *inputs, **_attributes(plugin, values))
         scalars = trtp.SymIntExprs(len(launch.scalars))
         for index, scalar in enumerate(launch.scalars):
             # Arithmetic makes a size a mere SymIntExpr, of which TensorRT knows no width.
@@ -176,10 +184,17 @@ def _implementation(plugin: _Plugin, trt: Any, trtp: Any, architecture: int) -> 
         ptx = compiled(kernel, known, "ptx").rstrip(b"\0").decode()
         return kernel.name, ptx, trtp.KernelLaunchParams(*launch.grid, *launch.block), scalars
 
-    inputs = dict.fromkeys(plugin.inputs, trtp.TensorDesc)
-    rest = {"outputs": tuple[trtp.TensorDesc], "tactic": int}
+    names = (*plugin.inputs, *plugin.attributes, "outputs", "tactic")
     returns = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
-    return _signed(implement, {**inputs, **plugin.attributes, **rest}, returns)
+    return _signed(implement, dict.fromkeys(names, inspect.Parameter.empty), returns)
+
+
+def _attributes(plugin: _Plugin, values: Sequence[NDArray[Any]]) -> dict[str, Any]:
+    """Attributes by name, as Python has them."""
+    return {
+        name: value.tolist() if kind is list else value.item()
+        for (name, kind), value in zip(plugin.attributes.items(), values, strict=True)
+    }
 
 
 def _signed(

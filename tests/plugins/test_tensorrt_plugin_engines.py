@@ -66,7 +66,7 @@ def test_roi_align(
     attributes = {
         "output_size": 7,
         "sampling_ratio": ratio,
-        "spatial_scales": np.array(scales, np.float32),
+        "spatial_scales": scales,
         "canonical_level": 4,
         "canonical_size": 224.0,
         "aligned": 0,
@@ -116,7 +116,11 @@ def plan_of(
         profile.set_shape(tensor_name, (1, *shape), (batch, *shape), (MAX_BATCH, *shape))
     config.add_optimization_profile(profile)
     plugin = getattr(import_module("tensorrt.plugin").op.maskrcnn, name)
-    output = network.add_plugin(plugin(*tensors, **attributes), aot=True).get_output(0)
+    fields = {
+        name: np.array(value, np.int32 if isinstance(value, int) else np.float32, ndmin=1)
+        for name, value in attributes.items()
+    }
+    output = network.add_plugin(plugin(*tensors, **fields), aot=True).get_output(0)
     if output.dtype == trt.bool:
         output = network.add_cast(output, trt.int32).get_output(0)
     output.name = "output"

@@ -153,10 +153,12 @@ def test_plugins_can_be_added_to_a_network_by_hand(
     trt: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trt, "ITensor", str)
-    scales = np.array(POOLING["spatial_scales"], np.float32)
-    add = import_module("tensorrt.plugin").op.maskrcnn.PyramidRoIAlign(
-        "p2", "p3", "p4", "p5", "rois", **{**POOLING, "spatial_scales": scales}
-    )
+    attributes = {
+        name: np.array(value, np.float32 if isinstance(value, float | list) else np.int32, ndmin=1)
+        for name, value in POOLING.items()
+    }
+    pooling = import_module("tensorrt.plugin").op.maskrcnn.PyramidRoIAlign
+    add = pooling("p2", "p3", "p4", "p5", "rois", **attributes)
     inputs, shape_inputs, plugin = add(trt.QuickPluginCreationRequest.STRICT_AOT)
     assert inputs == ["p2", "p3", "p4", "p5", "rois"]
     assert shape_inputs == []
@@ -165,21 +167,19 @@ def test_plugins_can_be_added_to_a_network_by_hand(
 
 def test_every_name_of_tensorrt_that_the_plugins_use_exists(trt: ModuleType) -> None:
     source, folder = Path(tensorrt_plugins.__file__), Path(__file__).parent
-    assert missing_names(source, "trtp", sys.modules["tensorrt.plugin"]) == []
+    assert missing_names(source, "trtp", import_module("tensorrt.plugin")) == []
     for path in (source, folder / "plan_process.py", folder / "test_tensorrt_plugin_engines.py"):
         assert missing_names(path, "trt", trt) == []
 
 
-def test_the_build_script_of_the_readme_uses_names_that_exist(
-    trt: ModuleType, tmp_path: Path
-) -> None:
+def test_the_code_of_the_readme_uses_names_that_exist(trt: ModuleType, tmp_path: Path) -> None:
     readme = Path(tensorrt_plugins.__file__).with_name("README.md").read_text()
-    (script,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    path = tmp_path / "script.py"
-    path.write_text(script)
+    path = tmp_path / "code.py"
+    path.write_text("\n".join(re.findall(r"```python\n(.*?)```", readme, re.DOTALL)))
     assert missing_names(path, "trt", trt) == []
-    for name in re.findall(r"import (\w+), (\w+)$", script, re.MULTILINE)[0]:
-        assert hasattr(tensorrt_plugins, name)
+    assert missing_names(path, "trtp", import_module("tensorrt.plugin")) == []
+    (imported,) = re.findall(r"tensorrt_plugins import (.*)", path.read_text())
+    assert all(hasattr(tensorrt_plugins, name) for name in imported.split(", "))
 
 
 def test_names_that_tensorrt_lacks_are_found(tmp_path: Path) -> None:
