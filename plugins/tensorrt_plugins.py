@@ -68,7 +68,7 @@ def register_plugins(architecture: int) -> dict[str, str]:
     return {f"{PLUGIN_NAMESPACE}::{name}": _VERSION for name in _PLUGINS}
 
 
-def _describe_keep(trt: Any, boxes: Any, classes: Any, **_attributes: Any) -> Description:
+def _describe_keep(trt: Any, boxes: Any, classes: Any, **_others: Any) -> Description:
     return tuple(classes.shape_expr), trt.bool
 
 
@@ -82,7 +82,7 @@ def _implement_keep(
 
 
 def _describe_pooled(
-    _trt: Any, *inputs: Any, output_size: int, spatial_scales: list[float], **_attributes: Any
+    _trt: Any, *inputs: Any, output_size: int, spatial_scales: list[float], **_others: Any
 ) -> Description:
     *features, rois = inputs
     if len(spatial_scales) != len(features):
