@@ -30,7 +30,7 @@ def box_iou(boxes: Tensor, others: Tensor) -> Tensor:
     bottom_right = torch.minimum(boxes[:, :, None, 2:], others[:, None, :, 2:])
     intersection = (bottom_right - top_left).clamp(min=0).prod(dim=-1)
     union = _area(boxes)[:, :, None] + _area(others)[:, None] - intersection
-    return torch.where(union > 0, intersection / union, 0)
+    return torch.where(union > 0, intersection / union, 0).contiguous()
 
 
 def _area(boxes: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ struct Row {
 // value has the key 0.
 __device__ unsigned key_of(Value value) {
     const float wide = widen(value);
-    if (isnan(wide)) return 0xffffffffu;
     const unsigned bits = wide == 0.0f ? 0u : __float_as_uint(wide);
-    return bits & SIGN ? ~bits : bits | SIGN;
+    const unsigned key = bits & SIGN ? ~bits : bits | SIGN;
+    return isnan(wide) ? 0xffffffffu : key;
 }
 
 // Place of the thread's first entry in a chunk; the others follow at steps of a warp.
@@ -45,10 +45,20 @@ __device__ int first_place() {
 }
 
 __device__ void load_keys(const Row& row, int start, int size, Keys& keys) {
+    // Loads that depend on no condition can all be under way at once.
+    int places[ITEMS];
+    Value values[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) places[i] = start + min(first_place() + i * WARP, size - 1);
+    if (row.candidates) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) places[i] = row.candidates[places[i]];
+    }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) values[i] = row.values[places[i]];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        const int place = first_place() + i * WARP;
-        keys[i] = place < size ? key_of(row.values[row.index_of(start + place)]) : 0u;
+        keys[i] = first_place() + i * WARP < size ? key_of(values[i]) : 0u;
     }
 }
 
@@ -157,16 +167,16 @@ sort_top_k(const Value* __restrict__ values, const int* __restrict__ candidates,
     indices += row_index * k;
     Keys keys;
     load_keys(row, 0, count, keys);
-    // The index makes entries distinct; inverted, the lower comes first.
+    // The place makes entries distinct; inverted, the first of equals is the largest.
     place_largest(keys, k, [&](int slot, unsigned key, int place) {
-        entries[slot] = static_cast<Entry>(key) << KEY_BITS | ~static_cast<unsigned>(row.index_of(place));
+        entries[slot] = static_cast<Entry>(key) << KEY_BITS | ~static_cast<unsigned>(place);
     });
     int size = 1;
     while (size < k) size *= 2;
     for (int slot = k + threadIdx.x; slot < size; slot += THREADS) entries[slot] = 0;
     sort_block(entries, size);
     for (int slot = threadIdx.x; slot < k; slot += THREADS) {
-        const int index = static_cast<int>(~static_cast<unsigned>(entries[slot]));
+        const int index = row.index_of(~static_cast<unsigned>(entries[slot]));
         largest[slot] = row.values[index];
         indices[slot] = index;
     }

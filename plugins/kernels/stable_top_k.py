@@ -57,13 +57,8 @@ def _kernel(name: str, value_type: str, count: int) -> Kernel:
     return Kernel("stable_top_k.cu", name, constants)
 
 
-VARIANTS = tuple(
-    kernel
-    for value_type in ("float", "float16", "bfloat16")
-    for kernel in (
-        prune_kernel(value_type, chunk_size(1), 1),
-        prune_kernel(value_type, chunk_size(MAX_K), MAX_K),
-        sort_kernel(value_type, 1),
-        sort_kernel(value_type, chunk_size(1)),
-    )
+VARIANTS = (
+    *(sort_kernel("float", _THREADS * items) for items in (1, 2, 4, 8, 16)),
+    prune_kernel("float", chunk_size(MAX_K), MAX_K),
+    *(sort_kernel(value_type, _THREADS) for value_type in ("float16", "bfloat16")),
 )

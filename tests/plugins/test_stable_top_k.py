@@ -1,32 +1,122 @@
+import math
+
 import numpy as np
 import pytest
 import torch
+from cuda_graphs import replayed
+from torch import Tensor
 
 from maskrcnn_trt.plugins.stable_top_k import stable_top_k
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def assert_is_stable_top_k(values: Tensor, k: int, device: str) -> None:
+    """Compare with NumPy's stable sort, which puts what is no number last in ascending order."""
+    largest, indices = stable_top_k(values.to(device), k)
+    keys = values.double().numpy()
+    order = np.argsort(np.where(np.isnan(keys), -np.inf, -keys), axis=-1, kind="stable")
+    # What is no number comes even before infinity.
+    first = np.argsort(~np.isnan(np.take_along_axis(keys, order, axis=-1)), axis=-1, kind="stable")
+    expected = torch.from_numpy(np.take_along_axis(order, first, axis=-1)[..., :k].copy())
+    assert indices.dtype == torch.int64
+    assert largest.dtype == values.dtype
+    assert torch.equal(indices.cpu(), expected)
+    assert torch.equal(bits_of(largest.cpu()), bits_of(values.gather(-1, expected)))
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """Integers, which unlike numbers tell zeros of either sign apart, and equal themselves."""
+    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+
+
+def random_values(*shape: int, distinct: int | None = None, seed: int = 0) -> Tensor:
+    """Normal values, or few distinct ones, so that ties abound."""
+    generator = np.random.default_rng(seed)
+    if distinct is None:
+        return torch.from_numpy(generator.normal(size=shape).astype(np.float32))
+    return torch.from_numpy(generator.integers(-distinct, distinct, shape).astype(np.float32))
+
+
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("distinct", [None, 3], ids=["distinct", "ties"])
 @pytest.mark.parametrize(
-    ("shape", "k"), [((3, 50), 7), ((50,), 50), ((2, 3, 9), 20), ((4, 0), 3), ((2, 5), 0)]
-)
-def test_equals_stable_sort(shape: tuple[int, ...], k: int, device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    # Few distinct values, so that ties abound.
-    values = np.random.default_rng(0).integers(-3, 3, shape).astype(np.float32)
-    order = np.argsort(-values, axis=-1, kind="stable")[..., :k]
-    largest, indices = stable_top_k(torch.from_numpy(values).to(device), k)
-    assert indices.cpu().numpy().tolist() == order.tolist()
-    assert largest.cpu().numpy().tolist() == np.take_along_axis(values, order, axis=-1).tolist()
+    ("shape", "k"),
+    [((3, 50), 7), ((50,), 50), ((2, 3, 9), 20), ((4, 0), 3), ((2, 5), 0), ((0, 5), 2),
+     ((2, 1023), 1000), ((2, 1025), 1000), ((2, 12600), 1000), ((1, 70000), 2000)],
+)  # fmt: skip
+def test_equals_stable_sort(
+    shape: tuple[int, ...], k: int, distinct: int | None, device: str
+) -> None:
+    assert_is_stable_top_k(random_values(*shape, distinct=distinct), k, device)
 
 
-def test_orders_infinities() -> None:
-    values = torch.tensor([-torch.inf, 0.0, torch.inf, -torch.inf])
-    assert stable_top_k(values, 4)[1].tolist() == [2, 1, 0, 3]
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("k", [1, 300, 1999, 2000])
+def test_orders_zeros_infinities_and_what_is_no_number(k: int, device: str) -> None:
+    values = random_values(2, 2000)
+    odd = (-0.0, 0.0, math.inf, -math.inf, math.nan, -math.nan)
+    for start, value in enumerate(odd):
+        values[:, start :: 7 + start] = value
+    assert_is_stable_top_k(values, k, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [0.0, -math.inf, math.nan])
+@pytest.mark.parametrize(("count", "k"), [(300, 100), (40000, 1000)])
+def test_equals_keep_their_order(count: int, k: int, value: float, device: str) -> None:
+    assert_is_stable_top_k(torch.full((2, count), value), k, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_follows_the_few_that_count(device: str) -> None:
+    values = torch.full((2, 40000), -1.0)
+    values[:, ::100] = random_values(2, 400).abs()
+    assert_is_stable_top_k(values, 2000, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_takes_other_dtypes(dtype: torch.dtype, device: str) -> None:
+    assert_is_stable_top_k(random_values(2, 20000).to(dtype), 1000, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_takes_any_layout(device: str) -> None:
+    assert_is_stable_top_k(random_values(60, 3).t(), 7, device)
+    values = random_values(3, 60)
+    # Starts at an address that wide loads cannot take.
+    shifted = torch.cat([torch.zeros(1), values.flatten()]).to(device)[1:].view(3, 60)
+    assert torch.equal(stable_top_k(shifted, 7)[1].cpu(), stable_top_k(values, 7)[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("distinct", [None, 1000], ids=["distinct", "ties"])
+@pytest.mark.parametrize(
+    ("rows", "count", "k"),
+    [(8, 201600, 1000), (8, 80000, 2000), (8, 5000, 1000), (1, 300000, 4096), (128, 16385, 1000),
+     (2, 63000, 12000), (1, 300000, 16384), (2, 9000, 5000), (2, 6000, 6000), (1, 50000, 16385)],
+)  # fmt: skip
+def test_long_rows_on_a_gpu(rows: int, count: int, k: int, distinct: int | None) -> None:
+    assert_is_stable_top_k(random_values(rows, count, distinct=distinct), k, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [1000, 5000])
+def test_ascending_and_descending_rows_on_a_gpu(k: int) -> None:
+    rising = torch.arange(100_000).float()
+    assert_is_stable_top_k(torch.stack([rising, -rising]), k, "cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("k", [3, 12])
-def test_registration_holds(k: int) -> None:
-    torch.library.opcheck(stable_top_k, (torch.rand(2, 9), k))
+def test_registration_holds(k: int, device: str) -> None:
+    torch.library.opcheck(stable_top_k, (torch.rand(2, 9, device=device), k))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [1000, 5000])
+def test_can_be_captured(k: int) -> None:
+    example, values = random_values(2, 40000), random_values(2, 40000, distinct=90, seed=1)
+    _, indices = replayed(lambda held: stable_top_k(held, k), [example], [values])
+    assert torch.equal(indices, stable_top_k(values, k)[1])
