@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import roi_align
 
+from .arguments import kernel_argument
 from .kernels.mask_targets import (
     crop_targets_kernel,
     crop_targets_launch,
@@ -35,9 +36,8 @@ def mask_targets_from_crops(masks: Tensor, boxes: Tensor, matched: Tensor, side:
         [B, K, M, M] float32.
 
     Raises:
-        ValueError: the shapes do not fit one another.
+        ValueError: on a GPU, an argument has another dtype or shape.
     """
-    _check_crops(masks, boxes, matched)
     targets = torch.zeros(*matched.shape, side, side)
     for image in range(len(masks)):
         for owner, members in rois_by_owner(boxes[image], matched[image], masks.shape[1]):
@@ -48,19 +48,21 @@ def mask_targets_from_crops(masks: Tensor, boxes: Tensor, matched: Tensor, side:
 
 @mask_targets_from_crops.register_fake
 def _(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
-    return boxes.new_empty(*matched.shape, side, side, dtype=torch.float32)
+    return boxes.new_empty(*matched.shape, side, side)
 
 
 @mask_targets_from_crops.register_kernel("cuda")
-def _from_crops_by_kernel(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
-    _check_crops(masks, boxes, matched)
-    targets = boxes.new_empty(*matched.shape, side, side, dtype=torch.float32)
-    boxes, matched = boxes.float().contiguous(), matched.long().contiguous()
-    images, rois = matched.shape
-    launch = crop_targets_launch(images, rois, *masks.shape[1:])
-    launch_kernel(
-        crop_targets_kernel(side), launch, (masks.contiguous(), boxes, matched), (targets,)
-    )
+def _(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
+    images, instances, height, width = masks.shape
+    rois = matched.shape[1]
+    inputs = [
+        kernel_argument("masks", masks, torch.uint8, (-1, -1, -1, -1)),
+        kernel_argument("boxes", boxes, torch.float32, (images, rois, 4)),
+        kernel_argument("matched", matched, torch.int64, (images, rois)),
+    ]
+    targets = boxes.new_empty(images, rois, side, side)
+    launch = crop_targets_launch(images, rois, instances, height, width)
+    launch_kernel(crop_targets_kernel(side), launch, inputs, [targets])
     return targets
 
 
@@ -82,9 +84,8 @@ def mask_targets_from_rle(
         [K, M, M] float32.
 
     Raises:
-        ValueError: the shapes do not fit one another.
+        ValueError: on a GPU, an argument has another dtype or shape.
     """
-    _check_rle(offsets, sizes, boxes, matched)
     targets = torch.zeros(len(matched), side, side)
     for owner, members in rois_by_owner(boxes, matched, len(sizes)):
         runs = counts[offsets[owner] : offsets[owner + 1]]
@@ -97,26 +98,28 @@ def mask_targets_from_rle(
 def _(
     counts: Tensor, offsets: Tensor, sizes: Tensor, boxes: Tensor, matched: Tensor, side: int
 ) -> Tensor:
-    return boxes.new_empty(matched.shape[0], side, side, dtype=torch.float32)
+    return boxes.new_empty(matched.shape[0], side, side)
 
 
 @mask_targets_from_rle.register_kernel("cuda")
-def _from_rle_by_kernel(
+def _(
     counts: Tensor, offsets: Tensor, sizes: Tensor, boxes: Tensor, matched: Tensor, side: int
 ) -> Tensor:
-    _check_rle(offsets, sizes, boxes, matched)
-    targets = boxes.new_empty(matched.shape[0], side, side, dtype=torch.float32)
-    ends = counts.cumsum(0, dtype=torch.int64)
-    offsets, sizes, matched = (x.long().contiguous() for x in (offsets, sizes, matched))
-    launch = rle_targets_launch(len(matched), len(sizes))
-    inputs = (ends, offsets, sizes, boxes.float().contiguous(), matched)
-    launch_kernel(rle_targets_kernel(side), launch, inputs, (targets,))
+    rois, instances = matched.shape[0], sizes.shape[0]
+    ends = kernel_argument("counts", counts, torch.int32, (-1,)).cumsum(0)
+    inputs = [
+        ends,
+        kernel_argument("offsets", offsets, torch.int64, (instances + 1,)),
+        kernel_argument("sizes", sizes, torch.int64, (instances, 2)),
+        kernel_argument("boxes", boxes, torch.float32, (rois, 4)),
+        kernel_argument("matched", matched, torch.int64, (rois,)),
+    ]
+    targets = boxes.new_empty(rois, side, side)
+    launch_kernel(rle_targets_kernel(side), rle_targets_launch(rois, instances), inputs, [targets])
     return targets
 
 
-def rois_by_owner(
-    boxes: Tensor, matched: Tensor, instances: int
-) -> Iterator[tuple[int, Tensor]]:
+def rois_by_owner(boxes: Tensor, matched: Tensor, instances: int) -> Iterator[tuple[int, Tensor]]:
     """Instances that own RoIs with finite boxes, and the indices of these.
 
     Args:
@@ -125,7 +128,7 @@ def rois_by_owner(
         instances: other numbers than 0 to this less one are left out.
     """
     owned = (matched >= 0) & (matched < instances) & boxes.isfinite().all(dim=1)
-    for owner in matched[owned].unique().tolist():
+    for owner in torch.unique(matched[owned]).tolist():
         yield owner, (owned & (matched == owner)).nonzero()[:, 0]
 
 
@@ -133,7 +136,7 @@ def _averages(mask: Tensor, boxes: Tensor, side: int) -> Tensor:
     """[K, M, M] of a mask [H, W] and boxes [K, 4]."""
     if mask.numel() == 0:
         return torch.zeros(len(boxes), side, side)
-    averages: Tensor = roi_align(mask[None, None].float(), [boxes.float()], side)
+    averages: Tensor = roi_align(mask[None, None].float(), [boxes], side)
     return averages[:, 0]
 
 
@@ -144,28 +147,3 @@ def _mask_from_runs(runs: Tensor, height: int, width: int) -> Tensor:
     mask = torch.zeros(height * width, dtype=torch.uint8)
     mask[: len(pixels)] = pixels
     return mask.view(width, height).T
-
-
-def _check_crops(masks: Tensor, boxes: Tensor, matched: Tensor) -> None:
-    if masks.dtype != torch.uint8:
-        raise ValueError(f"masks must be uint8, not {masks.dtype}")
-    if masks.dim() != 4 or matched.dim() != 2 or boxes.shape != (*matched.shape, 4):
-        raise ValueError(
-            "masks, boxes and matched must be [B, G, H, W], [B, K, 4] and [B, K], not "
-            f"{list(masks.shape)}, {list(boxes.shape)} and {list(matched.shape)}"
-        )
-    if len(masks) != len(matched):
-        raise ValueError(f"masks are of {len(masks)} images, but boxes of {len(matched)}")
-
-
-def _check_rle(offsets: Tensor, sizes: Tensor, boxes: Tensor, matched: Tensor) -> None:
-    if matched.dim() != 1 or boxes.shape != (*matched.shape, 4):
-        raise ValueError(
-            "boxes and matched must be [K, 4] and [K], not "
-            f"{list(boxes.shape)} and {list(matched.shape)}"
-        )
-    if sizes.dim() != 2 or sizes.shape[1] != 2 or offsets.shape != (len(sizes) + 1,):
-        raise ValueError(
-            "offsets and sizes must be [N + 1] and [N, 2], not "
-            f"{list(offsets.shape)} and {list(sizes.shape)}"
-        )

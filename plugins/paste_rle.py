@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .arguments import kernel_argument
 from .kernels.paste_rle import paste_rle_kernel, paste_rle_launch
 from .launching import launch_kernel
 
 _FARTHEST = 2.0**24
-_EXACT = {"torchvision": False, "detectron2": True}
 _CUDA_TYPES = {torch.float32: "float", torch.float16: "float16"}
 
 
@@ -62,14 +62,14 @@ def paste_rle(
         which counts those too that found no room.
 
     Raises:
-        ValueError: the shapes do not fit one another, or the rule is unknown.
+        ValueError: the rule is unknown or, on a GPU, an argument has another dtype or shape.
     """
-    exact = _checked_rule(masks, boxes, sizes, paste)
-    counts = torch.zeros(len(masks), capacity, dtype=torch.int32)
-    num_runs = torch.zeros(len(masks), dtype=torch.int32)
+    exact = _is_exact(paste)
+    counts, num_runs = _empty_runs(masks, capacity)
+    counts.zero_()
     for index, (height, width) in enumerate(sizes.tolist()):
-        image = _pasted(masks[index].float(), boxes[index], height, width, threshold, exact)
-        runs = _runs(image)
+        pasted = _pasted(masks[index].float(), boxes[index], height, width, threshold, exact)
+        runs = _runs(pasted)
         num_runs[index] = len(runs)
         counts[index, : len(runs)] = runs[:capacity]
     return counts, num_runs
@@ -84,14 +84,11 @@ def _(
     threshold: float = 0.5,
     paste: str = "torchvision",
 ) -> tuple[Tensor, Tensor]:
-    return (
-        masks.new_empty(masks.shape[0], capacity, dtype=torch.int32),
-        masks.new_empty(masks.shape[0], dtype=torch.int32),
-    )
+    return _empty_runs(masks, capacity)
 
 
 @paste_rle.register_kernel("cuda")
-def _paste_by_kernel(
+def _(
     masks: Tensor,
     boxes: Tensor,
     sizes: Tensor,
@@ -99,38 +96,36 @@ def _paste_by_kernel(
     threshold: float = 0.5,
     paste: str = "torchvision",
 ) -> tuple[Tensor, Tensor]:
-    exact = _checked_rule(masks, boxes, sizes, paste)
-    count, side = masks.shape[:2]
-    if masks.dtype not in _CUDA_TYPES:
-        masks = masks.float()
-    kernel = paste_rle_kernel(_CUDA_TYPES[masks.dtype], side, threshold, exact=exact)
-    inputs = (masks.contiguous(), boxes.float().contiguous(), sizes.long().contiguous())
-    counts = masks.new_empty(count, capacity, dtype=torch.int32)
-    num_runs = masks.new_empty(count, dtype=torch.int32)
-    launch_kernel(kernel, paste_rle_launch(count, capacity), inputs, (counts, num_runs))
+    dtype = torch.float16 if masks.dtype == torch.float16 else torch.float32
+    count, side, _ = masks.shape
+    inputs = [
+        kernel_argument("masks", masks, dtype, (count, side, side)),
+        kernel_argument("boxes", boxes, torch.float32, (count, 4)),
+        kernel_argument("sizes", sizes, torch.int64, (count, 2)),
+    ]
+    counts, num_runs = _empty_runs(masks, capacity)
+    kernel = paste_rle_kernel(_CUDA_TYPES[dtype], side, threshold, exact=_is_exact(paste))
+    launch_kernel(kernel, paste_rle_launch(count, capacity), inputs, [counts, num_runs])
     return counts, num_runs
 
 
-def _checked_rule(masks: Tensor, boxes: Tensor, sizes: Tensor, paste: str) -> bool:
-    """Whether boxes are taken exactly."""
-    count, *sides = masks.shape
-    if len(sides) != 2 or sides[0] != sides[1]:
-        raise ValueError(f"masks must be [N, M, M], not {list(masks.shape)}")
-    if boxes.shape != (count, 4) or sizes.shape != (count, 2):
-        raise ValueError(
-            f"{count} masks need boxes [{count}, 4] and sizes [{count}, 2], not "
-            f"{list(boxes.shape)} and {list(sizes.shape)}"
-        )
-    if paste not in _EXACT:
-        raise ValueError(f"paste must be one of {', '.join(_EXACT)}, not {paste!r}")
-    return _EXACT[paste]
+def _empty_runs(masks: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    count = masks.shape[0]
+    num_runs = masks.new_empty(count, dtype=torch.int32)
+    return num_runs.new_empty(count, capacity), num_runs
+
+
+def _is_exact(paste: str) -> bool:
+    if paste not in ("torchvision", "detectron2"):
+        raise ValueError(f"paste must be torchvision or detectron2, not {paste!r}")
+    return paste == "detectron2"
 
 
 def _pasted(
     mask: Tensor, box: Tensor, height: int, width: int, threshold: float, exact: bool
 ) -> Tensor:
-    """[H, W] bool."""
-    image = torch.zeros(height, width, dtype=torch.bool)
+    """[W, H] bool: a column of the image after another, as COCO's runs go."""
+    image = torch.zeros(width, height, dtype=torch.bool)
     if not bool((box.abs() <= _FARTHEST).all()):
         return image
     samples_of = _exact_samples if exact else _samples_of_whole_pixels
@@ -139,7 +134,7 @@ def _pasted(
     bordered = F.pad(mask, (1, 1, 1, 1))
     across = _between(bordered[:, columns.low], bordered[:, columns.high], columns.fraction)
     values = _between(across[rows.low], across[rows.high], rows.fraction[:, None])
-    image[rows.pixels[:, None], columns.pixels] = values > threshold
+    image[columns.pixels[:, None], rows.pixels] = (values > threshold).T
     return image
 
 
@@ -172,10 +167,9 @@ def _between(low: Tensor, high: Tensor, fraction: Tensor) -> Tensor:
     return low * (1 - fraction) + high * fraction
 
 
-def _runs(image: Tensor) -> Tensor:
-    """Lengths of the runs of a mask [H, W]."""
-    column_major = image.T.flatten()
-    before = torch.cat([column_major.new_zeros(1), column_major[:-1]])
-    edges = (column_major != before).nonzero()[:, 0]
-    bounds = torch.cat([edges.new_zeros(1), edges, edges.new_tensor([column_major.numel()])])
+def _runs(mask: Tensor) -> Tensor:
+    """Lengths of the runs in memory order, zeros first."""
+    flat = mask.flatten()
+    edges = flat.diff(prepend=flat.new_zeros(1)).nonzero()[:, 0]
+    bounds = torch.cat([edges.new_zeros(1), edges, edges.new_tensor([flat.numel()])])
     return bounds.diff()

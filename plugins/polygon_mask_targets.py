@@ -7,12 +7,15 @@ pycocotools walks along every edge. `matched` names the instance of each RoI; a 
 no instance's, or whose box is not finite, gets zeros.
 """
 
+import warnings
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 from torch import Tensor
 
+from .arguments import kernel_argument
 from .kernels.polygon_mask_targets import REACH, polygon_targets_kernel, polygon_targets_launch
 from .launching import launch_kernel
 from .mask_targets import rois_by_owner
@@ -45,9 +48,8 @@ def mask_targets_from_polygons(
         [K, M, M] float32, 0 or 1.
 
     Raises:
-        ValueError: the shapes do not fit one another.
+        ValueError: on a GPU, an argument has another dtype or shape.
     """
-    _check(vertices, ring_offsets, instance_offsets, boxes, matched)
     targets = torch.zeros(len(matched), side, side)
     corners, starts = vertices.double().numpy(), ring_offsets.tolist()
     for owner, members in rois_by_owner(boxes, matched, len(instance_offsets) - 1):
@@ -68,11 +70,11 @@ def _(
     matched: Tensor,
     side: int,
 ) -> Tensor:
-    return boxes.new_empty(matched.shape[0], side, side, dtype=torch.float32)
+    return boxes.new_empty(matched.shape[0], side, side)
 
 
 @mask_targets_from_polygons.register_kernel("cuda")
-def _from_polygons_by_kernel(
+def _(
     vertices: Tensor,
     ring_offsets: Tensor,
     instance_offsets: Tensor,
@@ -80,17 +82,17 @@ def _from_polygons_by_kernel(
     matched: Tensor,
     side: int,
 ) -> Tensor:
-    _check(vertices, ring_offsets, instance_offsets, boxes, matched)
-    targets = boxes.new_empty(matched.shape[0], side, side, dtype=torch.float32)
-    inputs = (
-        vertices.float().contiguous(),
-        ring_offsets.long().contiguous(),
-        instance_offsets.long().contiguous(),
-        boxes.float().contiguous(),
-        matched.long().contiguous(),
-    )
-    launch = polygon_targets_launch(len(matched), len(instance_offsets) - 1)
-    launch_kernel(polygon_targets_kernel(side), launch, inputs, (targets,))
+    rois, instances = matched.shape[0], instance_offsets.shape[0] - 1
+    inputs = [
+        kernel_argument("vertices", vertices, torch.float32, (-1, 2)),
+        kernel_argument("ring_offsets", ring_offsets, torch.int64, (-1,)),
+        kernel_argument("instance_offsets", instance_offsets, torch.int64, (-1,)),
+        kernel_argument("boxes", boxes, torch.float32, (rois, 4)),
+        kernel_argument("matched", matched, torch.int64, (rois,)),
+    ]
+    targets = boxes.new_empty(rois, side, side)
+    launch = polygon_targets_launch(rois, instances)
+    launch_kernel(polygon_targets_kernel(side), launch, inputs, [targets])
     return targets
 
 
@@ -105,28 +107,9 @@ def _drawn(
     usable = [ring for ring in scaled if len(ring) >= 6]
     if not usable:
         return np.zeros((side, side), np.uint8)
-    drawn: NDArray[np.uint8] = coco_mask.decode(
-        coco_mask.merge(coco_mask.frPyObjects(usable, side, side))
-    )
+    union = coco_mask.merge(coco_mask.frPyObjects(usable, side, side))
+    with warnings.catch_warnings():
+        # pycocotools does not yet know the keyword that NumPy 2 passes.
+        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
+        drawn: NDArray[np.uint8] = coco_mask.decode(union)
     return drawn
-
-
-def _check(
-    vertices: Tensor,
-    ring_offsets: Tensor,
-    instance_offsets: Tensor,
-    boxes: Tensor,
-    matched: Tensor,
-) -> None:
-    if matched.dim() != 1 or boxes.shape != (*matched.shape, 4):
-        raise ValueError(
-            "boxes and matched must be [K, 4] and [K], not "
-            f"{list(boxes.shape)} and {list(matched.shape)}"
-        )
-    if vertices.dim() != 2 or vertices.shape[1] != 2:
-        raise ValueError(f"vertices must be [V, 2], not {list(vertices.shape)}")
-    for name, offsets in (("ring", ring_offsets), ("instance", instance_offsets)):
-        if offsets.dim() != 1 or len(offsets) == 0:
-            raise ValueError(
-                f"{name} offsets must be one more than there are, not {list(offsets.shape)}"
-            )

@@ -3,17 +3,23 @@
 import numpy as np
 from numpy.typing import NDArray
 
+_GROUP_LIMITS = tuple(1 << (5 * groups - 1) for groups in range(1, 7))
+"""Numbers from these on take one more group of five bits, of which one is the sign."""
+
 
 def coco_strings(counts: NDArray[np.int32], num_runs: NDArray[np.int32]) -> list[bytes]:
     """Compress the run lengths of many masks at once.
 
     From the fourth on, a length is replaced by its difference to the last one of the same value.
-    Each number is written in groups of five bits, lowest first and signed, with a sixth bit where
-    more follow; 48 makes such a group a printable character.
+    Each number is written in groups of five bits, lowest first, with a sixth bit where more
+    follow; 48 added makes such a group a printable character.
 
     Args:
         counts: [N, C] run lengths, zeros first.
         num_runs: [N], how many of each row are meant.
+
+    Returns:
+        The `counts` of COCO's encoding, one a mask.
 
     Raises:
         ValueError: a mask has more runs than there was room for.
@@ -21,22 +27,33 @@ def coco_strings(counts: NDArray[np.int32], num_runs: NDArray[np.int32]) -> list
     longest = int(num_runs.max(initial=0))
     if longest > counts.shape[1]:
         raise ValueError(
-            f"a mask has {longest} runs, but there was room for {counts.shape[1]}; raise the "
+            f"a mask has {longest} runs, but there was room for {counts.shape[1]}: raise the "
             "capacity"
         )
-    values = counts[:, :longest].astype(np.int32)
-    values[:, 3:] -= counts[:, 1 : max(longest - 2, 1)]
-    rest = values[np.arange(longest) < num_runs[:, None]]
-    characters = np.zeros((len(rest), 7), np.uint8)
-    lengths = np.zeros(len(rest), np.int64)
-    unfinished = np.arange(len(rest))
-    while len(unfinished):
-        low = rest & 0x1F
-        rest = rest >> 5
-        more = rest != np.where(low & 0x10, -1, 0)
-        characters[unfinished, lengths[unfinished]] = low + 0x20 * more + 48
-        lengths[unfinished] += 1
-        unfinished, rest = unfinished[more], rest[more]
-    text = characters[characters != 0].tobytes()
-    ends = np.concatenate([[0], np.cumsum(lengths)])[np.concatenate([[0], np.cumsum(num_runs)])]
-    return [text[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    runs = counts[:, :longest][np.arange(longest) < num_runs[:, None]]
+    first_runs = np.cumsum(num_runs) - num_runs
+    values = runs.copy()
+    values[2:] -= runs[:-2]
+    for place in range(min(longest, 3)):
+        undiffered = first_runs[num_runs > place] + place
+        values[undiffered] = runs[undiffered]
+    magnitudes = values ^ (values >> 31)
+    lengths = np.ones(len(values), np.int64)
+    for limit in _GROUP_LIMITS:
+        lengths += magnitudes >= limit
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    text = _text_from_values(values, bounds[:-1], lengths)
+    starts, ends = bounds[first_runs], bounds[first_runs + num_runs]
+    return [text[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _text_from_values(
+    values: NDArray[np.int32], places: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> bytes:
+    """Numbers written into their places, each in so many characters."""
+    text = np.empty(lengths.sum(), np.uint8)
+    while len(values):
+        more = lengths > 1
+        text[places] = (values & 0x1F) + 0x20 * more + 48
+        values, places, lengths = values[more] >> 5, places[more] + 1, lengths[more] - 1
+    return text.tobytes()

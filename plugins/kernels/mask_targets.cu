@@ -3,6 +3,8 @@
 //
 // Constants: SIDE, THREADS.
 
+constexpr long long FARTHEST = 0x7fffffffffffffffll;
+
 // The RoI along one axis, in pixels of the mask.
 struct Axis {
     float start, cell;
@@ -38,41 +40,54 @@ struct Pixels {
     __device__ PixelColumn column(int index) const { return {pixels + index, width}; }
 };
 
-// A column of a mask in runs, read best from the top to the bottom: the run at hand is remembered.
-struct RunColumn {
-    // Ends of all runs, of which those of this mask are first .. last - 1.
-    const long long* ends;
-    long long first, last, run, top;
+struct RunColumn;
 
-    __device__ float operator()(int row) {
-        const long long position = top + row;
-        while (run > first && position < ends[run - 1]) --run;
-        while (run < last && position >= ends[run]) ++run;
-        // Runs of zeros come first.
-        return run < last && (run - first) % 2 == 1 ? 1.0f : 0.0f;
-    }
-};
-
+// The runs of a mask are first .. last - 1, and what follows them without end is background.
 struct Runs {
     const long long* ends;
     long long first, last;
     int height, width;
 
-    __device__ RunColumn column(int index) const {
-        const long long origin = first > 0 ? ends[first - 1] : 0;
-        const long long top = origin + static_cast<long long>(index) * height;
-        long long low = first, high = last;
-        while (low < high) {
-            const long long middle = (low + high) / 2;
-            if (ends[middle] <= top) {
-                low = middle + 1;
-            } else {
-                high = middle;
-            }
+    __device__ long long start(long long run) const { return run > 0 ? ends[run - 1] : 0; }
+
+    __device__ long long end(long long run) const { return run < last ? ends[run] : FARTHEST; }
+
+    __device__ RunColumn column(int index) const;
+};
+
+// Remembers the run at hand, so that a column is read best from its top to its bottom.
+struct RunColumn {
+    const Runs runs;
+    long long top, run, start, end;
+
+    __device__ float operator()(int row) {
+        const long long position = top + row;
+        while (position < start && run > runs.first) {
+            end = start;
+            start = runs.start(--run);
         }
-        return {ends, first, last, low, top};
+        while (position >= end) {
+            start = end;
+            end = runs.end(++run);
+        }
+        // Runs of background come first.
+        return run < runs.last && (run - runs.first) % 2 == 1 ? 1.0f : 0.0f;
     }
 };
+
+__device__ RunColumn Runs::column(int index) const {
+    const long long top = start(first) + static_cast<long long>(index) * height;
+    long long low = first, high = last;
+    while (low < high) {
+        const long long middle = (low + high) / 2;
+        if (ends[middle] <= top) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return {*this, top, low, start(low), end(low)};
+}
 
 // A RoI is at least a pixel wide and high, and has as many samples as its cells span pixels.
 __device__ Axis axis_of(float near, float far, int size) {

@@ -11,10 +11,12 @@
 #include "numeric.cuh"
 
 constexpr int WARP = 32;
+constexpr int WORD = 32;
 constexpr int WARPS = THREADS / WARP;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 // The mask between zeros.
 constexpr int BORDERED = SIDE + 2;
+using Samples = float[BORDERED][BORDERED];
 // Single precision knows all whole pixels up to here.
 constexpr float FARTHEST = 16777216.0f;
 static_assert(THREADS % WARP == 0, "threads are used by the warp");
@@ -31,8 +33,8 @@ struct Sample {
     float fraction;
 };
 
-// Operations and their order are those of the implementations that share the contract, in single
-// and double precision as there: a mask's edge must not move by a pixel.
+// The answer is compared bit for bit. So, here and below, operations, their order and precision are
+// those of the contract.
 __device__ Axis covered_pixels(float near, float far, int size) {
     if (!(fabsf(near) <= FARTHEST && fabsf(far) <= FARTHEST)) return {0, 0, 0.0f, 1.0f};
     int first, end;
@@ -75,128 +77,142 @@ __device__ float between(float low, float high, float fraction) {
     return low * (1.0f - fraction) + high * fraction;
 }
 
-// Values of 32 pixels of the closed columns, the first in the lowest bit.
-__device__ unsigned values_from(int index, int stride, const Axis& columns, const Axis& rows,
-                                const float (&mask)[BORDERED][BORDERED]) {
+// The pixels that are looked at: `total` of them, one closed column after another.
+struct Window {
+    Axis columns, rows;
+    int height, stride, total;
+
+    // Index of a pixel in the image, which goes down its columns too.
+    __device__ int position(int index) const {
+        return (columns.first + index / stride) * height + rows.first + index % stride;
+    }
+};
+
+__device__ Window window_of(const float* box, int height, int width) {
+    const Axis columns = covered_pixels(box[0], box[2], width);
+    const Axis rows = covered_pixels(box[1], box[3], height);
+    const int stride = min(rows.count + 1, height);
+    if (columns.count == 0 || rows.count == 0) return {columns, rows, height, stride, 0};
+    const int covered = (columns.count - 1) * stride + rows.count;
+    const bool ends_image =
+        columns.first + columns.count == width && rows.first + rows.count == height;
+    // One pixel more lets the last run end, unless the image does.
+    return {columns, rows, height, stride, ends_image ? covered : covered + 1};
+}
+
+// Values of 32 pixels, the first in the lowest bit.
+__device__ unsigned values_from(int index, const Window& window, const Samples& mask) {
     unsigned bits = 0;
-    int column = index / stride, row = index % stride;
-    Sample x = sample_at(columns, column);
+    int column = index / window.stride, row = index % window.stride;
+    Sample x = sample_at(window.columns, column);
     int loaded = -1;
     float low = 0.0f, high = 0.0f;
-    for (int bit = 0; bit < 32; ++bit) {
-        if (column >= columns.count) break;
-        if (row < rows.count) {
-            const Sample y = sample_at(rows, row);
+    for (int bit = 0; bit < WORD && column < window.columns.count; ++bit) {
+        if (row < window.rows.count) {
+            const Sample y = sample_at(window.rows, row);
             if (y.low != loaded) {
-                // Along rows first, as where the contract comes from.
                 low = between(mask[y.low][x.low], mask[y.low][x.high], x.fraction);
                 high = between(mask[y.high][x.low], mask[y.high][x.high], x.fraction);
                 loaded = y.low;
             }
             bits |= static_cast<unsigned>(between(low, high, y.fraction) > THRESHOLD) << bit;
         }
-        if (++row == stride) {
+        if (++row == window.stride) {
             row = 0;
-            x = sample_at(columns, ++column);
+            x = sample_at(window.columns, ++column);
             loaded = -1;
         }
     }
     return bits;
 }
 
+// What pixels before others know of runs: how many have ended, and where the last did.
+struct Ended {
+    int runs, last;
+
+    // Positions ascend, so that the last is the largest.
+    __device__ void add(Ended later) {
+        runs += later.runs;
+        last = max(last, later.last);
+    }
+};
+
+// What ended before each thread's pixels; `before`, which ended before the block's, becomes what
+// ended after them. Threads must meet between two calls.
+__device__ Ended ended_before(Ended own, Ended& before) {
+    __shared__ Ended warps[WARPS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        const Ended earlier = {__shfl_up_sync(ALL_LANES, own.runs, distance),
+                               __shfl_up_sync(ALL_LANES, own.last, distance)};
+        if (lane >= distance) own.add(earlier);
+    }
+    if (lane == WARP - 1) warps[warp] = own;
+    const Ended neighbours = {__shfl_up_sync(ALL_LANES, own.runs, 1),
+                              __shfl_up_sync(ALL_LANES, own.last, 1)};
+    __syncthreads();
+
+    Ended exclusive = before;
+    if (lane > 0) exclusive.add(neighbours);
+    for (int other = 0; other < WARPS; ++other) {
+        if (other < warp) exclusive.add(warps[other]);
+        before.add(warps[other]);
+    }
+    return exclusive;
+}
+
+// Bits that differ from the one before; `before`, the bit before the block's, becomes its last.
+// Threads must meet between two calls.
+__device__ unsigned changes_in(unsigned bits, unsigned& before) {
+    __shared__ unsigned warps[WARPS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const unsigned last = bits >> (WORD - 1);
+    if (lane == WARP - 1) warps[warp] = last;
+    unsigned previous = __shfl_up_sync(ALL_LANES, last, 1);
+    __syncthreads();
+
+    if (lane == 0) previous = warp == 0 ? before : warps[warp - 1];
+    before = warps[WARPS - 1];
+    return bits ^ (bits << 1 | previous);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 paste_rle(const PROBABILITY* masks, const float* boxes, const long long* sizes, int capacity,
           int* counts, int* num_runs) {
-    __shared__ float mask[BORDERED][BORDERED];
-    __shared__ unsigned last_values[WARPS];
-    __shared__ int warp_edges[WARPS], warp_ends[WARPS];
-
-    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    __shared__ Samples mask;
+    const int thread = threadIdx.x;
     const long long instance = blockIdx.x;
     masks += instance * SIDE * SIDE;
-    boxes += instance * 4;
     counts += instance * capacity;
     const int height = static_cast<int>(sizes[2 * instance]);
     const int width = static_cast<int>(sizes[2 * instance + 1]);
+    const Window window = window_of(boxes + 4 * instance, height, width);
 
     for (int cell = thread; cell < BORDERED * BORDERED; cell += THREADS) {
         const int y = cell / BORDERED - 1, x = cell % BORDERED - 1;
         const bool inside = y >= 0 && y < SIDE && x >= 0 && x < SIDE;
         mask[y + 1][x + 1] = inside ? widen(masks[y * SIDE + x]) : 0.0f;
     }
-    const Axis columns = covered_pixels(boxes[0], boxes[2], width);
-    const Axis rows = covered_pixels(boxes[1], boxes[3], height);
-    const int stride = min(rows.count + 1, height);
-    // Past the last covered pixel a last run may end, unless the image does.
-    int total = 0;
-    if (columns.count > 0 && rows.count > 0) {
-        const bool ends_image =
-            columns.first + columns.count == width && rows.first + rows.count == height;
-        total = (columns.count - 1) * stride + rows.count + (ends_image ? 0 : 1);
-    }
     __syncthreads();
 
-    // Of all pixels before those at hand: how many runs ended, where the last did, the last value.
-    int edges = 0, end = 0;
-    unsigned value = 0;
-    for (int start = 0; start < total; start += THREADS * 32) {
-        const int index = start + thread * 32;
-        const unsigned bits =
-            index < total ? values_from(index, stride, columns, rows, mask) : 0u;
-        if (lane == WARP - 1) last_values[warp] = bits >> 31;
-        __syncthreads();
-
-        unsigned before = __shfl_up_sync(ALL_LANES, bits >> 31, 1);
-        if (lane == 0) before = warp == 0 ? value : last_values[warp - 1];
-        value = last_values[WARPS - 1];
-        unsigned changes = bits ^ (bits << 1 | before);
-        if (index >= total) {
-            changes = 0;
-        } else if (total - index < 32) {
-            changes &= (1u << (total - index)) - 1u;
-        }
-        const auto position = [&](int bit) {
-            const int column = (index + bit) / stride, row = (index + bit) % stride;
-            return (columns.first + column) * height + rows.first + row;
-        };
-
-        // Positions ascend, so that the last one before is the largest.
-        int own_edges = __popc(changes), own_end = changes ? position(31 - __clz(changes)) : 0;
-        for (int distance = 1; distance < WARP; distance *= 2) {
-            const int other_edges = __shfl_up_sync(ALL_LANES, own_edges, distance);
-            const int other_end = __shfl_up_sync(ALL_LANES, own_end, distance);
-            if (lane >= distance) {
-                own_edges += other_edges;
-                own_end = max(own_end, other_end);
-            }
-        }
-        if (lane == WARP - 1) {
-            warp_edges[warp] = own_edges;
-            warp_ends[warp] = own_end;
-        }
-        __syncthreads();
-
-        int rank = own_edges - __popc(changes) + edges;
-        int previous = __shfl_up_sync(ALL_LANES, own_end, 1);
-        previous = max(lane == 0 ? 0 : previous, end);
-        for (int other = 0; other < WARPS; ++other) {
-            if (other < warp) {
-                rank += warp_edges[other];
-                previous = max(previous, warp_ends[other]);
-            }
-            edges += warp_edges[other];
-            end = max(end, warp_ends[other]);
-        }
-        for (; changes; changes &= changes - 1, ++rank) {
-            const int here = position(__ffs(changes) - 1);
-            if (rank < capacity) counts[rank] = here - previous;
-            previous = here;
+    Ended ended = {0, 0};
+    unsigned last_value = 0;
+    for (int start = 0; start < window.total; start += THREADS * WORD) {
+        const int index = start + thread * WORD, rest = window.total - index;
+        unsigned changes = changes_in(rest > 0 ? values_from(index, window, mask) : 0u, last_value);
+        if (rest < WORD) changes &= rest > 0 ? (1u << rest) - 1u : 0u;
+        const int last = changes ? window.position(index + WORD - 1 - __clz(changes)) : 0;
+        Ended here = ended_before({__popc(changes), last}, ended);
+        for (; changes; changes &= changes - 1) {
+            const int position = window.position(index + __ffs(changes) - 1);
+            if (here.runs < capacity) counts[here.runs] = position - here.last;
+            here = {here.runs + 1, position};
         }
     }
 
     if (thread == 0) {
-        if (edges < capacity) counts[edges] = height * width - end;
-        num_runs[instance] = edges + 1;
+        if (ended.runs < capacity) counts[ended.runs] = height * width - ended.last;
+        num_runs[instance] = ended.runs + 1;
     }
-    for (int rest = edges + 1 + thread; rest < capacity; rest += THREADS) counts[rest] = 0;
+    for (int run = ended.runs + 1 + thread; run < capacity; run += THREADS) counts[run] = 0;
 }

@@ -1,19 +1,15 @@
 """Compilation and launch of `paste_rle.cu`."""
 
-from typing import Literal
-
 from ..compilation import Kernel, Launch
 
 _THREADS = 256
 
 
-def paste_rle_kernel(
-    probability: Literal["float", "float16"], side: int, threshold: float, *, exact: bool
-) -> Kernel:
+def paste_rle_kernel(probability: str, side: int, threshold: float, *, exact: bool) -> Kernel:
     """The kernel that pastes masks of a type and side.
 
     Args:
-        probability: CUDA's name of the masks' type.
+        probability: type of the masks, `float` or `float16`.
         side: M.
         threshold: pixels above this probability belong to a mask.
         exact: boxes are taken as they are, as detectron2 does, and not as whole pixels.

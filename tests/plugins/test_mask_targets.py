@@ -1,0 +1,224 @@
+"""Cases that mask targets from pixels and from run lengths answer alike, on every device."""
+
+from itertools import groupby
+
+import numpy as np
+import pytest
+import torch
+from cuda_graphs import replayed
+from numpy.typing import NDArray
+from torch import Tensor
+from torchvision.ops import roi_align
+
+from maskrcnn_trt.plugins.mask_targets import mask_targets_from_crops, mask_targets_from_rle
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+Case = tuple[Tensor, Tensor, Tensor]
+"""Masks [B, G, H, W], boxes [B, K, 4] and matched [B, K]."""
+
+
+def averages_by_definition(
+    mask: NDArray[np.uint8], box: NDArray[np.float32], side: int
+) -> NDArray[np.float64]:
+    """RoIAlign of one mask: both axes sampled, each by a matrix."""
+    height, width = mask.shape
+    down = sampling_matrix(box[1], box[3], height, side)
+    across = sampling_matrix(box[0], box[2], width, side)
+    averages: NDArray[np.float64] = down @ mask @ across.T
+    return averages
+
+
+def sampling_matrix(near: np.float32, far: np.float32, size: int, side: int) -> NDArray[np.float64]:
+    """[M, size], the share of every pixel in every cell."""
+    length = max(far - near, np.float32(1))
+    cell = length / side
+    samples = int(np.ceil(length / np.float32(side)))
+    matrix = np.zeros((side, size))
+    for row in range(side):
+        positions = near + row * cell + (np.arange(samples) + 0.5) * cell / samples
+        positions = positions[(positions >= -1) & (positions <= size)].clip(0, size - 1)
+        low = positions.astype(int)
+        np.add.at(matrix[row], low, 1 - (positions - low))
+        np.add.at(matrix[row], np.minimum(low + 1, size - 1), positions - low)
+    return matrix / samples
+
+
+def targets_by_definition(case: Case, side: int) -> Tensor:
+    masks, boxes, matched = (tensor.numpy() for tensor in case)
+    targets = np.zeros((*matched.shape, side, side))
+    for image, roi in np.ndindex(matched.shape):
+        owner, box = matched[image, roi], boxes[image, roi]
+        if 0 <= owner < masks.shape[1] and np.isfinite(box).all():
+            targets[image, roi] = averages_by_definition(masks[image, owner], box, side)
+    return torch.from_numpy(targets).float()
+
+
+def runs_from_masks(masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Run lengths of masks [N, H, W], where each begins, and sizes."""
+    rows = []
+    for mask in masks.numpy():
+        runs = [(value, len(list(group))) for value, group in groupby(mask.T.ravel())]
+        rows.append([0] * bool(runs and runs[0][0]) + [length for _, length in runs])
+    counts = torch.tensor([length for row in rows for length in row], dtype=torch.int32)
+    offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int64)
+    return counts, offsets, torch.tensor([masks.shape[1:]] * len(masks)).view(-1, 2)
+
+
+def rle_arguments(case: Case) -> tuple[Tensor, ...]:
+    """The same masks and RoIs, those of all images in one row."""
+    masks, boxes, matched = case
+    batch, instances = masks.shape[:2]
+    owned = (matched >= 0) & (matched < instances)
+    numbers = torch.where(owned, matched + instances * torch.arange(batch)[:, None], matched)
+    numbers = torch.where(matched >= instances, batch * instances, numbers)
+    return *runs_from_masks(masks.flatten(0, 1)), boxes.flatten(0, 1), numbers.flatten()
+
+
+def random_case(shape: tuple[int, int, int, int], rois: int, seed: int, margin: float = 10) -> Case:
+    """Discs and stripes, and boxes up to a margin outside of them."""
+    batch, instances, height, width = shape
+    generator = torch.Generator().manual_seed(seed)
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    period = torch.randint(3, 30, (batch, instances, 1, 1), generator=generator)
+    masks = (((x + 2 * y) % period < period // 2) | (x * x + y * y < period**2)).to(torch.uint8)
+    corners = torch.rand(batch, rois, 2, 2, generator=generator).sort(dim=2).values
+    boxes = corners * (torch.tensor([width, height]) + 2 * margin) - margin
+    matched = torch.randint(0, instances, (batch, rois), generator=generator)
+    return masks, boxes.flatten(2), matched
+
+
+def one_mask(mask: Tensor, boxes: list[list[float]], matched: int = 0) -> Case:
+    return mask[None, None], torch.tensor([boxes]), torch.full((1, len(boxes)), matched)
+
+
+FULL = torch.ones(40, 50, dtype=torch.uint8)
+BOXES = [
+    [0.0, 0, 50, 40], [-5, -5, 20, 60], [49.5, 39.5, 50, 40], [10, 10, 10, 10], [30, 30, 10, 10],
+    [60, 60, 90, 90], [-30, 5, -1.5, 20], [7.25, 3.5, 7.5, 36], [-400, -300, 500, 600],
+]  # fmt: skip
+ODD = [[torch.nan, 0, 5, 5], [0, torch.inf, 5, 5], [0, 0, 5, -torch.inf], [0, 0, 5, torch.nan]]
+CASES: dict[str, Case] = {
+    "no image": random_case((0, 3, 9, 9), 4, seed=0),
+    "no RoI": random_case((2, 3, 9, 9), 0, seed=0),
+    "no instance": (torch.zeros(2, 0, 9, 9).byte(), torch.ones(2, 3, 4), torch.zeros(2, 3).long()),
+    "no pixel": (torch.zeros(1, 2, 0, 7).byte(), torch.ones(1, 3, 4), torch.zeros(1, 3).long()),
+    "full mask": one_mask(FULL, BOXES),
+    "empty mask": one_mask(FULL * 0, BOXES),
+    "boxes that are no numbers": one_mask(FULL, ODD),
+    "no such instance": one_mask(FULL, BOXES, -1),
+    "one instance too far": one_mask(FULL, BOXES, 1),
+    "one pixel": one_mask(FULL[:1, :1], BOXES[:4]),
+    "one row": random_case((1, 2, 1, 63), 5, seed=1),
+    "one column": random_case((1, 2, 63, 1), 5, seed=2),
+    "crops": random_case((2, 5, 112, 112), 20, seed=3, margin=30),
+    "whole masks": random_case((2, 3, 123, 201), 12, seed=4),
+    "far boxes": random_case((2, 3, 30, 41), 12, seed=5, margin=300),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_crops_are_averaged(case: str, device: str) -> None:
+    side = 14 if case == "far boxes" else 28
+    arguments = [tensor.to(device) for tensor in CASES[case]]
+    targets = mask_targets_from_crops(*arguments, side)
+    assert targets.dtype == torch.float32
+    expected = targets_by_definition(CASES[case], side)
+    torch.testing.assert_close(targets.cpu(), expected, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_runs_are_averaged(case: str, device: str) -> None:
+    side = 14 if case == "far boxes" else 28
+    arguments = [tensor.to(device) for tensor in rle_arguments(CASES[case])]
+    targets = mask_targets_from_rle(*arguments, side)
+    expected = targets_by_definition(CASES[case], side).flatten(0, 1)
+    torch.testing.assert_close(targets.cpu(), expected, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_crops_are_averaged_as_by_torchvision(device: str) -> None:
+    masks, boxes, matched = CASES["crops"]
+    planes = matched + masks.shape[1] * torch.arange(len(masks))[:, None]
+    rois = torch.cat([planes.flatten()[:, None], boxes.flatten(0, 1)], dim=1)
+    expected = roi_align(masks.flatten(0, 1)[:, None].float(), rois, 28)[:, 0]
+    targets = mask_targets_from_crops(masks.to(device), boxes.to(device), matched.to(device), 28)
+    torch.testing.assert_close(targets.cpu().flatten(0, 1), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_runs_of_several_sizes(device: str) -> None:
+    cases = [random_case((1, 1, 10 + 7 * n, 50 - 9 * n), 3, seed=n) for n in range(4)]
+    runs = [runs_from_masks(masks[0]) for masks, _, _ in cases]
+    lengths = [len(counts) for counts, _, _ in runs]
+    arguments = (
+        torch.cat([counts for counts, _, _ in runs]),
+        torch.tensor([0, *np.cumsum(lengths)]),
+        torch.cat([sizes for _, _, sizes in runs]),
+        torch.cat([boxes[0] for _, boxes, _ in cases]),
+        torch.arange(4).repeat_interleave(3),
+    )
+    targets = mask_targets_from_rle(*(tensor.to(device) for tensor in arguments), 28)
+    expected = torch.cat([targets_by_definition(case, 28)[0] for case in cases])
+    torch.testing.assert_close(targets.cpu(), expected, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("runs", [[], [0], [500], [100, 0, 0, 50], [0, 0, 0, 7, 0]])
+def test_runs_that_end_early_leave_background(runs: list[int], device: str) -> None:
+    mask = np.repeat(np.arange(len(runs)) % 2, runs)
+    mask = np.pad(mask, (0, 2000 - len(mask))).reshape(50, 40).T
+    expected = targets_by_definition(one_mask(torch.from_numpy(mask.copy()), BOXES), 28)[0]
+    arguments = (
+        torch.tensor(runs, dtype=torch.int32),
+        torch.tensor([0, len(runs)]),
+        torch.tensor([[40, 50]]),
+        torch.tensor(BOXES),
+        torch.zeros(len(BOXES), dtype=torch.int64),
+    )
+    targets = mask_targets_from_rle(*(tensor.to(device) for tensor in arguments), 28)
+    torch.testing.assert_close(targets.cpu(), expected, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_registration_holds(device: str) -> None:
+    for case in ("no RoI", "crops"):
+        crops = [tensor.to(device) for tensor in CASES[case]]
+        torch.library.opcheck(mask_targets_from_crops, (*crops, 28))
+        runs = [tensor.to(device) for tensor in rle_arguments(CASES[case])]
+        torch.library.opcheck(mask_targets_from_rle, (*runs, 28))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reach", [1e6, 1e12, 1e30, 3e38])
+def test_huge_boxes_end_on_a_gpu(reach: float) -> None:
+    case = one_mask(FULL, [[-reach, -reach, reach, reach], [10, 10, reach, reach]])
+    for targets in (
+        mask_targets_from_crops(*(tensor.cuda() for tensor in case), 28)[0],
+        mask_targets_from_rle(*(tensor.cuda() for tensor in rle_arguments(case)), 28),
+    ):
+        assert targets.isfinite().all()
+        assert 0 <= targets.min() <= targets.max() < 1e-3
+
+
+@pytest.mark.gpu
+def test_captured_graphs_take_other_masks() -> None:
+    example, inputs = (random_case((2, 5, 112, 112), 20, seed=seed) for seed in (6, 7))
+    (found,) = replayed(lambda *x: [mask_targets_from_crops(*x, 28)], example, inputs)
+    torch.testing.assert_close(found, targets_by_definition(inputs, 28), atol=3e-5, rtol=0)
+    # Another case has another number of runs, so only the RoIs change.
+    runs, boxes = rle_arguments(inputs), rle_arguments(example)[3]
+    (found,) = replayed(
+        lambda *x: [mask_targets_from_rle(*x, 28)], (*runs[:3], boxes, runs[4]), runs
+    )
+    expected = targets_by_definition(inputs, 28).flatten(0, 1)
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=0)
+
+
+@pytest.mark.gpu
+def test_masks_of_another_type_are_refused_on_a_gpu() -> None:
+    masks, boxes, matched = (tensor.cuda() for tensor in CASES["crops"])
+    with pytest.raises(ValueError, match=r"masks must be torch\.uint8"):
+        mask_targets_from_crops(masks.float(), boxes, matched, 28)
