@@ -60,9 +60,9 @@ def load_backend(
         from .onnxruntime import OnnxRuntimeBackend
 
         return OnnxRuntimeBackend(bundle, manifest, precision)
-    from .tensorrt import TensorRtBackend
+    from .tensorrt import TensorRTBackend
 
-    return TensorRtBackend(bundle, manifest, precision, kind, max_batch)
+    return TensorRTBackend(bundle, manifest, precision, kind, max_batch)
 
 
 def _fastest(bundle: Path, manifest: Manifest, precision: Precision) -> ArtifactKind:

@@ -1,5 +1,6 @@
 """Whether plans run on a machine: facts in, sentences out. Needs neither GPU nor TensorRT."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
@@ -26,6 +27,19 @@ RUNTIMES: Final[Mapping[PlanKind, Runtime]] = {
 
 RTX_MAJORS: Final = ("7", "8", "12")
 """Major compute capabilities that TensorRT-RTX runs on."""
+
+
+_FREE_MEMORY: Final = (
+    "end what holds the GPU's memory (nvidia-smi lists it), lower --max-batch or serve a lower "
+    "--precision"
+)
+
+_REMEDIES: Final = {
+    r"out\s?of\s?memory|insufficient memory": _FREE_MEMORY,
+    r"find plugin|plugin\S* not found|plugin creator": "export the engine again with this version "
+    "of maskrcnn-trt, which puts the plugins inside",
+}
+"""What mends a fault, by what TensorRT says of it."""
 
 
 class Machine(NamedTuple):
@@ -74,9 +88,13 @@ def check_memory(needed: int, free: int) -> None:
     if needed > free:
         raise BackendError(
             f"the plans need {needed / 2**20:.0f} MiB of GPU memory and {free / 2**20:.0f} MiB are "
-            "free; end what holds the rest (nvidia-smi lists it), lower --max-batch or serve a "
-            "lower --precision"
+            f"free; {_FREE_MEMORY}"
         )
+
+
+def remedy_from_reason(reason: str) -> str | None:
+    """What mends a fault that TensorRT logged, where that is known."""
+    return next((r for p, r in _REMEDIES.items() if re.search(p, reason, re.IGNORECASE)), None)
 
 
 def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int, int]:

@@ -16,7 +16,7 @@ from ...model.manifest import Artifact
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES
 from ..errors import BackendError
 from .base import TensorSpec
-from .plan_checks import RUNTIMES, PlanKind, batch_profiles
+from .plan_checks import RUNTIMES, PlanKind, batch_profiles, remedy_from_reason
 from .runtime_cache import RuntimeCache
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class PlanRuntime:
             config = self._cache.config_for(engine)
             config.set_execution_context_allocation_strategy(strategy)
             context = engine.create_execution_context(config)
-        return self.checked(context, "make a context", "lower --max-batch if memory is short")
+        return self.checked(context, "make a context", "export the bundle again")
 
     def checked(self, answer: _Answer, task: str, remedy: str) -> _Answer:
         """What the runtime answered.
@@ -72,13 +72,14 @@ class PlanRuntime:
         Args:
             answer: None or False where it failed.
             task: What it was to do.
-            remedy: What the user can do about it.
+            remedy: What the user can do about it where the reason does not tell.
 
         Raises:
             BackendError: it failed; the message has what it logged first.
         """
         if answer is None or answer is False:
             reason = self._errors[0] if self._errors else "it does not say why"
+            remedy = remedy_from_reason(reason) or remedy
             raise BackendError(f"{self._name} does not {task} ({reason}); {remedy}")
         self._errors.clear()
         return answer
@@ -142,8 +143,22 @@ class Plan:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Batch sizes it is run at, ascending; the next one takes a batch in between."""
+        """Batch sizes it is run at, ascending."""
         return tuple(self._steps)
+
+    def batch_for(self, count: int) -> int:
+        """The smallest of the sizes that takes so many images.
+
+        Raises:
+            BackendError: none does.
+        """
+        for batch in self._steps:
+            if batch >= count:
+                return batch
+        raise BackendError(
+            f"a batch of {count} is larger than the {max(self._steps)} that the backend was loaded "
+            "for; load it with a larger max_batch"
+        )
 
     def specs(self, batch: int) -> dict[str, TensorSpec]:
         """Inputs and outputs of a batch of one of the sizes, by name."""

@@ -19,7 +19,7 @@ _DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
 """Of `Outputs`, whatever the plan's are."""
 
 
-class TensorRtBackend:
+class TensorRTBackend:
     """One plan a shape bucket; while a batch computes, another is copied in or out."""
 
     concurrency = 2
@@ -73,7 +73,7 @@ class TensorRtBackend:
             BackendError: the runtime fails.
         """
         plan = self._plans[bucket]
-        batch = next(size for size in plan.batches if size >= len(images))
+        batch = plan.batch_for(len(images))
         inputs: dict[str, NDArray[Any]] = dict(zip(INPUT_NAMES, (images, image_sizes), strict=True))
         with current_gpu():
             outputs = self._batches.run(

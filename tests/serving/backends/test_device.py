@@ -131,13 +131,15 @@ def test_batch_is_copied_in_while_another_computes(runner: BatchRunner) -> None:
         first_computes.set()
 
     def watch_arrival(addresses: Mapping[str, int], stream: int) -> None:
-        deadline = time.monotonic() + 30
-        while not arrived and time.monotonic() < deadline:
-            cuda.memcpy_dtoh_async(seen, addresses["given"], probe)
-            probe.synchronize()
-            if (seen == batch(2)).all():
-                arrived.append(True)
-        flag[0] = 1
+        deadline, given = time.monotonic() + 30, batch(2)
+        try:
+            while not arrived and time.monotonic() < deadline:
+                cuda.memcpy_dtoh_async(seen, addresses["given"], probe)
+                probe.synchronize()
+                if (seen == given).all():
+                    arrived.append(True)
+        finally:
+            flag[0] = 1  # otherwise the GPU would wait for ever
         copy_given(addresses, stream)
 
     with ThreadPoolExecutor(2) as threads:

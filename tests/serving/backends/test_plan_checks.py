@@ -12,6 +12,7 @@ from maskrcnn_trt.serving.backends.plan_checks import (
     batch_profiles,
     check_memory,
     check_plans,
+    remedy_from_reason,
 )
 from maskrcnn_trt.serving.errors import BackendError
 
@@ -91,8 +92,25 @@ def test_tensorrt_rtx_runs_where_it_can_build_for() -> None:
 
 def test_plans_larger_than_the_free_memory_are_refused() -> None:
     check_memory(100 << 20, 100 << 20)
-    with pytest.raises(BackendError, match=r"need 300 MiB .* and 200 MiB are free; end what"):
+    with pytest.raises(
+        BackendError, match=r"need 300 MiB .* and 200 MiB are free; end what"
+    ):
         check_plans("tensorrt", [plan()], H100._replace(free_memory=200 << 20), 300 << 20)
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("Error Code 2: OutOfMemory (Requested size was 2147483648 bytes.)", "lower --max-batch"),
+        ("[defaultAllocator.cpp::allocate::58] Cuda Runtime (out of memory)", "lower --max-batch"),
+        ("Cannot find plugin: NmsKeep, version: 1, namespace: maskrcnn", "plugins inside"),
+        ("getPluginCreator could not find plugin: NmsKeep version: 1", "plugins inside"),
+        ("Serialization assertion plan.header.size == blobSize failed.", None),
+    ],
+)
+def test_what_tensorrt_says_tells_the_remedy(reason: str, remedy: str | None) -> None:
+    found = remedy_from_reason(reason)
+    assert found is None if remedy is None else found is not None and remedy in found
 
 
 @pytest.mark.parametrize(
