@@ -9,7 +9,6 @@ the operation is the standard TopK.
 import torch
 from torch import Tensor
 
-from .arguments import kernel_argument
 from .kernels.stable_top_k import (
     MAX_K,
     SORT_LIMIT,
@@ -57,7 +56,7 @@ def _(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     largest, indices = _empty_entries(values, k)
     if largest.numel() == 0:
         return largest, indices
-    values = kernel_argument("values", values, values.dtype, values.shape).view(-1, length)
+    values = _rows(values)
     candidates, count = _prune(values, k)
     if k > SORT_LIMIT:
         # Candidates are k, in the order of the row, and so equals stay in order.
@@ -66,18 +65,24 @@ def _(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return ordered.view_as(largest), places.gather(1, order).view_as(indices)
     launch_kernel(
         sort_kernel(_VALUE_TYPES[values.dtype], count),
-        sort_launch(len(values), length, count, k),
+        sort_launch(len(values), values.stride(0), count, k),
         [values, candidates],
         [largest, indices],
     )
     return largest, indices
 
 
+def _rows(values: Tensor) -> Tensor:
+    """[..., N] to [R, N]; rows may lie apart, as those of a slice do, but not be torn."""
+    rows = values.reshape(-1, values.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def _prune(values: Tensor, k: int) -> tuple[Tensor, int]:
     """Reduce rows to what one block sorts, or if k is beyond that, to k entries.
 
     Args:
-        values: [R, N].
+        values: [R, N], each row in one piece.
         k: entries that are wanted of each row.
 
     Returns:
@@ -91,7 +96,7 @@ def _prune(values: Tensor, k: int) -> tuple[Tensor, int]:
         kept = values.new_empty(rows, left, dtype=torch.int32)
         launch_kernel(
             prune_kernel(_VALUE_TYPES[values.dtype], count, k),
-            prune_launch(rows, length, count, k),
+            prune_launch(rows, values.stride(0), count, k),
             [values, candidates],
             [kept],
         )

@@ -27,9 +27,14 @@ __device__ float highest_of_warp(float value) {
     return value;
 }
 
+// A box that touches nothing, and that others surround.
+__device__ float4 nowhere() {
+    return {LARGEST_FLOAT, LARGEST_FLOAT, -LARGEST_FLOAT, -LARGEST_FLOAT};
+}
+
 // The smallest box around the candidates of a warp.
 __device__ float4 surrounding(const float4 (&boxes)[ITEMS]) {
-    float4 around = {LARGEST_FLOAT, LARGEST_FLOAT, -LARGEST_FLOAT, -LARGEST_FLOAT};
+    float4 around = nowhere();
     for (const float4& box : boxes) {
         around = {fminf(around.x, box.x), fminf(around.y, box.y), fmaxf(around.z, box.z),
                   fmaxf(around.w, box.w)};
@@ -63,16 +68,14 @@ match_boxes(const float4* __restrict__ truths, const long long* __restrict__ lab
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         const int index = first + i * WARP;
-        // What is beyond the last candidate touches nothing.
-        own[i] = index < count ? candidates[index]
-                               : float4{LARGEST_FLOAT, LARGEST_FLOAT, -LARGEST_FLOAT, -LARGEST_FLOAT};
+        own[i] = index < count ? candidates[index] : nowhere();
         area[i] = area_of(own[i]);
-        iou[i] = -1.0f;
-        match[i] = 0;
+        iou[i] = 0.0f;
+        match[i] = -1;
     }
     const float4 around = surrounding(own);
 
-    bool is_first = true;
+    int first_truth = -1;
     for (int start = 0; start < truth_count; start += TILE) {
         const int size = min(TILE, truth_count - start);
         const long long place = image * truth_count + start + thread;
@@ -84,14 +87,7 @@ match_boxes(const float4* __restrict__ truths, const long long* __restrict__ lab
 
         for (int t = 0; t < size; ++t) {
             if (!tile[t].exists) continue;
-            if (is_first) {
-#pragma unroll
-                for (int i = 0; i < ITEMS; ++i) {
-                    iou[i] = 0.0f;
-                    match[i] = start + t;
-                }
-                is_first = false;
-            }
+            if (first_truth < 0) first_truth = start + t;
             const float4 truth = tile[t].box;
             if (!touch(truth, around)) continue;
             float highest_of_truth = 0.0f;
@@ -120,9 +116,11 @@ match_boxes(const float4* __restrict__ truths, const long long* __restrict__ lab
         const int index = first + i * WARP;
         if (index >= count) break;
         const long long place = image * count + index;
-        target[place] = match[i];
-        positive[place] = iou[i] >= FOREGROUND_IOU;
-        negative[place] = iou[i] < BACKGROUND_IOU;
+        const bool exists = first_truth >= 0;
+        // What touches no truth is as near to the first as to any other.
+        target[place] = match[i] >= 0 ? match[i] : max(first_truth, 0);
+        positive[place] = exists && iou[i] >= FOREGROUND_IOU;
+        negative[place] = !exists || iou[i] < BACKGROUND_IOU;
 #if LOW_QUALITY
         highest[place] = iou[i];
 #endif

@@ -1,10 +1,10 @@
 // The largest entries of rows, among equals the lower index first; plugins/stable_top_k.py has the
 // contract.
 //
-// A block takes a chunk of a row, THREADS * ITEMS entries held in registers as integers in the
-// order of the values. Bit by bit it finds the key of the last entry that stays, and then places
-// what stays in the order of the row, so that ties are settled. `prune_top_k` leaves it at that,
-// and goes over a row until what is left fits a block; `sort_top_k` takes this last chunk and sorts.
+// A block takes a chunk of a row, THREADS * ITEMS entries, and holds them in registers as integers
+// in the order of the values. Bit by bit it finds the key of the last entry that stays, and then
+// places what stays in the order of the row, which settles ties. `prune_top_k` leaves it at that:
+// it is repeated until what is left of a row fits one block. `sort_top_k` takes that, and sorts.
 //
 // Constants: VALUE (type), ITEMS, SORT_LIMIT (entries that are sorted, a power of two), THREADS.
 #include "numeric.cuh"
@@ -69,7 +69,7 @@ __device__ unsigned sum_of_warp(unsigned value) {
     return value;
 }
 
-// A key that as many of the block's entries reach as are wanted, or that of the last of them.
+// The key of the last entry that is wanted, or a lower one that no entry beside the wanted reaches.
 __device__ unsigned key_of_last(const Keys& keys, int wanted) {
     __shared__ int counts[KEY_BITS];
     if (threadIdx.x < KEY_BITS) counts[threadIdx.x] = 0;
@@ -142,10 +142,10 @@ __device__ void sort_block(Entry* entries, int size) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-prune_top_k(const Value* __restrict__ values, const int* __restrict__ candidates, int length,
+prune_top_k(const Value* __restrict__ values, const int* __restrict__ candidates, int stride,
             int count, int k, int left, int* __restrict__ survivors) {
     const long long row_index = blockIdx.x;
-    const Row row = {values + row_index * length,
+    const Row row = {values + row_index * stride,
                      candidates ? candidates + row_index * count : nullptr};
     const int start = blockIdx.y * THREADS * ITEMS, size = min(THREADS * ITEMS, count - start);
     survivors += row_index * left + static_cast<long long>(blockIdx.y) * k;
@@ -157,11 +157,11 @@ prune_top_k(const Value* __restrict__ values, const int* __restrict__ candidates
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-sort_top_k(const Value* __restrict__ values, const int* __restrict__ candidates, int length,
+sort_top_k(const Value* __restrict__ values, const int* __restrict__ candidates, int stride,
            int count, int k, Value* __restrict__ largest, long long* __restrict__ indices) {
     __shared__ Entry entries[SORT_LIMIT];
     const long long row_index = blockIdx.x;
-    const Row row = {values + row_index * length,
+    const Row row = {values + row_index * stride,
                      candidates ? candidates + row_index * count : nullptr};
     largest += row_index * k;
     indices += row_index * k;

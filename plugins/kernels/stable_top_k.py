@@ -26,13 +26,14 @@ def prune_kernel(value_type: str, count: int, k: int) -> Kernel:
     return _kernel("prune_top_k", value_type, min(count, chunk_size(k)))
 
 
-def prune_launch(rows: int, length: int, count: int, k: int) -> Launch:
+def prune_launch(rows: int, stride: int, count: int, k: int) -> Launch:
     """Launch for values [R, N] and candidates [R, M] int32 -> survivors [R, survivors(M, k)].
 
-    Candidates and survivors are ascending indices into a row; none stand for all.
+    Values lie `stride` apart from row to row. Candidates and survivors are ascending indices into
+    a row; none stand for all.
     """
     chunks = -(-count // chunk_size(k))
-    scalars = (length, count, k, survivors(count, k))
+    scalars = (stride, count, k, survivors(count, k))
     return Launch((rows, chunks, 1), (_THREADS, 1, 1), scalars)
 
 
@@ -41,9 +42,9 @@ def sort_kernel(value_type: str, count: int) -> Kernel:
     return _kernel("sort_top_k", value_type, count)
 
 
-def sort_launch(rows: int, length: int, count: int, k: int) -> Launch:
+def sort_launch(rows: int, stride: int, count: int, k: int) -> Launch:
     """Launch for values [R, N], candidates [R, M] int32 -> largest [R, K], indices [R, K] int64."""
-    return Launch((rows, 1, 1), (_THREADS, 1, 1), (length, count, k))
+    return Launch((rows, 1, 1), (_THREADS, 1, 1), (stride, count, k))
 
 
 def _kernel(name: str, value_type: str, count: int) -> Kernel:

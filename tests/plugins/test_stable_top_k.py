@@ -83,11 +83,20 @@ def test_takes_other_dtypes(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_takes_any_layout(device: str) -> None:
-    assert_is_stable_top_k(random_values(60, 3).t(), 7, device)
-    values = random_values(3, 60)
-    # Starts at an address that wide loads cannot take.
-    shifted = torch.cat([torch.zeros(1), values.flatten()]).to(device)[1:].view(3, 60)
-    assert torch.equal(stable_top_k(shifted, 7)[1].cpu(), stable_top_k(values, 7)[1])
+    wide = random_values(3, 20100, distinct=500)
+    layouts = (
+        lambda x: x[:, 7:],
+        lambda x: x[:, 50:70],
+        lambda x: x[1:2, 1:],
+        lambda x: x[:1].expand(4, -1),
+        lambda x: x.t()[:40],
+        lambda x: x.view(3, 201, 100)[:, :, 3:90],
+    )
+    for layout in layouts:
+        largest, indices = stable_top_k(layout(wide.to(device)), 30)
+        expected = stable_top_k(layout(wide).contiguous(), 30)
+        assert torch.equal(largest.cpu(), expected[0])
+        assert torch.equal(indices.cpu(), expected[1])
 
 
 @pytest.mark.gpu
