@@ -92,9 +92,7 @@ def test_tensorrt_rtx_runs_where_it_can_build_for() -> None:
 
 def test_plans_larger_than_the_free_memory_are_refused() -> None:
     check_memory(100 << 20, 100 << 20)
-    with pytest.raises(
-        BackendError, match=r"need 300 MiB .* and 200 MiB are free; end what"
-    ):
+    with pytest.raises(BackendError, match=r"need 300 MiB .* and 200 MiB are free; end what"):
         check_plans("tensorrt", [plan()], H100._replace(free_memory=200 << 20), 300 << 20)
 
 
