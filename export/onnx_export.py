@@ -79,14 +79,16 @@ def _name_batch_axis(graph: onnx.GraphProto) -> None:
 
 
 def _nms_keep_node(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
-    return symbolic(
+    # The node puts out integers, since a TensorRT plugin cannot put out booleans.
+    keep: Tensor = symbolic(
         f"{OPSET_DOMAIN}::NmsKeep",
         [boxes, classes],
         {"iou_threshold": iou_threshold, "max_keep": max_keep},
-        dtype=torch.bool,
+        dtype=torch.int32,
         shape=classes.shape,
         version=OPSET_VERSION,
     )
+    return keep.to(torch.bool)
 
 
 def _pyramid_roi_align_node(

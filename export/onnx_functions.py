@@ -8,7 +8,7 @@ that brings a kernel of its own for the node ignores them. They hold the contrac
 from collections.abc import Sequence
 
 import onnx
-from onnxscript import BOOL, FLOAT, INT64, script
+from onnxscript import BOOL, FLOAT, INT32, INT64, script
 from onnxscript import opset18 as op
 from onnxscript.values import Opset
 
@@ -22,10 +22,10 @@ _LN_2 = 0.6931471805599453
 @script(_DOMAIN, default_opset=op)
 def NmsKeep(  # noqa: N802
     boxes: FLOAT, classes: INT64, iou_threshold: float, max_keep: int
-) -> BOOL:
+) -> INT32:
     """Greedy suppression as a fixed point: keep what no kept box suppresses, until it settles.
 
-    boxes [N, K, 4], classes [N, K] -> keep [N, K] bool.
+    boxes [N, K, 4], classes [N, K] -> keep [N, K] int32, 1 or 0.
     """
     x1, y1, x2, y2 = op.Split(boxes, num_outputs=4, axis=2)
     area = (x2 - x1) * (y2 - y1)
@@ -52,7 +52,8 @@ def NmsKeep(  # noqa: N802
         keep = op.Identity(renewed)
     limit = op.Constant(value_int=max_keep)
     ranks = op.CumSum(op.Cast(keep, to=7), op.Constant(value_int=1))
-    return op.And(keep, op.Or(ranks <= limit, limit == op.Constant(value_int=0)))
+    stays = op.And(keep, op.Or(ranks <= limit, limit == op.Constant(value_int=0)))
+    return op.Cast(stays, to=6)
 
 
 @script(_DOMAIN, default_opset=op)

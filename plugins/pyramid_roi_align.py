@@ -93,7 +93,11 @@ def _(features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> Tensor:
     channels_last = _is_channels_last(features[0])
     channels = features[0].shape[1]
     kernel = forward_kernel(
-        pooling, _FEATURE_TYPES[features[0].dtype], channels, channels_last=channels_last
+        pooling,
+        _FEATURE_TYPES[features[0].dtype],
+        channels,
+        channels_last=channels_last,
+        pooled_channels_last=channels_last,
     )
     maps = [feature.contiguous(memory_format=_FORMATS[channels_last]) for feature in features]
     launch_kernel(kernel, _launch(features, rois, pooling), [*maps, rois.contiguous()], [pooled])

@@ -34,13 +34,17 @@ Description = tuple[tuple[Any, ...], Any]
 
 
 class _Plugin(NamedTuple):
-    """A plugin of one output. Both functions take the module `tensorrt`, inputs and attributes."""
+    """A plugin of one output.
+
+    `describe` and `implement` take the module `tensorrt`, the inputs and the attributes,
+    `combinations` takes the inputs alone.
+    """
 
     inputs: tuple[str, ...]
     attributes: Mapping[str, type]
     """Types by name, a list for several numbers; TensorRT hands values over in this order."""
-    types: tuple[str, ...]
-    """Of inputs and output, which are linear; alternatives as in `FP32|FP16` go together."""
+    combinations: Callable[..., list[tuple[str, str]]]
+    """Types and formats of inputs and output; alternatives as in `FP32|FP16` go together."""
     describe: Callable[..., Description]
     implement: Callable[..., tuple[Kernel, Launch]]
 
@@ -69,7 +73,8 @@ def register_plugins(architecture: int) -> dict[str, str]:
 
 
 def _describe_keep(trt: Any, boxes: Any, classes: Any, **_others: Any) -> Description:
-    return tuple(classes.shape_expr), trt.bool
+    # TensorRT's plugins put out no booleans.
+    return tuple(classes.shape_expr), trt.int32
 
 
 def _implement_keep(
@@ -78,7 +83,11 @@ def _implement_keep(
     if classes.shape[1] > MAX_BOXES:
         raise ValueError(f"NmsKeep takes at most {MAX_BOXES} boxes a set, not {classes.shape[1]}")
     sets, count = classes.shape_expr
-    return nms_keep_kernel(iou_threshold, max_keep), nms_keep_launch(sets, count)
+    return nms_keep_kernel(iou_threshold, max_keep, "int"), nms_keep_launch(sets, count)
+
+
+def _combine_keep(*_inputs: Any) -> list[tuple[str, str]]:
+    return [("FP32, INT64, INT32", "LINEAR")]
 
 
 def _describe_pooled(
@@ -108,11 +117,29 @@ def _implement_pooled(
         **attributes,
     )
     feature_type = {trt.float16: "float16", trt.float32: "float"}[features[0].dtype]
-    kernel = forward_kernel(pooling, feature_type, features[0].shape[1], channels_last=False)
+    kernel = forward_kernel(
+        pooling,
+        feature_type,
+        features[0].shape[1],
+        channels_last=features[0].format == trt.TensorFormat.HWC8,
+        pooled_channels_last=False,
+    )
     batch, count, _ = rois.shape_expr
     _, channels, *_ = features[0].shape_expr
     sizes = [(feature.shape_expr[2], feature.shape_expr[3]) for feature in features]
     return kernel, pyramid_roi_align_launch(batch, count, channels, sizes, pooling.output_size)
+
+
+def _combine_pooled(*inputs: Any) -> list[tuple[str, str]]:
+    *features, _rois = inputs
+    levels = len(features)
+    linear = ["FP32|FP16"] * levels + ["FP32", "FP32|FP16"], ["LINEAR"] * (levels + 2)
+    combinations = [linear]
+    # Channels are padded to eight in this format, in which convolutions leave half precision.
+    if features[0].shape[1] % 8 == 0:
+        half = ["FP16"] * levels + ["FP32", "FP16"], ["HWC8"] * levels + ["LINEAR"] * 2
+        combinations.append(half)
+    return [(", ".join(types), ", ".join(formats)) for types, formats in combinations]
 
 
 def _roi_align(levels: int) -> _Plugin:
@@ -127,7 +154,7 @@ def _roi_align(levels: int) -> _Plugin:
             "aligned": int,
             "inclusive": int,
         },
-        types=(*["FP32|FP16"] * levels, "FP32", "FP32|FP16"),
+        combinations=_combine_pooled,
         describe=_describe_pooled,
         implement=_implement_pooled,
     )
@@ -137,7 +164,7 @@ _PLUGINS = {
     "NmsKeep": _Plugin(
         inputs=("boxes", "classes"),
         attributes={"iou_threshold": float, "max_keep": int},
-        types=("FP32", "INT64", "BOOL"),
+        combinations=_combine_keep,
         describe=_describe_keep,
         implement=_implement_keep,
     ),
@@ -161,8 +188,9 @@ def _description(plugin: _Plugin, trt: Any, trtp: Any) -> Callable[..., Any]:
 def _combinations(plugin: _Plugin, trtp: Any) -> Callable[..., Any]:
     """What `tensorrt.plugin.autotune` takes."""
 
-    def combine(*_descriptions: Any) -> Any:
-        return [trtp.AutoTuneCombination(", ".join(plugin.types), "LINEAR")]
+    def combine(*descriptions: Any) -> Any:
+        *inputs, _outputs = descriptions
+        return [trtp.AutoTuneCombination(*pair) for pair in plugin.combinations(*inputs)]
 
     parameters = dict.fromkeys((*plugin.inputs, "outputs"), inspect.Parameter.empty)
     return _signed(combine, parameters, list[trtp.AutoTuneCombination])

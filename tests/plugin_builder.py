@@ -84,20 +84,19 @@ class Builder:
 
     def combinations(
         self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]]
-    ) -> set[tuple[Any, ...]]:
-        """Combinations of types that the plugin takes, all linear; the output comes last."""
+    ) -> set[tuple[tuple[Any, ...], tuple[str, ...]]]:
+        """Types and names of formats that the plugin takes together; the output comes last."""
         found = self._plugin.get_supported_format_combinations(
-            self._tensors(types, shapes), len(types) - 1
+            self._tensors(types, shapes, ["LINEAR"] * len(types)), len(types) - 1
         )
-        assert all(tensor.format == self._trt.TensorFormat.LINEAR for tensor in found)
         rows = [found[start : start + len(types)] for start in range(0, len(found), len(types))]
-        return {tuple(tensor.type for tensor in row) for row in rows}
+        return {(tuple(t.type for t in row), tuple(t.format.name for t in row)) for row in rows}
 
     def kernel(
-        self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]]
+        self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]], formats: Sequence[str]
     ) -> tuple[str, bytes, Launch]:
         """Name, PTX and launch of the kernel; the output comes last."""
-        tensors, inputs = self._tensors(types, shapes), len(types) - 1
+        tensors, inputs = self._tensors(types, shapes, formats), len(types) - 1
         self._plugin.configure_plugin(tensors[:inputs], tensors[inputs:])
         self._plugin.set_tactic(0)
         launch, scalars = SimpleNamespace(), _Scalars()
@@ -126,12 +125,14 @@ class Builder:
         }
         return self._size(compute[operation](first.value, second.value))
 
-    def _tensors(self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    def _tensors(
+        self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]], formats: Sequence[str]
+    ) -> list[Any]:
         tensors = []
-        for type_, shape in zip(types, shapes, strict=True):
+        for type_, shape, name in zip(types, shapes, formats, strict=True):
             description, tensor = self._trt.PluginTensorDesc(), self._trt.DynamicPluginTensorDesc()
             description.dims, description.type = (-1, *shape[1:]), type_
-            description.format, description.scale = self._trt.TensorFormat.LINEAR, 1.0
+            description.format, description.scale = getattr(self._trt.TensorFormat, name), 1.0
             tensor.desc = description
             tensors.append(tensor)
         return tensors

@@ -5,7 +5,7 @@
 // strike out what these suppress among the boxes that follow. Thread t looks after boxes t,
 // t + THREADS, ...
 //
-// Constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), THREADS.
+// Constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), KEEP (type), THREADS.
 
 constexpr int TILE = 64;
 constexpr int WARP = 32;
@@ -54,7 +54,7 @@ __device__ Bits choose(Bits alive, Bits low_suppressors, Bits high_suppressors) 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-nms_keep(const float4* boxes, const long long* labels, int count, unsigned char* keep) {
+nms_keep(const float4* boxes, const long long* labels, int count, KEEP* keep) {
     __shared__ Candidate tile[TILE], kept[TILE];
     __shared__ unsigned alive_words[TILE / WARP];
     __shared__ Bits suppressors[TILE];

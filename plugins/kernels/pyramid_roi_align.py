@@ -27,22 +27,41 @@ class Pooling(NamedTuple):
 
 
 def forward_kernel(
-    pooling: Pooling, feature_type: str, channels: int, *, channels_last: bool
+    pooling: Pooling,
+    feature_type: str,
+    channels: int,
+    *,
+    channels_last: bool,
+    pooled_channels_last: bool,
 ) -> Kernel:
-    """The kernel that pools features of a type: `float16`, `bfloat16`, `float` or `double`."""
-    widest = _VECTORS[feature_type]
-    vector = math.gcd(widest, channels) if channels_last else 1
-    return _kernel("pyramid_roi_align", pooling, feature_type, vector, channels_last)
+    """The kernel that pools features of a type: `float16`, `bfloat16`, `float` or `double`.
+
+    Maps with channels last can be pooled into either order, others only into their own.
+    """
+    vector = math.gcd(_VECTORS[feature_type], channels) if channels_last else 1
+    return Kernel(
+        "pyramid_roi_align.cu",
+        "pyramid_roi_align",
+        (
+            *_constants(pooling, feature_type, vector, channels_last),
+            ("POOLED_CHANNELS_LAST", int(pooled_channels_last)),
+        ),
+        fused_multiply_add=True,
+    )
 
 
 def backward_kernel(pooling: Pooling, feature_type: str, channels: int) -> Kernel:
     """The kernel that adds gradients of pooled features up; they become `float` or `double`.
 
-    There is none but with channels last: even with the copies that others need, it is three times
-    as fast as additions to scattered addresses.
+    There is none but with channels last: even with the copies that others need, it is more than
+    twice as fast as additions to scattered addresses.
     """
-    vector = math.gcd(4, channels)
-    return _kernel("pyramid_roi_align_backward", pooling, feature_type, vector, True)
+    return Kernel(
+        "pyramid_roi_align_backward.cu",
+        "pyramid_roi_align_backward",
+        _constants(pooling, feature_type, math.gcd(4, channels), True),
+        fused_multiply_add=True,
+    )
 
 
 def pyramid_roi_align_launch(
@@ -59,10 +78,10 @@ def pyramid_roi_align_launch(
     return Launch((rois, batch, parts), (_THREADS, 1, 1), scalars)
 
 
-def _kernel(
-    name: str, pooling: Pooling, feature_type: str, vector: int, channels_last: bool
-) -> Kernel:
-    constants: tuple[tuple[str, int | float | str], ...] = (
+def _constants(
+    pooling: Pooling, feature_type: str, vector: int, channels_last: bool
+) -> tuple[tuple[str, int | float | str], ...]:
+    return (
         ("FEATURE", feature_type),
         ("LEVELS", len(pooling.spatial_scales)),
         ("OUTPUT_SIZE", pooling.output_size),
@@ -77,18 +96,22 @@ def _kernel(
         ("CELLS", _CELLS),
         ("THREADS", _THREADS),
     )
-    return Kernel(f"{name}.cu", name, constants, fused_multiply_add=True)
 
 
 _FPN = Pooling(7, 2, (1 / 4, 1 / 8, 1 / 16, 1 / 32), 4, 224.0, False, False)
 _C4 = Pooling(14, 0, (1 / 16,), 4, 224.0, True, False)
+_LAYOUTS = ((False, False), (True, False), (True, True))
 VARIANTS = tuple(
     kernel
     for pooling in (_FPN, _C4)
     for feature_type in _VECTORS
     for kernel in (
-        forward_kernel(pooling, feature_type, 256, channels_last=False),
-        forward_kernel(pooling, feature_type, 256, channels_last=True),
+        *(
+            forward_kernel(
+                pooling, feature_type, 256, channels_last=maps, pooled_channels_last=pooled
+            )
+            for maps, pooled in _LAYOUTS
+        ),
         backward_kernel(pooling, feature_type, 256),
     )
 )

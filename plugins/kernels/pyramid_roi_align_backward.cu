@@ -25,14 +25,18 @@ pyramid_roi_align_backward(const Feature* __restrict__ pooled, const float4* __r
     const Region region = region_of(rois[own_roi()]);
     if (region.level < 0) return;
     const auto map = map_of_image(maps, region.level, channels);
-    pooled += own_roi() * channels * (OUTPUT_SIZE * OUTPUT_SIZE);
+    pooled += own_roi() * channels * ALL_CELLS;
 
-    for_own_cells(channels, [&](int cell, int channel, int place) {
-        Real gradients[VECTOR];
+    for (int group = 0; group < channels; group += GROUP) {
+        for_own_cells(group, channels, [&](int cell, int channel) {
+            const Feature* own = pooled + (first_cell() + cell) * channels + channel;
+            Real gradients[VECTOR];
 #pragma unroll
-        for (int v = 0; v < VECTOR; ++v) gradients[v] = widen(pooled[place + v]);
-        visit_pixels(region, cell, map.height, map.width, [&](int pixel, Real weight) {
-            add(map.values + pixel * channels + channel, gradients, weight);
+            for (int v = 0; v < VECTOR; ++v) gradients[v] = widen(own[v]);
+            visit_pixels(region, first_cell() + cell, map.height, map.width,
+                         [&](int pixel, Real weight) {
+                add(map.values + pixel * channels + channel, gradients, weight);
+            });
         });
-    });
+    }
 }

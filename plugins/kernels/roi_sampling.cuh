@@ -2,8 +2,8 @@
 // thread does what. plugins/pyramid_roi_align.py has the contract.
 //
 // Constants: FEATURE (type), LEVELS, OUTPUT_SIZE, SAMPLING_RATIO (0: adaptive), FINEST_LEVEL (log2
-// of its stride), CANONICAL_LEVEL, CANONICAL_SIZE, ALIGNED, INCLUSIVE; CHANNELS_LAST, VECTOR
-// (channels a thread handles at once), CELLS (pooled cells a block), THREADS.
+// of its stride), CANONICAL_LEVEL, CANONICAL_SIZE, ALIGNED, INCLUSIVE; CHANNELS_LAST (of the
+// maps), VECTOR (channels a thread handles at once), CELLS (pooled cells a block), THREADS.
 #pragma once
 #include "numeric.cuh"
 
@@ -136,26 +136,27 @@ __device__ void visit_pixels(const Region& region, int cell, int height, int wid
 }
 
 // A block handles CELLS cells of one RoI: 49, a 7 x 7 RoI whole. With channels last, neighbouring
-// threads take neighbouring channels of a cell, so that a warp reads and writes whole lines;
-// otherwise they take neighbouring cells of a channel.
-//
-// Calls body(cell, channel, place) for what falls to a thread; `place` is the offset in the pooled
-// features of a RoI, and `channel` the first of VECTOR.
+// threads take neighbouring channels of a cell, so that a warp reads whole lines; otherwise they
+// take neighbouring cells of a channel.
+constexpr int ALL_CELLS = OUTPUT_SIZE * OUTPUT_SIZE;
+constexpr int INNER = CHANNELS_LAST ? 32 : 64, OUTER = THREADS / INNER;
+// Channels that a block handles at once.
+constexpr int GROUP = CHANNELS_LAST ? INNER * VECTOR : OUTER;
+static_assert(CHANNELS_LAST || VECTOR == 1, "channels are neighbours only with channels last");
+
+__device__ inline int first_cell() { return blockIdx.z * CELLS; }
+__device__ inline int cells_of_block() { return min(CELLS, ALL_CELLS - first_cell()); }
+
+// Calls body(cell, channel) for what falls to a thread of a group of channels; `channel` is the
+// first of VECTOR, and `cell` counts from the block's first.
 template <typename Body>
-__device__ void for_own_cells(int channels, Body body) {
-    constexpr int INNER = CHANNELS_LAST ? 32 : 64, OUTER = THREADS / INNER;
-    constexpr int ALL_CELLS = OUTPUT_SIZE * OUTPUT_SIZE;
-    static_assert(CHANNELS_LAST || VECTOR == 1, "channels are neighbours only with channels last");
+__device__ void for_own_cells(int group, int channels, Body body) {
     const int inner = threadIdx.x % INNER, outer = threadIdx.x / INNER;
-    const int first = blockIdx.z * CELLS, last = min(first + CELLS, ALL_CELLS);
-    const int cell_step = CHANNELS_LAST ? OUTER : INNER;
-    const int channel_step = CHANNELS_LAST ? INNER * VECTOR : OUTER;
-    for (int cell = first + (CHANNELS_LAST ? outer : inner); cell < last; cell += cell_step) {
-        for (int channel = CHANNELS_LAST ? inner * VECTOR : outer; channel < channels;
-             channel += channel_step) {
-            body(cell, channel,
-                 CHANNELS_LAST ? cell * channels + channel : channel * ALL_CELLS + cell);
-        }
+    const int channel = group + (CHANNELS_LAST ? inner * VECTOR : outer);
+    if (channel >= channels) return;
+    const int step = CHANNELS_LAST ? OUTER : INNER;
+    for (int cell = CHANNELS_LAST ? outer : inner; cell < cells_of_block(); cell += step) {
+        body(cell, channel);
     }
 }
 

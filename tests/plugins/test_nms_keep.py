@@ -57,7 +57,7 @@ def keep_by_onnx(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep:
             helper.make_tensor_value_info("boxes", TensorProto.FLOAT, [None, None, 4]),
             helper.make_tensor_value_info("classes", TensorProto.INT64, [None, None]),
         ],
-        [helper.make_tensor_value_info("keep", TensorProto.BOOL, [None, None])],
+        [helper.make_tensor_value_info("keep", TensorProto.INT32, [None, None])],
     )
     model = helper.make_model(
         graph,
@@ -68,7 +68,7 @@ def keep_by_onnx(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep:
     onnx.checker.check_model(model)
     session = onnxruntime.InferenceSession(model.SerializeToString())
     feeds = {"boxes": boxes.numpy(), "classes": classes.numpy()}
-    return torch.from_numpy(session.run(["keep"], feeds)[0])
+    return torch.from_numpy(session.run(["keep"], feeds)[0]).bool()
 
 
 def keep_by_cuda(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:

@@ -15,6 +15,12 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from maskrcnn_trt.export.onnx_functions import functions_for
 from maskrcnn_trt.model.config import BackboneConfig, ModelConfig, RoiConfig
+from maskrcnn_trt.plugins.kernels.pyramid_roi_align import (
+    Pooling,
+    forward_kernel,
+    pyramid_roi_align_launch,
+)
+from maskrcnn_trt.plugins.launching import launch_kernel
 from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
 
 SCALES = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
@@ -374,6 +380,25 @@ def test_equals_the_cpu_on_a_gpu(
     tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 2e-5)
     for ours, wanted in zip(answers[1], answers[0], strict=True):
         torch.testing.assert_close(ours, wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [8, 24, 264, 520])
+@pytest.mark.parametrize("side", [3, 7, 14])
+def test_engines_pool_channels_last_into_planes(side: int, channels: int) -> None:
+    """A variant of the kernel that TensorRT alone asks for."""
+    rois = random_rois(2, 10).cuda()
+    features = [torch.randn(2, channels, 24 >> n, 32 >> n, device="cuda").half() for n in range(4)]
+    pooling = Pooling(side, 2, SCALES, CANONICAL_LEVEL, CANONICAL_SIZE, False, False)
+    kernel = forward_kernel(
+        pooling, "float16", channels, channels_last=True, pooled_channels_last=False
+    )
+    sizes = [tuple(feature.shape[2:]) for feature in features]
+    launch = pyramid_roi_align_launch(2, 10, channels, sizes, side)
+    maps = [feature.contiguous(memory_format=torch.channels_last) for feature in features]
+    pooled = torch.full((2, 10, channels, side, side), torch.nan, device="cuda").half()
+    launch_kernel(kernel, launch, [*maps, rois], [pooled])
+    assert torch.equal(pooled, pyramid_roi_align(maps, rois, *pooling))
 
 
 @pytest.mark.gpu

@@ -67,17 +67,21 @@ def test_nms_keep_is_built_as_the_torch_operation_launches_it(
 ) -> None:
     builder = builder_of("NmsKeep", NMS)
     types = (trt.float32, trt.int64)
-    assert builder.output(types, NMS_SHAPES) == (trt.bool, (5, 1000))
-    io_types, io_shapes = (*types, trt.bool), [*NMS_SHAPES, (5, 1000)]
-    assert builder.combinations(io_types, io_shapes) == {io_types}
-    name, ptx, launch = builder.kernel(io_types, io_shapes)
+    assert builder.output(types, NMS_SHAPES) == (trt.int32, (5, 1000))
+    io_types, io_shapes = (*types, trt.int32), [*NMS_SHAPES, (5, 1000)]
+    linear = ("LINEAR",) * 3
+    assert builder.combinations(io_types, io_shapes) == {(io_types, linear)}
+    name, ptx, launch = builder.kernel(io_types, io_shapes, linear)
     assert name == "nms_keep"
     assert launch == nms_keep_launch(5, 1000)
-    assert ptx == expected_ptx(nms_keep_kernel(float(np.float32(0.7)), 1000))
+    assert ptx == expected_ptx(nms_keep_kernel(float(np.float32(0.7)), 1000, "int"))
     assert kernel_parameters(ptx) == "PP" + "I" + "P"
 
 
-@pytest.mark.parametrize(("half", "kind"), [(False, "float"), (True, "float16")])
+@pytest.mark.parametrize(
+    ("half", "kind", "map_format"),
+    [(False, "float", "LINEAR"), (True, "float16", "LINEAR"), (True, "float16", "HWC8")],
+)
 @pytest.mark.parametrize(
     ("name", "attributes", "maps"),
     [("PyramidRoIAlign", POOLING, MAPS), ("SingleMapRoIAlign", SINGLE_POOLING, MAPS[2:3])],
@@ -90,6 +94,7 @@ def test_roi_align_is_built_as_the_torch_operation_launches_it(
     maps: list[tuple[int, ...]],
     half: bool,
     kind: str,
+    map_format: str,
 ) -> None:
     builder = builder_of(name, attributes)
     features = trt.float16 if half else trt.float32
@@ -98,9 +103,17 @@ def test_roi_align_is_built_as_the_torch_operation_launches_it(
     assert builder.output(types, shapes) == (features, (2, 1000, 256, side, side))
 
     io_types, io_shapes = (*types, features), [*shapes, (2, 1000, 256, side, side)]
-    taken = builder.combinations(io_types, io_shapes)
-    assert taken == {(*[t] * len(maps), trt.float32, t) for t in (trt.float32, trt.float16)}
-    kernel_name, ptx, launch = builder.kernel(io_types, io_shapes)
+    singles, halves = (
+        (*[kind] * len(maps), trt.float32, kind) for kind in (trt.float32, trt.float16)
+    )
+    linear = ("LINEAR",) * (len(maps) + 2)
+    formats = (*[map_format] * len(maps), "LINEAR", "LINEAR")
+    assert builder.combinations(io_types, io_shapes) == {
+        (singles, linear),
+        (halves, linear),
+        (halves, (*["HWC8"] * len(maps), "LINEAR", "LINEAR")),
+    }
+    kernel_name, ptx, launch = builder.kernel(io_types, io_shapes, formats)
     assert kernel_name == "pyramid_roi_align"
     assert launch == pyramid_roi_align_launch(2, 1000, 256, [m[2:] for m in maps], side)
     pooling = Pooling(
@@ -111,7 +124,11 @@ def test_roi_align_is_built_as_the_torch_operation_launches_it(
             "inclusive": True,
         }
     )
-    assert ptx == expected_ptx(forward_kernel(pooling, kind, 256, channels_last=False))
+    channels_last = map_format == "HWC8"
+    kernel = forward_kernel(
+        pooling, kind, 256, channels_last=channels_last, pooled_channels_last=False
+    )
+    assert ptx == expected_ptx(kernel)
     assert kernel_parameters(ptx) == "P" * (len(maps) + 1) + "I" * (1 + 2 * len(maps)) + "P"
 
 
@@ -122,7 +139,18 @@ def test_more_boxes_than_the_kernel_remembers_are_refused(
     types, shapes = (trt.float32, trt.int64), [(1, 20000, 4), (1, 20000)]
     builder.output(types, shapes)
     with pytest.raises(ValueError, match="NmsKeep takes at most 16384 boxes a set, not 20000"):
-        builder.kernel((*types, trt.bool), [*shapes, (1, 20000)])
+        builder.kernel((*types, trt.int32), [*shapes, (1, 20000)], ["LINEAR"] * 3)
+
+
+def test_channels_that_would_be_padded_are_taken_in_linear_order(
+    trt: ModuleType, builder_of: MakeBuilder
+) -> None:
+    builder = builder_of("SingleMapRoIAlign", SINGLE_POOLING)
+    shapes = [(2, 12, 50, 84), ROIS]
+    builder.output((trt.float16, trt.float32), shapes)
+    types, shapes = (trt.float16, trt.float32, trt.float16), [*shapes, (2, 1000, 12, 14, 14)]
+    taken = builder.combinations(types, shapes)
+    assert {name for _, formats in taken for name in formats} == {"LINEAR"}
 
 
 def test_a_map_without_its_scale_is_refused(trt: ModuleType, builder_of: MakeBuilder) -> None:
