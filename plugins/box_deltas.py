@@ -101,10 +101,10 @@ def _decode(deltas: Tensor, references: Tensor, center_weight: float, size_weigh
 
 
 def _clip(boxes: Tensor, image_sizes: Tensor, inclusive: bool) -> Tensor:
-    least = float(inclusive)
-    lower = boxes.new_tensor([0.0, 0.0, least, least])
-    upper = image_sizes.flip(1).repeat(1, 2)[:, None].to(boxes.dtype) - lower.flip(0)
-    return torch.minimum(torch.maximum(boxes, lower), upper)
+    limits = image_sizes.flip(1)[:, None].to(boxes.dtype)
+    near = torch.minimum(boxes[..., :2].clamp(min=0), limits - float(inclusive))
+    far = torch.minimum(boxes[..., 2:].clamp(min=float(inclusive)), limits)
+    return torch.cat([near, far], dim=-1)
 
 
 @torch.library.custom_op("maskrcnn::decode_boxes", mutates_args=(), device_types="cpu")
