@@ -2,8 +2,9 @@
 
 Contract, held by every implementation: a mask is averaged within the cells of a RoI by RoIAlign
 (He et al., Mask R-CNN) as torchvision defines it: unaligned, a RoI is at least a pixel wide and
-high, and there are as many samples as a cell spans pixels. `matched` names the mask of each RoI; a
-RoI whose number is no mask's, or whose box is not finite, gets zeros.
+high, and there are as many samples as a cell spans pixels. `matched` names the mask of each RoI. A
+RoI gets zeros whose number is no mask's, whose box is not finite, or whose cells span 2 ** 24
+pixels, as then their samples cannot be told apart.
 """
 
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from .kernels.mask_targets import (
     rle_targets_launch,
 )
 from .launching import launch_kernel
+
+_TOO_LARGE = 2.0**24
 
 
 @torch.library.custom_op("maskrcnn::mask_targets_from_crops", mutates_args=(), device_types="cpu")
@@ -134,10 +137,12 @@ def rois_by_owner(boxes: Tensor, matched: Tensor, instances: int) -> Iterator[tu
 
 def _averages(mask: Tensor, boxes: Tensor, side: int) -> Tensor:
     """[K, M, M] of a mask [H, W] and boxes [K, 4]."""
-    if mask.numel() == 0:
-        return torch.zeros(len(boxes), side, side)
-    averages: Tensor = roi_align(mask[None, None].float(), [boxes], side)
-    return averages[:, 0]
+    averages = torch.zeros(len(boxes), side, side)
+    if mask.numel() > 0:
+        measurable = ((boxes[:, 2:] - boxes[:, :2]) / side < _TOO_LARGE).all(dim=1)
+        pixels = mask[None, None].float()
+        averages[measurable] = roi_align(pixels, [boxes[measurable]], side)[:, 0]
+    return averages
 
 
 def _mask_from_runs(runs: Tensor, height: int, width: int) -> Tensor:

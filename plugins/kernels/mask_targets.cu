@@ -4,11 +4,13 @@
 // Constants: SIDE, THREADS.
 
 constexpr long long FARTHEST = 0x7fffffffffffffffll;
+// Samples of larger cells cannot be told apart in single precision.
+constexpr float TOO_LARGE = 16777216.0f;
 
 // The RoI along one axis, in pixels of the mask.
 struct Axis {
     float start, cell;
-    // Samples a cell.
+    // Samples a cell; 0 where there is nothing to sample.
     int samples;
     int size;
 };
@@ -91,17 +93,20 @@ __device__ RunColumn Runs::column(int index) const {
 
 // A RoI is at least a pixel wide and high, and has as many samples as its cells span pixels.
 __device__ Axis axis_of(float near, float far, int size) {
-    const float length = fmaxf(far - near, 1.0f);
-    return {near, length / SIDE, static_cast<int>(ceilf(length / SIDE)), size};
+    const float cell = fmaxf(far - near, 1.0f) / SIDE;
+    const bool measurable = isfinite(near) && isfinite(far) && cell < TOO_LARGE && size > 0;
+    return {near, cell, measurable ? static_cast<int>(ceilf(cell)) : 0, size};
 }
 
 // The samples of a cell that can lie on the mask: a huge RoI has few there.
 __device__ Span nearby_samples(const Axis& axis, int cell) {
     const float start = axis.start + cell * axis.cell;
     const float step = axis.cell / axis.samples;
-    const int first = static_cast<int>(floorf((-1.0f - start) / step)) - 1;
-    const float end = ceilf((axis.size - start) / step) + 1.0f;
-    return {max(first, 0), static_cast<int>(fminf(end, static_cast<float>(axis.samples)))};
+    const float before = floorf((-1.0f - start) / step) - 1.0f;
+    const float after = ceilf((axis.size - start) / step) + 1.0f;
+    const float count = axis.samples;
+    return {static_cast<int>(fminf(fmaxf(before, 0.0f), count)),
+            static_cast<int>(fminf(fmaxf(after, 0.0f), count))};
 }
 
 __device__ Sample sample_at(const Axis& axis, int cell, int index) {
@@ -137,9 +142,7 @@ template <typename Mask>
 __device__ void write_targets(const Mask& mask, const float* box, bool owned, float* targets) {
     const Axis columns = axis_of(box[0], box[2], mask.width);
     const Axis rows = axis_of(box[1], box[3], mask.height);
-    const bool finite = isfinite(box[0]) && isfinite(box[1]) && isfinite(box[2]) &&
-                        isfinite(box[3]);
-    const bool empty = !owned || !finite || mask.width <= 0 || mask.height <= 0;
+    const bool empty = !owned || columns.samples == 0 || rows.samples == 0;
     for (int cell = threadIdx.x; cell < SIDE * SIDE; cell += THREADS) {
         targets[cell] = empty ? 0.0f : average(mask, columns, rows, cell);
     }
