@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 import torch
@@ -26,6 +27,7 @@ from ..model.manifest import (
 from ..model.mask_rcnn import MaskRCNN
 from ..model.spec import ShapeBucket
 from .engine_build import EngineBuilder
+from .engine_limits import TOP_K_LIMIT, limited_checkpoint
 from .onnx_export import onnx_from_model
 from .precision import fold_batch_norms, halve
 
@@ -68,15 +70,14 @@ def bundle_from_checkpoint(
     bundle.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=bundle.parent, prefix=f".{bundle.name}.") as scratch:
         partial = Path(scratch) / "bundle"
-        partial.mkdir()
-        graphs = _export_graphs(
-            checkpoint, partial, precisions, buckets or checkpoint.buckets, input_dtype, report
-        )
-        engines = [
-            _build_engine(builder, graph, partial, report)
-            for builder in builders
-            for graph in graphs
-        ]
+        wanted = _Wanted(precisions, buckets or checkpoint.buckets, input_dtype, report)
+        graphs = _export_graphs(checkpoint, partial, wanted)
+        engines = []
+        if builders:
+            sources = _sources_of_engines(checkpoint, partial, wanted)
+            engines = [
+                _build_engine(b, g, sources, partial, report) for b in builders for g in graphs
+            ]
         manifest = _manifest_from(checkpoint, checkpoint_path, [*graphs, *engines])
         write_manifest(partial, manifest)
         if bundle.exists():
@@ -85,25 +86,26 @@ def bundle_from_checkpoint(
     return manifest
 
 
-def _export_graphs(
-    checkpoint: Checkpoint,
-    folder: Path,
-    precisions: Sequence[Precision],
-    buckets: Sequence[ShapeBucket],
-    input_dtype: InputDtype,
-    report: Callable[[str], None],
-) -> list[Artifact]:
+class _Wanted(NamedTuple):
+    precisions: Sequence[Precision]
+    buckets: Sequence[ShapeBucket]
+    input_dtype: InputDtype
+    report: Callable[[str], None]
+
+
+def _export_graphs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> list[Artifact]:
     """Write the ONNX files, each once, and list them by precision and bucket."""
+    folder.mkdir()
     hashes: dict[str, str] = {}
     artifacts = []
-    for precision in dict.fromkeys(precisions):
+    for precision in dict.fromkeys(wanted.precisions):
         types: Precision = "fp16" if precision == "fp16" else "fp32"
-        for bucket in dict.fromkeys(buckets):
+        model = prepared_model(checkpoint, types)
+        for bucket in dict.fromkeys(wanted.buckets):
             path = folder / f"model-{types}-{bucket}.onnx"
             if path.name not in hashes:
-                report(f"exporting {types} for inputs of {bucket}")
-                model = prepared_model(checkpoint, types)
-                onnx.save(onnx_from_model(model, bucket, _INPUT_DTYPES[input_dtype]), path)
+                wanted.report(f"exporting {types} for inputs of {bucket}")
+                onnx.save(onnx_from_model(model, bucket, _INPUT_DTYPES[wanted.input_dtype]), path)
                 hashes[path.name] = sha256_of(path)
             artifacts.append(
                 Artifact(
@@ -111,25 +113,44 @@ def _export_graphs(
                     sha256=hashes[path.name],
                     kind="onnx",
                     precision=precision,
-                    input_dtype=input_dtype,
+                    input_dtype=wanted.input_dtype,
                     bucket=bucket,
                 )
             )
     return artifacts
 
 
+def _sources_of_engines(checkpoint: Checkpoint, partial: Path, wanted: _Wanted) -> Path:
+    """Folder of the ONNX files to build from: the bundle's, unless they select too many."""
+    limited, changes = limited_checkpoint(checkpoint)
+    if not changes:
+        return partial
+    wanted.report(f"TensorRT selects at most {TOP_K_LIMIT} candidates: its engines have {changes}")
+    folder = partial.with_name("limited")
+    _export_graphs(limited, folder, wanted)
+    return folder
+
+
 def _build_engine(
-    builder: EngineBuilder, graph: Artifact, folder: Path, report: Callable[[str], None]
+    builder: EngineBuilder,
+    graph: Artifact,
+    sources: Path,
+    folder: Path,
+    report: Callable[[str], None],
 ) -> Artifact:
-    """Build the engine of an ONNX artefact beside it."""
+    """Build the engine for an ONNX artefact's precision and bucket from the file of its name."""
     report(f"building {graph.precision} for inputs of {graph.bucket} with {builder.product}")
     path = folder / f"model-{graph.precision}-{graph.bucket}{builder.suffix}"
-    build = builder.build(folder / graph.path, path, graph.precision)
-    return graph.model_copy(
-        update={
-            "path": path.name, "sha256": sha256_of(path), "kind": builder.kind, "engine": build
-        }
-    )  # fmt: skip
+    build = builder.build(sources / graph.path, path, graph.precision)
+    return Artifact(
+        path=path.name,
+        sha256=sha256_of(path),
+        kind=builder.kind,
+        precision=graph.precision,
+        input_dtype=graph.input_dtype,
+        bucket=graph.bucket,
+        engine=build,
+    )
 
 
 def _check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) -> None:

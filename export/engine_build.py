@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -180,10 +181,10 @@ class EngineBuilder(ABC):
         node = " in ".join(
             (f"{error.node_name()} ({error.node_operator()})", *error.local_function_stack()[::-1])
         )
-        reason = self._log.errors[0] if self._log.errors else " ".join(error.desc().split())
         remedy = f"the build log is {self._log.path}"
-        if "CUDA driver version is insufficient" in reason:
-            remedy = "this model can only be built where there is an NVIDIA GPU"
+        if error.node_operator() == "RoiAlign" and not torch.cuda.is_available():
+            remedy = "the operator RoiAlign is only parsed where an NVIDIA GPU is, so export there"
+        reason = " ".join(error.desc().split())
         return f"{self.product} cannot build {name} because of node {node}: {reason}; {remedy}"
 
     def _failure(self, name: str) -> str:

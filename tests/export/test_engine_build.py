@@ -1,0 +1,237 @@
+"""TensorRT-RTX builds real engines here; what needs a GPU is in test_tensorrt_engines.py."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, inliner
+
+from maskrcnn_trt.export.build_log import BuildLog
+from maskrcnn_trt.export.bundle import prepared_model
+from maskrcnn_trt.export.engine_build import EngineOptions, profiles_from
+from maskrcnn_trt.export.engine_builders import builder_for
+from maskrcnn_trt.export.errors import EngineError
+from maskrcnn_trt.export.onnx_export import onnx_from_model
+from maskrcnn_trt.model.checkpoint import Checkpoint
+from maskrcnn_trt.model.config import ModelConfig
+from maskrcnn_trt.model.manifest import (
+    BatchProfile,
+    Category,
+    Precision,
+    Preprocessing,
+    read_manifest,
+)
+from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.spec import ShapeBucket
+
+trt = pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
+
+OPTIONS = EngineOptions(batches=(4, 1))
+TYPES = {"fp32": "Float", "tf32": "Float", "fp16": "Half"}
+
+
+@pytest.fixture(scope="module")
+def models(bundle: Path, half_bundle: Path) -> dict[Precision, Path]:
+    """ONNX files for inputs of 96x160."""
+    single, half = (
+        path / next(a.path for a in read_manifest(path).artifacts if str(a.bucket) == "96x160")
+        for path in (bundle, half_bundle)
+    )
+    return {"fp32": single, "tf32": single, "fp16": half}
+
+
+@pytest.mark.parametrize(
+    ("batches", "profiles"),
+    [
+        ((1, 8), [(1, 1, 1), (2, 8, 8)]),
+        ((16, 1, 8), [(1, 1, 1), (2, 8, 8), (9, 16, 16)]),
+        ((4,), [(1, 4, 4)]),
+        ((2, 2), [(1, 2, 2)]),
+    ],
+)
+def test_profiles_cover_every_batch_once(
+    batches: tuple[int, ...], profiles: list[tuple[int, int, int]]
+) -> None:
+    expected = [BatchProfile(min=low, opt=best, max=high) for low, best, high in profiles]
+    assert list(profiles_from(batches)) == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
+def test_engine_computes_in_the_types_of_its_precision(
+    models: dict[Precision, Path], tmp_path: Path, precision: Precision
+) -> None:
+    log = BuildLog(tmp_path / "build.log")
+    plan = tmp_path / "model.rtx"
+    build = builder_for("tensorrt-rtx", OPTIONS, log).build(models[precision], plan, precision)
+    assert plan.stat().st_size > models[precision].stat().st_size / 2
+    assert build.runtime_version == trt.__version__
+    assert build.compute_capabilities == ("8.0", "8.6", "8.9", "12.0", "12.1")
+    assert build.plugins == {}
+    assert build.profiles == profiles_from((1, 4))
+    assert log.errors == []
+    read = re.findall(
+        r"LayerType: correlation, Inputs: \[ \{ Name: [^}]*Datatype: (\w+)", log.path.read_text()
+    )
+    nodes = [node.op_type for node in onnx.load(models[precision]).graph.node]
+    assert read == [TYPES[precision]] * nodes.count("Conv") * len(build.profiles)
+
+
+@pytest.mark.parametrize(("model", "precision"), [("fp32", "fp16"), ("fp16", "fp32")])
+def test_engine_of_other_types_is_refused(
+    models: dict[Precision, Path], tmp_path: Path, model: Precision, precision: Precision
+) -> None:
+    builder = builder_for("tensorrt-rtx", OPTIONS, BuildLog(tmp_path / "build.log"))
+    with pytest.raises(EngineError, match=f"x.rtx should compute in {precision}, .* read {model}"):
+        builder.build(models[model], tmp_path / "x.rtx", precision)
+    assert not (tmp_path / "x.rtx").exists()
+
+
+def constants_of(path: Path) -> Iterator[np.ndarray]:
+    """Constants of the network that TensorRT-RTX parses from a file."""
+    logger = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    assert parser.parse(path.read_bytes())
+    for index in range(network.num_layers):
+        layer: Any = network.get_layer(index)
+        if layer.type == trt.LayerType.CONSTANT:
+            layer.__class__ = trt.IConstantLayer
+            yield np.array(layer.weights)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_parser_reads_function_bodies_as_if_they_were_written_out(
+    models: dict[Precision, Path], tmp_path: Path, precision: Precision
+) -> None:
+    """An attribute that is lost on the way leaves an empty or a zero constant."""
+    written_out = tmp_path / "written-out.onnx"
+    onnx.save(inliner.inline_local_functions(onnx.load(models[precision])), written_out)
+    found, expected = (list(constants_of(path)) for path in (models[precision], written_out))
+    assert len(found) == len(expected)
+    for constant, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(constant, wanted)
+    scales = np.array([1 / 4, 1 / 8, 1 / 16, 1 / 32], np.float32)
+    assert sum(np.array_equal(constant, scales) for constant in found) >= 2
+
+
+def test_gpus_are_those_that_were_asked_for(models: dict[Precision, Path], tmp_path: Path) -> None:
+    options = EngineOptions(batches=(1,), compute_capabilities=("12.0", "8.9", "12.0"))
+    builder = builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
+    build = builder.build(models["fp16"], tmp_path / "x.rtx", "fp16")
+    assert build.compute_capabilities == ("12.0", "8.9")
+
+
+def test_gpu_that_is_not_supported(tmp_path: Path) -> None:
+    options = EngineOptions(compute_capabilities=("8.9", "9.0"))
+    with pytest.raises(EngineError, match=r"builds for .*12\.0.*, not 9\.0; .* --engine tensorrt"):
+        builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
+
+
+def test_builder_that_fails_says_why(models: dict[Precision, Path], tmp_path: Path) -> None:
+    """Turing cannot multiply single-precision matrices, which the body of suppression does."""
+    options = EngineOptions(batches=(1,), compute_capabilities=("7.5",))
+    log = BuildLog(tmp_path / "build.log")
+    with pytest.raises(EngineError) as caught:
+        builder_for("tensorrt-rtx", options, log).build(models["fp16"], tmp_path / "x.rtx", "fp16")
+    sentence = str(caught.value)
+    assert sentence.startswith("TensorRT-RTX cannot build x.rtx: ")
+    assert "FP32 GEMM is not supported" in sentence
+    assert sentence.endswith(f"the build log is {log.path}")
+    assert "\n" not in sentence
+
+
+def model_of_one_node(path: Path, node: onnx.NodeProto) -> Path:
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
+        for names in (node.input, node.output)
+    )
+    shapes = {"x": (2, 3, 8, 8), "rois": (5, 4), "images": (5,)}
+    for value in inputs:
+        kind = TensorProto.INT64 if value.name == "images" else TensorProto.FLOAT
+        value.CopyFrom(helper.make_tensor_value_info(value.name, kind, shapes[value.name]))
+    graph = helper.make_graph([node], "one", inputs, outputs)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), path)
+    return path
+
+
+def test_node_that_the_parser_does_not_know(tmp_path: Path) -> None:
+    node = helper.make_node("Frobnicate", ["x"], ["y"], name="frob_7")
+    model = model_of_one_node(tmp_path / "one.onnx", node)
+    builder = builder_for("tensorrt-rtx", OPTIONS, BuildLog(tmp_path / "build.log"))
+    with pytest.raises(EngineError, match=r"cannot build x.rtx because of node frob_7 \(Frobnic"):
+        builder.build(model, tmp_path / "x.rtx", "fp32")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_node_that_needs_a_gpu_to_be_parsed(tmp_path: Path) -> None:
+    """Standard RoIAlign does, which the bodies for C4 and for adaptive sampling are made of."""
+    node = helper.make_node("RoiAlign", ["x", "rois", "images"], ["y"], name="pool")
+    model = model_of_one_node(tmp_path / "one.onnx", node)
+    builder = builder_for("tensorrt-rtx", OPTIONS, BuildLog(tmp_path / "build.log"))
+    with pytest.raises(
+        EngineError, match=r"node pool \(RoiAlign\).* is only parsed where an NVIDIA GPU is"
+    ):
+        builder.build(model, tmp_path / "x.rtx", "fp32")
+
+
+def test_interrupt_stops_the_builder(models: dict[Precision, Path], tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from maskrcnn_trt.export.build_log import BuildLog\n"
+        "from maskrcnn_trt.export.engine_build import EngineOptions\n"
+        "from maskrcnn_trt.export.engine_builders import builder_for\n"
+        "folder = Path(sys.argv[1])\n"
+        "builder = builder_for('tensorrt-rtx', EngineOptions(), BuildLog(folder / 'build.log'))\n"
+        "print('ready', flush=True)\n"
+        "try:\n"
+        "    builder.build(Path(sys.argv[2]), folder / 'x.rtx', 'fp32')\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path), str(models["fp32"])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        log = tmp_path / "build.log"
+        while not (log.exists() and "GRAPH NODES" in log.read_text(errors="ignore")):
+            assert process.poll() is None
+        os.kill(process.pid, signal.SIGINT)
+        assert process.stdout.read() == "interrupted\n"
+    assert "BuildCanceled" in log.read_text()
+    assert not (tmp_path / "x.rtx").exists()
+
+
+@pytest.mark.slow
+def test_true_size(tmp_path: Path) -> None:
+    """R-50-FPN for 800x1344, every precision, batches up to 8."""
+    torch.manual_seed(0)
+    config = ModelConfig(num_classes=80)
+    checkpoint = Checkpoint(
+        model_config=config,
+        weights=MaskRCNN(config).state_dict(),
+        categories=tuple(Category(id=n, name=f"class {n}") for n in range(1, 81)),
+        preprocessing=Preprocessing(
+            min_size=800, max_size=1333, pixel_mean=config.pixel_mean, pixel_std=config.pixel_std
+        ),
+        buckets=(ShapeBucket(800, 1344),),
+        iteration=0,
+    )
+    builder = builder_for("tensorrt-rtx", EngineOptions(), BuildLog(tmp_path / "build.log"))
+    path = tmp_path / "model.onnx"
+    for types, precisions in {"fp32": ("fp32", "tf32"), "fp16": ("fp16",)}.items():
+        model = prepared_model(checkpoint, types)
+        onnx.save(onnx_from_model(model, ShapeBucket(800, 1344), torch.uint8), path)
+        for precision in precisions:
+            build = builder.build(path, tmp_path / f"{precision}.rtx", precision)
+            assert [profile.max for profile in build.profiles] == [1, 8]
