@@ -35,8 +35,8 @@ def coco_strings(counts: NDArray[np.int32], num_runs: NDArray[np.int32]) -> list
     values = runs.copy()
     values[2:] -= runs[:-2]
     for place in range(min(longest, 3)):
-        undiffered = first_runs[num_runs > place] + place
-        values[undiffered] = runs[undiffered]
+        early = first_runs[num_runs > place] + place
+        values[early] = runs[early]
     magnitudes = values ^ (values >> 31)
     lengths = np.ones(len(values), np.int64)
     for limit in _GROUP_LIMITS:
