@@ -34,7 +34,7 @@ protos: $(STAMP) ## Generate the code of the gRPC service
 		--python_out=$(PARENT) --pyi_out=$(PARENT) --grpc_python_out=$(PARENT) $(PROTO)
 
 lock: $(STAMP) ## Pin what pyproject.toml asks for, with hashes; ARGS="--upgrade" for the newest
-	echo uv | $(BIN)/uv pip compile pyproject.toml - --extra train --extra rtx --extra dev \
+	echo uv | $(BIN)/uv pip compile pyproject.toml - --extra train --extra dev \
 		--universal --python-version 3.11 --generate-hashes --no-annotate \
 		--custom-compile-command "make lock" --quiet --output-file requirements.lock $(ARGS)
 

@@ -27,8 +27,9 @@ def build(architectures: tuple[int, ...]) -> None:
     Kernels compile when they are first used, a tenth of a second each; this does it beforehand, for
     an image or a machine without a compiler. It needs no GPU.
     """
-    from .compilation import ARCHITECTURES, cache_folder, compiled
+    from .compilation import ARCHITECTURES, compiled
     from .kernels import all_kernels
+    from .user_cache import cache_folder
 
     wanted = architectures or ARCHITECTURES
     table = Table("kernel", "variant", *(f"sm_{architecture}" for architecture in wanted))
@@ -36,7 +37,7 @@ def build(architectures: tuple[int, ...]) -> None:
         sizes = [len(compiled(kernel, architecture, "cubin")) for architecture in wanted]
         table.add_row(kernel.name, _variant(kernel), *(f"{size / 1024:.0f} KiB" for size in sizes))
     Console().print(table)
-    click.echo(f"the cache is {cache_folder()}")
+    click.echo(f"the cache is {cache_folder('kernels')}")
 
 
 def _variant(kernel: "Kernel") -> str:

@@ -6,13 +6,13 @@ source, headers, options and the compiler's version.
 
 import functools
 import hashlib
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from cuda.bindings import nvrtc
+
+from .user_cache import cache_folder, store
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 """Compute capabilities that every kernel is compiled for in the tests, ten times their number."""
@@ -65,19 +65,26 @@ def compiled(kernel: Kernel, architecture: int, code: Code) -> bytes:
         KernelError: the compiler refuses the source or does not know the architecture.
     """
     options = _options(kernel, architecture, code)
-    path = cache_folder() / f"{_digest(kernel.source, options)}.{code}"
+    path = cache_folder("kernels") / f"{_digest(kernel.source, options)}.{code}"
     try:
         return path.read_bytes()
     except OSError:
         pass
     binary = _compile(kernel, options, code)
-    _store(path, binary)
+    store(path, binary)
     return binary
 
 
+def known_architecture(architecture: int) -> int:
+    """The newest that the installed NVRTC compiles for, up to the one given.
+
+    A GPU that is newer than the compiler runs the PTX of that one.
+    """
+    return max((a for a in _known_architectures() if a <= architecture), default=architecture)
+
+
 @functools.cache
-def supported_architectures() -> tuple[int, ...]:
-    """Compute capabilities that the installed NVRTC compiles for, ten times their numbers."""
+def _known_architectures() -> tuple[int, ...]:
     return tuple(_checked(nvrtc.nvrtcGetSupportedArchs()))
 
 
@@ -119,23 +126,6 @@ def _digest(source: str, options: tuple[str, ...]) -> str:
     return digest.hexdigest()
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: `$XDG_CACHE_HOME/maskrcnn-trt/kernels`, or in `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "maskrcnn-trt" / "kernels"
-
-
-def _store(path: Path, binary: bytes) -> None:
-    """Write a file whole or not at all; a cache that cannot be written costs time only."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(binary)
-        Path(file.name).replace(path)
-    except OSError:
-        pass
-
-
 def _compile(kernel: Kernel, options: tuple[str, ...], code: Code) -> bytes:
     headers = _headers()
     program = _checked(
@@ -161,17 +151,17 @@ def _compile(kernel: Kernel, options: tuple[str, ...], code: Code) -> bytes:
 
 
 def _log(program: nvrtc.nvrtcProgram) -> str:
-    text = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+    text = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
     _checked(nvrtc.nvrtcGetProgramLog(program, text))
     return text.decode(errors="replace").strip("\0 \n")
 
 
 def _binary(program: nvrtc.nvrtcProgram, code: Code) -> bytes:
     if code == "cubin":
-        binary = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        binary = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc.nvrtcGetCUBIN(program, binary))
     else:
-        binary = b" " * _checked(nvrtc.nvrtcGetPTXSize(program))
+        binary = bytes(_checked(nvrtc.nvrtcGetPTXSize(program)))
         _checked(nvrtc.nvrtcGetPTX(program, binary))
     return binary
 

@@ -9,7 +9,7 @@ import torch
 from cuda.bindings import driver
 from torch import Tensor
 
-from .compilation import Kernel, KernelError, Launch, compiled, supported_architectures
+from .compilation import Kernel, KernelError, Launch, compiled, known_architecture
 
 
 def launch_kernel(
@@ -53,8 +53,7 @@ def launch_kernel(
 def _function(kernel: Kernel, capability: tuple[int, int]) -> Any:
     """The kernel, loaded: a handle that serves every device of a compute capability."""
     wanted = 10 * capability[0] + capability[1]
-    # Newer GPUs than the compiler knows run the PTX of the newest it does.
-    architecture = max((a for a in supported_architectures() if a <= wanted), default=wanted)
+    architecture = known_architecture(wanted)
     code = compiled(kernel, architecture, "cubin" if architecture == wanted else "ptx")
     library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
     handle = _checked(driver.cuLibraryGetKernel(library, kernel.name.encode()))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import nms
 
+from .arguments import kernel_argument
 from .kernels.nms_keep import MAX_BOXES, nms_keep_kernel, nms_keep_launch
 from .launching import launch_kernel
 
@@ -30,7 +31,8 @@ def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int
         [N, K] bool.
 
     Raises:
-        ValueError: on a GPU, a set has more than 16384 boxes.
+        ValueError: on a GPU, a set has more than 16384 boxes, or an argument another dtype or
+            shape.
     """
     keep = torch.zeros(classes.shape, dtype=torch.bool)
     # torchvision compares in double precision on a CPU, where an IoU of 0.6 exceeds 0.6.
@@ -58,10 +60,10 @@ def _(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Te
     if count > MAX_BOXES:
         raise ValueError(f"nms_keep takes at most {MAX_BOXES} boxes a set, not {count}")
     keep = classes.new_empty(classes.shape, dtype=torch.bool)
-    launch_kernel(
-        nms_keep_kernel(iou_threshold, max_keep),
-        nms_keep_launch(sets, count),
-        [boxes.contiguous(), classes.contiguous()],
-        [keep],
-    )
+    inputs = [
+        kernel_argument("boxes", boxes, torch.float32, (sets, count, 4)),
+        kernel_argument("classes", classes, torch.int64, (sets, count)),
+    ]
+    kernel = nms_keep_kernel(iou_threshold, max_keep)
+    launch_kernel(kernel, nms_keep_launch(sets, count), inputs, [keep])
     return keep

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torchvision.ops import roi_align
 
+from .arguments import kernel_argument
 from .compilation import Launch
 from .kernels.pyramid_roi_align import (
+    MAX_LEVELS,
     Pooling,
     backward_kernel,
     forward_kernel,
@@ -65,7 +67,12 @@ def pyramid_roi_align(
     Returns:
         [B, R, C, P, P], of the features' dtype; with channels innermost in memory if the first
         level's features are channels-last.
+
+    Raises:
+        ValueError: scales do not belong to the levels; on a GPU, features differ in dtype, batch
+            or channels, or RoIs have another dtype or shape.
     """
+    _check_levels(features, spatial_scales)
     levels = roi_levels(rois, spatial_scales, canonical_level, canonical_size).flatten()
     dtype = _sum_dtype(features)
     indexed = _indexed_rois(rois.to(dtype), inclusive)
@@ -89,6 +96,7 @@ def _(
 @pyramid_roi_align.register_kernel("cuda")
 def _(features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> Tensor:
     pooling = _pooling_from(attributes)
+    _check_levels(features, pooling.spatial_scales)
     pooled = _empty_pooled(features, rois, pooling.output_size)
     channels_last = _is_channels_last(features[0])
     channels = features[0].shape[1]
@@ -99,8 +107,8 @@ def _(features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> Tensor:
         channels_last=channels_last,
         pooled_channels_last=channels_last,
     )
-    maps = [feature.contiguous(memory_format=_FORMATS[channels_last]) for feature in features]
-    launch_kernel(kernel, _launch(features, rois, pooling), [*maps, rois.contiguous()], [pooled])
+    inputs = [*_maps(features, channels_last), _roi_argument(rois, features)]
+    launch_kernel(kernel, _launch(features, rois, pooling), inputs, [pooled])
     return pooled
 
 
@@ -155,7 +163,7 @@ def _(grad: Tensor, features: Sequence[Tensor], rois: Tensor, *attributes: Any) 
         torch.zeros_like(f, dtype=_sum_dtype(features), memory_format=torch.channels_last)
         for f in features
     ]
-    inputs = [grad.movedim(2, -1).contiguous(), rois.contiguous()]
+    inputs = [grad.movedim(2, -1).contiguous(), _roi_argument(rois, features)]
     launch_kernel(kernel, _launch(features, rois, pooling), inputs, sums)
     gradients = _empty_gradients(features)
     for gradient, total in zip(gradients, sums, strict=True):
@@ -176,12 +184,39 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 pyramid_roi_align.register_autograd(_backward, setup_context=_setup_context)
 
-_FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
+
+def _check_levels(features: Sequence[Tensor], spatial_scales: Sequence[float]) -> None:
+    if not 1 <= len(features) == len(spatial_scales) <= MAX_LEVELS:
+        raise ValueError(
+            f"{len(features)} levels of features need as many spatial scales, one to {MAX_LEVELS}, "
+            f"not {len(spatial_scales)}"
+        )
 
 
 def _is_channels_last(feature: Tensor) -> bool:
     # Asked of one stride, so that a symbolic batch stays symbolic.
     return feature.stride(1) == 1
+
+
+def _maps(features: Sequence[Tensor], channels_last: bool) -> list[Tensor]:
+    """Features as the kernel reads them.
+
+    Raises:
+        ValueError: they differ in dtype, batch or channels.
+    """
+    first = features[0]
+    for feature in features:
+        if feature.dtype != first.dtype or feature.shape[:2] != first.shape[:2]:
+            raise ValueError(
+                f"features must be alike in type, batch and channels, but {feature.dtype} "
+                f"{list(feature.shape)} stands beside {first.dtype} {list(first.shape)}"
+            )
+    order = [feature.movedim(1, -1) if channels_last else feature for feature in features]
+    return [kernel_argument("features", f, first.dtype, (-1, -1, -1, -1)) for f in order]
+
+
+def _roi_argument(rois: Tensor, features: Sequence[Tensor]) -> Tensor:
+    return kernel_argument("rois", rois, torch.float32, (features[0].shape[0], -1, 4))
 
 
 def _empty_pooled(features: Sequence[Tensor], rois: Tensor, output_size: int) -> Tensor:

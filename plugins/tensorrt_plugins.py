@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .compilation import Kernel, Launch, compiled, supported_architectures
+from .compilation import Kernel, Launch, compiled, known_architecture
 from .kernels.nms_keep import MAX_BOXES, nms_keep_kernel, nms_keep_launch
 from .kernels.pyramid_roi_align import Pooling, forward_kernel, pyramid_roi_align_launch
 
@@ -198,8 +198,7 @@ def _combinations(plugin: _Plugin, trtp: Any) -> Callable[..., Any]:
 
 def _implementation(plugin: _Plugin, trt: Any, trtp: Any, architecture: int) -> Callable[..., Any]:
     """What `tensorrt.plugin.aot_impl` takes."""
-    # A newer GPU than the compiler knows runs the PTX of the newest it does.
-    known = max((a for a in supported_architectures() if a <= architecture), default=architecture)
+    known = known_architecture(architecture)
 
     def implement(*arguments: Any) -> Any:
         *given, _outputs, _tactic = arguments

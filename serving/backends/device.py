@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import pycuda.driver as cuda  # type: ignore[import-not-found]  # of the extra `tensorrt`
+import pycuda.driver as cuda
 from numpy.typing import NDArray
 
 from .base import TensorSpec

@@ -2,18 +2,17 @@
 
 import contextlib
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ...plugins.user_cache import cache_folder, store
+
 
 def cache_path(plan_hashes: Iterable[str]) -> Path:
     """Where the user's cache folder keeps what was compiled for plans of these SHA-256."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256("\n".join(plan_hashes).encode()).hexdigest()
-    return Path(base) / "maskrcnn-trt" / "tensorrt-rtx" / digest
+    return cache_folder("tensorrt-rtx") / digest
 
 
 class RuntimeCache:
@@ -40,8 +39,4 @@ class RuntimeCache:
 
     def store(self) -> None:
         """Write the file, whole or not at all."""
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
-                file.write(self._cache.serialize())
-            Path(file.name).replace(self._path)
+        store(self._path, bytes(self._cache.serialize()))

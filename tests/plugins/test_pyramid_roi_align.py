@@ -351,6 +351,23 @@ def test_rois_that_are_no_numbers_pool_zeros(device: str) -> None:
     assert [bool(cells.any()) for cells in pooled] == [False, False, True, False]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_scales_that_do_not_belong_to_the_levels_are_refused(device: str) -> None:
+    features, rois = [f.to(device) for f in pyramid(1)[:3]], torch.zeros(1, 1, 4, device=device)
+    with pytest.raises(ValueError, match=r"3 levels of features need as many .* not 4"):
+        pyramid_roi_align(features, rois, *attributes(4, DEFAULT))
+
+
+@pytest.mark.gpu
+def test_unlike_features_are_refused_on_a_gpu() -> None:
+    features = [feature.cuda() for feature in pyramid(1)]
+    rois = torch.zeros(1, 1, 4, device="cuda")
+    with pytest.raises(ValueError, match=r"float16 \[1, 12, 24, 32\] stands beside torch.float32"):
+        pool_by_torch([*features[:1], *(f.half() for f in features[1:])], rois)
+    with pytest.raises(ValueError, match=r"rois must be torch.float32 of shape \[1, \*, 4\]"):
+        pool_by_torch(features, rois.double())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("channels", [1, 5, 8, 36, 256])
