@@ -9,12 +9,12 @@ import onnx
 import torch
 
 from ..model.checkpoint import whole_file
-from ..model.spec import OPSET_DOMAIN
-from ..plugins.tensorrt_plugins import PLUGIN_NAMESPACE, register_plugins
+from ..plugins.tensorrt_plugins import register_plugins
 from .engine_build import EngineBuilder
 from .engine_inspection import inspected_layers
 from .engine_layers import Layer
 from .errors import EngineError
+from .plugin_graph import plugin_graph_from
 
 
 class TensorRTEngineBuilder(EngineBuilder):
@@ -43,15 +43,8 @@ class TensorRTEngineBuilder(EngineBuilder):
         if not self._options.plugins:
             return super()._model_from(onnx_path)
         versions = register_plugins(int(self._compute_capabilities[0].replace(".", "")))
-        model = onnx.load(onnx_path)
-        # The parser takes a function body, whatever its flags, unless the node names the plugin's
-        # namespace. Without bodies it cannot fall back on one unnoticed.
-        nodes = [node for node in model.graph.node if node.domain == OPSET_DOMAIN]
-        for node in nodes:
-            node.attribute.append(onnx.helper.make_attribute("plugin_namespace", PLUGIN_NAMESPACE))
-        del model.functions[:]
-        used = sorted({f"{PLUGIN_NAMESPACE}::{node.op_type}" for node in nodes})
-        return model.SerializeToString(), {name: versions[name] for name in used}
+        model, plugins = plugin_graph_from(onnx.load(onnx_path))
+        return model.SerializeToString(), {name: versions[name] for name in plugins}
 
     def _prepare(self, config: Any) -> None:
         path = self._timing_cache()

@@ -1,9 +1,10 @@
 """Comparing a bundle's ONNX files with the checkpoint they were made from, output by output."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
@@ -11,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..model.boxes import pairwise_iou
 from ..model.checkpoint import Checkpoint
 from ..model.images import decode_image, pad_to_bucket, resize_image, resized_size, smallest_bucket
-from ..model.manifest import Artifact, Manifest, Precision, verified_path
+from ..model.manifest import Artifact, InputDtype, Manifest, Precision, verified_path
 from ..model.mask_rcnn import Detections, MaskRCNN
 from ..model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
+from ..plugins.box_iou import box_iou
 
 _BATCH_SIZE = 4
 
@@ -86,46 +87,88 @@ def verify_bundle(
     Raises:
         ImageError: a picture cannot be read.
     """
-    model = checkpoint.build_model()
-    inputs = _inputs_from(images, manifest)
-    runs = {bucket: list(_runs_of(model, own)) for bucket, own in inputs.items()}
-    threshold = model.config.roi.score_threshold
+    runs = expected_runs(checkpoint, manifest, images)
     comparisons = []
     for artifact in manifest.artifacts:
         if artifact.kind == "onnx":
             session = onnxruntime.InferenceSession(verified_path(bundle, artifact))
-            comparisons.append(Comparison(artifact, TOLERANCES[artifact.precision]))
-            for run in runs[artifact.bucket]:
-                _compare(comparisons[-1], session, run, threshold)
+            infer = partial(_infer, session, artifact.input_dtype)
+            comparisons.append(compare_artifact(artifact, runs[artifact.bucket], infer))
     return comparisons
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
+    """A batch, and what the checkpoint finds in it."""
+
     images: NDArray[np.uint8]
+    """[B, 3, H, W]."""
     image_sizes: NDArray[np.int64]
+    """[B, 2] height and width before padding."""
     expected: Detections
-    """Of the checkpoint."""
+    threshold: float
+    """Score that a detection must exceed."""
 
 
-def _runs_of(model: MaskRCNN, inputs: Sequence[_Input]) -> Iterator[_Run]:
+Infer = Callable[[NDArray[np.uint8], NDArray[np.int64]], Sequence[NDArray[Any]]]
+"""From images and their sizes to the outputs, in the order of `OUTPUT_NAMES`."""
+
+
+def expected_runs(
+    checkpoint: Checkpoint, manifest: Manifest, images: Sequence[Path]
+) -> dict[ShapeBucket, list[Run]]:
+    """Run the checkpoint on the CPU, bucket by bucket, in batches of up to four.
+
+    Args:
+        checkpoint: what to run.
+        manifest: of a bundle that was exported from it.
+        images: encoded pictures; smooth noise stands in for an input size that none has.
+
+    Raises:
+        ImageError: a picture cannot be read.
+    """
+    model = checkpoint.build_model()
+    inputs = _inputs_from(images, manifest)
+    return {bucket: list(_runs_of(model, own)) for bucket, own in inputs.items()}
+
+
+def _runs_of(model: MaskRCNN, inputs: Sequence[_Input]) -> Iterator[Run]:
     for start in range(0, len(inputs), _BATCH_SIZE):
         batch = zip(*inputs[start : start + _BATCH_SIZE], strict=True)
         images, sizes = (np.stack(part) for part in batch)
         with torch.inference_mode():
             expected = model.detect(torch.from_numpy(images), torch.from_numpy(sizes))
-        yield _Run(images, sizes, expected)
+        yield Run(images, sizes, expected, model.config.roi.score_threshold)
 
 
-def _compare(
-    comparison: Comparison, session: onnxruntime.InferenceSession, run: _Run, threshold: float
-) -> None:
-    inputs = (run.images.astype(comparison.artifact.input_dtype), run.image_sizes)
-    outputs = session.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, inputs, strict=True)))
-    actual = Detections(*map(torch.from_numpy, outputs))
-    floor = threshold + comparison.tolerance.scores
-    for index in range(len(run.images)):
-        comparison.images += 1
-        _compare_image(comparison, _rows_of(run.expected, index), _rows_of(actual, index), floor)
+def compare_artifact(artifact: Artifact, runs: Sequence[Run], infer: Infer) -> Comparison:
+    """Run an artefact on the images of the checkpoint's runs, and compare.
+
+    Args:
+        artifact: whose precision decides the tolerance.
+        runs: those of its bucket.
+        infer: runs the artefact.
+    """
+    comparison = Comparison(artifact, TOLERANCES[artifact.precision])
+    for run in runs:
+        outputs = infer(run.images, run.image_sizes)
+        actual = Detections(*map(torch.from_numpy, outputs))
+        floor = run.threshold + comparison.tolerance.scores
+        for index in range(len(run.images)):
+            comparison.images += 1
+            rows = _rows_of(run.expected, index), _rows_of(actual, index)
+            _compare_image(comparison, *rows, floor)
+    return comparison
+
+
+def _infer(
+    session: onnxruntime.InferenceSession,
+    input_dtype: InputDtype,
+    images: NDArray[np.uint8],
+    image_sizes: NDArray[np.int64],
+) -> Sequence[NDArray[Any]]:
+    inputs = dict(zip(INPUT_NAMES, (images.astype(input_dtype), image_sizes), strict=True))
+    outputs: Sequence[NDArray[Any]] = session.run(OUTPUT_NAMES, inputs)
+    return outputs
 
 
 class _Rows(NamedTuple):
@@ -150,7 +193,7 @@ def _compare_image(comparison: Comparison, expected: _Rows, actual: _Rows, floor
     # Near the threshold, or the last place, rounding decides what is in and what is not.
     certain = (expected.scores > floor).nonzero()[:, 0].tolist()
     comparison.detections += len(certain)
-    overlaps = pairwise_iou(expected.boxes, actual.boxes)
+    (overlaps,) = box_iou(expected.boxes[None], actual.boxes[None])
     overlaps = torch.where(expected.labels[:, None] == actual.labels, overlaps, -1.0)
     for row in certain:
         if actual.labels.numel() == 0 or overlaps[row].max() < 0:
