@@ -14,6 +14,8 @@ from torch.onnx.ops import symbolic, symbolic_multi_out
 
 from ..model.mask_rcnn import MaskRCNN
 from ..model.spec import INPUT_NAMES, OPSET_DOMAIN, OPSET_VERSION, OUTPUT_NAMES, ShapeBucket
+from ..plugins.box_deltas import decode_in_torch
+from ..plugins.grid_anchors import grid_anchors_in_torch
 from .onnx_functions import functions_for
 
 OPSET = 18
@@ -136,10 +138,13 @@ def _top_k_node(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return largest, indices
 
 
+# What stands for a custom operation in a graph: a node, or standard operations.
 _NODES: dict[Any, Callable[..., Any]] = {
     torch.ops.maskrcnn.nms_keep.default: _nms_keep_node,
     torch.ops.maskrcnn.pyramid_roi_align.default: _pyramid_roi_align_node,
     torch.ops.maskrcnn.stable_top_k.default: _top_k_node,
+    torch.ops.maskrcnn.decode_boxes.default: decode_in_torch,
+    torch.ops.maskrcnn.grid_anchors.default: grid_anchors_in_torch,
 }
 
 

@@ -59,26 +59,3 @@ def grid_steps(
     if config.convention != "torchvision":
         return [(stride, stride) for stride in strides]
     return [(input_size[0] // rows, input_size[1] // columns) for rows, columns in grid_sizes]
-
-
-def grid_anchors(
-    cell_anchors: Tensor, steps: Sequence[tuple[int, int]], grid_sizes: Sequence[tuple[int, int]]
-) -> list[Tensor]:
-    """Anchors of every map, in the order of the region proposal network's outputs.
-
-    Args:
-        cell_anchors: [L, A, 4].
-        steps: pixels from cell to cell, down and across, of each map.
-        grid_sizes: (H_l, W_l) of each map.
-
-    Returns:
-        a [H_l * W_l * A, 4] tensor a map, xyxy in input pixels, not clipped.
-    """
-    anchors = []
-    for own, (down, across), (rows, columns) in zip(cell_anchors, steps, grid_sizes, strict=True):
-        y = torch.arange(rows, device=cell_anchors.device) * down
-        x = torch.arange(columns, device=cell_anchors.device) * across
-        shift_y, shift_x = torch.meshgrid(y, x, indexing="ij")
-        shifts = torch.stack([shift_x, shift_y, shift_x, shift_y], dim=-1)
-        anchors.append((shifts[:, :, None] + own).reshape(-1, 4))
-    return anchors

@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from .boxes import pairwise_iou
+from ..plugins.match_boxes import match_boxes
 from .config import SamplingConfig
 from .targets import Targets
 
@@ -33,13 +32,6 @@ def match_candidates(
         low_quality: the best candidates of a ground-truth box are positive whatever their IoU,
             unless they do not touch it at all.
     """
-    iou_BGN = pairwise_iou(targets.boxes, candidates)
-    iou_BGN = torch.where((targets.labels > 0)[:, :, None], iou_BGN, -1.0)
-    iou, target = iou_BGN.max(dim=1)
-    positive = iou >= config.foreground_iou
-    negative = iou < config.background_iou
-    if low_quality:
-        best = iou_BGN.amax(dim=2, keepdim=True)
-        is_best = ((iou_BGN == best) & (best > 0)).any(dim=1)
-        positive, negative = positive | is_best, negative & ~is_best
-    return Matches(target, positive, negative)
+    own = candidates if candidates.dim() == 3 else candidates[None]
+    thresholds = config.foreground_iou, config.background_iou
+    return Matches(*match_boxes(targets.boxes, targets.labels, own, *thresholds, low_quality))

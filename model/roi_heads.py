@@ -12,13 +12,13 @@ from torchvision.models.detection.faster_rcnn import (
     TwoMLPHead,
 )
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads
-from torchvision.ops import roi_align
 
+from ..plugins.box_deltas import decode_boxes, encode_boxes
+from ..plugins.mask_targets import mask_targets_from_crops
 from ..plugins.nms_keep import nms_keep
 from ..plugins.pyramid_roi_align import pyramid_roi_align
 from ..plugins.stable_top_k import stable_top_k
 from .backbone import feature_strides, norm_layer, residual_network
-from .boxes import DeltaWeights, boxes_from_deltas, clip_boxes, deltas_from_boxes, larger_than
 from .config import ModelConfig, RoiConfig
 from .losses import smooth_l1_sum
 from .matching import match_candidates
@@ -26,7 +26,8 @@ from .rpn import Proposals
 from .selection import random_keys, sample_candidates, take_rows
 from .targets import Targets
 
-DELTA_WEIGHTS = DeltaWeights(center=10.0, size=5.0)
+# Factors that bring the shifts and the sizes of boxes, as they are predicted, to unit scale.
+_DELTA_WEIGHTS = 10.0, 5.0
 _SAMPLING_STREAM = 2
 # The level of stride 16, where RoIs of canonical size belong.
 _CANONICAL_LEVEL = 4
@@ -148,10 +149,16 @@ class RoiHeads(nn.Module):
         scores, indices = stable_top_k(scores, config.nms_candidates)
         num_classes = logits.shape[-1] - 1
         rois, labels = indices // num_classes, indices % num_classes + 1
-        chosen_deltas = take_rows(deltas.flatten(1, 2), rois * (num_classes + 1) + labels)
-        boxes = boxes_from_deltas(chosen_deltas, take_rows(proposals.boxes, rois), DELTA_WEIGHTS)
-        boxes = clip_boxes(boxes, image_sizes, inclusive=self._inclusive)
-        valid = (scores > 0) & larger_than(boxes, config.min_side)
+        boxes, large = decode_boxes(
+            deltas,
+            proposals.boxes,
+            rois * (num_classes + 1) + labels,
+            image_sizes,
+            *_DELTA_WEIGHTS,
+            self._inclusive,
+            config.min_side,
+        )
+        valid = (scores > 0) & large
         classes = torch.where(valid, labels, -1)
         keep = nms_keep(boxes, classes, config.nms_iou, config.max_detections)
         scores, kept = stable_top_k(torch.where(keep, scores, -1.0), config.max_detections)
@@ -203,7 +210,7 @@ class RoiHeads(nn.Module):
         classification = (classification * chosen.flatten()).sum()
         own_deltas = deltas.gather(2, rois.labels[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
         matched = take_rows(targets.boxes, rois.targets)
-        wanted = deltas_from_boxes(matched, rois.boxes, DELTA_WEIGHTS)
+        wanted = encode_boxes(matched, rois.boxes, *_DELTA_WEIGHTS)
         regression = smooth_l1_sum(own_deltas, wanted, rois.positive, self.config.smooth_l1_beta)
         return classification, regression, self._mask_loss(features, rois, targets)
 
@@ -216,9 +223,9 @@ class RoiHeads(nn.Module):
         if self.config.mask_crop_size is not None:
             owners = take_rows(targets.boxes, matched)
             boxes = boxes_within_crops(boxes, owners, self.config.mask_crop_size)
-        # What is no positive has nothing to compare with, and its box may be anywhere.
-        boxes = torch.where(positive[..., None], boxes, 0)
-        wanted = mask_targets(targets.masks, boxes, matched, logits.shape[-1])
+        # What is no positive has nothing to compare with.
+        matched = torch.where(positive, matched, -1)
+        wanted = mask_targets_from_crops(targets.masks, boxes, matched, logits.shape[-1])
         return F.binary_cross_entropy_with_logits(
             logits, wanted, weight=positive.float()[..., None, None], reduction="sum"
         )
@@ -246,23 +253,3 @@ def boxes_within_crops(boxes: Tensor, owners: Tensor, side: int) -> Tensor:
     """Boxes [..., 4] from input pixels to those of S x S crops of their owners [..., 4]."""
     origins, sides = owners[..., :2], owners[..., 2:] - owners[..., :2]
     return (boxes - torch.cat([origins] * 2, dim=-1)) / torch.cat([sides] * 2, dim=-1) * side
-
-
-def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
-    """Ground-truth masks within RoIs, resampled as torchvision does: averages in 0..1.
-
-    Args:
-        masks: [B, G, H, W] uint8, or crops.
-        boxes: [B, K, 4], RoIs in pixels of the masks.
-        matched: [B, K] int64, the ground-truth mask of each.
-        side: M.
-
-    Returns:
-        [B, K, M, M] float32.
-    """
-    batch, instances = masks.shape[:2]
-    planes = torch.arange(batch, device=masks.device)[:, None] * instances + matched
-    indexed = torch.cat([planes[..., None].to(boxes.dtype), boxes], dim=2).flatten(0, 1)
-    crops = roi_align(masks.flatten(0, 1)[:, None].to(boxes.dtype), indexed, side)
-    targets: Tensor = crops.view(*boxes.shape[:2], side, side)
-    return targets

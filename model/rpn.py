@@ -1,6 +1,7 @@
 """Region proposal network (Ren et al., Faster R-CNN) for whole batches."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -8,18 +9,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.detection.rpn import RPNHead
 
+from ..plugins.box_deltas import decode_boxes, encode_boxes
+from ..plugins.grid_anchors import grid_anchors
 from ..plugins.nms_keep import nms_keep
 from ..plugins.stable_top_k import stable_top_k
-from .anchors import cell_anchors, grid_anchors, grid_steps
+from .anchors import cell_anchors, grid_steps
 from .backbone import feature_strides
-from .boxes import DeltaWeights, boxes_from_deltas, clip_boxes, deltas_from_boxes, larger_than
 from .config import ModelConfig
 from .losses import smooth_l1_sum
 from .matching import match_candidates
 from .selection import random_keys, sample_candidates, take_rows
 from .targets import Targets
 
-DELTA_WEIGHTS = DeltaWeights(center=1.0, size=1.0)
+# Factors that bring the shifts and the sizes of boxes, as they are predicted, to unit scale.
+_DELTA_WEIGHTS = 1.0, 1.0
 _SAMPLING_STREAM = 1
 
 
@@ -33,14 +36,16 @@ class Proposals(NamedTuple):
 
 
 class RpnOutputs(NamedTuple):
-    """What the head says of every anchor, by map."""
+    """What the head says of every anchor, map by map; N anchors in all."""
 
-    anchors: list[Tensor]
-    """[N_l, 4]."""
-    logits: list[Tensor]
-    """[B, N_l] float32."""
-    deltas: list[Tensor]
-    """[B, N_l, 4] float32."""
+    anchors: Tensor
+    """[N, 4]."""
+    logits: Tensor
+    """[B, N] float32."""
+    deltas: Tensor
+    """[B, N, 4] float32."""
+    counts: list[int]
+    """Anchors of each map."""
 
 
 class RegionProposalNetwork(nn.Module):
@@ -62,32 +67,38 @@ class RegionProposalNetwork(nn.Module):
     def forward(self, features: Sequence[Tensor], input_size: tuple[int, int]) -> RpnOutputs:
         """Outputs of [B, C, H_l, W_l] features of a padded input of (H, W) pixels."""
         logits, deltas = self.head(list(features))
-        batch = features[0].shape[0]
         grid_sizes = [(f.shape[2], f.shape[3]) for f in features]
         steps = grid_steps(self._anchor_config, self._strides, input_size, grid_sizes)
+        anchors = grid_anchors(self.cell_anchors, list(chain(*steps)), list(chain(*grid_sizes)))
+        per_cell = self.cell_anchors.shape[1]
         return RpnOutputs(
-            grid_anchors(self.cell_anchors, steps, grid_sizes),
-            [x.permute(0, 2, 3, 1).reshape(batch, -1).float() for x in logits],
-            [
-                x.unflatten(1, (-1, 4)).permute(0, 3, 4, 1, 2).reshape(batch, -1, 4).float()
-                for x in deltas
-            ],
+            anchors,
+            torch.cat([_by_anchor(x, 1) for x in logits], dim=1).float()[..., 0],
+            torch.cat([_by_anchor(x, 4) for x in deltas], dim=1).float(),
+            [per_cell * rows * columns for rows, columns in grid_sizes],
         )
 
     def propose(self, outputs: RpnOutputs, image_sizes: Tensor) -> Proposals:
         """Proposals of each image; non-maximum suppression runs level by level."""
         pre_nms, post_nms = self._limits()
-        width = min(pre_nms, max(len(anchors) for anchors in outputs.anchors))
-        levels = [
-            self._best_of_level(*level, image_sizes, width) for level in zip(*outputs, strict=True)
-        ]
-        boxes, scores = (torch.stack(parts, dim=1) for parts in zip(*levels, strict=True))
-        classes = torch.where(scores.isfinite(), 0, -1)
-        keep = nms_keep(boxes.flatten(0, 1), classes.flatten(0, 1), self.config.nms_iou, post_nms)
+        scores, indices = self._best_of_maps(outputs, min(pre_nms, max(outputs.counts)))
+        boxes, large = decode_boxes(
+            outputs.deltas.detach()[:, :, None],
+            outputs.anchors[None],
+            indices.flatten(1),
+            image_sizes,
+            *_DELTA_WEIGHTS,
+            self._inclusive,
+            self.config.min_side,
+        )
+        scores = torch.where(large.view_as(scores), scores, -torch.inf)
+        by_map = boxes.view(-1, scores.shape[2], 4)
+        classes = torch.where(scores.isfinite(), 0, -1).flatten(0, 1)
+        keep = nms_keep(by_map, classes, self.config.nms_iou, post_nms)
         scores = torch.where(keep.view_as(scores), scores, -torch.inf).flatten(1)
-        scores, indices = stable_top_k(scores, post_nms)
+        scores, chosen = stable_top_k(scores, post_nms)
         valid = scores.isfinite()
-        return Proposals(take_rows(boxes.flatten(1, 2), indices) * valid[..., None], valid)
+        return Proposals(take_rows(boxes, chosen) * valid[..., None], valid)
 
     def _limits(self) -> tuple[int, int]:
         c = self.config
@@ -95,25 +106,27 @@ class RegionProposalNetwork(nn.Module):
             return c.pre_nms_top_n_train, c.post_nms_top_n_train
         return c.pre_nms_top_n_test, c.post_nms_top_n_test
 
-    def _best_of_level(
-        self, anchors: Tensor, logits: Tensor, deltas: Tensor, image_sizes: Tensor, width: int
-    ) -> tuple[Tensor, Tensor]:
-        """Boxes [B, width, 4] and scores [B, width], best first; -inf marks padding."""
-        scores, indices = stable_top_k(logits.detach(), width)
-        boxes = boxes_from_deltas(
-            take_rows(deltas.detach(), indices), anchors[indices], DELTA_WEIGHTS
-        )
-        boxes = clip_boxes(boxes, image_sizes, inclusive=self._inclusive)
-        scores = torch.where(larger_than(boxes, self.config.min_side), scores, -torch.inf)
-        missing = width - scores.shape[1]
-        return F.pad(boxes, (0, 0, 0, missing)), F.pad(scores, (0, missing), value=-torch.inf)
+    @staticmethod
+    def _best_of_maps(outputs: RpnOutputs, width: int) -> tuple[Tensor, Tensor]:
+        """Scores of the best anchors of L maps, best first, and which they are.
+
+        Returns:
+            scores [B, L, width], -inf for padding; and indices [B, L, width], -1 for padding.
+        """
+        scores, indices, first = [], [], 0
+        for logits in outputs.logits.detach().split(outputs.counts, dim=1):
+            own_scores, own_indices = stable_top_k(logits, width)
+            missing = width - own_scores.shape[1]
+            scores.append(F.pad(own_scores, (0, missing), value=-torch.inf))
+            indices.append(F.pad(own_indices + first, (0, missing), value=-1))
+            first += logits.shape[1]
+        return torch.stack(scores, dim=1), torch.stack(indices, dim=1)
 
     def losses(
         self, outputs: RpnOutputs, targets: Targets, seeds: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sums of the objectness and box losses, and the number of sampled anchors."""
-        anchors = torch.cat(outputs.anchors)
-        logits, deltas = torch.cat(outputs.logits, dim=1), torch.cat(outputs.deltas, dim=1)
+        anchors, logits, deltas, _ = outputs
         config = self.config.sampling
         matches = match_candidates(anchors, targets, config, low_quality=True)
         sample = sample_candidates(
@@ -132,8 +145,14 @@ class RegionProposalNetwork(nn.Module):
         matched = take_rows(targets.boxes, matches.target.gather(1, sample.indices))
         regression = smooth_l1_sum(
             take_rows(deltas, sample.indices),
-            deltas_from_boxes(matched, anchors[sample.indices], DELTA_WEIGHTS),
+            encode_boxes(matched, anchors[sample.indices], *_DELTA_WEIGHTS),
             sample.positive,
             self.config.smooth_l1_beta,
         )
         return objectness, regression, sample.chosen.sum()
+
+
+def _by_anchor(output: Tensor, values: int) -> Tensor:
+    """Outputs [B, A V, H, W] of a map in the order of its anchors: [B, H W A, V]."""
+    by_cell = output.unflatten(1, (-1, values)).permute(0, 3, 4, 1, 2)
+    return by_cell.reshape(output.shape[0], -1, values)

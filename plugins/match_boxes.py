@@ -49,8 +49,9 @@ def match_boxes(
         ValueError: on a GPU, an argument has another dtype or shape.
     """
     iou_BGN = torch.where((labels > 0)[:, :, None], box_iou(boxes, candidates), -1.0)
-    # One row more that matches nothing, for images without ground truth.
-    iou_BGN = F.pad(iou_BGN, (0, 0, 0, 1), value=-1.0)
+    if labels.shape[1] == 0:
+        # A row that matches nothing stands in for ground truth.
+        iou_BGN = F.pad(iou_BGN, (0, 0, 0, 1), value=-1.0)
     iou, target = iou_BGN.max(dim=1)
     positive = iou >= foreground_iou
     negative = iou < background_iou

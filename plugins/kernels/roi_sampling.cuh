@@ -5,25 +5,11 @@
 // of its stride), CANONICAL_LEVEL, CANONICAL_SIZE, ALIGNED, INCLUSIVE; CHANNELS_LAST (of the
 // maps), VECTOR (channels a thread handles at once), CELLS (pooled cells a block), THREADS.
 #pragma once
+#include "levels.cuh"
 #include "numeric.cuh"
 
 using Feature = FEATURE;
 using Real = Accumulator<Feature>;
-
-// A kernel's parameters depend on the number of levels.
-#if LEVELS == 1
-#define EACH_LEVEL(PARAMETER) PARAMETER(0)
-#elif LEVELS == 2
-#define EACH_LEVEL(PARAMETER) PARAMETER(0), PARAMETER(1)
-#elif LEVELS == 3
-#define EACH_LEVEL(PARAMETER) PARAMETER(0), PARAMETER(1), PARAMETER(2)
-#elif LEVELS == 4
-#define EACH_LEVEL(PARAMETER) PARAMETER(0), PARAMETER(1), PARAMETER(2), PARAMETER(3)
-#elif LEVELS == 5
-#define EACH_LEVEL(PARAMETER) PARAMETER(0), PARAMETER(1), PARAMETER(2), PARAMETER(3), PARAMETER(4)
-#else
-#error "a pyramid has one to five levels"
-#endif
 
 #define SIZE_PARAMETERS(l) int height##l, int width##l
 #define MAP_OF_LEVEL(l) {map##l, height##l, width##l}

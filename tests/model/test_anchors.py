@@ -1,10 +1,13 @@
+from itertools import chain
+
 import pytest
 import torch
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 
-from maskrcnn_trt.model.anchors import cell_anchors, grid_anchors, grid_steps
+from maskrcnn_trt.model.anchors import cell_anchors, grid_steps
 from maskrcnn_trt.model.config import AnchorConfig
+from maskrcnn_trt.plugins.grid_anchors import grid_anchors
 
 CONFIGS = {
     "default": AnchorConfig(),
@@ -26,8 +29,6 @@ def test_anchors_equal_torchvisions(config: AnchorConfig, size: tuple[int, int])
     (expected,) = generator(images, [torch.zeros(1, 1, *grid) for grid in grids])
     strides = (4, 8, 16, 32, 64)
     steps = grid_steps(config, strides, size, grids)
-    anchors = grid_anchors(cell_anchors(config, strides), steps, grids)
-    assert [len(level) for level in anchors] == [
-        rows * columns * len(config.aspect_ratios) for rows, columns in grids
-    ]
-    assert torch.equal(torch.cat(anchors), expected)
+    cells = cell_anchors(config, strides)
+    anchors = grid_anchors(cells, list(chain(*steps)), list(chain(*grids)))
+    assert torch.equal(anchors, expected)

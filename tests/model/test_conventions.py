@@ -12,7 +12,7 @@ from bodies import pictures, random_model, small_config
 from torch import Tensor
 from torchvision.ops import roi_align
 
-from maskrcnn_trt.model.anchors import cell_anchors, grid_anchors, grid_steps
+from maskrcnn_trt.model.anchors import cell_anchors, grid_steps
 from maskrcnn_trt.model.config import AnchorConfig, ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 
@@ -112,9 +112,18 @@ def reference_proposals(
 ) -> Tensor:
     config, strides = model.config, (4, 8, 16, 32, 64) if len(maps) > 1 else (16,)
     grids = [tuple(m.shape[2:]) for m in maps]
-    anchors = grid_anchors(
-        cell_anchors(config.anchors, strides), [(stride, stride) for stride in strides], grids
-    )
+    cells = cell_anchors(config.anchors, strides)
+    anchors = [
+        torch.stack(
+            [
+                torch.tensor([x, y, x, y]) * stride + cell
+                for y in range(rows)
+                for x in range(columns)
+                for cell in own
+            ]
+        )
+        for own, stride, (rows, columns) in zip(cells, strides, grids, strict=True)
+    ]
     found = []
     for own, logits, deltas in zip(anchors, *model.rpn.head(maps), strict=True):
         own = own - torch.tensor([0, 0, plus_one, plus_one])

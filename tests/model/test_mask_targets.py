@@ -1,7 +1,8 @@
 import torch
 from bodies import ground_truth, pictures, random_model, small_config
 
-from maskrcnn_trt.model.roi_heads import boxes_within_crops, mask_targets
+from maskrcnn_trt.model.roi_heads import boxes_within_crops
+from maskrcnn_trt.plugins.mask_targets import mask_targets_from_crops
 
 SIDE = 28
 
@@ -21,9 +22,9 @@ def test_a_crop_at_full_resolution_gives_the_targets_of_the_whole_mask() -> None
     owner = torch.tensor([[[80.0, 50, 192, 162]]]).expand(1, 3, 4)
     boxes = torch.tensor([[[80.0, 50, 192, 162], [90, 60, 150, 150], [100, 55, 188, 120]]])
     matched = torch.zeros(1, 3, dtype=torch.int64)
-    expected = mask_targets(whole, boxes, matched, SIDE)
+    expected = mask_targets_from_crops(whole, boxes, matched, SIDE)
     inside = boxes_within_crops(boxes, owner, 112)
-    found = mask_targets(crop[None, None], inside, matched, SIDE)
+    found = mask_targets_from_crops(crop[None, None], inside, matched, SIDE)
     torch.testing.assert_close(found[:, 1:], expected[:, 1:], atol=1e-5, rtol=0)
     # Up to the border samples differ: the whole mask has zeros beyond it.
     assert (found - expected).abs().mean() < 1e-3
@@ -34,7 +35,7 @@ def test_a_box_that_sticks_out_of_its_object_sees_nothing_there() -> None:
     owner = torch.tensor([[[100.0, 100, 140, 180]]])
     boxes = torch.tensor([[[80.0, 100, 140, 180]]])
     matched = torch.zeros(1, 1, dtype=torch.int64)
-    found = mask_targets(crops, boxes_within_crops(boxes, owner, 112), matched, 30)[0, 0]
+    found = mask_targets_from_crops(crops, boxes_within_crops(boxes, owner, 112), matched, 30)[0, 0]
     assert found[:, :9].max() == 0
     assert found[:, 11:].min() > 0.99
 
