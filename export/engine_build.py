@@ -23,6 +23,10 @@ from .errors import EngineError
 
 EngineKind = Literal["tensorrt", "tensorrt-rtx"]
 
+_SHORT_OF_MEMORY = re.compile(
+    r"out\s?of\s?memory|(insufficient|enough free) memory|bad_alloc", re.IGNORECASE
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -189,11 +193,12 @@ class EngineBuilder(ABC):
 
     def _failure(self, name: str) -> str:
         """Why the builder failed, in a sentence."""
-        reason = self._log.errors[0] if self._log.errors else "it gives no reason"
-        remedy = f"the build log is {self._log.path}"
-        if re.search(r"out\s?of\s?memory|insufficient memory", " ".join(self._log.errors), re.I):
-            remedy = "free memory of the GPU, or build for smaller batches with --batch"
-        return f"{self.product} cannot build {name}: {reason}; {remedy}"
+        errors = self._log.errors or ["it gives no reason"]
+        for error in errors:
+            if _SHORT_OF_MEMORY.search(error):
+                remedy = "free memory of the GPU, or build for smaller batches with --batch"
+                return f"{self.product} cannot build {name}: {error}; {remedy}"
+        return f"{self.product} cannot build {name}: {errors[0]}; the build log is {self._log.path}"
 
 
 def _cuda_version(trt: Any) -> str:

@@ -67,7 +67,7 @@ class TensorRTEngineBuilder(EngineBuilder):
         runtime = self._trt.Runtime(self._logger)
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
-            reason = self._log.errors[-1] if self._log.errors else "it gives no reason"
+            reason = self._log.errors[0] if self._log.errors else "it gives no reason"
             raise EngineError(f"TensorRT cannot load the engine that it has built: {reason}")
         return inspected_layers(self._trt, engine)
 

@@ -150,6 +150,54 @@ def test_builder_that_fails_says_why(models: dict[Precision, Path], tmp_path: Pa
     assert "\n" not in sentence
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "Error Code 2: OutOfMemory (Requested size was 4831838208 bytes.)",
+        "Cuda failure: out of memory",
+        "There may not be enough free memory for allocation to succeed.",
+        "Tactic needs 9 MiB and is skipped due to insufficient memory",
+    ],
+)
+def test_shortage_of_memory_is_told_apart(tmp_path: Path, error: str) -> None:
+    log = BuildLog(tmp_path / "build.log")
+    builder = builder_for("tensorrt-rtx", OPTIONS, log)
+    with log.section("x.rtx"):
+        log.write("ERROR", "Could not find any implementation for node conv")
+        log.write("ERROR", error)
+    assert builder._failure("x.rtx") == (
+        f"TensorRT-RTX cannot build x.rtx: {error}; free memory of the GPU, or build for smaller "
+        "batches with --batch"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops:DeprecationWarning")
+@pytest.mark.parametrize("older", [None, b"damaged"])
+def test_timings_are_kept(
+    models: dict[Precision, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    older: bytes | None,
+) -> None:
+    """By TensorRT alone, as which TensorRT-RTX serves here until an engine is to be loaded."""
+    monkeypatch.setitem(sys.modules, "tensorrt", trt)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S, 48 GB")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = tmp_path / "maskrcnn-trt" / "timing" / f"NVIDIA-L40S-48-GB-{trt.__version__}.cache"
+    if older is not None:
+        cache.parent.mkdir(parents=True)
+        cache.write_bytes(older)
+    options = EngineOptions(batches=(1,), plugins=False)
+    builder = builder_for("tensorrt", options, BuildLog(tmp_path / "build.log"))
+    with pytest.raises(EngineError, match="cannot load the engine that it has built"):
+        builder.build(models["fp16"], tmp_path / "x.plan", "fp16")
+    assert len(cache.read_bytes()) > 100
+    assert not (tmp_path / "x.plan").exists()
+
+
 def model_of_one_node(path: Path, node: onnx.NodeProto) -> Path:
     inputs, outputs = (
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
