@@ -10,7 +10,7 @@ from rich.table import Table
 from ..model.images import IMAGE_SUFFIXES
 from ..model.manifest import InputDtype, Precision
 from ..model.spec import ShapeBucket
-from .engine_options import builders_from, engine_options
+from .engine_options import builders_from_options, engine_options
 from .variadic_options import VariadicCommand
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def export(
         precisions=precisions,
         buckets=buckets,
         input_dtype=input_dtype,
-        builders=builders_from(bundle, **engines),
+        builders=builders_from_options(bundle, **engines),
         report=click.echo,
     )
     click.echo(f"the bundle is {bundle}")

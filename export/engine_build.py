@@ -44,10 +44,10 @@ class EngineOptions:
     """File in which TensorRT keeps what it measured; in the user's cache folder where None."""
 
 
-def profiles_from(batches: Sequence[int]) -> tuple[BatchProfile, ...]:
+def profiles_from_batches(batches: Sequence[int]) -> tuple[BatchProfile, ...]:
     """Optimisation profiles for batch sizes: each takes those above the one before.
 
-    >>> [(p.min, p.opt, p.max) for p in profiles_from((8, 1))]
+    >>> [(p.min, p.opt, p.max) for p in profiles_from_batches((8, 1))]
     [(1, 1, 1), (2, 8, 8)]
     """
     sizes = sorted(set(batches))
@@ -77,7 +77,7 @@ class EngineBuilder(ABC):
         self._options = options
         self._log = log
         self._logger = logger_into(self._trt, log.write)
-        self._profiles = profiles_from(options.batches)
+        self._profiles = profiles_from_batches(options.batches)
         self._compute_capabilities = self._target()
 
     def build(self, onnx_path: Path, plan_path: Path, precision: Precision) -> EngineBuild:

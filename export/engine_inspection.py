@@ -7,7 +7,7 @@ from typing import Any
 
 from ..model.manifest import ArtifactKind
 from .build_log import logger_into
-from .engine_layers import Layer, dtype_from, layers_from_json
+from .engine_layers import Layer, dtype_from_text, layers_from_json
 from .errors import EngineError
 
 
@@ -61,7 +61,7 @@ def inspected_tensors(trt: Any, engine: Any) -> list[EngineTensor]:
             EngineTensor(
                 name=name,
                 is_input=is_input,
-                dtype=dtype_from(engine.get_tensor_dtype(name).name),
+                dtype=dtype_from_text(engine.get_tensor_dtype(name).name),
                 shape=tuple(engine.get_tensor_shape(name)),
                 profiles=tuple(
                     tuple(tuple(shape) for shape in engine.get_tensor_profile_shape(name, number))

@@ -108,7 +108,7 @@ def layers_from_json(text: str) -> list[Layer]:
             kind=record.get("LayerType", ""),
             inputs=_tensors_from_json(record.get("Inputs", ())),
             outputs=_tensors_from_json(record.get("Outputs", ())),
-            weights_dtype=dtype_from(record.get("Weights", {}).get("Type", "")),
+            weights_dtype=dtype_from_text(record.get("Weights", {}).get("Type", "")),
         )
         for record in records
     ]
@@ -120,7 +120,7 @@ def _tensors_from_json(records: Sequence[dict[str, Any]]) -> tuple[LayerTensor, 
         LayerTensor(
             record["Name"],
             tuple(record.get("Dimensions", ())),
-            dtype_from(record.get("Datatype") or record.get("Format/Datatype", "")),
+            dtype_from_text(record.get("Datatype") or record.get("Format/Datatype", "")),
         )
         for record in records
     )
@@ -157,13 +157,13 @@ def _tensors_from_listing(text: str) -> tuple[LayerTensor, ...]:
         LayerTensor(
             match["name"],
             tuple(int(size) for size in match["shape"].split(",") if size),
-            dtype_from(match["dtype"]),
+            dtype_from_text(match["dtype"]),
         )
         for match in _LISTED_TENSOR.finditer(text)
     )
 
 
-def dtype_from(text: str) -> str:
+def dtype_from_text(text: str) -> str:
     """`fp16` from `Half` or `Channel major FP16 format`; empty where no type is named."""
     match = _DTYPE.search(text.upper())
     word = match[0].lower() if match else ""

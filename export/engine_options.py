@@ -72,13 +72,13 @@ _BELONGS = {
 
 
 def engine_options(command: _Command) -> _Command:
-    """Give a command the options that `builders_from` takes."""
+    """Give a command the options that `builders_from_options` takes."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
-def builders_from(
+def builders_from_options(
     bundle: Path, kinds: Sequence["EngineKind"], **choices: Any
 ) -> "list[EngineBuilder]":
     """Builders of the engines that were asked for, one a kind.

@@ -7,7 +7,7 @@ from ..model.spec import OPSET_DOMAIN
 from ..plugins.tensorrt_plugins import PLUGIN_NAMESPACE
 
 
-def plugin_graph_from(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
+def plugin_graph_from_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """Point the custom nodes at the plugins.
 
     The parser takes a function body, whatever its flags, unless the node names the plugin's

@@ -14,7 +14,7 @@ from .engine_build import EngineBuilder
 from .engine_inspection import inspected_layers
 from .engine_layers import Layer
 from .errors import EngineError
-from .plugin_graph import plugin_graph_from
+from .plugin_graph import plugin_graph_from_model
 
 
 class TensorRTEngineBuilder(EngineBuilder):
@@ -43,7 +43,7 @@ class TensorRTEngineBuilder(EngineBuilder):
         if not self._options.plugins:
             return super()._model_from(onnx_path)
         versions = register_plugins(int(self._compute_capabilities[0].replace(".", "")))
-        model, plugins = plugin_graph_from(onnx.load(onnx_path))
+        model, plugins = plugin_graph_from_model(onnx.load(onnx_path))
         return model.SerializeToString(), {name: versions[name] for name in plugins}
 
     def _prepare(self, config: Any) -> None:

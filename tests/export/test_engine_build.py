@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, inliner
 
 from maskrcnn_trt.export.build_log import BuildLog
 from maskrcnn_trt.export.bundle import prepared_model
-from maskrcnn_trt.export.engine_build import EngineOptions, profiles_from
+from maskrcnn_trt.export.engine_build import EngineOptions, profiles_from_batches
 from maskrcnn_trt.export.engine_builders import builder_for
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.export.onnx_export import onnx_from_model
@@ -62,7 +62,7 @@ def test_profiles_cover_every_batch_once(
     batches: tuple[int, ...], profiles: list[tuple[int, int, int]]
 ) -> None:
     expected = [BatchProfile(min=low, opt=best, max=high) for low, best, high in profiles]
-    assert list(profiles_from(batches)) == expected
+    assert list(profiles_from_batches(batches)) == expected
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
@@ -76,7 +76,7 @@ def test_engine_computes_in_the_types_of_its_precision(
     assert build.runtime_version == trt.__version__
     assert build.compute_capabilities == ("8.0", "8.6", "8.9", "12.0", "12.1")
     assert build.plugins == {}
-    assert build.profiles == profiles_from((1, 4))
+    assert build.profiles == profiles_from_batches((1, 4))
     assert log.errors == []
     read = re.findall(
         r"LayerType: correlation, Inputs: \[ \{ Name: [^}]*Datatype: (\w+)", log.path.read_text()

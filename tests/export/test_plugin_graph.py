@@ -6,7 +6,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from maskrcnn_trt.export.plugin_graph import plugin_graph_from
+from maskrcnn_trt.export.plugin_graph import plugin_graph_from_model
 from maskrcnn_trt.model.manifest import read_manifest
 
 
@@ -17,7 +17,7 @@ def path(half_bundle: Path) -> Path:
 
 
 def test_nodes_name_their_plugins_and_nothing_else_could_take_them(path: Path) -> None:
-    model, plugins = plugin_graph_from(onnx.load(path))
+    model, plugins = plugin_graph_from_model(onnx.load(path))
     assert plugins == ["maskrcnn::NmsKeep", "maskrcnn::PyramidRoIAlign"]
     assert not model.functions
     for node in (node for node in model.graph.node if node.domain):
@@ -28,7 +28,7 @@ def test_nodes_name_their_plugins_and_nothing_else_could_take_them(path: Path) -
 def test_parser_looks_for_the_plugins_by_their_namespace(path: Path) -> None:
     """TensorRT-RTX has the same parser and none of the plugins."""
     trt = pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
-    model, _ = plugin_graph_from(onnx.load(path))
+    model, _ = plugin_graph_from_model(onnx.load(path))
     logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
