@@ -138,6 +138,52 @@ def train(
         click.echo(f"the record is {write_record(report, results, output)}")
 
 
+@bench.command()
+@click.option(
+    "--kernel",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Measure this one only; may be given several times.",
+)
+@click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for a record: a page, a picture of the ratios, and JSON.",
+)
+def kernels(names: tuple[str, ...], json_path: Path | None, output: Path | None) -> None:
+    """Measure the CUDA kernels at working sizes, and what others offer for the same tasks.
+
+    Sizes are those of a batch of 8 images of 800x1344 pixels.
+    """
+    import torch
+
+    from .kernel_cases import KERNEL_CASES, working_cases
+    from .kernel_record import write_record
+    from .kernels import measure_kernels
+    from .report import Report, kernel_table, show
+    from .workload import Workload
+
+    for name in names:
+        if name not in KERNEL_CASES:
+            known = ", ".join(KERNEL_CASES)
+            raise click.BadParameter(f"there is no kernel {name!r}; choose from {known}")
+    if not torch.cuda.is_available():
+        raise click.UsageError(
+            "kernels are measured on an NVIDIA GPU, and torch finds none here; run this where "
+            "nvidia-smi lists one"
+        )
+    results = measure_kernels(
+        working_cases(Workload(), names or KERNEL_CASES),
+        on_case=lambda case: click.echo(f"{case.kernel} {case.size} ...", err=True),
+    )
+    report = Report(results)
+    show(report, kernel_table(results), json_path)
+    if output is not None:
+        click.echo(f"the record is {write_record(report, results, output)}")
+
+
 @bench.command(context_settings={"show_default": True})
 @click.argument("server")
 @click.option(

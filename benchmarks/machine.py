@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-_PACKAGES = ("maskrcnn-trt", "numpy", "onnxruntime", "onnxruntime-gpu", "torch", "torchvision")
+_PACKAGES = (
+    "maskrcnn-trt",
+    "numpy",
+    "nvidia-cuda-nvrtc",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "pycocotools",
+    "torch",
+    "torchvision",
+)
 
 
 @dataclass(frozen=True)

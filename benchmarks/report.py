@@ -1,6 +1,7 @@
 """Results as a table for people and as JSON for programs."""
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,13 +14,18 @@ from rich.console import Console
 from rich.table import Table
 
 from .infer import InferResult
+from .kernels import Goal, KernelResult, PeerResult
 from .latency import Latency
 from .machine import Machine, describe_machine
 from .serve import ServeResult
 from .train import TrainResult
 
 _PERCENTILES = ("p50", "p90", "p99")
-_NAMES = ("engine", "device", "precision", "model")
+_NAMES = ("engine", "device", "precision", "model", "kernel", "size", "peers", "goal")
+
+Results = (
+    Sequence[InferResult] | Sequence[ServeResult] | Sequence[TrainResult] | Sequence[KernelResult]
+)
 
 
 def _command_line() -> str:
@@ -34,7 +40,7 @@ def _now() -> str:
 class Report:
     """Results and what it takes to repeat them."""
 
-    results: Sequence[InferResult] | Sequence[ServeResult] | Sequence[TrainResult]
+    results: Results
     command: str = field(default_factory=_command_line)
     measured_at: str = field(default_factory=_now)
     machine: Machine = field(default_factory=describe_machine)
@@ -101,6 +107,49 @@ def train_table(results: Sequence[TrainResult]) -> Table:
     for row in train_rows(results):
         table.add_row(*row)
     return table
+
+
+KERNEL_COLUMNS = ("kernel", "size", "ms", "GB/s", "of copying", "peers", "times", "goal")
+
+
+def kernel_rows(results: Sequence[KernelResult]) -> list[tuple[str, ...]]:
+    """Cells of the columns `KERNEL_COLUMNS`, a row a case."""
+    return [
+        (
+            r.kernel,
+            r.size,
+            in_figures(r.milliseconds),
+            in_figures(r.gigabytes_per_second),
+            f"{r.bandwidth_share:.1%}",
+            ", ".join(_peer_cell(peer) for peer in r.peers),
+            ", ".join(in_figures(r.times(peer)) for peer in r.peers),
+            "" if r.goal is None else f"{goal_text(r.goal)}: {'met' if r.meets_goal else 'missed'}",
+        )
+        for r in results
+    ]
+
+
+def kernel_table(results: Sequence[KernelResult]) -> Table:
+    """One row a kernel and size; all were measured on the same GPU."""
+    table = _table("CUDA kernels; times in ms, * on the host", *KERNEL_COLUMNS)
+    for row in kernel_rows(results):
+        table.add_row(*row)
+    return table
+
+
+def goal_text(goal: Goal) -> str:
+    """What is to be reached, such as `< 0.6 ms, >= 5 times`."""
+    text = f"< {goal.milliseconds:g} ms"
+    return text if goal.times_peer is None else f"{text}, >= {goal.times_peer:g} times"
+
+
+def in_figures(value: float) -> str:
+    """A positive number with three significant figures, and no exponent."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def _peer_cell(peer: PeerResult) -> str:
+    return f"{peer.name} {in_figures(peer.milliseconds)}{'*' if peer.on_host else ''}"
 
 
 def _table(title: str, *columns: str) -> Table:

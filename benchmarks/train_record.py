@@ -1,11 +1,7 @@
 """The record of a training benchmark: a page, a picture of the losses, and all numbers as JSON."""
 
-import json
-import re
-import subprocess
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import matplotlib as mpl
@@ -14,6 +10,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from ..model.losses import LOSS_NAMES
+from .record import begin_record, machine_table, markdown_table
 from .report import TRAIN_COLUMNS, Report, train_rows
 from .train import TrainResult
 
@@ -47,10 +44,7 @@ def write_record(report: Report, results: Sequence[TrainResult], folder: Path) -
     Returns:
         The page.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    year, month, _ = report.measured_at.split("-", 2)
-    page = folder / f"train-{_short_name(report.machine.gpus)}-{year}{month}.md"
-    page.with_suffix(".json").write_text(json.dumps(asdict(report)) + "\n")
+    page = begin_record("train", report, folder)
     plot_losses(results, page.with_suffix(".png"))
     page.write_text(_page(report, results, page.with_suffix(".png").name))
     return page
@@ -96,16 +90,8 @@ def _window(steps: int) -> int:
 
 
 def _page(report: Report, results: Sequence[TrainResult], picture: str) -> str:
-    machine, first = report.machine, results[0]
-    versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    first = results[0]
     on_gpu = first.device == "cuda"
-    rows = [
-        ("GPU" if on_gpu else "device", "; ".join(machine.gpus) if on_gpu else "none, the CPU"),
-        ("CPU", f"{machine.cpu}, {machine.cores} cores"),
-        ("versions", f"Python {machine.python}, {versions}"),
-        ("commit", _commit()),
-        ("measured", report.measured_at),
-    ]
     counted = _COUNTED.format(
         warmup=first.warmup,
         iterations=first.iterations,
@@ -117,33 +103,10 @@ def _page(report: Report, results: Sequence[TrainResult], picture: str) -> str:
         [
             f"# Training in {', '.join(dict.fromkeys(r.precision for r in results))}",
             f"\n```sh\n{report.command}\n```\n",
-            _markdown_table(("machine", ""), rows),
+            machine_table(report, on_gpu=on_gpu),
             f"\n{first.batch} images a step, {first.iterations} steps a run.\n",
-            _markdown_table(TRAIN_COLUMNS, train_rows(results)),
+            markdown_table(TRAIN_COLUMNS, train_rows(results)),
             f"\n![Loss curves side by side]({picture})\n\n## What is counted\n",
             textwrap.fill(counted, 100) + "\n",
         ]
     )
-
-
-def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = (columns, ["---"] * len(columns), *rows)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _commit() -> str:
-    """Commit of the code that was measured, if git knows."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        answer = subprocess.run(command, capture_output=True, check=True, text=True, timeout=30)
-    except (FileNotFoundError, subprocess.SubprocessError):
-        return "unknown"
-    return answer.stdout.strip()
-
-
-def _short_name(gpus: Sequence[str]) -> str:
-    """What a file name says of the machine, such as `h200` for `NVIDIA H200 (driver 580.1)`."""
-    if not gpus:
-        return "cpu"
-    model = re.search(r"(?:RTX |GTX )?[A-Z]*\d+", gpus[0])
-    return model[0].replace(" ", "").lower() if model else "gpu"

@@ -1,0 +1,162 @@
+"""Targets of the mask head, and masks pasted into images."""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pycocotools import mask as coco_mask
+from torch import Tensor
+from torchvision.models.detection.roi_heads import paste_masks_in_image
+from torchvision.ops import roi_align
+
+from ..model.masks import rles_from_probabilities
+from ..plugins.mask_targets import mask_targets_from_crops, mask_targets_from_rle
+from ..plugins.paste_rle import paste_rle
+from ..plugins.polygon_mask_targets import mask_targets_from_polygons
+from .kernels import Goal, KernelCase, Peer
+from .workload import Workload, kernel_case
+
+SIDE = 28
+_CROP = 112
+_CORNERS = 40
+_CAPACITY = 4096
+_PIXEL_LIMIT = "latency of dependent loads in the one block that a RoI has"
+_POLYGON_LIMIT = "arithmetic in double precision, an edge a thread"
+_RUN_LENGTH_LIMIT = "sums over the run lengths of a mask, in the one block that a RoI has"
+_PASTE_LIMIT = "pixels within the largest boxes, in the one block that an instance has"
+
+
+def crop_cases(workload: Workload) -> Iterator[KernelCase]:
+    """Masks cropped to their instances' boxes."""
+    batch, instances, rois = workload.batch, workload.count(20), workload.count(128)
+    masks = (workload.rand(batch, instances, _CROP, _CROP) < 0.5).to(torch.uint8)
+    boxes = workload.rand(batch, rois, 2, 2).sort(dim=2).values.flatten(2) * _CROP
+    matched = workload.randint(instances, batch, rois)
+    planes = matched + instances * torch.arange(batch, device=workload.device)[:, None]
+    indexed = torch.cat([planes.view(-1, 1), boxes.view(-1, 4)], dim=1)
+    yield kernel_case(
+        "mask_targets_from_crops",
+        f"{batch}x{rois} of {batch}x{instances}x{_CROP}x{_CROP}",
+        _PIXEL_LIMIT,
+        partial(mask_targets_from_crops, masks, boxes, matched, SIDE),
+        [masks, boxes, matched],
+        (
+            Peer(
+                "torchvision",
+                lambda: roi_align(masks.flatten(0, 1)[:, None].float(), indexed, SIDE),
+            ),
+        ),
+    )
+
+
+def polygon_cases(workload: Workload) -> Iterator[KernelCase]:
+    """Outlines of one ring an instance."""
+    count, rois, owners = _instances_and_rois(workload)
+    angles = torch.arange(_CORNERS, device=workload.device) * math.tau / _CORNERS
+    unit = workload.height / 8
+    shape = torch.stack([angles.cos(), angles.sin()], dim=1) * unit
+    places = workload.rand(count, 1, 2) * 5 * unit
+    rings = shape * (0.7 + 0.3 * workload.rand(count, _CORNERS, 1)) + places
+    bounds = torch.arange(count + 1, device=workload.device)
+    arguments = [rings.flatten(0, 1), bounds * _CORNERS, bounds, rois, owners]
+    on_host = (rings[owners].double().cpu().numpy(), rois.double().cpu().numpy())
+    yield kernel_case(
+        "mask_targets_from_polygons",
+        f"{len(rois)} of {count} rings of {_CORNERS}",
+        _POLYGON_LIMIT,
+        partial(mask_targets_from_polygons, *arguments, SIDE),
+        arguments,
+        (Peer("pycocotools", partial(_drawn, *on_host), on_host=True),),
+    )
+
+
+def run_length_cases(workload: Workload) -> Iterator[KernelCase]:
+    """Discs in whole images."""
+    count, rois, owners = _instances_and_rois(workload)
+    height, width, radius = workload.height, workload.width, workload.height / 8
+    y, x = torch.arange(height)[:, None], torch.arange(width)
+    places = (workload.rand(count, 2) * 6 * radius).tolist()
+    runs = [_runs((x - left) ** 2 + (y - top) ** 2 < radius**2) for left, top in places]
+    offsets = torch.tensor([0, *map(len, runs)]).cumsum(0)
+    sizes = torch.tensor([[height, width]]).expand(count, 2)
+    arguments = [
+        *(tensor.to(workload.device) for tensor in (torch.cat(runs), offsets, sizes.contiguous())),
+        rois,
+        owners,
+    ]
+    texts = [{"size": [height, width], "counts": run.tolist()} for run in runs]
+    encoded = coco_mask.frPyObjects(texts, height, width)
+    indexed = torch.cat([owners[:, None], rois], dim=1)
+
+    def averaged() -> Tensor:
+        masks = torch.from_numpy(coco_mask.decode(encoded)).to(workload.device)
+        averages: Tensor = roi_align(masks.permute(2, 0, 1)[:, None].float(), indexed, SIDE)
+        return averages
+
+    yield kernel_case(
+        "mask_targets_from_rle",
+        f"{len(rois)} of {count}x{height}x{width}",
+        _RUN_LENGTH_LIMIT,
+        partial(mask_targets_from_rle, *arguments, SIDE),
+        arguments,
+        (Peer("pycocotools + torchvision", averaged, on_host=True),),
+    )
+
+
+def paste_cases(workload: Workload) -> Iterator[KernelCase]:
+    """A hundred instances an image, one object each, sure but for its border."""
+    count, size = workload.count(100 * workload.batch), (workload.height, workload.image_width)
+    axis = torch.arange(SIDE, device=workload.device) - (SIDE - 1) / 2
+    radius = torch.hypot(axis[:, None], axis)
+    masks = torch.sigmoid((11 - radius) * 2 + workload.rand(count, SIDE, SIDE) - 0.5)
+    boxes = workload.boxes(count)
+    sizes = torch.tensor([size], device=workload.device).expand(count, 2).contiguous()
+
+    def pasted() -> NDArray[np.uint8]:
+        images = paste_masks_in_image(masks[:, None], boxes, size)[:, 0] > 0.5
+        # As pycocotools wants them: [H, W, N], columns first.
+        columns: NDArray[np.uint8] = images.byte().transpose(1, 2).contiguous().cpu().numpy()
+        return columns.T
+
+    on_host = (masks.cpu().numpy(), boxes.cpu().numpy(), *size)
+    yield kernel_case(
+        "paste_rle",
+        f"{count} at {size[0]}x{size[1]}",
+        _PASTE_LIMIT,
+        partial(paste_rle, masks, boxes, sizes, _CAPACITY),
+        [masks, boxes, sizes],
+        (
+            Peer("pycocotools of pasted masks", partial(coco_mask.encode, pasted()), on_host=True),
+            Peer("torchvision + pycocotools", lambda: coco_mask.encode(pasted()), on_host=True),
+            Peer("serving on the CPU", partial(rles_from_probabilities, *on_host), on_host=True),
+        ),
+        Goal(milliseconds=1),
+    )
+
+
+def _instances_and_rois(workload: Workload) -> tuple[int, Tensor, Tensor]:
+    """The number of instances, RoIs [K, 4] near them, and whose each RoI is [K]."""
+    count = workload.count(20 * workload.batch)
+    rois = workload.count(128 * workload.batch)
+    unit = workload.height / 8
+    corners = workload.rand(rois, 2) * 4 * unit
+    boxes = torch.cat([corners, corners + (0.2 + 2 * workload.rand(rois, 2)) * unit], dim=1)
+    return count, boxes, workload.randint(count, rois)
+
+
+def _drawn(rings: NDArray[np.float64], rois: NDArray[np.float64]) -> list[NDArray[np.uint8]]:
+    """Rings [K, n, 2], each scaled from its RoI [K, 4] and drawn."""
+    scales = SIDE / np.maximum(rois[:, 2:] - rois[:, :2], 1)
+    scaled = ((rings - rois[:, None, :2]) * scales[:, None]).reshape(len(rings), -1).tolist()
+    return [coco_mask.decode(coco_mask.frPyObjects([ring], SIDE, SIDE)) for ring in scaled]
+
+
+def _runs(mask: Tensor) -> Tensor:
+    """COCO's uncompressed run lengths of a mask [H, W]."""
+    flat = mask.T.flatten()
+    edges = flat.diff(prepend=flat.new_zeros(1)).nonzero()[:, 0]
+    bounds = [edges.new_zeros(1), edges, edges.new_tensor([flat.numel()])]
+    return torch.cat(bounds).diff().int()
