@@ -101,7 +101,7 @@ def test_errors_named_for_users_exist():
             f"choose from {', '.join(VERBS)}",
         ),
         (["xyz"], 2, f"'maskrcnn' has no command 'xyz'; choose from {', '.join(VERBS)}"),
-        (["bench", "sevre"], 2, "(did you mean serve?); choose from infer, serve"),
+        (["bench", "sevre"], 2, "(did you mean serve?); choose from infer, kernels, serve"),
         (["serve", "b", "--prot", "1"], 2, "has no option '--prot' (did you mean --port?); choose"),
         (["serve"], 2, "Missing argument 'BUNDLE'; usage: maskrcnn serve [OPTIONS] BUNDLE"),
         (["serve", "b", "--port", "http"], 2, "Invalid value for '--port': 'http' is not a valid"),

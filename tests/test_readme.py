@@ -11,7 +11,7 @@ from maskrcnn_trt.cli import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^maskrcnn (.+)$", README, re.MULTILINE)
+COMMANDS = re.findall(r"^maskrcnn (.+)$", README.replace("\\\n", ""), re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -20,7 +20,9 @@ def test_command_line_is_understood(line: str, tmp_path: Path, monkeypatch: pyte
     words = [word for word in shlex.split(line) if word != "..."]
     monkeypatch.chdir(tmp_path)
     for path in (Path(word) for word in words if "/" in word):
-        path.mkdir(parents=True)
+        (path.parent if path.suffix else path).mkdir(parents=True, exist_ok=True)
+        if path.suffix:
+            path.touch()
     command: click.Command = cli
     context = click.Context(cli)
     while isinstance(command, click.Group):
