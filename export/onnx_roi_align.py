@@ -1,0 +1,249 @@
+"""ONNX function bodies of RoIAlign, in standard operators of opset 18.
+
+They hold the contract that `plugins/pyramid_roi_align.py` states.
+"""
+
+from collections.abc import Sequence
+
+from onnxscript import BOOL, FLOAT, INT64, script
+from onnxscript import opset18 as op
+from onnxscript.values import Opset
+
+from ..model.spec import OPSET_DOMAIN, OPSET_VERSION
+
+_DOMAIN = Opset(OPSET_DOMAIN, OPSET_VERSION)
+_LN_2 = 0.6931471805599453
+
+
+@script(_DOMAIN, default_opset=op)
+def RoILevel(  # noqa: N802
+    rois: FLOAT, spatial_scales: Sequence[float], canonical_level: int, canonical_size: float
+) -> INT64:
+    """Index into the pyramid of every RoI: rois [B, R, 4] -> [B, R] int64."""
+    ln_2 = op.Constant(value_float=_LN_2)
+    x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
+    side = op.Squeeze(op.Sqrt((x2 - x1) * (y2 - y1)), op.Constant(value_ints=[2]))
+    strides_log2 = op.Round(op.Neg(op.Log(op.Constant(value_floats=spatial_scales)) / ln_2))
+    finest, coarsest = (
+        op.ReduceMin(strides_log2, keepdims=0),
+        op.ReduceMax(strides_log2, keepdims=0),
+    )
+    canonical = op.Cast(op.Constant(value_int=canonical_level), to=1)
+    relative = op.Log(side / op.Constant(value_float=canonical_size)) / ln_2
+    level = op.Clip(op.Floor(canonical + relative + 1e-6), finest, coarsest) - finest
+    return op.Cast(level, to=7)
+
+
+@script(_DOMAIN, default_opset=op)
+def PyramidRoIAlign(  # noqa: N802
+    feature_0: FLOAT,
+    feature_1: FLOAT,
+    feature_2: FLOAT,
+    feature_3: FLOAT,
+    rois: FLOAT,
+    output_size: int,
+    sampling_ratio: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int,
+    canonical_size: float,
+    aligned: int,
+    inclusive: int,
+) -> FLOAT:
+    """RoIAlign of every RoI on its level with one GridSample over a mosaic of the levels.
+
+    The finest level lies on top, the others beside each other below it; a last row and column of
+    zeros are where samples outside a level read. feature_l [B, C, H_l, W_l], rois [B, R, 4] ->
+    [B, R, C, P, P].
+    """
+    zero, one = op.Constant(value_float=0.0), op.Constant(value_float=1.0)
+    scales = op.Constant(value_floats=spatial_scales)
+    x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
+    level = RoILevel(rois, spatial_scales, canonical_level, canonical_size)
+
+    # Where each level lies in the mosaic.
+    height_0, width_0 = op.Shape(feature_0, start=2, end=3), op.Shape(feature_0, start=3, end=4)
+    height_1, width_1 = op.Shape(feature_1, start=2, end=3), op.Shape(feature_1, start=3, end=4)
+    height_2, width_2 = op.Shape(feature_2, start=2, end=3), op.Shape(feature_2, start=3, end=4)
+    height_3, width_3 = op.Shape(feature_3, start=2, end=3), op.Shape(feature_3, start=3, end=4)
+    heights = op.Concat(height_0, height_1, height_2, height_3, axis=0)
+    widths = op.Concat(width_0, width_1, width_2, width_3, axis=0)
+    none = op.Constant(value_ints=[0])
+    tops = op.Concat(none, height_0, height_0, height_0, axis=0)
+    lefts = op.Concat(none, none, width_1, width_1 + width_2, axis=0)
+    below = op.Max(height_1, height_2, height_3)
+    total_width = op.Max(width_0, width_1 + width_2 + width_3) + op.Constant(value_ints=[1])
+    total_height = height_0 + below + op.Constant(value_ints=[1])
+
+    # The mosaic, [B, C, total_height, total_width] float32.
+    spatial = op.Constant(value_ints=[2, 3])
+    upper = op.Pad(
+        op.Cast(feature_0, to=1), op.Concat(none, none, none, total_width - width_0, axis=0),
+        zero, spatial,
+    )  # fmt: skip
+    rest = total_width - width_1 - width_2
+    lower = op.Concat(
+        op.Pad(op.Cast(feature_1, to=1),
+               op.Concat(none, none, total_height - height_0 - height_1, none, axis=0),
+               zero, spatial),
+        op.Pad(op.Cast(feature_2, to=1),
+               op.Concat(none, none, total_height - height_0 - height_2, none, axis=0),
+               zero, spatial),
+        op.Pad(op.Cast(feature_3, to=1),
+               op.Concat(none, none, total_height - height_0 - height_3, rest - width_3, axis=0),
+               zero, spatial),
+        axis=3,
+    )  # fmt: skip
+    mosaic = op.Concat(upper, lower, axis=2)
+
+    # Sampling positions of each RoI in cells of its level, [B, R, S] with S = P * sampling_ratio.
+    size = op.Constant(value_int=output_size)
+    samples = size * op.Constant(value_int=sampling_ratio)
+    steps = op.Cast(op.Range(op.Constant(value_int=0), samples, op.Constant(value_int=1)), to=1)
+    fractions = (steps + op.Constant(value_float=0.5)) / op.Cast(samples, to=1)
+    scale = op.Unsqueeze(op.Gather(scales, level), op.Constant(value_ints=[2]))
+    level_height = op.Unsqueeze(
+        op.Cast(op.Gather(heights, level), to=1), op.Constant(value_ints=[2])
+    )
+    level_width = op.Unsqueeze(op.Cast(op.Gather(widths, level), to=1), op.Constant(value_ints=[2]))
+    top = op.Unsqueeze(op.Cast(op.Gather(tops, level), to=1), op.Constant(value_ints=[2]))
+    left = op.Unsqueeze(op.Cast(op.Gather(lefts, level), to=1), op.Constant(value_ints=[2]))
+    shift = op.Cast(op.Constant(value_int=aligned), to=1)
+    far = op.Cast(op.Constant(value_int=inclusive), to=1)
+    least = one - shift
+    y = y1 * scale - shift * 0.5 + op.Max((y2 - far - y1) * scale, least) * fractions
+    x = x1 * scale - shift * 0.5 + op.Max((x2 - far - x1) * scale, least) * fractions
+
+    # The same in cells of the mosaic.
+    mosaic_height, mosaic_width = op.Cast(total_height, to=1), op.Cast(total_width, to=1)
+    outside_y = op.Or(y < op.Neg(one), y > level_height)
+    outside_x = op.Or(x < op.Neg(one), x > level_width)
+    y = op.Where(outside_y, mosaic_height - one, top + op.Max(op.Min(y, level_height - one), zero))
+    x = op.Where(outside_x, mosaic_width - one, left + op.Max(op.Min(x, level_width - one), zero))
+
+    # GridSample takes positions in -1..1 from edge to edge.
+    grid_y = op.Unsqueeze((y + y + one) / mosaic_height - one, op.Constant(value_ints=[3, 4]))
+    grid_x = op.Unsqueeze((x + x + one) / mosaic_width - one, op.Constant(value_ints=[2, 4]))
+    square = op.Concat(op.Shape(grid_y, start=0, end=3), op.Shape(x, start=2, end=3),
+                       op.Constant(value_ints=[1]), axis=0)  # fmt: skip
+    grid = op.Concat(op.Expand(grid_x, square), op.Expand(grid_y, square), axis=4)
+    side_samples = op.Reshape(samples, op.Constant(value_ints=[1]))
+    flat = op.Concat(op.Shape(rois, start=0, end=1), op.Constant(value_ints=[-1]), side_samples,
+                     op.Constant(value_ints=[2]), axis=0)  # fmt: skip
+    sampled = op.GridSample(
+        mosaic, op.Reshape(grid, flat), mode="bilinear", padding_mode="border", align_corners=0
+    )
+
+    # Averages of the samples of each cell.
+    side_cells = op.Reshape(size, op.Constant(value_ints=[1]))
+    ratio = op.Reshape(op.Constant(value_int=sampling_ratio), op.Constant(value_ints=[1]))
+    cells = op.Concat(op.Shape(mosaic, start=0, end=2), op.Shape(rois, start=1, end=2),
+                      side_cells, ratio, side_cells, ratio, axis=0)  # fmt: skip
+    pooled = op.ReduceMean(op.Reshape(sampled, cells), op.Constant(value_ints=[4, 6]), keepdims=0)
+    return op.CastLike(op.Transpose(pooled, perm=[0, 2, 1, 3, 4]), feature_0)
+
+
+@script(_DOMAIN, default_opset=op)
+def RoIAlignOnMap(  # noqa: N802
+    feature: FLOAT,
+    rois: FLOAT,
+    chosen: BOOL,
+    scale: FLOAT,
+    output_size: int,
+    sampling_ratio: int,
+    aligned: int,
+    inclusive: int,
+) -> FLOAT:
+    """RoIAlign of the chosen RoIs on one map by the standard operator; of the others, zeros.
+
+    feature [B, C, H, W], rois [B, R, 4], chosen [B, R], scale [1] -> [B, R, C, P, P] float32.
+    """
+    half = op.Constant(value_float=0.5)
+    shift = op.Cast(op.Constant(value_int=aligned), to=1)
+    far = op.Cast(op.Constant(value_int=inclusive), to=1)
+    one = op.Constant(value_float=1.0)
+    x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
+    # The operator takes off the half cell again. Unaligned RoIs are widened to a cell before.
+    left, top = x1 * scale + half - half * shift, y1 * scale + half - half * shift
+    width = op.Max((x2 - far - x1) * scale, one - shift)
+    height = op.Max((y2 - far - y1) * scale, one - shift)
+    regions = op.Concat(left, top, left + width, top + height, axis=2)
+    # Of no extent where not chosen, so that adaptive sampling has nothing to do there.
+    columns = op.Unsqueeze(chosen, op.Constant(value_ints=[2]))
+    regions = op.Where(columns, regions, op.Constant(value_float=0.0))
+    batch, count = op.Shape(rois, start=0, end=1), op.Shape(rois, start=1, end=2)
+    indices = op.Range(op.Constant(value_int=0), op.Squeeze(batch), op.Constant(value_int=1))
+    indices = op.Expand(
+        op.Unsqueeze(indices, op.Constant(value_ints=[1])), op.Concat(batch, count, axis=0)
+    )
+    pooled = op.RoiAlign(
+        op.Cast(feature, to=1),
+        op.Reshape(regions, op.Constant(value_ints=[-1, 4])),
+        op.Reshape(indices, op.Constant(value_ints=[-1])),
+        coordinate_transformation_mode="half_pixel",
+        output_height=output_size,
+        output_width=output_size,
+        sampling_ratio=sampling_ratio,
+    )
+    shape = op.Concat(batch, count, op.Shape(pooled, start=1, end=4), axis=0)
+    pooled = op.Reshape(pooled, shape, allowzero=1)
+    planes = op.Unsqueeze(chosen, op.Constant(value_ints=[2, 3, 4]))
+    return op.Where(planes, pooled, op.Constant(value_float=0.0))
+
+
+@script(_DOMAIN, default_opset=op)
+def PyramidRoIAlignAdaptive(  # noqa: N802
+    feature_0: FLOAT,
+    feature_1: FLOAT,
+    feature_2: FLOAT,
+    feature_3: FLOAT,
+    rois: FLOAT,
+    output_size: int,
+    sampling_ratio: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int,
+    canonical_size: float,
+    aligned: int,
+    inclusive: int,
+) -> FLOAT:
+    """RoIAlign with any sampling ratio, level by level.
+
+    feature_l [B, C, H_l, W_l], rois [B, R, 4] -> [B, R, C, P, P].
+    """
+    scale_0, scale_1, scale_2, scale_3 = op.Split(
+        op.Constant(value_floats=spatial_scales), num_outputs=4, axis=0
+    )
+    level = RoILevel(rois, spatial_scales, canonical_level, canonical_size)
+    on_0, on_1 = level == op.Constant(value_int=0), level == op.Constant(value_int=1)
+    on_2, on_3 = level == op.Constant(value_int=2), level == op.Constant(value_int=3)
+    pooled_0 = RoIAlignOnMap(feature_0, rois, on_0, scale_0, output_size,
+                             sampling_ratio, aligned, inclusive)  # fmt: skip
+    pooled_1 = RoIAlignOnMap(feature_1, rois, on_1, scale_1, output_size,
+                             sampling_ratio, aligned, inclusive)  # fmt: skip
+    pooled_2 = RoIAlignOnMap(feature_2, rois, on_2, scale_2, output_size,
+                             sampling_ratio, aligned, inclusive)  # fmt: skip
+    pooled_3 = RoIAlignOnMap(feature_3, rois, on_3, scale_3, output_size,
+                             sampling_ratio, aligned, inclusive)  # fmt: skip
+    return op.CastLike(pooled_0 + pooled_1 + pooled_2 + pooled_3, feature_0)
+
+
+@script(_DOMAIN, default_opset=op)
+def SingleMapRoIAlign(  # noqa: N802
+    feature: FLOAT,
+    rois: FLOAT,
+    output_size: int,
+    sampling_ratio: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int,
+    canonical_size: float,
+    aligned: int,
+    inclusive: int,
+) -> FLOAT:
+    """RoIAlign where there is but one map.
+
+    feature [B, C, H, W], rois [B, R, 4] -> [B, R, C, P, P].
+    """
+    scale = op.Constant(value_floats=spatial_scales)
+    chosen = op.ReduceMax(op.Abs(rois), op.Constant(value_ints=[2]), keepdims=0) >= 0.0
+    pooled = RoIAlignOnMap(feature, rois, chosen, scale, output_size,
+                           sampling_ratio, aligned, inclusive)  # fmt: skip
+    return op.CastLike(pooled, feature)
