@@ -114,7 +114,7 @@ class RegionProposalNetwork(nn.Module):
             scores [B, L, width], -inf for padding; and indices [B, L, width], -1 for padding.
         """
         scores, indices, first = [], [], 0
-        for logits in outputs.logits.detach().split(outputs.counts, dim=1):
+        for logits in torch.split(outputs.logits.detach(), outputs.counts, dim=1):
             own_scores, own_indices = stable_top_k(logits, width)
             missing = width - own_scores.shape[1]
             scores.append(F.pad(own_scores, (0, missing), value=-torch.inf))
@@ -154,5 +154,5 @@ class RegionProposalNetwork(nn.Module):
 
 def _by_anchor(output: Tensor, values: int) -> Tensor:
     """Outputs [B, A V, H, W] of a map in the order of its anchors: [B, H W A, V]."""
-    by_cell = output.unflatten(1, (-1, values)).permute(0, 3, 4, 1, 2)
+    by_cell = torch.unflatten(output, 1, (-1, values)).permute(0, 3, 4, 1, 2)
     return by_cell.reshape(output.shape[0], -1, values)
