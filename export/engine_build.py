@@ -1,47 +1,34 @@
 """From an ONNX file to an engine: what building with TensorRT and TensorRT-RTX has in common."""
 
 import importlib
-import platform
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from ..model.manifest import BatchProfile, EngineBuild, Precision
+from ..model.manifest import (
+    BatchProfile,
+    EngineBuild,
+    EngineKind,
+    Precision,
+    current_platform,
+)
 from .build_log import BuildLog, logger_into
 from .build_progress import BuildProgress, monitor_into
 from .engine_layers import Layer, check_precision
+from .engine_options import EngineOptions
 from .errors import EngineError
-
-EngineKind = Literal["tensorrt", "tensorrt-rtx"]
 
 _SHORT_OF_MEMORY = re.compile(
     r"out\s?of\s?memory|(insufficient|enough free) memory|bad_alloc", re.IGNORECASE
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """What the user chooses about engines."""
-
-    batches: tuple[int, ...] = (1, 8)
-    """Batch sizes to optimise for; the largest is the largest that an engine takes."""
-    plugins: bool = True
-    """Whether TensorRT's engines carry our CUDA kernels; otherwise the ONNX function bodies."""
-    compute_capabilities: tuple[str, ...] = ()
-    """GPUs that TensorRT-RTX builds for, as in `8.9`; where empty, all that it can."""
-    workspace_gib: float | None = None
-    """Most memory that a layer may use beside its tensors; TensorRT's choice where None."""
-    timing_cache: Path | None = None
-    """File in which TensorRT keeps what it measured; in the user's cache folder where None."""
 
 
 def profiles_from_batches(batches: Sequence[int]) -> tuple[BatchProfile, ...]:
@@ -104,7 +91,7 @@ class EngineBuilder(ABC):
             runtime_version=self._trt.__version__,
             compute_capabilities=self._compute_capabilities,
             cuda_version=_cuda_version(self._trt),
-            platform=f"{platform.system()}-{platform.machine()}".lower(),
+            platform=current_platform(),
             plugins=plugins,
             profiles=self._profiles,
         )
@@ -201,8 +188,25 @@ class EngineBuilder(ABC):
         return f"{self.product} cannot build {name}: {errors[0]}; the build log is {self._log.path}"
 
 
+def builder_for(kind: EngineKind, options: EngineOptions, log: BuildLog) -> EngineBuilder:
+    """The builder of a kind of engine.
+
+    Raises:
+        ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
+        EngineError: this machine cannot build such engines.
+    """
+    # Each needs what the other's users may lack.
+    if kind == "tensorrt":
+        from .tensorrt_builder import TensorRTEngineBuilder
+
+        return TensorRTEngineBuilder(options, log)
+    from .rtx_builder import RtxEngineBuilder
+
+    return RtxEngineBuilder(options, log)
+
+
 def _cuda_version(trt: Any) -> str:
-    """Version of CUDA in the name of the distribution that the bindings came with."""
+    """Major version of CUDA in the name of the distribution that the bindings came with."""
     bindings = trt.Builder.__module__.partition(".")[0]
     names = metadata.packages_distributions().get(bindings, ())
     found = re.search(r"_cu(\d+)", " ".join(names).replace("-", "_"))

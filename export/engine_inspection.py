@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..model.manifest import ArtifactKind
+from ..model.manifest import EngineKind
 from .build_log import logger_into
 from .engine_layers import Layer, dtype_from_text, layers_from_json
 from .errors import EngineError
 
 
-def load_engine(plan: Path, kind: ArtifactKind) -> tuple[Any, Any]:
+def load_engine(plan: Path, kind: EngineKind) -> tuple[Any, Any]:
     """Load an engine, as far as can be without running it.
 
     Returns:

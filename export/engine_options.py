@@ -2,15 +2,34 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from ..model.manifest import EngineKind
+
 if TYPE_CHECKING:
-    from .engine_build import EngineBuilder, EngineKind
+    from .engine_build import EngineBuilder
 
 _Command = Callable[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What the user chooses about engines."""
+
+    batches: tuple[int, ...] = (1, 8)
+    """Batch sizes to optimise for; the largest is the largest that an engine takes."""
+    plugins: bool = True
+    """Whether TensorRT's engines carry our CUDA kernels; otherwise the ONNX function bodies."""
+    compute_capabilities: tuple[str, ...] = ()
+    """GPUs that TensorRT-RTX builds for, as in `8.9`; where empty, all that it can."""
+    workspace_gib: float | None = None
+    """Most memory that a layer may use beside its tensors; TensorRT's choice where None."""
+    timing_cache: Path | None = None
+    """File in which TensorRT keeps what it measured; in the user's cache folder where None."""
 
 
 class CapabilityType(click.ParamType[str]):
@@ -30,7 +49,7 @@ class CapabilityType(click.ParamType[str]):
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _OPTIONS = (
     click.option(
-        "--engine", "kinds", multiple=True, type=click.Choice(["tensorrt", "tensorrt-rtx"]),
+        "--engine", "kinds", multiple=True, type=click.Choice(get_args(EngineKind)),
         help="Build engines beside the ONNX files: tensorrt for the GPU of this machine, with our "
         "CUDA kernels; tensorrt-rtx for several, whether or not one is here.",
     ),
@@ -60,7 +79,7 @@ _OPTIONS = (
         help="All that TensorRT says. If left out, BUNDLE.build.log beside the bundle.",
     ),
 )  # fmt: skip
-_BOTH = frozenset({"tensorrt", "tensorrt-rtx"})
+_BOTH = frozenset(get_args(EngineKind))
 _BELONGS = {
     "batches": ("--batch", _BOTH),
     "compute_capabilities": ("--compute-capability", {"tensorrt-rtx"}),
@@ -79,7 +98,7 @@ def engine_options(command: _Command) -> _Command:
 
 
 def builders_from_options(
-    bundle: Path, kinds: Sequence["EngineKind"], **choices: Any
+    bundle: Path, kinds: Sequence[EngineKind], **choices: Any
 ) -> "list[EngineBuilder]":
     """Builders of the engines that were asked for, one a kind.
 
@@ -102,8 +121,7 @@ def builders_from_options(
     if not kinds:
         return []
     from .build_log import BuildLog
-    from .engine_build import EngineOptions
-    from .engine_builders import builder_for
+    from .engine_build import builder_for
 
     path = given.pop("build_log", bundle.absolute().with_name(f"{bundle.name}.build.log"))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,20 +1,20 @@
 """Engines of TensorRT: for the GPU they are built on, with our CUDA kernels as plugins."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
+from onnx import helper
 
-from ..model.checkpoint import whole_file
-from ..plugins.tensorrt_plugins import register_plugins
+from ..model.spec import OPSET_DOMAIN
+from ..plugins.tensorrt_plugins import PLUGIN_NAMESPACE, register_plugins
+from ..plugins.user_cache import cache_folder, store
 from .engine_build import EngineBuilder
 from .engine_inspection import inspected_layers
 from .engine_layers import Layer
 from .errors import EngineError
-from .plugin_graph import plugin_graph_from_model
 
 
 class TensorRTEngineBuilder(EngineBuilder):
@@ -57,10 +57,7 @@ class TensorRTEngineBuilder(EngineBuilder):
     def _run(self, builder: Any, network: Any, config: Any) -> Any:
         plan = super()._run(builder, network, config)
         if plan is not None:
-            path = self._timing_cache()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(path) as file:
-                file.write(config.get_timing_cache().serialize())
+            store(self._timing_cache(), bytes(config.get_timing_cache().serialize()))
         return plan
 
     def _layers_of(self, plan: Any) -> list[Layer]:
@@ -75,6 +72,24 @@ class TensorRTEngineBuilder(EngineBuilder):
         """The file that was asked for, or one for this GPU and version in the user's cache."""
         if self._options.timing_cache is not None:
             return self._options.timing_cache
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name())
-        return Path(base) / "maskrcnn-trt" / "timing" / f"{gpu}-{self._trt.__version__}.cache"
+        return cache_folder("timing") / f"{gpu}-{self._trt.__version__}.cache"
+
+
+def plugin_graph_from_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
+    """Point a model's custom nodes at the plugins.
+
+    The parser takes a function body, whatever its flags, unless the node names the plugin's
+    namespace; and without bodies it cannot fall back on one unnoticed.
+
+    Args:
+        model: as `onnx_from_model` makes it; changed in place.
+
+    Returns:
+        the model, and the plugins that it needs, as `namespace::name`.
+    """
+    nodes = [node for node in model.graph.node if node.domain == OPSET_DOMAIN]
+    for node in nodes:
+        node.attribute.append(helper.make_attribute("plugin_namespace", PLUGIN_NAMESPACE))
+    del model.functions[:]
+    return model, sorted({f"{PLUGIN_NAMESPACE}::{node.op_type}" for node in nodes})

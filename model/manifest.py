@@ -1,6 +1,7 @@
 """The manifest of a bundle: what export promises and serving may rely on. Needs no torch."""
 
 import hashlib
+import platform
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,8 @@ MANIFEST_NAME = "manifest.json"
 
 Precision = Literal["fp32", "tf32", "fp16"]
 InputDtype = Literal["uint8", "float32"]
-ArtifactKind = Literal["onnx", "tensorrt", "tensorrt-rtx"]
+EngineKind = Literal["tensorrt", "tensorrt-rtx"]
+ArtifactKind = Literal["onnx", EngineKind]
 
 
 class BundleError(Exception):
@@ -62,9 +64,9 @@ class EngineBuild(_Record):
     compute_capabilities: tuple[str, ...] = Field(min_length=1)
     """Those of the GPUs that run the plan, as in `9.0`."""
     cuda_version: str
-    """CUDA version that the runtime was built for, as in `13.0`."""
+    """Major version of CUDA that the runtime was built for, as in `13`; else `unknown`."""
     platform: str
-    """Operating system and machine, as in `linux-x86_64`."""
+    """That of `current_platform` where the plan was built, and runs."""
     plugins: dict[str, str]
     """Versions of the plugins inside, by `namespace::name`; none where bodies were used."""
     profiles: tuple[BatchProfile, ...] = Field(min_length=1)
@@ -150,6 +152,11 @@ class Manifest(_Record):
                 f"with `maskrcnn export CHECKPOINT -o BUNDLE --precision {precision}{engine}`"
             )
         return chosen
+
+
+def current_platform() -> str:
+    """Operating system and machine, as in `linux-x86_64`."""
+    return f"{platform.system()}-{platform.machine()}".lower()
 
 
 def sha256_of(path: Path) -> str:

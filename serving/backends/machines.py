@@ -1,14 +1,14 @@
 """What the machine at hand is, as far as plans depend on it."""
 
 import importlib
-import platform
 from types import ModuleType
 
+from ...model.manifest import EngineKind, current_platform
 from ..errors import BackendError
-from .plan_checks import RUNTIMES, Machine, PlanKind, Runtime
+from .plan_checks import RUNTIMES, Machine, Runtime
 
 
-def probe_machine(kind: PlanKind) -> Machine:
+def probe_machine(kind: EngineKind) -> Machine:
     """The machine at hand, as plans of a kind see it.
 
     Raises:
@@ -24,7 +24,7 @@ def probe_machine(kind: PlanKind) -> Machine:
             return Machine(
                 runtime_version=trt.__version__,
                 compute_capability=compute_capability(),
-                platform=f"{platform.system()}-{platform.machine()}".lower(),
+                platform=current_platform(),
                 free_memory=free_memory(),
             )
     except cuda.Error as error:

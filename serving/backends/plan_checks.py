@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
-from ...model.manifest import Artifact, BatchProfile
+from ...model.manifest import Artifact, BatchProfile, EngineKind
 from ..errors import BackendError
-
-PlanKind = Literal["tensorrt", "tensorrt-rtx"]
 
 
 class Runtime(NamedTuple):
@@ -20,7 +18,7 @@ class Runtime(NamedTuple):
     """Extra of this package that installs it."""
 
 
-RUNTIMES: Final[Mapping[PlanKind, Runtime]] = {
+RUNTIMES: Final[Mapping[EngineKind, Runtime]] = {
     "tensorrt": Runtime("TensorRT", "tensorrt", "tensorrt"),
     "tensorrt-rtx": Runtime("TensorRT-RTX", "tensorrt_rtx", "rtx"),
 }
@@ -56,7 +54,7 @@ class Machine(NamedTuple):
 
 
 def check_plans(
-    kind: PlanKind, artifacts: Sequence[Artifact], machine: Machine, plan_bytes: int
+    kind: EngineKind, artifacts: Sequence[Artifact], machine: Machine, plan_bytes: int
 ) -> None:
     """Refuse plans that their manifest says do not run on a machine.
 
@@ -127,7 +125,7 @@ def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int
     return chosen
 
 
-def _check_build(kind: PlanKind, artifact: Artifact, machine: Machine) -> None:
+def _check_build(kind: EngineKind, artifact: Artifact, machine: Machine) -> None:
     build = artifact.engine
     assert build is not None  # the manifest sees to it
     built, here = [], []

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ...model.manifest import Artifact
+from ...model.manifest import Artifact, EngineKind
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES
 from ..errors import BackendError
 from .base import TensorSpec
-from .plan_checks import RUNTIMES, PlanKind, batch_profiles, remedy_from_reason
+from .plan_checks import RUNTIMES, batch_profiles, remedy_from_reason
 from .runtime_cache import RuntimeCache
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _Answer = TypeVar("_Answer")
 class PlanRuntime:
     """TensorRT or TensorRT-RTX, and what it has to say."""
 
-    def __init__(self, kind: PlanKind, cache: RuntimeCache | None = None) -> None:
+    def __init__(self, kind: EngineKind, cache: RuntimeCache | None = None) -> None:
         """Start the runtime.
 
         Args:

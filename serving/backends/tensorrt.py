@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...model.manifest import Manifest, Precision, verified_path
+from ...model.manifest import EngineKind, Manifest, Precision, verified_path
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from .base import Outputs
 from .device import BatchRunner, DeviceMemory, current_gpu, free_memory, synchronize
-from .plan_checks import PlanKind, check_memory
+from .plan_checks import check_memory
 from .plans import Plan, PlanRuntime
 from .runtime_cache import RuntimeCache, cache_path
 
@@ -29,7 +29,7 @@ class TensorRTBackend:
         bundle: Path,
         manifest: Manifest,
         precision: Precision,
-        kind: PlanKind,
+        kind: EngineKind,
         max_batch: int,
     ) -> None:
         """Load the bundle's plans of a precision and kind, which `check_plans` has let pass.

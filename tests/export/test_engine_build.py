@@ -17,8 +17,8 @@ from onnx import TensorProto, helper, inliner
 
 from maskrcnn_trt.export.build_log import BuildLog
 from maskrcnn_trt.export.bundle import prepared_model
-from maskrcnn_trt.export.engine_build import EngineOptions, profiles_from_batches
-from maskrcnn_trt.export.engine_builders import builder_for
+from maskrcnn_trt.export.engine_build import builder_for, profiles_from_batches
+from maskrcnn_trt.export.engine_options import EngineOptions
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.export.onnx_export import onnx_from_model
 from maskrcnn_trt.model.checkpoint import Checkpoint
@@ -237,8 +237,8 @@ def test_interrupt_stops_the_builder(models: dict[Precision, Path], tmp_path: Pa
         "import sys\n"
         "from pathlib import Path\n"
         "from maskrcnn_trt.export.build_log import BuildLog\n"
-        "from maskrcnn_trt.export.engine_build import EngineOptions\n"
-        "from maskrcnn_trt.export.engine_builders import builder_for\n"
+        "from maskrcnn_trt.export.engine_build import builder_for\n"
+        "from maskrcnn_trt.export.engine_options import EngineOptions\n"
         "folder = Path(sys.argv[1])\n"
         "builder = builder_for('tensorrt-rtx', EngineOptions(), BuildLog(folder / 'build.log'))\n"
         "print('ready', flush=True)\n"

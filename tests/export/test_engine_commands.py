@@ -11,10 +11,10 @@ from rich.table import Table
 
 from maskrcnn_trt.export import engine_commands
 from maskrcnn_trt.export.build_log import BuildLog
-from maskrcnn_trt.export.engine_build import EngineOptions
-from maskrcnn_trt.export.engine_builders import builder_for
+from maskrcnn_trt.export.engine_build import builder_for
 from maskrcnn_trt.export.engine_inspection import EngineTensor
 from maskrcnn_trt.export.engine_layers import Layer, LayerTensor
+from maskrcnn_trt.export.engine_options import EngineOptions
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.model.manifest import (
     BundleError,

@@ -16,10 +16,10 @@ from tensorrt_stubs import needs_tensorrt
 
 from maskrcnn_trt.export.build_log import BuildLog
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
-from maskrcnn_trt.export.engine_build import EngineOptions
-from maskrcnn_trt.export.engine_builders import builder_for
+from maskrcnn_trt.export.engine_build import builder_for
 from maskrcnn_trt.export.engine_inspection import inspected_layers, inspected_tensors, load_engine
 from maskrcnn_trt.export.engine_layers import check_precision
+from maskrcnn_trt.export.engine_options import EngineOptions
 from maskrcnn_trt.export.verify import compare_artifact, expected_runs
 from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from maskrcnn_trt.model.config import ModelConfig

@@ -3,12 +3,11 @@ from typing import Any
 
 import pytest
 
-from maskrcnn_trt.model.manifest import Artifact, BatchProfile, EngineBuild
+from maskrcnn_trt.model.manifest import Artifact, BatchProfile, EngineBuild, EngineKind
 from maskrcnn_trt.model.spec import ShapeBucket
 from maskrcnn_trt.serving.backends.plan_checks import (
     RTX_MAJORS,
     Machine,
-    PlanKind,
     batch_profiles,
     check_memory,
     check_plans,
@@ -20,7 +19,7 @@ H100 = Machine("11.4.0.106", "9.0", "linux-x86_64", 80 << 30)
 RTX_4090 = Machine("1.7.1.116", "8.9", "linux-x86_64", 24 << 30)
 
 
-def plan(kind: PlanKind = "tensorrt", **build: Any) -> Artifact:
+def plan(kind: EngineKind = "tensorrt", **build: Any) -> Artifact:
     facts = {
         "runtime_version": "11.4.0.106" if kind == "tensorrt" else "1.7.1.116",
         "compute_capabilities": ("9.0",) if kind == "tensorrt" else ("8.6", "8.9"),

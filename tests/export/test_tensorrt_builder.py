@@ -1,4 +1,4 @@
-"""The graph that TensorRT's plugins take their nodes from."""
+"""The graph that TensorRT's plugins take their nodes from; engines are in test_engine_build.py."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from maskrcnn_trt.export.plugin_graph import plugin_graph_from_model
+from maskrcnn_trt.export.tensorrt_builder import plugin_graph_from_model
 from maskrcnn_trt.model.manifest import read_manifest
 
 
