@@ -4,11 +4,11 @@ Contract, held by every implementation: the level of a RoI of width w and height
 `floor(canonical_level + log2(sqrt(w h) / canonical_size) + 1e-6)`, clamped to the levels given
 (Lin et al., Feature Pyramid Networks, eq. 1); features come finest first. Pooling is RoIAlign
 (He et al., Mask R-CNN) as torchvision defines it: unaligned, a RoI counts as at least one feature
-cell wide and high; aligned, coordinates are shifted by half a cell, and it does not. A RoI whose
-area is no number pools zeros. Sums are taken in single precision, or double for double features.
+cell wide and high; aligned, coordinates are shifted by half a cell, and it does not. A RoI pools
+zeros whose area is no number, or whose pooled cells span 2 ** 24 of the features', as then their
+samples cannot be told apart. Sums are taken in single precision, or double for double features.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +22,7 @@ from .kernels.pyramid_roi_align import (
     MAX_LEVELS,
     Pooling,
     backward_kernel,
+    finest_level,
     forward_kernel,
     pyramid_roi_align_launch,
 )
@@ -34,6 +35,7 @@ _FEATURE_TYPES = {
     torch.float32: "float",
     torch.float64: "double",
 }
+_FEATURE_NAMES = " or ".join(map(str, _FEATURE_TYPES))
 
 
 @torch.library.custom_op("maskrcnn::pyramid_roi_align", mutates_args=(), device_types="cpu")
@@ -69,11 +71,12 @@ def pyramid_roi_align(
         level's features are channels-last.
 
     Raises:
-        ValueError: scales do not belong to the levels; on a GPU, features differ in dtype, batch
-            or channels, or RoIs have another dtype or shape.
+        ValueError: scales do not belong to the levels, or are no such powers of two; on a GPU,
+            features differ in dtype, batch or channels, are of another dtype or 2 ** 31 and more
+            of one image and level, or RoIs have another dtype or shape.
     """
     _check_levels(features, spatial_scales)
-    levels = roi_levels(rois, spatial_scales, canonical_level, canonical_size).flatten()
+    levels = _roi_levels(rois, spatial_scales, canonical_level, canonical_size).flatten()
     dtype = _sum_dtype(features)
     indexed = _indexed_rois(rois.to(dtype), inclusive)
     pooled = _empty_pooled(features, rois, output_size)
@@ -97,6 +100,8 @@ def _(
 def _(features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> Tensor:
     pooling = _pooling_from(attributes)
     _check_levels(features, pooling.spatial_scales)
+    _check_features(features)
+    rois = _roi_argument(rois, features)
     pooled = _empty_pooled(features, rois, pooling.output_size)
     channels_last = _is_channels_last(features[0])
     channels = features[0].shape[1]
@@ -107,7 +112,7 @@ def _(features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> Tensor:
         channels_last=channels_last,
         pooled_channels_last=channels_last,
     )
-    inputs = [*_maps(features, channels_last), _roi_argument(rois, features)]
+    inputs = [*_maps(features, channels_last), rois]
     launch_kernel(kernel, _launch(features, rois, pooling), inputs, [pooled])
     return pooled
 
@@ -128,7 +133,7 @@ def pyramid_roi_align_backward(
     inclusive: bool,
 ) -> list[Tensor]:
     """Gradients of the features, each like its level, from that of the pooled ones."""
-    levels = roi_levels(rois, spatial_scales, canonical_level, canonical_size).flatten()
+    levels = _roi_levels(rois, spatial_scales, canonical_level, canonical_size).flatten()
     dtype = _sum_dtype(features)
     indexed = _indexed_rois(rois.to(dtype), inclusive)
     grad = grad.flatten(0, 1).to(dtype)
@@ -158,13 +163,17 @@ def _(grad: Tensor, features: Sequence[Tensor], *_rest: Any, **_named: Any) -> l
 @pyramid_roi_align_backward.register_kernel("cuda")
 def _(grad: Tensor, features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> list[Tensor]:
     pooling = _pooling_from(attributes)
-    kernel = backward_kernel(pooling, _FEATURE_TYPES[grad.dtype], features[0].shape[1])
+    _check_features(features)
+    rois = _roi_argument(rois, features)
+    dtype, channels = features[0].dtype, features[0].shape[1]
+    shape = (*rois.shape[:2], pooling.output_size, pooling.output_size, channels)
+    grad = kernel_argument("grad", grad.movedim(2, -1), dtype, shape)
     sums = [
         torch.zeros_like(f, dtype=_sum_dtype(features), memory_format=torch.channels_last)
         for f in features
     ]
-    inputs = [grad.movedim(2, -1).contiguous(), _roi_argument(rois, features)]
-    launch_kernel(kernel, _launch(features, rois, pooling), inputs, sums)
+    kernel = backward_kernel(pooling, _FEATURE_TYPES[dtype], channels)
+    launch_kernel(kernel, _launch(features, rois, pooling), [grad, rois], sums)
     gradients = _empty_gradients(features)
     for gradient, total in zip(gradients, sums, strict=True):
         gradient.copy_(total)
@@ -198,21 +207,27 @@ def _is_channels_last(feature: Tensor) -> bool:
     return feature.stride(1) == 1
 
 
-def _maps(features: Sequence[Tensor], channels_last: bool) -> list[Tensor]:
-    """Features as the kernel reads them.
-
-    Raises:
-        ValueError: they differ in dtype, batch or channels.
-    """
+def _check_features(features: Sequence[Tensor]) -> None:
+    """Refuse what the kernels do not read, or only wrongly."""
     first = features[0]
+    if first.dtype not in _FEATURE_TYPES:
+        raise ValueError(f"features must be {_FEATURE_NAMES}, not {first.dtype}")
     for feature in features:
         if feature.dtype != first.dtype or feature.shape[:2] != first.shape[:2]:
             raise ValueError(
                 f"features must be alike in type, batch and channels, but {feature.dtype} "
                 f"{list(feature.shape)} stands beside {first.dtype} {list(first.shape)}"
             )
+        if feature.shape[1:].numel() >= 2**31:
+            raise ValueError(
+                f"features must be fewer than 2 ** 31 an image and level, not {list(feature.shape)}"
+            )
+
+
+def _maps(features: Sequence[Tensor], channels_last: bool) -> list[Tensor]:
+    """Features as the forward kernel reads them."""
     order = [feature.movedim(1, -1) if channels_last else feature for feature in features]
-    return [kernel_argument("features", f, first.dtype, (-1, -1, -1, -1)) for f in order]
+    return [kernel_argument("features", f, f.dtype, (-1, -1, -1, -1)) for f in order]
 
 
 def _roi_argument(rois: Tensor, features: Sequence[Tensor]) -> Tensor:
@@ -248,16 +263,15 @@ def _launch(features: Sequence[Tensor], rois: Tensor, pooling: Pooling) -> Launc
     return pyramid_roi_align_launch(batch, count, features[0].shape[1], sizes, pooling.output_size)
 
 
-def roi_levels(
+def _roi_levels(
     rois: Tensor, spatial_scales: Sequence[float], canonical_level: int, canonical_size: float
 ) -> Tensor:
-    """Index into the pyramid of every RoI: [..., 4] xyxy to [...] int64."""
-    finest, coarsest = (
-        round(-math.log2(scale)) for scale in (spatial_scales[0], spatial_scales[-1])
-    )
+    """Index into the pyramid of every RoI, -1 where its area is no number: [..., 4] to [...]."""
+    finest = finest_level(spatial_scales)
+    coarsest = finest + len(spatial_scales) - 1
     area = (rois[..., 2] - rois[..., 0]) * (rois[..., 3] - rois[..., 1])
     level = torch.floor(canonical_level + torch.log2(area.sqrt() / canonical_size) + 1e-6)
-    return (level.clamp(finest, coarsest) - finest).to(torch.int64)
+    return (level.clamp(finest, coarsest) - finest).nan_to_num(-1).to(torch.int64)
 
 
 def _indexed_rois(rois: Tensor, inclusive: bool) -> Tensor:

@@ -7,7 +7,7 @@ from ..compilation import Kernel
 
 
 def all_kernels() -> tuple[Kernel, ...]:
-    """Every kernel in the variants that the models need, by name of the module."""
+    """Every kernel: what the default model needs with channels last, and a choice of the rest."""
     modules = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return tuple(
         kernel

@@ -57,5 +57,6 @@ VARIANTS = (
     encode_boxes_kernel(1.0, 1.0),
     encode_boxes_kernel(10.0, 5.0),
     decode_boxes_kernel(1.0, 1.0, 1e-3, inclusive=False),
-    decode_boxes_kernel(10.0, 5.0, 1e-2, inclusive=True),
+    decode_boxes_kernel(10.0, 5.0, 1e-2, inclusive=False),
+    decode_boxes_kernel(10.0, 5.0, 0.0, inclusive=True),
 )

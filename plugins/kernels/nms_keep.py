@@ -27,4 +27,9 @@ def nms_keep_launch(sets: int, boxes: int) -> Launch:
     return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 
 
-VARIANTS = (nms_keep_kernel(0.7, 1000), nms_keep_kernel(0.5, 0, "int"))
+VARIANTS = (
+    nms_keep_kernel(0.7, 1000),
+    nms_keep_kernel(0.7, 2000),
+    nms_keep_kernel(0.5, 100),
+    nms_keep_kernel(0.5, 0, "int"),
+)

@@ -26,6 +26,21 @@ class Pooling(NamedTuple):
     inclusive: bool
 
 
+def finest_level(spatial_scales: Sequence[float]) -> int:
+    """Level of the first of a pyramid's scales: log2 of the stride.
+
+    Raises:
+        ValueError: the scales are not powers of two, each half the one before.
+    """
+    level = round(-math.log2(spatial_scales[0])) if spatial_scales[0] > 0 else 0
+    if list(spatial_scales) != [2.0 ** -(level + n) for n in range(len(spatial_scales))]:
+        raise ValueError(
+            "spatial_scales must be powers of two, each half the one before, not "
+            f"{list(spatial_scales)}"
+        )
+    return level
+
+
 def forward_kernel(
     pooling: Pooling,
     feature_type: str,
@@ -86,7 +101,7 @@ def _constants(
         ("LEVELS", len(pooling.spatial_scales)),
         ("OUTPUT_SIZE", pooling.output_size),
         ("SAMPLING_RATIO", pooling.sampling_ratio),
-        ("FINEST_LEVEL", round(-math.log2(pooling.spatial_scales[0]))),
+        ("FINEST_LEVEL", finest_level(pooling.spatial_scales)),
         ("CANONICAL_LEVEL", pooling.canonical_level),
         ("CANONICAL_SIZE", float(pooling.canonical_size)),
         ("ALIGNED", int(pooling.aligned)),
@@ -98,20 +113,26 @@ def _constants(
     )
 
 
-_FPN = Pooling(7, 2, (1 / 4, 1 / 8, 1 / 16, 1 / 32), 4, 224.0, False, False)
-_C4 = Pooling(14, 0, (1 / 16,), 4, 224.0, True, False)
-_LAYOUTS = ((False, False), (True, False), (True, True))
-VARIANTS = tuple(
-    kernel
-    for pooling in (_FPN, _C4)
-    for feature_type in _VECTORS
-    for kernel in (
-        *(
-            forward_kernel(
-                pooling, feature_type, 256, channels_last=maps, pooled_channels_last=pooled
-            )
-            for maps, pooled in _LAYOUTS
-        ),
-        backward_kernel(pooling, feature_type, 256),
+def _variants(pooling: Pooling, *feature_types: str) -> tuple[Kernel, ...]:
+    """What the torch operation needs with channels last."""
+    forward = (
+        forward_kernel(pooling, kind, 256, channels_last=True, pooled_channels_last=True)
+        for kind in feature_types
     )
+    return *forward, *(backward_kernel(pooling, kind, 256) for kind in feature_types)
+
+
+_BOXES = Pooling(7, 2, (1 / 4, 1 / 8, 1 / 16, 1 / 32), 4, 224.0, False, False)
+_MASKS = _BOXES._replace(output_size=14)
+_C4 = Pooling(14, 0, (1 / 16,), 4, 224.0, True, True)
+
+VARIANTS = (
+    *_variants(_BOXES, *_VECTORS),
+    *_variants(_MASKS, "float16", "bfloat16", "float"),
+    *_variants(_C4, "float16", "float"),
+    *(
+        forward_kernel(_BOXES, kind, 256, channels_last=False, pooled_channels_last=False)
+        for kind in _VECTORS
+    ),
+    forward_kernel(_BOXES, "float16", 256, channels_last=True, pooled_channels_last=False),
 )

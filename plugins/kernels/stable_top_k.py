@@ -60,6 +60,6 @@ def _kernel(name: str, value_type: str, count: int) -> Kernel:
 
 VARIANTS = (
     *(sort_kernel("float", _THREADS * items) for items in (1, 2, 4, 8, 16)),
-    prune_kernel("float", chunk_size(MAX_K), MAX_K),
+    *(prune_kernel("float", chunk_size(k), k) for k in (1000, MAX_K)),
     *(sort_kernel(value_type, _THREADS) for value_type in ("float16", "bfloat16")),
 )

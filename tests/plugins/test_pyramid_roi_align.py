@@ -358,6 +358,26 @@ def test_scales_that_do_not_belong_to_the_levels_are_refused(device: str) -> Non
         pyramid_roi_align(features, rois, *attributes(4, DEFAULT))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scales", [(0.3, 0.15), (1 / 4, 1 / 4), (1 / 8, 1 / 4), (0.0, 0.0)])
+def test_scales_of_no_pyramid_are_refused(scales: tuple[float, ...], device: str) -> None:
+    features, rois = [f.to(device) for f in pyramid(1)[:2]], torch.zeros(1, 1, 4, device=device)
+    with pytest.raises(ValueError, match=r"must be powers of two, each half the one before, not"):
+        pyramid_roi_align(features, rois, SIDE, 2, scales, *attributes(4, DEFAULT)[3:])
+
+
+@pytest.mark.gpu
+def test_features_that_the_kernel_cannot_read_are_refused_on_a_gpu() -> None:
+    rois = torch.zeros(1, 1, 4, device="cuda")
+    with pytest.raises(ValueError, match=r"float32 or torch.float64, not torch.int32"):
+        pool_by_torch([feature.cuda().int() for feature in pyramid(1)], rois)
+    huge = torch.zeros(1, device="cuda").expand(1, 256, 4096, 2048)
+    with pytest.raises(ValueError, match=r"fewer than 2 \*\* 31 an image and level, not \[1, 256"):
+        pool_by_torch([huge], rois)
+    with pytest.raises(ValueError, match=r"features must be .* of shape \[\*, \*, \*, \*\]"):
+        pool_by_torch([pyramid(1)[0][0].cuda()], rois.expand(12, 1, 4))
+
+
 @pytest.mark.gpu
 def test_unlike_features_are_refused_on_a_gpu() -> None:
     features = [feature.cuda() for feature in pyramid(1)]
