@@ -27,11 +27,12 @@ def launch_kernel(
         outputs: likewise; written.
 
     Raises:
+        ValueError: the tensors are of several devices.
         KernelError: the kernel cannot be compiled for the device, loaded, or launched.
     """
     if 0 in launch.grid:
         return
-    device = outputs[0].device
+    device = _device_of(kernel, (*inputs, *outputs))
     pointers = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
     values = (*pointers[: len(inputs)], *launch.scalars, *pointers[len(inputs) :])
     types = (
@@ -40,31 +41,59 @@ def launch_kernel(
         *[ctypes.c_void_p] * len(outputs),
     )
     with torch.cuda.device(device):
-        function = _function(kernel, torch.cuda.get_device_capability(device))
+        _bind_context(device.index)
+        function = _function(kernel, device)
         stream = torch.cuda.current_stream(device).cuda_stream
-        _checked(
-            driver.cuLaunchKernel(
-                function, *launch.grid, *launch.block, 0, stream, (values, types), 0
-            )
+        result = driver.cuLaunchKernel(
+            function, *launch.grid, *launch.block, 0, stream, (values, types), 0
         )
+    _checked(result, f"{kernel.name} cannot be launched as {launch}")
+
+
+def _device_of(kernel: Kernel, tensors: Sequence[Tensor]) -> torch.device:
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"{kernel.name} takes tensors of one device, not of {names}")
+    return devices.pop()
+
+
+def _bind_context(index: int) -> None:
+    """Make the device's context the thread's own if it has none, as in a new thread.
+
+    torch leaves that to CUDA's runtime, which does it when it is first called. The driver, which
+    launches kernels, does not.
+    """
+    problem = f"GPU {index} cannot be used"
+    if int(_checked(driver.cuCtxGetCurrent(), problem)) == 0:
+        device = _checked(driver.cuDeviceGet(index), problem)
+        context = _checked(driver.cuDevicePrimaryCtxRetain(device), problem)
+        _checked(driver.cuCtxSetCurrent(context), problem)
 
 
 @functools.cache
-def _function(kernel: Kernel, capability: tuple[int, int]) -> Any:
-    """The kernel, loaded: a handle that serves every device of a compute capability."""
-    wanted = 10 * capability[0] + capability[1]
+def _function(kernel: Kernel, device: torch.device) -> Any:
+    """The kernel, compiled for the current device and loaded there."""
+    if torch.cuda.is_current_stream_capturing():
+        raise KernelError(
+            f"{kernel.name} cannot be loaded while a CUDA graph is captured: run once on {device} "
+            "what is to be captured, then capture it"
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    wanted = 10 * major + minor
     architecture = known_architecture(wanted)
     code = compiled(kernel, architecture, "cubin" if architecture == wanted else "ptx")
-    library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-    handle = _checked(driver.cuLibraryGetKernel(library, kernel.name.encode()))
+    problem = f"{kernel.name} cannot be loaded on {device}"
+    library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0), problem)
+    handle = _checked(driver.cuLibraryGetKernel(library, kernel.name.encode()), problem)
     # Loads the code now instead of at the first launch, which may be captured.
-    _checked(driver.cuKernelGetFunction(handle))
+    _checked(driver.cuKernelGetFunction(handle), problem)
     return driver.CUfunction(int(handle))
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def _checked(result: tuple[Any, ...], problem: str) -> Any:
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
         name = driver.cuGetErrorString(status)[1]
-        raise KernelError(f"CUDA driver: {name.decode() if name else status}")
+        raise KernelError(f"{problem}: {name.decode() if name else status}")
     return values[0] if values else None
