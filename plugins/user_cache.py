@@ -16,6 +16,7 @@ def store(path: Path, content: bytes) -> None:
     """Write a file whole or not at all; a cache that cannot be written costs time only."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            draft = Path(folder, path.name)
+            draft.write_bytes(content)
+            draft.replace(path)
