@@ -3,7 +3,7 @@
 Contract, held by every implementation (Girshick et al., R-CNN, appendix C): of a box and its
 reference, xyxy in single precision, dx and dy are the distances of their centres in sides of the
 reference, dw and dh the logarithms of their relative sides, each times a weight. Decoding limits
-growth to a factor of 1000 / 16. Implementations differ by the last bit of `log` and `exp`.
+growth to a factor of 1000 / 16. Implementations differ where their `log` and `exp` round otherwise.
 """
 
 import torch
@@ -167,10 +167,11 @@ def _(
     inclusive: bool,
     min_side: float,
 ) -> tuple[Tensor, Tensor]:
+    deltas = kernel_argument("deltas", deltas, torch.float32, (-1, -1, -1, 4))
     batch, count, classes, _ = deltas.shape
     shared = references.shape[0] == 1
     inputs = [
-        kernel_argument("deltas", deltas, torch.float32, (batch, count, classes, 4)),
+        deltas,
         kernel_argument(
             "references", references, torch.float32, (1 if shared else batch, count, 4)
         ),

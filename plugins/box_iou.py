@@ -44,11 +44,11 @@ def _(boxes: Tensor, others: Tensor) -> Tensor:
 
 @box_iou.register_kernel("cuda")
 def _(boxes: Tensor, others: Tensor) -> Tensor:
+    boxes = kernel_argument("boxes", boxes, torch.float32, (-1, -1, 4))
     batch, rows, _ = boxes.shape
     shared = others.shape[0] == 1
-    columns = others.shape[1]
-    boxes = kernel_argument("boxes", boxes, torch.float32, (-1, -1, 4))
     others = kernel_argument("others", others, torch.float32, (1 if shared else batch, -1, 4))
+    columns = others.shape[1]
     iou = boxes.new_empty(batch, rows, columns)
     launch_kernel(
         BOX_IOU, box_iou_launch(batch, rows, columns, shared=shared), [boxes, others], [iou]

@@ -60,13 +60,15 @@ def _(cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]) -> 
 @grid_anchors.register_kernel("cuda")
 def _(cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]) -> Tensor:
     maps = _maps(steps, grid_sizes)
-    levels, per_cell, _ = cell_anchors.shape
-    if len(maps) > MAX_LEVELS:
-        raise ValueError(f"grid_anchors takes at most {MAX_LEVELS} maps, not {len(maps)}")
-    inputs = [kernel_argument("cell_anchors", cell_anchors, torch.float32, (len(maps), -1, 4))]
+    if not 1 <= len(maps) <= MAX_LEVELS:
+        raise ValueError(f"grid_anchors takes one to {MAX_LEVELS} maps, not {len(maps)}")
+    cell_anchors = kernel_argument("cell_anchors", cell_anchors, torch.float32, (len(maps), -1, 4))
     anchors = _empty_anchors(cell_anchors, grid_sizes)
     launch_kernel(
-        grid_anchors_kernel(levels), grid_anchors_launch(per_cell, maps), inputs, [anchors]
+        grid_anchors_kernel(len(maps)),
+        grid_anchors_launch(cell_anchors.shape[1], maps),
+        [cell_anchors],
+        [anchors],
     )
     return anchors
 

@@ -56,16 +56,14 @@ def _(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
 
 @mask_targets_from_crops.register_kernel("cuda")
 def _(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
+    masks = kernel_argument("masks", masks, torch.uint8, (-1, -1, -1, -1))
     images, instances, height, width = masks.shape
-    rois = matched.shape[1]
-    inputs = [
-        kernel_argument("masks", masks, torch.uint8, (-1, -1, -1, -1)),
-        kernel_argument("boxes", boxes, torch.float32, (images, rois, 4)),
-        kernel_argument("matched", matched, torch.int64, (images, rois)),
-    ]
+    boxes = kernel_argument("boxes", boxes, torch.float32, (images, -1, 4))
+    rois = boxes.shape[1]
+    matched = kernel_argument("matched", matched, torch.int64, (images, rois))
     targets = boxes.new_empty(images, rois, side, side)
     launch = crop_targets_launch(images, rois, instances, height, width)
-    launch_kernel(crop_targets_kernel(side), launch, inputs, [targets])
+    launch_kernel(crop_targets_kernel(side), launch, [masks, boxes, matched], [targets])
     return targets
 
 

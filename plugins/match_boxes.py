@@ -83,10 +83,10 @@ def _(
     background_iou: float,
     low_quality: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, count = labels.shape
-    shared = candidates.shape[0] == 1
-    boxes = kernel_argument("boxes", boxes, torch.float32, (batch, count, 4))
+    boxes = kernel_argument("boxes", boxes, torch.float32, (-1, -1, 4))
+    batch, count, _ = boxes.shape
     labels = kernel_argument("labels", labels, torch.int64, (batch, count))
+    shared = candidates.shape[0] == 1
     candidates = kernel_argument(
         "candidates", candidates, torch.float32, (1 if shared else batch, -1, 4)
     )

@@ -56,14 +56,12 @@ def _(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Te
 
 @nms_keep.register_kernel("cuda")
 def _(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
-    sets, count = classes.shape
+    boxes = kernel_argument("boxes", boxes, torch.float32, (-1, -1, 4))
+    sets, count, _ = boxes.shape
+    classes = kernel_argument("classes", classes, torch.int64, (sets, count))
     if count > MAX_BOXES:
         raise ValueError(f"nms_keep takes at most {MAX_BOXES} boxes a set, not {count}")
     keep = classes.new_empty(classes.shape, dtype=torch.bool)
-    inputs = [
-        kernel_argument("boxes", boxes, torch.float32, (sets, count, 4)),
-        kernel_argument("classes", classes, torch.int64, (sets, count)),
-    ]
     kernel = nms_keep_kernel(iou_threshold, max_keep)
-    launch_kernel(kernel, nms_keep_launch(sets, count), inputs, [keep])
+    launch_kernel(kernel, nms_keep_launch(sets, count), [boxes, classes], [keep])
     return keep

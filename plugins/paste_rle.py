@@ -52,7 +52,7 @@ def paste_rle(
     Args:
         masks: [N, M, M] probabilities, float32 or float16.
         boxes: [N, 4] float32, xyxy in pixels of the image.
-        sizes: [N, 2] int64, height and width of each mask's image, of fewer than 2 ** 31 pixels.
+        sizes: [N, 2] int64, height and width of each mask's image, of fewer than 2 ** 30 pixels.
         capacity: runs a mask there is room for.
         threshold: pixels above this probability belong to the mask; 0 or more.
         paste: `torchvision` or `detectron2`, whose rule places the probabilities.
@@ -97,9 +97,11 @@ def _(
     paste: str = "torchvision",
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.float16 if masks.dtype == torch.float16 else torch.float32
-    count, side, _ = masks.shape
+    side = masks.shape[-1]
+    masks = kernel_argument("masks", masks, dtype, (-1, side, side))
+    count = masks.shape[0]
     inputs = [
-        kernel_argument("masks", masks, dtype, (count, side, side)),
+        masks,
         kernel_argument("boxes", boxes, torch.float32, (count, 4)),
         kernel_argument("sizes", sizes, torch.int64, (count, 2)),
     ]

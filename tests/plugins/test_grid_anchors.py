@@ -57,7 +57,7 @@ def test_a_map_may_have_no_cell(device: str) -> None:
 
 @pytest.mark.gpu
 def test_too_many_maps_are_refused_on_a_gpu() -> None:
-    with pytest.raises(ValueError, match="at most 5 maps, not 6"):
+    with pytest.raises(ValueError, match="takes one to 5 maps, not 6"):
         grid_anchors(torch.zeros(6, 1, 4).cuda(), [1, 1] * 6, [2, 2] * 6)
 
 

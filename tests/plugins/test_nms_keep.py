@@ -7,6 +7,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from cuda_graphs import replayed
 from onnx import TensorProto, helper
 from torch import Tensor
 from torchvision.ops import batched_nms
@@ -182,3 +183,37 @@ def test_too_large_a_set_is_refused_on_a_gpu() -> None:
     boxes, classes = random_sets(1, 16385, 1, seed=5)
     with pytest.raises(ValueError, match="at most 16384 boxes a set, not 16385"):
         keep_by_cuda(boxes, classes, 0.5, 0)
+
+
+@pytest.mark.gpu
+def test_wrong_arguments_are_refused_on_a_gpu() -> None:
+    boxes, classes = (tensor.cuda() for tensor in random_sets(2, 5, 1, seed=6))
+    with pytest.raises(ValueError, match=r"boxes must be torch.float32 .* not torch.float16"):
+        nms_keep(boxes.half(), classes, 0.5, 0)
+    with pytest.raises(ValueError, match=r"boxes must be .* shape \[\*, \*, 4\], not .* \[5, 4\]"):
+        nms_keep(boxes[0], classes, 0.5, 0)
+    with pytest.raises(ValueError, match=r"classes must be torch.int64 of shape \[2, 5\]"):
+        nms_keep(boxes, classes[:, :4], 0.5, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_keep", [0, 100])
+def test_can_be_captured(max_keep: int) -> None:
+    example, inputs = random_sets(3, 700, 2, seed=7), random_sets(3, 700, 2, seed=8)
+    (keep,) = replayed(lambda *held: [nms_keep(*held, 0.5, max_keep)], example, inputs)
+    assert torch.equal(keep, nms_keep(*inputs, 0.5, max_keep))
+
+
+@pytest.mark.gpu
+# Torch's own compiler is not free of what it deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_can_be_compiled() -> None:
+    @torch.compile(fullgraph=True)
+    def suppress(boxes: Tensor, classes: Tensor) -> Tensor:
+        return nms_keep(boxes * 2, classes - 1, 0.5, 100) & (classes > 0)
+
+    # Two numbers of sets, so that the second is symbolic.
+    for sets in (3, 5):
+        boxes, classes = random_sets(sets, 700, 3, seed=sets)
+        keep = suppress(boxes.cuda(), classes.cuda()).cpu()
+        assert torch.equal(keep, nms_keep(boxes * 2, classes - 1, 0.5, 100) & (classes > 0))
