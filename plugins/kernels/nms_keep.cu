@@ -6,6 +6,7 @@
 // t + THREADS, ...
 //
 // Constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), KEEP (type), THREADS.
+#include "boxes.cuh"
 
 constexpr int TILE = 64;
 constexpr int WARP = 32;
@@ -20,16 +21,13 @@ struct Candidate {
 };
 
 __device__ Candidate candidate_of(const float4& box, long long label) {
-    return {box, (box.z - box.x) * (box.w - box.y), label};
+    return {box, area_of(box), label};
 }
 
-// Answers are compared bit for bit with a reference in single precision: compiled without
-// contraction.
 __device__ bool suppresses(const Candidate& kept, const Candidate& other) {
+    // Copies, so that each is loaded as a whole.
     const float4 a = kept.box, b = other.box;
-    const float width = fmaxf(fminf(a.z, b.z) - fmaxf(a.x, b.x), 0.0f);
-    const float height = fmaxf(fminf(a.w, b.w) - fmaxf(a.y, b.y), 0.0f);
-    const float intersection = width * height;
+    const float intersection = intersection_of(a, b);
     if (!(intersection > 0.0f) || kept.label != other.label) return false;
     const float combined = kept.area + other.area - intersection;
     // A division is slow, and needed only where rounding could decide.

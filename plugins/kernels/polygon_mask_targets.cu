@@ -1,4 +1,5 @@
-// Polygons drawn into the cells of RoIs, one block a RoI; plugins/mask_targets.py has the contract.
+// Polygons drawn into the cells of RoIs, one block a RoI; plugins/polygon_mask_targets.py has the
+// contract.
 //
 // pycocotools draws a ring by walking along its edges on a grid five times as fine, and marking the
 // row at which they pass from one column of pixels to the next. Here the passages are computed edge
