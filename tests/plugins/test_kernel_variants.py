@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-PROGRAM = """
+BUILD = """
+import sys
+from maskrcnn_trt.plugins.compilation import compiled
+from maskrcnn_trt.plugins.kernels import all_kernels
+
+for kernel in all_kernels():
+    compiled(kernel, int(sys.argv[1]), "cubin")
+"""
+USE = """
 import torch
 from maskrcnn_trt.model.config import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
@@ -33,12 +41,15 @@ torch.cuda.synchronize()
 @pytest.mark.gpu
 def test_the_default_model_finds_its_kernels_compiled(tmp_path: Path) -> None:
     """In processes of their own, which have not loaded any kernel before."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     major, minor = torch.cuda.get_device_capability()
-    build = "from maskrcnn_trt.plugins.commands import kernels; kernels()"
-    arguments = ["build", "--architecture", str(10 * major + minor)]
-    subprocess.run([sys.executable, "-c", build, *arguments], env=environment, check=True)
+    run_program(BUILD, tmp_path, str(10 * major + minor))
     built = set(tmp_path.rglob("*.cubin"))
     assert built
-    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
+    run_program(USE, tmp_path)
     assert set(tmp_path.rglob("*.cubin")) == built
+
+
+def run_program(program: str, cache: Path, *arguments: str) -> None:
+    paths = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, *arguments]
+    subprocess.run(command, env={**os.environ, **paths}, check=True)

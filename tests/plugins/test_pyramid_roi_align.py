@@ -1,8 +1,7 @@
 """One table of cases that every implementation of `PyramidRoIAlign` answers alike."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -10,8 +9,28 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper
+from pooling_cases import (
+    CANONICAL_LEVEL,
+    CANONICAL_SIZE,
+    DEFAULT,
+    DEVICES,
+    FORMATS,
+    IMPLEMENTATIONS,
+    MODES,
+    ROIS,
+    SCALES,
+    SIDE,
+    SINGLE_SCALE,
+    Mode,
+    Pool,
+    attributes,
+    pool_by_cuda,
+    pool_by_torch,
+    pool_by_torchvision,
+    pyramid,
+    random_rois,
+)
 from torch import Tensor
-from torchvision.ops import MultiScaleRoIAlign
 
 from maskrcnn_trt.export.onnx_functions import functions_for
 from maskrcnn_trt.model.config import BackboneConfig, ModelConfig, RoiConfig
@@ -22,35 +41,6 @@ from maskrcnn_trt.plugins.kernels.pyramid_roi_align import (
 )
 from maskrcnn_trt.plugins.launching import launch_kernel
 from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
-
-SCALES = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
-SINGLE_SCALE = 1 / 16
-HEIGHT, WIDTH = 192, 256
-CANONICAL_LEVEL, CANONICAL_SIZE = 4, 64.0
-SIDE = 3
-
-
-class Mode(NamedTuple):
-    """The attributes in which implementations of RoIAlign differ."""
-
-    ratio: int = 2
-    aligned: bool = False
-    inclusive: bool = False
-
-
-DEFAULT = Mode()
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-FORMATS = [torch.contiguous_format, torch.channels_last]
-MODES = {
-    "default": DEFAULT,
-    "aligned": Mode(aligned=True),
-    "inclusive": Mode(inclusive=True),
-    "adaptive": Mode(ratio=0),
-    "adaptive, aligned": Mode(ratio=0, aligned=True),
-    "adaptive, inclusive": Mode(ratio=0, inclusive=True),
-}
-
-Pool = Callable[[Sequence[Tensor], Tensor, Mode], Tensor]
 
 
 def pool_by_definition(features: Sequence[Tensor], rois: Tensor, mode: Mode) -> Tensor:
@@ -105,49 +95,6 @@ def bilinear(feature: np.ndarray, y: float, x: float) -> np.ndarray:
     return (1 - y + top) * upper + (y - top) * lower
 
 
-def attributes(levels: int, mode: Mode) -> tuple[object, ...]:
-    scales = SCALES if levels > 1 else (SINGLE_SCALE,)
-    level_and_size = CANONICAL_LEVEL, CANONICAL_SIZE
-    return SIDE, mode.ratio, scales, *level_and_size, mode.aligned, mode.inclusive
-
-
-def pool_by_torch(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
-    return pyramid_roi_align(features, rois, *attributes(len(features), mode))
-
-
-def pool_channels_last(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
-    """With channels innermost, which the result must have too."""
-    pooled = pool_by_torch(
-        [feature.contiguous(memory_format=torch.channels_last) for feature in features], rois, mode
-    )
-    assert pooled.movedim(2, -1).is_contiguous()
-    return pooled
-
-
-def pool_by_cuda(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
-    return pool_by_torch([feature.cuda() for feature in features], rois.cuda(), mode).cpu()
-
-
-def pool_channels_last_by_cuda(
-    features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT
-) -> Tensor:
-    return pool_channels_last([feature.cuda() for feature in features], rois.cuda(), mode).cpu()
-
-
-def pool_by_torchvision(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
-    assert mode == DEFAULT
-    pool = MultiScaleRoIAlign(
-        [str(level) for level in range(4)],
-        SIDE,
-        mode.ratio,
-        canonical_scale=int(CANONICAL_SIZE),
-        canonical_level=CANONICAL_LEVEL,
-    )
-    maps = {str(level): feature.float() for level, feature in enumerate(features)}
-    pooled = pool(maps, list(rois), [(HEIGHT, WIDTH)] * len(rois))
-    return pooled.to(features[0].dtype).unflatten(0, rois.shape[:2])
-
-
 def pool_by_onnx(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT) -> Tensor:
     names = [f"feature_{level}" for level in range(len(features))]
     kind = TensorProto.FLOAT16 if features[0].dtype == torch.float16 else TensorProto.FLOAT
@@ -184,60 +131,13 @@ def pool_by_onnx(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT)
     return torch.from_numpy(session.run(["pooled"], feeds | {"rois": rois.numpy()})[0])
 
 
-def pyramid(batch: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(batch)
-    return [
-        torch.randn(batch, 12, int(HEIGHT * s), int(WIDTH * s), generator=generator).to(dtype)
-        for s in SCALES
-    ]
-
-
-def random_rois(batch: int, count: int) -> Tensor:
-    """RoIs of all levels, many of them over a border."""
-    generator = torch.Generator().manual_seed(count)
-    size = torch.tensor([WIDTH, HEIGHT])
-    centers = torch.rand(batch, count, 2, generator=generator) * size
-    half_sides = 2 ** (1 + 6 * torch.rand(batch, count, 2, generator=generator))
-    return torch.cat([centers - half_sides, centers + half_sides], dim=2)
-
-
-ROIS: dict[str, Tensor] = {
-    "no RoI": torch.zeros(2, 0, 4),
-    "one image": random_rois(1, 40),
-    "three images": random_rois(3, 20),
-    "padding and other empty RoIs": torch.tensor(
-        [[[0, 0, 0, 0], [50, 60, 50, 90], [50, 60, 90, 60], [255.5, 191.5, 255.5, 191.5]]]
-    ).float(),
-    "sides at which the level changes": torch.tensor(
-        [[[8.3, 7.1, 8.3 + side, 7.1 + side] for side in (31.9, 32.0, 32.1, 63.9, 64, 128, 128.1)]]
-    ),
-    "over and beyond the borders": torch.tensor(
-        [
-            [
-                [-30, -20, 40, 50],
-                [240, 170, 300, 230],
-                [-90, 20, -50, 70],
-                [-200, -150, 500, 400],
-                [300, 250, 340, 290],
-            ]
-        ]
-    ).float(),
-    "whole image": torch.tensor([[[0, 0, WIDTH, HEIGHT]]]).float(),
-}
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 4e-3)])
 @pytest.mark.parametrize(
     "implementation",
     [
-        pytest.param(pool_by_torch, id="torch-cpu"),
-        pytest.param(pool_channels_last, id="torch-cpu-channels-last"),
+        *IMPLEMENTATIONS,
         pytest.param(pool_by_onnx, id="onnx-function"),
         pytest.param(pool_by_torchvision, id="torchvision"),
-        pytest.param(pool_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
-        pytest.param(
-            pool_channels_last_by_cuda, id="torch-cuda-channels-last", marks=pytest.mark.gpu
-        ),
     ],
 )
 @pytest.mark.parametrize("case", ROIS)
@@ -254,15 +154,7 @@ def test_implementations_pool_the_same(
 
 @pytest.mark.parametrize(
     "implementation",
-    [
-        pytest.param(pool_by_torch, id="torch-cpu"),
-        pytest.param(pool_channels_last, id="torch-cpu-channels-last"),
-        pytest.param(pool_by_onnx, id="onnx-function"),
-        pytest.param(pool_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
-        pytest.param(
-            pool_channels_last_by_cuda, id="torch-cuda-channels-last", marks=pytest.mark.gpu
-        ),
-    ],
+    [*IMPLEMENTATIONS, pytest.param(pool_by_onnx, id="onnx-function")],
 )
 @pytest.mark.parametrize("levels", [4, 1], ids=["pyramid", "one map"])
 @pytest.mark.parametrize("mode", MODES)
@@ -275,43 +167,6 @@ def test_modes_pool_as_defined(implementation: Pool, case: str, mode: str, level
     torch.testing.assert_close(pooled, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(pool_by_torch, id="torch-cpu"),
-        pytest.param(pool_channels_last, id="torch-cpu-channels-last"),
-        pytest.param(pool_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
-        pytest.param(
-            pool_channels_last_by_cuda, id="torch-cuda-channels-last", marks=pytest.mark.gpu
-        ),
-    ],
-)
-@pytest.mark.parametrize("case", ["no RoI", "three images", "over and beyond the borders"])
-def test_gradients_equal_torchvisions(implementation: Pool, case: str) -> None:
-    """Compared in single precision, in which the operation computes whatever it is given."""
-    rois = ROIS[case]
-    ours = [feature.requires_grad_() for feature in pyramid(len(rois))]
-    theirs = [feature.requires_grad_() for feature in pyramid(len(rois))]
-    pooled = implementation(ours, rois)
-    weights = torch.randn(pooled.shape, generator=torch.Generator().manual_seed(0))
-    (pooled * weights).sum().backward()
-    (pool_by_torchvision(theirs, rois) * weights).sum().backward()
-    for mine, other in zip(ours, theirs, strict=True):
-        wanted = torch.zeros_like(other) if other.grad is None else other.grad
-        torch.testing.assert_close(mine.grad, wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_gradient_of_half_precision_features_is_of_half_precision() -> None:
-    rois = ROIS["three images"]
-    halves = [feature.requires_grad_() for feature in pyramid(3, torch.float16)]
-    singles = [feature.detach().float().requires_grad_() for feature in halves]
-    pool_by_torch(halves, rois).sum().backward()
-    pool_by_torch(singles, rois).sum().backward()
-    for half, single in zip(halves, singles, strict=True):
-        assert half.grad.dtype == torch.float16
-        torch.testing.assert_close(half.grad.float(), single.grad, atol=1e-3, rtol=1e-3)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("case", ["no RoI", "three images"])
@@ -322,26 +177,6 @@ def test_registration_holds(case: str, memory_format: torch.memory_format, devic
         for feature in pyramid(len(rois))
     ]
     torch.library.opcheck(pyramid_roi_align, (features, rois, *attributes(4, DEFAULT)))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("mode", ["default", "adaptive, aligned"])
-def test_gradients_are_those_of_finite_differences(
-    mode: str, memory_format: torch.memory_format, device: str
-) -> None:
-    rois = torch.tensor([[[1, 2, 15, 11], [-3, 0, 40, 30], [0, 0, 31, 15]]] * 2).float().to(device)
-    features = [
-        torch.rand(2, 4, 8 >> level, 8 >> level, dtype=torch.float64, device=device)
-        .to(memory_format=memory_format)
-        .requires_grad_()
-        for level in range(4)
-    ]
-    assert torch.autograd.gradcheck(
-        lambda *maps: pyramid_roi_align(maps, rois, *attributes(4, MODES[mode])),
-        features,
-        nondet_tol=1e-12,
-    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -386,37 +221,6 @@ def test_unlike_features_are_refused_on_a_gpu() -> None:
         pool_by_torch([*features[:1], *(f.half() for f in features[1:])], rois)
     with pytest.raises(ValueError, match=r"rois must be torch.float32 of shape \[1, \*, 4\]"):
         pool_by_torch(features, rois.double())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("channels", [1, 5, 8, 36, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("batch", "side"), [(0, 7), (1, 7), (3, 14), (16, 2)])
-def test_equals_the_cpu_on_a_gpu(
-    dtype: torch.dtype,
-    batch: int,
-    side: int,
-    channels: int,
-    memory_format: torch.memory_format,
-) -> None:
-    """Forward and backward, by number of channels, type, layout, batch and size."""
-    rois = random_rois(batch, 10)
-    generator = torch.Generator().manual_seed(channels)
-    sizes = [(int(HEIGHT * s), int(WIDTH * s)) for s in SCALES]
-    maps = [torch.randn(batch, channels, *size, generator=generator).to(dtype) for size in sizes]
-    weights = torch.randn(batch, 10, channels, side, side, generator=generator).to(dtype)
-    answers = []
-    for device in ("cpu", "cuda"):
-        features = [
-            m.to(device, memory_format=memory_format, copy=True).requires_grad_() for m in maps
-        ]
-        pooled = pyramid_roi_align(features, rois.to(device), side, *attributes(4, DEFAULT)[1:])
-        pooled.backward(weights.to(device))
-        answers.append([x.cpu() for x in (pooled.detach(), *(f.grad for f in features))])
-    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 2e-5)
-    for ours, wanted in zip(answers[1], answers[0], strict=True):
-        torch.testing.assert_close(ours, wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.gpu

@@ -121,8 +121,6 @@ def plan_of(
         for name, value in attributes.items()
     }
     output = network.add_plugin(plugin(*tensors, **fields), aot=True).get_output(0)
-    if output.dtype == trt.bool:
-        output = network.add_cast(output, trt.int32).get_output(0)
     output.name = "output"
     network.mark_output(output)
     return bytes(builder.build_serialized_network(network, config))
