@@ -1,8 +1,8 @@
 """From a checkpoint to a bundle: ONNX files, engines built from them, and the manifest."""
 
-import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from ..model.manifest import (
     Precision,
     Preprocessing,
     Provenance,
+    read_manifest,
     sha256_of,
     write_manifest,
 )
@@ -62,15 +63,13 @@ def bundle_from_checkpoint(
         CheckpointError: the checkpoint cannot be read.
         EngineError: an engine cannot be built.
         BundleError: something that is no bundle is in the way, or an input size holds no image.
+        OSError: the bundle cannot be written.
     """
-    if bundle.exists() and not (bundle / MANIFEST_NAME).is_file() and any(bundle.iterdir()):
-        raise BundleError(f"{bundle} holds something else than a bundle; choose another folder")
+    _check_place(bundle)
     checkpoint = load_checkpoint(checkpoint_path)
     _check_buckets(buckets, checkpoint.preprocessing)
-    bundle.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=bundle.parent, prefix=f".{bundle.name}.") as scratch:
-        partial = Path(scratch) / "bundle"
-        wanted = _Wanted(precisions, buckets or checkpoint.buckets, input_dtype, report)
+    wanted = _Wanted(precisions, buckets or checkpoint.buckets, input_dtype, report)
+    with _whole_folder(bundle) as partial:
         graphs = _export_graphs(checkpoint, partial, wanted)
         engines = []
         if builders:
@@ -80,10 +79,53 @@ def bundle_from_checkpoint(
             ]
         manifest = _manifest_from(checkpoint, checkpoint_path, [*graphs, *engines])
         write_manifest(partial, manifest)
-        if bundle.exists():
-            shutil.rmtree(bundle)
-        partial.replace(bundle)
     return manifest
+
+
+@contextmanager
+def _whole_folder(path: Path) -> Iterator[Path]:
+    """A new folder that takes its name when it is filled; what had the name goes only then.
+
+    Raises:
+        OSError: it cannot be made or filled.
+    """
+    path = path.resolve()  # what a link names, or `.`, is to be replaced
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        partial = Path(scratch, "new")
+        partial.mkdir()
+        try:
+            yield partial
+        except OSError as error:
+            # Where a disk is full, Python names no file.
+            error.filename = error.filename or str(path.parent)
+            raise
+        if path.exists():
+            path.replace(Path(scratch, "older"))
+        partial.replace(path)
+
+
+def _check_place(bundle: Path) -> None:
+    """Refuse a path at which no bundle can be put.
+
+    Raises:
+        BundleError: it holds something else, or cannot be replaced.
+    """
+    held = {path.name for path in bundle.iterdir()} if bundle.exists() else set()
+    try:
+        held -= {MANIFEST_NAME, *(artifact.path for artifact in read_manifest(bundle).artifacts)}
+    except BundleError:
+        if MANIFEST_NAME in held:  # it is damaged, which a new one mends
+            held.clear()
+    if held:
+        raise BundleError(
+            f"{bundle} holds something else than a bundle, {min(held)} for one; choose another "
+            "folder"
+        )
+    if bundle.resolve().is_mount():
+        raise BundleError(
+            f"{bundle} is a mount point, which no bundle can replace; choose a folder in it"
+        )
 
 
 class _Wanted(NamedTuple):
@@ -95,7 +137,6 @@ class _Wanted(NamedTuple):
 
 def _export_graphs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> list[Artifact]:
     """Write the ONNX files, each once, and list them by precision and bucket."""
-    folder.mkdir()
     hashes: dict[str, str] = {}
     artifacts = []
     for precision in dict.fromkeys(wanted.precisions):
@@ -127,6 +168,7 @@ def _sources_of_engines(checkpoint: Checkpoint, partial: Path, wanted: _Wanted) 
         return partial
     wanted.report(f"TensorRT selects at most {TOP_K_LIMIT} candidates: its engines have {changes}")
     folder = partial.with_name("limited")
+    folder.mkdir()
     _export_graphs(limited, folder, wanted)
     return folder
 

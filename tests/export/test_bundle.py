@@ -1,5 +1,8 @@
+import resource
+import shutil
 from pathlib import Path
 
+import onnx
 import pytest
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
@@ -13,6 +16,63 @@ def test_bundle_holds_what_its_manifest_names(bundle: Path) -> None:
     assert {str(a.bucket) for a in manifest.artifacts_for("fp32")} == {"96x160", "160x96"}
     for artifact in manifest.artifacts:
         assert verified_path(bundle, artifact).is_file()
+
+
+@pytest.fixture
+def quick_graphs(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exporter gives a graph that is there."""
+    proto = onnx.load(bundle / read_manifest(bundle).artifacts[0].path)
+    monkeypatch.setattr("maskrcnn_trt.export.bundle.onnx_from_model", lambda *_: proto)
+
+
+@pytest.mark.usefixtures("quick_graphs")
+@pytest.mark.parametrize("name", [".", "../bundle", "../link"])
+def test_older_bundle_is_replaced_under_any_name(
+    tiny_checkpoint: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    older = shutil.copytree(bundle, tmp_path / "bundle")
+    (tmp_path / "link").symlink_to(older)
+    monkeypatch.chdir(older)
+    manifest = bundle_from_checkpoint(tiny_checkpoint, Path(name), precisions=("tf32",))
+    assert read_manifest(older) == manifest
+    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "link"}
+
+
+@pytest.mark.usefixtures("quick_graphs")
+def test_bundle_that_is_damaged_can_be_replaced(
+    tiny_checkpoint: Path, bundle: Path, tmp_path: Path
+) -> None:
+    older = shutil.copytree(bundle, tmp_path / "bundle")
+    (older / "manifest.json").write_text("{")
+    manifest = bundle_from_checkpoint(tiny_checkpoint, older, precisions=("fp32",))
+    assert read_manifest(older) == manifest
+
+
+@pytest.mark.usefixtures("quick_graphs")
+def test_full_disk_names_the_folder_and_leaves_the_older_bundle(
+    tiny_checkpoint: Path, bundle: Path, tmp_path: Path
+) -> None:
+    """No file may be larger than 1 MB, as a stand-in for a disk that is full."""
+    older = shutil.copytree(bundle, tmp_path / "bundle")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"too large") as caught:
+            bundle_from_checkpoint(tiny_checkpoint, older)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.filename == str(tmp_path)
+    for artifact in read_manifest(older).artifacts:
+        assert verified_path(older, artifact).is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_mount_point_is_refused_before_the_export(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with pytest.raises(BundleError, match=r"is a mount point, .* choose a folder in it"):
+        bundle_from_checkpoint(tiny_checkpoint, tmp_path)
 
 
 def test_input_sizes_that_hold_no_image_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
