@@ -113,17 +113,22 @@ def builders_from_options(
         EngineError: this machine cannot build such engines.
     """
     given = {name: value for name, value in choices.items() if value not in (None, ())}
-    for name in given:
+    for name, value in given.items():
         option, owners = _BELONGS[name]
         if not owners & set(kinds):
             needed = " or ".join(f"--engine {kind}" for kind in sorted(owners))
             raise click.UsageError(f"{option} is of no use without {needed}")
+        if isinstance(value, Path) and bundle.resolve() in value.resolve().parents:
+            raise click.UsageError(
+                f"{option} {value} is in {bundle}, which is replaced as a whole; choose a file "
+                "outside of it"
+            )
     if not kinds:
         return []
     from .build_log import BuildLog
     from .engine_build import builder_for
 
-    path = given.pop("build_log", bundle.absolute().with_name(f"{bundle.name}.build.log"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log, options = BuildLog(path), EngineOptions(**given)
+    place = bundle.resolve()
+    log = BuildLog(given.pop("build_log", place.with_name(f"{place.name}.build.log")))
+    options = EngineOptions(**given)
     return [builder_for(kind, options, log) for kind in dict.fromkeys(kinds)]

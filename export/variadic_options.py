@@ -15,9 +15,19 @@ class VariadicCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words after the repetition is written out."""
-        return super().parse_args(ctx, list(self._written_out(ctx, args)))
+        refusals: list[click.BadParameter] = []
+        words = list(self._written_out(ctx, args, refusals))
+        try:
+            return super().parse_args(ctx, words)
+        except click.UsageError as error:
+            # An argument too many may have been meant for the option before it.
+            if type(error) is click.UsageError and refusals:
+                error.message = f"{error.message.rstrip('.')}, as {refusals[0].message}"
+            raise
 
-    def _written_out(self, ctx: click.Context, args: Sequence[str]) -> Iterator[str]:
+    def _written_out(
+        self, ctx: click.Context, args: Sequence[str], refusals: list[click.BadParameter]
+    ) -> Iterator[str]:
         options = {
             name: option
             for option in self.get_params(ctx)
@@ -27,9 +37,14 @@ class VariadicCommand(click.Command):
         words = iter(args)
         repeated = ""
         for word in words:
-            if repeated and _accepts(options[repeated], word, ctx):
-                yield from (repeated, word)
-                continue
+            if repeated and not word.startswith("-"):
+                try:
+                    options[repeated].type(word, options[repeated], ctx)
+                except click.BadParameter as refusal:
+                    refusals.append(refusal)
+                else:
+                    yield from (repeated, word)
+                    continue
             name, equals, _ = word.partition("=")
             repeated = name if name in options else ""
             yield word
@@ -37,13 +52,3 @@ class VariadicCommand(click.Command):
                 yield from islice(words, 1)
             elif word == "--":
                 yield from words
-
-
-def _accepts(option: click.Option, word: str, ctx: click.Context) -> bool:
-    if word.startswith("-"):
-        return False
-    try:
-        option.type(word, option, ctx)
-    except click.BadParameter:
-        return False
-    return True

@@ -73,6 +73,7 @@ def test_older_bundle_is_replaced_and_verified_on_noise(
         (["--engine", "tensorrt", "--compute-capability", "8.9"], "without --engine tensorrt-rtx"),
         (["--compute-capability", "89"], "'89' is no compute capability such as 8.9"),
         (["--batch", "0"], "0 is not in the range x>=1"),
+        (["--precision", "fp32", "int8"], "extra argument (int8), as 'int8' is not one of 'fp32'"),
     ],
 )
 def test_wrong_options_are_named(
@@ -101,8 +102,32 @@ def test_folder_that_holds_something_else_is_left_alone(
     (tmp_path / "thesis.tex").write_text("years of work")
     result = export(tiny_checkpoint, "-o", tmp_path)
     assert isinstance(result.exception, BundleError)
-    assert str(tmp_path) in str(result.exception)
+    assert f"{tmp_path} holds something else than a bundle, thesis.tex" in str(result.exception)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["years of work"]
+
+
+def test_bundle_with_something_else_in_it_is_left_alone(
+    tiny_checkpoint: Path, bundle: Path, tmp_path: Path
+) -> None:
+    older = shutil.copytree(bundle, tmp_path / "bundle")
+    checkpoint = Path(shutil.copy(tiny_checkpoint, older / "model.pth"))
+    result = export(checkpoint, "-o", older)
+    assert isinstance(result.exception, BundleError)
+    assert "holds something else than a bundle, model.pth" in str(result.exception)
+    assert checkpoint.is_file()
+
+
+@pytest.mark.parametrize("option", ["--build-log", "--timing-cache"])
+def test_files_within_the_bundle_would_be_lost_with_it(
+    tiny_checkpoint: Path, tmp_path: Path, option: str
+) -> None:
+    bundle = tmp_path / "bundle"
+    result = export(
+        tiny_checkpoint, "-o", bundle, "--engine", "tensorrt", option, bundle / "x" / "file"
+    )
+    assert result.exit_code == 2
+    assert f"{option} {bundle}/x/file is in {bundle}, which is replaced" in result.output
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["empty", "missing"])

@@ -38,7 +38,9 @@ def test_values_go_to_the_option_before_them(line: str, seen: str) -> None:
     [
         ("m --size", "Option '--size' requires an argument"),
         ("m --size x", "'x' is not a valid integer"),
-        ("m --size 1 x", "unexpected extra argument (x)"),
+        ("m --size 1 x", "unexpected extra argument (x), as 'x' is not a valid integer"),
+        ("--size 1 x m", "unexpected extra argument (m), as 'x' is not a valid integer"),
+        ("m n --size 1", "unexpected extra argument (n)\n"),
         ("m --colour green", "'green' is not one of 'red', 'blue'"),
         ("--size 1 2", "Missing argument 'MODEL'"),
     ],
