@@ -181,11 +181,13 @@ class EngineBuilder(ABC):
     def _failure(self, name: str) -> str:
         """Why the builder failed, in a sentence."""
         errors = self._log.errors or ["it gives no reason"]
-        for error in errors:
-            if _SHORT_OF_MEMORY.search(error):
-                remedy = "free memory of the GPU, or build for smaller batches with --batch"
-                return f"{self.product} cannot build {name}: {error}; {remedy}"
-        return f"{self.product} cannot build {name}: {errors[0]}; the build log is {self._log.path}"
+        shortages = [error for error in errors if _SHORT_OF_MEMORY.search(error)]
+        remedy = f"the build log is {self._log.path}"
+        if shortages:
+            is_limited = self._options.workspace_gib is not None
+            more = "give more with --workspace" if is_limited else "free memory of the GPU"
+            remedy = f"{more}, or build for smaller batches with --batch"
+        return f"{self.product} cannot build {name}: {(shortages or errors)[0]}; {remedy}"
 
 
 def builder_for(kind: EngineKind, options: EngineOptions, log: BuildLog) -> EngineBuilder:

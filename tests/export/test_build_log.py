@@ -23,6 +23,14 @@ def test_sections_share_a_file_and_keep_their_own_errors(tmp_path: Path) -> None
     )
 
 
+def test_a_full_disk_ends_the_log_and_not_the_build() -> None:
+    log = BuildLog(Path("/dev/full"))
+    with log.section("first.plan"):
+        for number in range(10_000):
+            log.write("ERROR", f"failed for the {number}th time")
+    assert len(log.errors) == 10_000
+
+
 def test_a_log_without_a_section_leaves_no_file(tmp_path: Path) -> None:
     BuildLog(tmp_path / "build.log").write("ERROR", "early")
     assert not (tmp_path / "build.log").exists()

@@ -212,6 +212,15 @@ def model_of_one_node(path: Path, node: onnx.NodeProto) -> Path:
     return path
 
 
+def test_memory_that_the_user_limited_is_the_users_to_give(
+    models: dict[Precision, Path], tmp_path: Path
+) -> None:
+    options = EngineOptions(batches=(8,), workspace_gib=1e-6, compute_capabilities=("8.9",))
+    builder = builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
+    with pytest.raises(EngineError, match=r"OutOfMemory .*; give more with --workspace, or build"):
+        builder.build(models["fp16"], tmp_path / "x.rtx", "fp16")
+
+
 def test_node_that_the_parser_does_not_know(tmp_path: Path) -> None:
     node = helper.make_node("Frobnicate", ["x"], ["y"], name="frob_7")
     model = model_of_one_node(tmp_path / "one.onnx", node)
