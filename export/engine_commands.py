@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,23 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..model.manifest import MANIFEST_NAME, Artifact, EngineBuild, read_manifest, verified_path
+from ..model.manifest import (
+    MANIFEST_NAME,
+    Artifact,
+    BundleError,
+    EngineBuild,
+    EngineKind,
+    read_manifest,
+    verified_path,
+)
 
 if TYPE_CHECKING:
     from .engine_inspection import EngineTensor
     from .engine_layers import Layer
+
+
+_KINDS: Mapping[str, EngineKind] = {".plan": "tensorrt", ".rtx": "tensorrt-rtx"}
+"""Of engines, by the end of their names."""
 
 
 @click.group()
@@ -30,14 +42,16 @@ def inspect(plan: Path, as_json: bool) -> None:
     """Show what PLAN was built for, its tensors, and its layers with their types.
 
     A plan can run code: inspect none that you would not run. One in a bundle must be the one that
-    was exported. Only a GPU that an engine runs on can list its layers.
+    was exported. Layers and tensors are listed only where a GPU is that the engine runs on.
     """
     from .engine_inspection import inspected_layers, inspected_tensors, load_engine
 
-    if plan.suffix == ".onnx":
-        raise click.BadParameter(f"{plan} is a model, not an engine", param_hint="PLAN")
+    kind = _KINDS.get(plan.suffix)
+    if kind is None:
+        raise click.BadParameter(
+            f"{plan} is no engine, whose name ends in {' or '.join(_KINDS)}", param_hint="PLAN"
+        )
     artifact = _artifact_of(plan)
-    kind = artifact.kind if artifact else "tensorrt-rtx" if plan.suffix == ".rtx" else "tensorrt"
     if artifact and not as_json:
         Console().print(_table_of_build(artifact))
     trt, loaded = load_engine(plan, kind)
@@ -50,19 +64,21 @@ def inspect(plan: Path, as_json: bool) -> None:
 
 
 def _artifact_of(plan: Path) -> Artifact | None:
-    """The manifest's entry of a plan in a bundle.
+    """The manifest's entry of a plan in a bundle; None outside of a bundle.
 
     Raises:
-        BundleError: the plan is not the file that the manifest means.
+        BundleError: the plan is not a file that the manifest names.
     """
     bundle = plan.parent
     if not (bundle / MANIFEST_NAME).is_file():
         return None
-    named = (a for a in read_manifest(bundle).artifacts if a.path == plan.name and a.engine)
-    artifact = next(named, None)
-    if artifact:
-        verified_path(bundle, artifact)
-    return artifact
+    for artifact in read_manifest(bundle).artifacts:
+        if artifact.path == plan.name:
+            verified_path(bundle, artifact)
+            return artifact
+    raise BundleError(
+        f"{plan} is in a bundle whose manifest does not name it; move it elsewhere to inspect it"
+    )
 
 
 def _record(

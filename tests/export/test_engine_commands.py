@@ -65,6 +65,16 @@ def test_plan_that_is_not_the_manifests_is_not_loaded(engine_bundle: Path, tmp_p
     assert "is not the file that was exported" in str(result.exception)
 
 
+def test_plan_that_the_manifest_does_not_name_is_not_loaded(
+    engine_bundle: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(engine_bundle, tmp_path / "copy")
+    (copy / "model-fp16-96x160.rtx").rename(copy / "other.rtx")
+    error = inspect(copy / "other.rtx").exception
+    assert isinstance(error, BundleError)
+    assert "whose manifest does not name it" in str(error)
+
+
 def test_damaged_plan_outside_a_bundle(tmp_path: Path) -> None:
     plan = tmp_path / "model.rtx"
     plan.write_bytes(b"not a plan")
@@ -76,7 +86,12 @@ def test_damaged_plan_outside_a_bundle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("model-fp16-96x160.onnx", "is a model, not an engine"), ("none.plan", "does not exist")],
+    [
+        ("model-fp16-96x160.onnx", "is no engine, whose name ends in .plan or .rtx"),
+        ("manifest.json", "is no engine, whose name ends in .plan or .rtx"),
+        ("none.plan", "does not exist"),
+        (".", "is a directory"),
+    ],
 )
 def test_what_is_no_engine_is_named(engine_bundle: Path, name: str, sentence: str) -> None:
     result = inspect(engine_bundle / name)
