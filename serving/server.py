@@ -75,19 +75,23 @@ async def detection_server(bundle: Path, config: ServeConfig) -> AsyncIterator[s
         add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         health = HealthService(_SERVICE)
         add_HealthServicer_to_server(health, server)
-        async with asyncio.TaskGroup() as tasks:
-            computing = tasks.create_task(pipeline.run())
-            await server.start()
-            try:
-                await pipeline.warm_up()
+        await server.start()
+        try:
+            # Before the group, which would wrap what is raised.
+            await pipeline.warm_up()
+            async with asyncio.TaskGroup() as tasks:
+                computing = tasks.create_task(pipeline.run())
                 health.set_ready()
-                yield f"{config.host}:{port}"
-            finally:
-                health.stop()
-                await asyncio.sleep(_LAST_CALLS_S)
-                service.stop_reading()
-                await server.stop(config.stop_grace_s)
-                computing.cancel()
+                try:
+                    yield f"{config.host}:{port}"
+                finally:
+                    health.stop()
+                    await asyncio.sleep(_LAST_CALLS_S)
+                    service.stop_reading()
+                    await server.stop(config.stop_grace_s)
+                    computing.cancel()
+        finally:
+            await server.stop(None)
 
 
 def _listening_server(config: ServeConfig) -> tuple[grpc.aio.Server, int]:

@@ -16,9 +16,10 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.errors import ServingError
+from maskrcnn_trt.serving.errors import BackendError, ServingError
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
@@ -117,6 +118,19 @@ def test_more_requests_than_places_are_refused(bundle: Path, picture: Encode) ->
     refused = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     assert 1 <= len(refused) <= 5
     assert {error.code for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+def test_failed_warm_up_is_one_error(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(backend: OnnxRuntimeBackend, max_batch: int) -> None:
+        raise BackendError("the runtime does not compute")
+
+    async def start() -> None:
+        async with detection_server(bundle, ServeConfig(port=0)):
+            pass
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "warm_up", fail)
+    with pytest.raises(BackendError, match="does not compute"):
+        asyncio.run(start())
 
 
 def test_port_in_use_is_one_sentence(bundle: Path) -> None:
