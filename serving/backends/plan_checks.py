@@ -26,7 +26,6 @@ RUNTIMES: Final[Mapping[EngineKind, Runtime]] = {
 RTX_MAJORS: Final = ("7", "8", "12")
 """Major compute capabilities that TensorRT-RTX runs on."""
 
-
 _FREE_MEMORY: Final = (
     "end what holds the GPU's memory (nvidia-smi lists it), lower --max-batch or serve a lower "
     "--precision"
@@ -131,17 +130,17 @@ def _check_build(kind: EngineKind, artifact: Artifact, machine: Machine) -> None
     built, here = [], []
     if build.runtime_version != machine.runtime_version:
         built.append(f"with {RUNTIMES[kind].title} {build.runtime_version}")
-        here.append(machine.runtime_version)
+        here.append(f"{RUNTIMES[kind].title} {machine.runtime_version}")
     if machine.compute_capability not in build.compute_capabilities:
         built.append(f"for compute capability {', '.join(build.compute_capabilities)}")
-        here.append(machine.compute_capability)
+        here.append(f"compute capability {machine.compute_capability}")
     if build.platform != machine.platform:
         built.append(f"on {build.platform}")
         here.append(machine.platform)
     if built:
+        batches = " ".join(str(profile.opt) for profile in build.profiles)
         raise BackendError(
-            f"the plan {artifact.path} was built {' '.join(built)}; here "
-            f"{'is' if len(here) == 1 else 'are'} {' and '.join(here)}; rebuild it here with "
-            f"`maskrcnn export CHECKPOINT -o BUNDLE --engine {kind} "
-            f"--precision {artifact.precision}`"
+            f"the plan {artifact.path} was built {' '.join(built)}, and here is "
+            f"{' with '.join(here)}; build it here with `maskrcnn export CHECKPOINT -o BUNDLE "
+            f"--engine {kind} --precision {artifact.precision} --batch {batches}`"
         )

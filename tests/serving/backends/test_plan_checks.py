@@ -53,18 +53,20 @@ def test_plans_for_this_machine_pass() -> None:
     [
         (
             {"runtime_version": "11.2.0.5"},
-            "the plan model.plan was built with TensorRT 11.2.0.5; here is 11.4.0.106; rebuild it "
-            "here with `maskrcnn export CHECKPOINT -o BUNDLE --engine tensorrt --precision fp16`",
+            "the plan model.plan was built with TensorRT 11.2.0.5, and here is TensorRT "
+            "11.4.0.106; build it here with `maskrcnn export CHECKPOINT -o BUNDLE --engine "
+            "tensorrt --precision fp16 --batch 1 8`",
         ),
         (
             {"compute_capabilities": ("8.0", "8.6")},
-            "the plan model.plan was built for compute capability 8.0, 8.6; here is 9.0; ",
+            "the plan model.plan was built for compute capability 8.0, 8.6, and here is compute "
+            "capability 9.0; ",
         ),
-        ({"platform": "windows-amd64"}, "was built on windows-amd64; here is linux-x86_64; "),
+        ({"platform": "windows-amd64"}, "was built on windows-amd64, and here is linux-x86_64; "),
         (
             {"runtime_version": "11.2.0.5", "compute_capabilities": ("8.0",)},
-            "was built with TensorRT 11.2.0.5 for compute capability 8.0; "
-            "here are 11.4.0.106 and 9.0; rebuild",
+            "was built with TensorRT 11.2.0.5 for compute capability 8.0, and here "
+            "is TensorRT 11.4.0.106 with compute capability 9.0; build",
         ),
     ],
 )
