@@ -2,9 +2,10 @@
 
 Contract, held by every implementation: a box is suppressed by a kept box that comes before it, is
 of the same class, and overlaps it by more than the threshold. IoU is intersection over union of
-xyxy boxes without the legacy +1; it and the threshold are compared in single precision. Boxes of a
-negative class are padding: they are never kept and suppress nothing. Of a set, the first `max_keep`
-that survive are kept.
+xyxy boxes without the legacy +1; it and the threshold are compared in single precision. What has no
+area, or an IoU that is no number, neither suppresses nor is suppressed. Boxes of a negative class
+are padding: they are never kept and suppress nothing. Of a set, the first `max_keep` that survive
+are kept.
 """
 
 import torch

@@ -115,36 +115,27 @@ CASES: dict[str, tuple[tuple[Tensor, Tensor], float]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(nms_keep, id="torch-cpu"),
-        pytest.param(keep_by_onnx, id="onnx-function"),
-        pytest.param(keep_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
-    ],
-)
+TORCH = [
+    pytest.param(nms_keep, id="torch-cpu"),
+    pytest.param(keep_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
+]
+IMPLEMENTATIONS = [*TORCH, pytest.param(keep_by_onnx, id="onnx-function")]
+Suppress = Callable[[Tensor, Tensor, float, int], Tensor]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("max_keep", [0, 1, 7], ids=["all", "one", "seven"])
 @pytest.mark.parametrize("case", CASES)
-def test_implementations_keep_the_same(
-    implementation: Callable[[Tensor, Tensor, float, int], Tensor], case: str, max_keep: int
-) -> None:
+def test_implementations_keep_the_same(implementation: Suppress, case: str, max_keep: int) -> None:
     (boxes, classes), threshold = CASES[case]
     keep = implementation(boxes, classes, threshold, max_keep)
     assert keep.dtype == torch.bool
     assert torch.equal(keep, keep_by_definition(boxes, classes, threshold, max_keep))
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(nms_keep, id="torch-cpu"),
-        pytest.param(keep_by_cuda, id="torch-cuda", marks=pytest.mark.gpu),
-    ],
-)
+@pytest.mark.parametrize("implementation", TORCH)
 @pytest.mark.parametrize("threshold", [0.5, 0.7])
-def test_keeps_what_torchvision_keeps(
-    implementation: Callable[[Tensor, Tensor, float, int], Tensor], threshold: float
-) -> None:
+def test_keeps_what_torchvision_keeps(implementation: Suppress, threshold: float) -> None:
     boxes, classes = random_sets(4, 1000, 4, seed=4)
     keep = implementation(boxes, classes, threshold, 0)
     ranks = torch.arange(1000, 0, -1).float()
@@ -170,12 +161,14 @@ def test_large_sets_on_a_gpu(count: int, max_keep: int) -> None:
     assert torch.equal(keep, nms_keep(boxes, classes, 0.5, max_keep))
 
 
-@pytest.mark.gpu
-def test_boxes_that_are_no_numbers_suppress_nothing_on_a_gpu() -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_boxes_that_are_no_numbers_suppress_nothing(implementation: Suppress) -> None:
+    endless = [0, 0, torch.inf, torch.inf]
     boxes, classes = one_set(
-        [[torch.nan] * 4, SQUARE, [0, 0, torch.inf, torch.inf], SQUARE], [0] * 4
+        [[torch.nan] * 4, SQUARE, endless, SQUARE, [0, torch.nan, 10, 10], endless], [0] * 6
     )
-    assert keep_by_cuda(boxes, classes, 0.5, 0).tolist() == [[True, True, True, False]]
+    expected = [[True, True, True, False, True, True]]
+    assert implementation(boxes, classes, 0.5, 0).tolist() == expected
 
 
 @pytest.mark.gpu
