@@ -20,10 +20,11 @@ class VariadicCommand(click.Command):
         try:
             return super().parse_args(ctx, words)
         except click.UsageError as error:
+            if type(error) is not click.UsageError or not refusals:
+                raise
             # An argument too many may have been meant for the option before it.
-            if type(error) is click.UsageError and refusals:
-                error.message = f"{error.message.rstrip('.')}, as {refusals[0].message}"
-            raise
+            sentence = f"{error.message.rstrip('.')}, as {refusals[0].message}"
+            raise click.UsageError(sentence, ctx) from None
 
     def _written_out(
         self, ctx: click.Context, args: Sequence[str], refusals: list[click.BadParameter]
