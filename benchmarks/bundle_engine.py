@@ -4,29 +4,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 from ..model.manifest import Precision, read_manifest
 from ..model.spec import ShapeBucket
-from ..serving.backends.onnxruntime import OnnxRuntimeBackend
+from ..serving.backends.loading import load_backend
+from ..serving.config import BackendName
 
 
 class BundleEngine:
-    """A bundle on ONNX Runtime; copies from and to the host are part of its time."""
+    """A bundle on one of its backends; copies from and to the host are part of its time."""
 
-    name = "onnxruntime"
-
-    def __init__(self, bundle: Path, precision: Precision) -> None:
-        """Load a bundle.
-
-        Raises:
-            BundleError: it cannot be read or has nothing of that precision.
-        """
+    def __init__(
+        self, bundle: Path, precision: Precision, backend: BackendName, max_batch: int
+    ) -> None:
+        """Load a bundle; raises as `load_backend`."""
+        manifest = read_manifest(bundle)
+        self._backend = load_backend(bundle, manifest, precision, backend, max_batch)
+        self.name = self._backend.name
         self.precision = precision
-        on_gpu = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
-        self.device = "cuda" if on_gpu else "cpu"
-        self._backend = OnnxRuntimeBackend(bundle, read_manifest(bundle), precision)
+        self.device = self._backend.device
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import click
 
 from ..export.commands import BucketType
 from ..model.manifest import Precision
 from ..model.spec import ShapeBucket
+from ..serving.config import BackendName
 from .train import TrainPrecision
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -35,6 +37,10 @@ def bench() -> None:
 @click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
 @click.option("--precision", type=click.Choice(["fp32", "tf32", "fp16"]), default="fp32")
+@click.option(
+    "--backend", type=click.Choice(get_args(BackendName)), default="auto",
+    help="What computes bundles; auto takes the fastest that runs here.",
+)  # fmt: skip
 @click.option("--shape", "bucket", type=BucketType(), help="Input size.")
 @click.option("--peer", type=click.Choice(["torchvision"]), help="Measure it at equal weights too.")
 @_IMAGES
@@ -45,6 +51,7 @@ def infer(
     models: tuple[Path, ...],
     batches: tuple[int, ...],
     precision: Precision,
+    backend: BackendName,
     bucket: ShapeBucket | None,
     peer: str | None,
     images: tuple[Path, ...],
@@ -54,7 +61,7 @@ def infer(
 ) -> None:
     """Measure models one after the other, batch after batch.
 
-    Each is a bundle, which ONNX Runtime runs, or a checkpoint, which torch runs. All get the same
+    Each is a bundle, which --backend runs, or a checkpoint, which torch runs. All get the same
     input; its size is the first that the first model has, unless --shape says otherwise.
     """
     from .infer import InferSettings, measure_models
@@ -65,6 +72,7 @@ def infer(
     settings = InferSettings(
         batches=batches,
         precision=precision,
+        backend=backend,
         bucket=bucket,
         images=_contents_of(images),
         seconds=seconds,

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..model.manifest import BundleError, Precision, read_manifest
 from ..model.spec import ShapeBucket
+from ..serving.config import BackendName
 
 
 class Engine(Protocol):
@@ -34,7 +35,13 @@ class Engine(Protocol):
 
 
 def engines_from_path(
-    path: Path, precision: Precision, bucket: ShapeBucket, *, with_torchvision: bool
+    path: Path,
+    precision: Precision,
+    bucket: ShapeBucket,
+    *,
+    backend: BackendName,
+    max_batch: int,
+    with_torchvision: bool,
 ) -> Iterator[Engine]:
     """Engines of a bundle (a folder) or of a checkpoint (a file), each made when it is its turn.
 
@@ -42,16 +49,19 @@ def engines_from_path(
         path: What export or training wrote.
         precision: Arithmetic.
         bucket: Input size of the images that the engines are going to be bound to.
+        backend: What computes bundles.
+        max_batch: Largest batch that they are going to be bound to.
         with_torchvision: Torchvision's model with the weights of a checkpoint comes too.
 
     Raises:
         BundleError: the bundle cannot be read or lacks what is asked for.
+        BackendError: the backend does not run here, or not with such batches.
         CheckpointError: the file is no checkpoint.
     """
     if path.is_dir():
         from .bundle_engine import BundleEngine
 
-        engine = BundleEngine(path, precision)
+        engine = BundleEngine(path, precision, backend, max_batch)
         if bucket not in engine.buckets:
             sizes = ", ".join(map(str, engine.buckets))
             raise BundleError(f"{path} has no input size {bucket}; choose from {sizes}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..model.manifest import Precision
 from ..model.spec import ShapeBucket
+from ..serving.config import BackendName
 from .engines import Engine, engines_from_path, first_bucket
 from .images import batch_from_encoded, noise_jpeg
 from .latency import Latency, latency_from_seconds
@@ -20,6 +21,8 @@ class InferSettings:
     batches: Sequence[int] = (1, 8)
     """Images a batch."""
     precision: Precision = "fp32"
+    backend: BackendName = "auto"
+    """What computes bundles."""
     bucket: ShapeBucket | None = None
     """Input size, over which each image is stretched; none, the first of the first model."""
     images: Sequence[bytes] = ()
@@ -55,6 +58,7 @@ def measure_models(models: Sequence[Path], settings: InferSettings) -> list[Infe
 
     Raises:
         BundleError: a bundle cannot be read or lacks the precision or input size.
+        BackendError: the backend does not run here, or not with such batches.
         CheckpointError: a file is no checkpoint.
         ImageError: an image is none.
     """
@@ -62,7 +66,12 @@ def measure_models(models: Sequence[Path], settings: InferSettings) -> list[Infe
     results: list[InferResult] = []
     for model in models:
         for engine in engines_from_path(
-            model, settings.precision, bucket, with_torchvision=settings.with_torchvision
+            model,
+            settings.precision,
+            bucket,
+            backend=settings.backend,
+            max_batch=max(settings.batches),
+            with_torchvision=settings.with_torchvision,
         ):
             results += [_measure(engine, batch, bucket, settings) for batch in settings.batches]
             engine.close()

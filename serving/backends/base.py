@@ -1,7 +1,7 @@
 """What a backend must offer."""
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,14 @@ class Outputs(NamedTuple):
 
 class Backend(Protocol):
     """Computes detections for the shape buckets of one precision."""
+
+    @property
+    def name(self) -> str:
+        """What computes, as it is called on the command line."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Where it computes."""
 
     @property
     def concurrency(self) -> int:

@@ -1,7 +1,7 @@
 """ONNX Runtime, on a GPU where its CUDA provider is installed and on the CPU otherwise."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnxruntime
@@ -15,6 +15,7 @@ from .base import Outputs
 class OnnxRuntimeBackend:
     """One session a shape bucket."""
 
+    name = "onnxruntime"
     concurrency = 1
 
     def __init__(self, bundle: Path, manifest: Manifest, precision: Precision) -> None:
@@ -23,7 +24,8 @@ class OnnxRuntimeBackend:
         Raises:
             BundleError: the bundle has none, or one is missing or damaged.
         """
-        self._on_gpu = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+        on_gpu = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+        self.device: Literal["cpu", "cuda"] = "cuda" if on_gpu else "cpu"
         artifacts = manifest.artifacts_for(precision)
         self._sessions = {
             a.bucket: self._session(verified_path(bundle, a), precision) for a in artifacts
@@ -38,7 +40,7 @@ class OnnxRuntimeBackend:
     def warm_up(self, max_batch: int) -> None:
         """Run every bucket once, on a GPU at the largest batch too."""
         for bucket in self.buckets:
-            for batch in {1, max_batch} if self._on_gpu else {1}:
+            for batch in {1, max_batch} if self.device == "cuda" else {1}:
                 images = np.zeros((batch, 3, *bucket), np.uint8)
                 self.infer(bucket, images, np.full((batch, 2), bucket, np.int64))
 
@@ -60,7 +62,7 @@ class OnnxRuntimeBackend:
         # Threads that spin between runs would take the cores from decoding and encoding.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         providers: list[Any] = ["CPUExecutionProvider"]
-        if self._on_gpu:
+        if self.device == "cuda":
             onnxruntime.preload_dlls()
             cuda = {"prefer_nhwc": "1", "use_tf32": str(int(precision == "tf32"))}
             providers.insert(0, ("CUDAExecutionProvider", cuda))

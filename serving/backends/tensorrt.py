@@ -2,7 +2,7 @@
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ _DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
 class TensorRTBackend:
     """One plan a shape bucket; while a batch computes, another is copied in or out."""
 
+    device: Final = "cuda"
     concurrency = 2
 
     def __init__(
@@ -38,6 +39,7 @@ class TensorRTBackend:
             BundleError: the bundle has none, or one is missing or damaged.
             BackendError: one cannot be loaded or takes no such batch, or memory is short.
         """
+        self.name = kind
         artifacts = manifest.artifacts_for(precision, kind)
         self._cache = None
         if kind == "tensorrt-rtx":

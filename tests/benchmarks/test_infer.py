@@ -59,6 +59,7 @@ def test_other_input_size_and_own_picture(bundle: Path, tmp_path: Path):
     [
         (["--shape", "64x64"], "has no input size 64x64; choose from 96x160, 160x96"),
         (["--precision", "fp16"], "the bundle has no fp16 onnx artefact, only fp32 onnx"),
+        (["--backend", "tensorrt"], "the bundle has no fp32 tensorrt artefact, only fp32 onnx"),
         (["--shape", "big"], "'big' is not of the form HEIGHTxWIDTH, as in 800x1344"),
         (["--peer", "torchvision"], "--peer torchvision needs the weights of a checkpoint"),
     ],
