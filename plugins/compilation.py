@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 class KernelError(Exception):
-    """A kernel cannot be compiled or loaded."""
+    """A kernel cannot be compiled, loaded or launched."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def launch_kernel(
     Raises:
         ValueError: the tensors are of several devices.
         KernelError: the kernel cannot be compiled for the device, loaded, or launched.
+        OverflowError: a scalar is no int32.
     """
     if 0 in launch.grid:
         return
@@ -44,10 +45,11 @@ def launch_kernel(
         _bind_context(device.index)
         function = _function(kernel, device)
         stream = torch.cuda.current_stream(device).cuda_stream
-        result = driver.cuLaunchKernel(
+        (status,) = driver.cuLaunchKernel(
             function, *launch.grid, *launch.block, 0, stream, (values, types), 0
         )
-    _checked(result, f"{kernel.name} cannot be launched as {launch}")
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise _error_from(status, f"{kernel.name} cannot be launched as {launch}")
 
 
 def _device_of(kernel: Kernel, tensors: Sequence[Tensor]) -> torch.device:
@@ -94,6 +96,10 @@ def _function(kernel: Kernel, device: torch.device) -> Any:
 def _checked(result: tuple[Any, ...], problem: str) -> Any:
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
-        name = driver.cuGetErrorString(status)[1]
-        raise KernelError(f"{problem}: {name.decode() if name else status}")
+        raise _error_from(status, problem)
     return values[0] if values else None
+
+
+def _error_from(status: driver.CUresult, problem: str) -> KernelError:
+    reason = driver.cuGetErrorString(status)[1]
+    return KernelError(f"{problem}: {reason.decode() if reason else status}")
