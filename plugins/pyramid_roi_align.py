@@ -35,6 +35,7 @@ _FEATURE_TYPES = {
     torch.float32: "float",
     torch.float64: "double",
 }
+_TOO_LARGE = 2.0**24
 _FEATURE_NAMES = " or ".join(map(str, _FEATURE_TYPES))
 
 
@@ -76,7 +77,9 @@ def pyramid_roi_align(
             of one image and level, or RoIs have another dtype or shape.
     """
     _check_levels(features, spatial_scales)
-    levels = _roi_levels(rois, spatial_scales, canonical_level, canonical_size).flatten()
+    levels = _roi_levels(
+        rois, output_size, spatial_scales, canonical_level, canonical_size
+    ).flatten()
     dtype = _sum_dtype(features)
     indexed = _indexed_rois(rois.to(dtype), inclusive)
     pooled = _empty_pooled(features, rois, output_size)
@@ -133,7 +136,9 @@ def pyramid_roi_align_backward(
     inclusive: bool,
 ) -> list[Tensor]:
     """Gradients of the features, each like its level, from that of the pooled ones."""
-    levels = _roi_levels(rois, spatial_scales, canonical_level, canonical_size).flatten()
+    levels = _roi_levels(
+        rois, output_size, spatial_scales, canonical_level, canonical_size
+    ).flatten()
     dtype = _sum_dtype(features)
     indexed = _indexed_rois(rois.to(dtype), inclusive)
     grad = grad.flatten(0, 1).to(dtype)
@@ -264,14 +269,21 @@ def _launch(features: Sequence[Tensor], rois: Tensor, pooling: Pooling) -> Launc
 
 
 def _roi_levels(
-    rois: Tensor, spatial_scales: Sequence[float], canonical_level: int, canonical_size: float
+    rois: Tensor,
+    output_size: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int,
+    canonical_size: float,
 ) -> Tensor:
-    """Index into the pyramid of every RoI, -1 where its area is no number: [..., 4] to [...]."""
+    """Index into the pyramid of every RoI, -1 where it pools zeros: [..., 4] to [...] int64."""
     finest = finest_level(spatial_scales)
     coarsest = finest + len(spatial_scales) - 1
-    area = (rois[..., 2] - rois[..., 0]) * (rois[..., 3] - rois[..., 1])
-    level = torch.floor(canonical_level + torch.log2(area.sqrt() / canonical_size) + 1e-6)
-    return (level.clamp(finest, coarsest) - finest).nan_to_num(-1).to(torch.int64)
+    sides = rois[..., 2:] - rois[..., :2]
+    size = sides.prod(dim=-1).sqrt()
+    level = torch.floor(canonical_level + torch.log2(size / canonical_size) + 1e-6)
+    level = level.clamp(finest, coarsest)
+    cell = sides.amax(dim=-1) * torch.exp2(-level) / output_size
+    return torch.where(cell < _TOO_LARGE, level - finest, -1).to(torch.int64)
 
 
 def _indexed_rois(rois: Tensor, inclusive: bool) -> Tensor:

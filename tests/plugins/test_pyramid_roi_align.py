@@ -187,6 +187,16 @@ def test_rois_that_are_no_numbers_pool_zeros(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+def test_rois_beyond_measure_pool_zeros(ratio: int, device: str) -> None:
+    endless = [0, 0, torch.inf, 5], [-torch.inf, 0, torch.inf, 9], [0, 0, 1e30, 1e30]
+    # The sample in the middle would be on the map.
+    rois = torch.tensor([[*endless, [-1e12, -1e12, 1e12, 1e12], [-1e12, 5, 1e12, 6]]])
+    features = [feature.to(device) for feature in pyramid(1)]
+    assert not pool_by_torch(features, rois.to(device), Mode(ratio)).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_scales_that_do_not_belong_to_the_levels_are_refused(device: str) -> None:
     features, rois = [f.to(device) for f in pyramid(1)[:3]], torch.zeros(1, 1, 4, device=device)
     with pytest.raises(ValueError, match=r"3 levels of features need as many .* not 4"):
