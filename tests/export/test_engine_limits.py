@@ -1,9 +1,17 @@
 from pathlib import Path
 
+import onnx
 import pytest
+from onnx import numpy_helper
 
+from maskrcnn_trt.export.build_log import BuildLog
+from maskrcnn_trt.export.bundle import bundle_from_checkpoint
+from maskrcnn_trt.export.engine_build import builder_for
 from maskrcnn_trt.export.engine_limits import limited_checkpoint
-from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
+from maskrcnn_trt.export.engine_options import EngineOptions
+from maskrcnn_trt.export.errors import EngineError
+from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from maskrcnn_trt.model.spec import ShapeBucket
 
 
 def with_candidates(checkpoint: Checkpoint, proposals: int, detections: int) -> Checkpoint:
@@ -33,3 +41,33 @@ def test_what_it_cannot_select_is_limited_and_said(tiny_checkpoint: Path) -> Non
         "rpn.pre_nms_top_n_test=3840 instead of 6000, roi.nms_candidates=3840 instead of 4000"
     )
     assert checkpoint.model_config.rpn.pre_nms_top_n_test == 6000
+
+
+def selected_counts(path: Path) -> set[int]:
+    graph = onnx.load(path).graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    return {int(constants[n.input[1]][0]) for n in graph.node if n.op_type == "TopK"}
+
+
+@pytest.mark.slow
+def test_engine_selects_fewer_than_the_onnx_file_beside_it(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Of 6720 anchors at the finest level; from the file itself, TensorRT builds no engine."""
+    pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
+    checkpoint = with_candidates(load_checkpoint(tiny_checkpoint), 6000, 200)
+    save_checkpoint(tmp_path / "many.pth", checkpoint)
+    options = EngineOptions(batches=(1,), compute_capabilities=("8.9",))
+    builder = builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
+    said: list[str] = []
+    bundle = tmp_path / "bundle"
+    manifest = bundle_from_checkpoint(
+        tmp_path / "many.pth", bundle, precisions=("fp32",), buckets=(ShapeBucket(160, 224),),
+        builders=(builder,), report=said.append,
+    )  # fmt: skip
+    graph, engine = (bundle / artifact.path for artifact in manifest.artifacts)
+    assert engine.is_file()
+    assert max(selected_counts(graph)) == 6000
+    assert any("rpn.pre_nms_top_n_test=3840 instead of 6000" in sentence for sentence in said)
+    with pytest.raises(EngineError, match=r"ITopKLayer .* maximum value allowed \(3840\)"):
+        builder.build(graph, tmp_path / "x.rtx", "fp32")

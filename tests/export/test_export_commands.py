@@ -148,6 +148,7 @@ needs_rtx = pytest.mark.skipif(
 
 
 @needs_rtx
+@pytest.mark.slow
 def test_engines_stand_beside_the_files_that_they_were_built_from(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
