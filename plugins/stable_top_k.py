@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from .kernels.stable_top_k import (
+    CHUNK,
     MAX_K,
-    SORT_LIMIT,
-    chunk_size,
     prune_kernel,
     prune_launch,
     sort_kernel,
@@ -49,20 +48,14 @@ def _(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @stable_top_k.register_kernel("cuda")
 def _(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    length = values.shape[-1]
-    k = min(k, length)
-    if values.dtype not in _VALUE_TYPES or k > (SORT_LIMIT if k == length else MAX_K):
+    k = min(k, values.shape[-1])
+    if values.dtype not in _VALUE_TYPES or k > MAX_K:
         return _sort(values, k)
     largest, indices = _empty_entries(values, k)
     if largest.numel() == 0:
         return largest, indices
     values = _rows(values)
     candidates, count = _prune(values, k)
-    if k > SORT_LIMIT:
-        # Candidates are k, in the order of the row, and so equals stay in order.
-        places = candidates.long()
-        ordered, order = _sort(values.gather(1, places), k)
-        return ordered.view_as(largest), places.gather(1, order).view_as(indices)
     launch_kernel(
         sort_kernel(_VALUE_TYPES[values.dtype], count),
         sort_launch(len(values), values.stride(0), count, k),
@@ -79,7 +72,7 @@ def _rows(values: Tensor) -> Tensor:
 
 
 def _prune(values: Tensor, k: int) -> tuple[Tensor, int]:
-    """Reduce rows to what one block sorts, or if k is beyond that, to k entries.
+    """Reduce rows to what one block takes.
 
     Args:
         values: [R, N], each row in one piece.
@@ -89,13 +82,12 @@ def _prune(values: Tensor, k: int) -> tuple[Tensor, int]:
         ascending indices into each row [R, M] int32, or none for all; and their number M.
     """
     rows, length = values.shape
-    enough = k if k > SORT_LIMIT else chunk_size(k)
     candidates, count = values.new_empty(0, dtype=torch.int32), length
-    while count > enough:
+    while count > CHUNK:
         left = survivors(count, k)
         kept = values.new_empty(rows, left, dtype=torch.int32)
         launch_kernel(
-            prune_kernel(_VALUE_TYPES[values.dtype], count, k),
+            prune_kernel(_VALUE_TYPES[values.dtype], count),
             prune_launch(rows, values.stride(0), count, k),
             [values, candidates],
             [kept],

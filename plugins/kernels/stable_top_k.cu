@@ -6,7 +6,7 @@
 // places what stays in the order of the row, which settles ties. `prune_top_k` leaves it at that:
 // it is repeated until what is left of a row fits one block. `sort_top_k` takes that, and sorts.
 //
-// Constants: VALUE (type), ITEMS, SORT_LIMIT (entries that are sorted, a power of two), THREADS.
+// Constants: VALUE (type), ITEMS, MAX_K (entries that are sorted, a power of two), THREADS.
 #include "numeric.cuh"
 
 constexpr int WARP = 32;
@@ -159,7 +159,7 @@ prune_top_k(const Value* __restrict__ values, const int* __restrict__ candidates
 extern "C" __global__ void __launch_bounds__(THREADS)
 sort_top_k(const Value* __restrict__ values, const int* __restrict__ candidates, int stride,
            int count, int k, Value* __restrict__ largest, long long* __restrict__ indices) {
-    __shared__ Entry entries[SORT_LIMIT];
+    __shared__ Entry entries[MAX_K];
     const long long row_index = blockIdx.x;
     const Row row = {values + row_index * stride,
                      candidates ? candidates + row_index * count : nullptr};

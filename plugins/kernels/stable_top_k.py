@@ -2,28 +2,23 @@
 
 from ..compilation import Kernel, Launch
 
-MAX_K = 16384
-"""Entries that pruning leaves at most: half a block's, so that it always gets on."""
-SORT_LIMIT = 4096
-"""Entries that a block sorts."""
+MAX_K = 4096
+"""Entries that a block sorts; to choose more, sorting whole rows was measured to be faster."""
+CHUNK = 16384
+"""Entries of a row that a block takes."""
 
 _THREADS = 1024
 
 
-def chunk_size(k: int) -> int:
-    """Entries of a row that a block takes to leave k of them."""
-    return _THREADS * (16 if k <= MAX_K // 2 else 32)
-
-
 def survivors(count: int, k: int) -> int:
     """Entries that pruning leaves of a row's `count`."""
-    full = (count - 1) // chunk_size(k)
-    return full * k + min(k, count - full * chunk_size(k))
+    full = (count - 1) // CHUNK
+    return full * k + min(k, count - full * CHUNK)
 
 
-def prune_kernel(value_type: str, count: int, k: int) -> Kernel:
+def prune_kernel(value_type: str, count: int) -> Kernel:
     """The kernel that leaves k entries a chunk of `float`, `float16` or `bfloat16` values."""
-    return _kernel("prune_top_k", value_type, min(count, chunk_size(k)))
+    return _kernel("prune_top_k", value_type, min(count, CHUNK))
 
 
 def prune_launch(rows: int, stride: int, count: int, k: int) -> Launch:
@@ -32,13 +27,13 @@ def prune_launch(rows: int, stride: int, count: int, k: int) -> Launch:
     Values lie `stride` apart from row to row. Candidates and survivors are ascending indices into
     a row; none stand for all.
     """
-    chunks = -(-count // chunk_size(k))
+    chunks = -(-count // CHUNK)
     scalars = (stride, count, k, survivors(count, k))
     return Launch((rows, chunks, 1), (_THREADS, 1, 1), scalars)
 
 
 def sort_kernel(value_type: str, count: int) -> Kernel:
-    """The kernel that chooses and sorts, of at most a chunk's entries at most `SORT_LIMIT`."""
+    """The kernel that chooses and sorts, of at most a chunk's entries at most `MAX_K`."""
     return _kernel("sort_top_k", value_type, count)
 
 
@@ -52,7 +47,7 @@ def _kernel(name: str, value_type: str, count: int) -> Kernel:
         ("VALUE", value_type),
         # A power of two, so that few kernels serve all sizes.
         ("ITEMS", 1 << (-(-count // _THREADS) - 1).bit_length()),
-        ("SORT_LIMIT", SORT_LIMIT),
+        ("MAX_K", MAX_K),
         ("THREADS", _THREADS),
     )
     return Kernel("stable_top_k.cu", name, constants)
@@ -60,6 +55,6 @@ def _kernel(name: str, value_type: str, count: int) -> Kernel:
 
 VARIANTS = (
     *(sort_kernel("float", _THREADS * items) for items in (1, 2, 4, 8, 16)),
-    *(prune_kernel("float", chunk_size(k), k) for k in (1000, MAX_K)),
+    prune_kernel("float", CHUNK),
     *(sort_kernel(value_type, _THREADS) for value_type in ("float16", "bfloat16")),
 )
