@@ -22,7 +22,7 @@ def load_engine(plan: Path, kind: EngineKind) -> tuple[Any, Any]:
         EngineError: the engine is not for this machine, or damaged.
     """
     trt: Any = importlib.import_module(kind.replace("-", "_"))
-    errors = ["it gives no reason"]
+    errors: list[str] = []
 
     def note(severity: str, message: str) -> None:
         if severity.endswith("ERROR"):
@@ -30,8 +30,9 @@ def load_engine(plan: Path, kind: EngineKind) -> tuple[Any, Any]:
 
     engine = trt.Runtime(logger_into(trt, note)).deserialize_cuda_engine(plan.read_bytes())
     if engine is None:
+        reason = errors[0] if errors else "it gives no reason"
         raise EngineError(
-            f"{kind} {trt.__version__} cannot load {plan} on this machine: {errors[:2][-1]}; "
+            f"{kind} {trt.__version__} cannot load {plan} on this machine: {reason}; "
             "inspect it where it is to run, or build it again with `maskrcnn export --engine`"
         )
     return trt, engine

@@ -71,12 +71,13 @@ _OPTIONS = (
     ),
     click.option(
         "--timing-cache", type=_FILE,
-        help="What tensorrt measured before. If left out, a file for this GPU and version in the "
-        "user's cache folder.",
+        help="Where tensorrt keeps what it measures, to build sooner next time. If left out, a "
+        "file for this GPU and version in the user's cache folder.",
     ),
     click.option(
         "--build-log", type=_FILE,
-        help="All that TensorRT says. If left out, BUNDLE.build.log beside the bundle.",
+        help="Where to write all that TensorRT says. If left out, BUNDLE.build.log beside the "
+        "bundle.",
     ),
 )  # fmt: skip
 _BOTH = frozenset(get_args(EngineKind))
@@ -112,23 +113,32 @@ def builders_from_options(
         ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
         EngineError: this machine cannot build such engines.
     """
+    bundle = bundle.resolve()
     given = {name: value for name, value in choices.items() if value not in (None, ())}
     for name, value in given.items():
-        option, owners = _BELONGS[name]
-        if not owners & set(kinds):
-            needed = " or ".join(f"--engine {kind}" for kind in sorted(owners))
-            raise click.UsageError(f"{option} is of no use without {needed}")
-        if isinstance(value, Path) and bundle.resolve() in value.resolve().parents:
-            raise click.UsageError(
-                f"{option} {value} is in {bundle}, which is replaced as a whole; choose a file "
-                "outside of it"
-            )
+        _check_choice(name, value, bundle, kinds)
     if not kinds:
         return []
     from .build_log import BuildLog
     from .engine_build import builder_for
 
-    place = bundle.resolve()
-    log = BuildLog(given.pop("build_log", place.with_name(f"{place.name}.build.log")))
+    log = BuildLog(given.pop("build_log", bundle.with_name(f"{bundle.name}.build.log")))
     options = EngineOptions(**given)
     return [builder_for(kind, options, log) for kind in dict.fromkeys(kinds)]
+
+
+def _check_choice(name: str, value: object, bundle: Path, kinds: Sequence[EngineKind]) -> None:
+    """Refuse an option that no engine has a use for, and a file that would go with an old bundle.
+
+    Raises:
+        click.UsageError: it is one.
+    """
+    option, owners = _BELONGS[name]
+    if not owners & set(kinds):
+        needed = " or ".join(f"--engine {kind}" for kind in sorted(owners))
+        raise click.UsageError(f"{option} is of no use without {needed}")
+    if isinstance(value, Path) and value.resolve().is_relative_to(bundle):
+        raise click.UsageError(
+            f"{option} {value} is in the bundle, which is replaced as a whole; choose a file "
+            "outside of it"
+        )

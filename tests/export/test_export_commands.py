@@ -126,7 +126,7 @@ def test_files_within_the_bundle_would_be_lost_with_it(
         tiny_checkpoint, "-o", bundle, "--engine", "tensorrt", option, bundle / "x" / "file"
     )
     assert result.exit_code == 2
-    assert f"{option} {bundle}/x/file is in {bundle}, which is replaced" in result.output
+    assert f"{option} {bundle}/x/file is in the bundle, which is replaced" in result.output
     assert list(tmp_path.iterdir()) == []
 
 
