@@ -55,6 +55,12 @@ class BatchProfile(_Record):
     opt: int = Field(ge=1)
     max: int = Field(ge=1)
 
+    @model_validator(mode="after")
+    def _check_order(self) -> "BatchProfile":
+        if not self.min <= self.opt <= self.max:
+            raise ValueError(f"a profile's {self.min}, {self.opt} and {self.max} do not ascend")
+        return self
+
 
 class EngineBuild(_Record):
     """What an engine was built with, and what it runs on."""

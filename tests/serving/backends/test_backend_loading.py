@@ -130,8 +130,18 @@ def test_commands_hand_the_choice_on(command: Any, with_plans: Path, tmp_path: P
     assert "pycuda is not installed" in str(result.exception)
 
 
-def test_manifest_that_is_damaged_is_told(with_plans: Path) -> None:
+@pytest.mark.parametrize(
+    ("entry", "damaged", "sentence"),
+    [
+        ('"runtime_version"', '"version"', "runtime_version: Field required; export the bundle"),
+        ('"opt": 8', '"opt": 9', "a profile's 1, 9 and 8 do not ascend; export the bundle"),
+        ('"kind": "tensorrt-rtx"', '"kind": "onnx"', "an engine, and only it, says how it was"),
+    ],
+)
+def test_manifest_that_is_damaged_is_told(
+    with_plans: Path, entry: str, damaged: str, sentence: str
+) -> None:
     path = with_plans / "manifest.json"
-    path.write_text(path.read_text().replace('"runtime_version"', '"version"'))
-    with pytest.raises(BundleError, match="runtime_version: Field required; export the bundle"):
+    path.write_text(path.read_text().replace(entry, damaged))
+    with pytest.raises(BundleError, match=sentence):
         read_manifest(with_plans)

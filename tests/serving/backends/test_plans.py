@@ -46,12 +46,7 @@ def missing_members(path: Path, module: ModuleType) -> list[str]:
 def test_every_name_is_tensorrts() -> None:
     trt = load_tensorrt()
     assert missing_names(FOLDER / "plans.py", "trt", trt) == []
-    assert (
-        missing_members(FOLDER / "plans.py", trt)
-        == [
-            # Only where there is a cache, which TensorRT-RTX has.
-        ]
-    )
+    assert missing_members(FOLDER / "plans.py", trt) == []
 
 
 def test_every_name_is_tensorrt_rtxs() -> None:
