@@ -21,16 +21,8 @@ from maskrcnn_trt.export.engine_build import builder_for, profiles_from_batches
 from maskrcnn_trt.export.engine_options import EngineOptions
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.export.onnx_export import onnx_from_model
-from maskrcnn_trt.model.checkpoint import Checkpoint
-from maskrcnn_trt.model.config import ModelConfig
-from maskrcnn_trt.model.manifest import (
-    BatchProfile,
-    Category,
-    Precision,
-    Preprocessing,
-    read_manifest,
-)
-from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.manifest import BatchProfile, Precision, read_manifest
 from maskrcnn_trt.model.spec import ShapeBucket
 
 trt = pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
@@ -270,20 +262,9 @@ def test_interrupt_stops_the_builder(models: dict[Precision, Path], tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_true_size(tmp_path: Path) -> None:
+def test_true_size(true_checkpoint: Path, tmp_path: Path) -> None:
     """R-50-FPN for 800x1344, every precision, batches up to 8."""
-    torch.manual_seed(0)
-    config = ModelConfig(num_classes=80)
-    checkpoint = Checkpoint(
-        model_config=config,
-        weights=MaskRCNN(config).state_dict(),
-        categories=tuple(Category(id=n, name=f"class {n}") for n in range(1, 81)),
-        preprocessing=Preprocessing(
-            min_size=800, max_size=1333, pixel_mean=config.pixel_mean, pixel_std=config.pixel_std
-        ),
-        buckets=(ShapeBucket(800, 1344),),
-        iteration=0,
-    )
+    checkpoint = load_checkpoint(true_checkpoint)
     builder = builder_for("tensorrt-rtx", EngineOptions(), BuildLog(tmp_path / "build.log"))
     path = tmp_path / "model.onnx"
     for types, precisions in {"fp32": ("fp32", "tf32"), "fp16": ("fp16",)}.items():

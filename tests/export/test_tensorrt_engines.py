@@ -21,16 +21,8 @@ from maskrcnn_trt.export.engine_inspection import inspected_layers, inspected_te
 from maskrcnn_trt.export.engine_layers import check_precision
 from maskrcnn_trt.export.engine_options import EngineOptions
 from maskrcnn_trt.export.verify import compare_artifact, expected_runs
-from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from maskrcnn_trt.model.config import ModelConfig
-from maskrcnn_trt.model.manifest import (
-    Category,
-    Manifest,
-    Precision,
-    Preprocessing,
-    read_manifest,
-)
-from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.manifest import Manifest, Precision, read_manifest
 from maskrcnn_trt.model.spec import ShapeBucket
 from maskrcnn_trt.serving.backends.loading import load_backend
 
@@ -164,31 +156,6 @@ def test_plan_runs_in_a_process_without_our_plugins(
     finally:
         backend.close()
     np.testing.assert_allclose(np.load(tmp_path / "scores.npy"), found.scores, atol=1e-3)
-
-
-@pytest.fixture(scope="module")
-def true_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """R-50-FPN with random weights."""
-    torch.manual_seed(0)
-    config = ModelConfig(num_classes=80)
-    path = tmp_path_factory.mktemp("checkpoint") / "r50-fpn.pth"
-    save_checkpoint(
-        path,
-        Checkpoint(
-            model_config=config,
-            weights=MaskRCNN(config).state_dict(),
-            categories=tuple(Category(id=n, name=f"class {n}") for n in range(1, 81)),
-            preprocessing=Preprocessing(
-                min_size=800,
-                max_size=1333,
-                pixel_mean=config.pixel_mean,
-                pixel_std=config.pixel_std,
-            ),
-            buckets=(ShapeBucket(800, 1344),),
-            iteration=0,
-        ),
-    )
-    return path
 
 
 @pytest.mark.slow
