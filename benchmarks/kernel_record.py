@@ -17,8 +17,9 @@ _COLUMNS = """\
 Sizes are those of a batch of 8 images of 800x1344 pixels: of RoIs BxRxPxP, of sets of boxes NxK,
 where P is the side of a pooled RoI. "ms" is the median time on the device. "GB/s" is the least
 memory traffic, inputs read once and outputs written once, by that time, and "of copying" its share
-of the {copying} GB/s, reads and writes, that copying a gibibyte reached in the same run. Peers are
-given in ms; "times" is how many times as fast as each of them the kernel is.
+of the {copying} GB/s, reads and writes, that copying a gibibyte reached in the same run; it exceeds
+100% where few RoIs leave much of the features unread. Peers are given in ms; "times" is how many
+times as fast as each of them the kernel is.
 """
 _CLOCK = """\
 Before each call a large tensor is filled. That empties the caches, and keeps the GPU busy until the
