@@ -1,10 +1,13 @@
 """Masks as COCO run lengths, and pasting of mask probabilities into images. Needs no torch."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..plugins.run_lengths import strings_from_runs
 
 MaskPaste = Literal["torchvision", "detectron2"]
 """How probabilities are resampled into an image: within boxes of whole pixels, or exactly."""
@@ -24,7 +27,10 @@ class Rle(NamedTuple):
 def rle_from_mask(mask: NDArray[np.bool_] | NDArray[np.uint8]) -> Rle:
     """Encode a mask [H, W]; whatever is not 0 belongs to it."""
     height, width = mask.shape
-    return _rle_from_edges(_edges(mask.T != 0), height, width)
+    (rle,) = _rles_from_counts(
+        [_counts_from_edges(_edges(mask.T != 0), height, width)], height, width
+    )
+    return rle
 
 
 def mask_from_rle(rle: Rle) -> NDArray[np.uint8]:
@@ -80,8 +86,8 @@ def rles_from_probabilities(
         edges, samples_of = _integer_boxes(boxes, masks.shape[-1]), _samples_of_whole_pixels
     else:
         edges, samples_of = boxes.tolist(), _exact_samples
-    return [
-        _rle_from_probabilities(
+    counts = [
+        _counts_from_probabilities(
             mask,
             samples_of(left, right, width, side),
             samples_of(top, bottom, height, side),
@@ -91,6 +97,7 @@ def rles_from_probabilities(
         )
         for mask, (left, top, right, bottom) in zip(bordered, edges, strict=True)
     ]
+    return _rles_from_counts(counts, height, width)
 
 
 def _integer_boxes(boxes: NDArray[np.float32], side: int) -> list[list[int]]:
@@ -106,15 +113,15 @@ def _integer_boxes(boxes: NDArray[np.float32], side: int) -> list[list[int]]:
     return boxes_D4
 
 
-def _rle_from_probabilities(
+def _counts_from_probabilities(
     mask: NDArray[np.float32],
     columns: _Samples,
     rows: _Samples,
     height: int,
     width: int,
     threshold: float,
-) -> Rle:
-    """Paste a mask [S, S], border included, into its box."""
+) -> NDArray[np.int64]:
+    """Paste a mask [S, S], border included, into its box: lengths of its runs, zeros first."""
     # Products of matrices would be shorter, but BLAS would answer them with threads of its own.
     low_SW, high_SW = mask[:, columns.low], mask[:, columns.high]
     rows_SW = low_SW * (1 - columns.fraction) + high_SW * columns.fraction
@@ -125,7 +132,8 @@ def _rle_from_probabilities(
     closed_WH = np.zeros((crop_HW.shape[1], stride), np.bool_)
     closed_WH[:, : len(crop_HW)] = crop_HW.T
     column, row = np.divmod(_edges(closed_WH), stride)
-    return _rle_from_edges((column + columns.first) * height + row + rows.first, height, width)
+    edges = (column + columns.first) * height + row + rows.first
+    return _counts_from_edges(edges, height, width)
 
 
 def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _Samples:
@@ -161,30 +169,19 @@ def _edges(columns: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.flatnonzero(flat[1:] != flat[:-1])
 
 
-def _rle_from_edges(edges: NDArray[np.int64], height: int, width: int) -> Rle:
+def _counts_from_edges(edges: NDArray[np.int64], height: int, width: int) -> NDArray[np.int64]:
+    """Lengths of the runs between edges, zeros first."""
     pixels = height * width
-    inner = edges[edges < pixels]
-    counts = np.diff(inner, prepend=0, append=pixels)
-    return Rle(height, width, _bytes_from_counts(counts))
+    return np.diff(edges[edges < pixels], prepend=0, append=pixels)
 
 
-def _bytes_from_counts(counts: NDArray[np.int64]) -> bytes:
-    """COCO's compression: from the fourth on the difference to the last run of that value.
-
-    Each number is written in groups of five bits, lowest first, with a sixth bit where more follow.
-    """
-    values = counts.copy()
-    values[3:] -= counts[1:-2]
-    groups = []
-    unfinished = np.ones(len(values), np.bool_)
-    while unfinished.any():
-        low = values & 0x1F
-        values >>= 5
-        more = np.where(low & 0x10, values != -1, values != 0)
-        groups.append(np.where(unfinished, low + 0x20 * more + 48, 0).astype(np.uint8))
-        unfinished &= more
-    characters = np.stack(groups, axis=1)
-    return bytes(characters[characters != 0])
+def _rles_from_counts(counts: Sequence[NDArray[np.int64]], height: int, width: int) -> list[Rle]:
+    """Compress the run lengths of masks of one size."""
+    if not counts:
+        return []
+    num_runs = np.array([len(runs) for runs in counts])
+    strings = strings_from_runs(np.concatenate(counts), num_runs)
+    return [Rle(height, width, string) for string in strings]
 
 
 def _counts_from_bytes(data: bytes) -> NDArray[np.int64]:

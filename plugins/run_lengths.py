@@ -8,11 +8,7 @@ _GROUP_LIMITS = tuple(1 << (5 * groups - 1) for groups in range(1, 7))
 
 
 def coco_strings(counts: NDArray[np.int32], num_runs: NDArray[np.int32]) -> list[bytes]:
-    """Compress the run lengths of many masks at once.
-
-    From the fourth on, a length is replaced by its difference to the last one of the same value.
-    Each number is written in groups of five bits, lowest first, with a sixth bit where more
-    follow; 48 added makes such a group a printable character.
+    """Compress the run lengths of many masks, a row each.
 
     Args:
         counts: [N, C] run lengths, zeros first.
@@ -31,10 +27,29 @@ def coco_strings(counts: NDArray[np.int32], num_runs: NDArray[np.int32]) -> list
             "capacity"
         )
     runs = counts[:, :longest][np.arange(longest) < num_runs[:, None]]
+    return strings_from_runs(runs, num_runs)
+
+
+def strings_from_runs(
+    runs: NDArray[np.signedinteger], num_runs: NDArray[np.signedinteger]
+) -> list[bytes]:
+    """Compress the run lengths of many masks, one after another.
+
+    From the fourth on, a length is replaced by its difference to the last one of the same value.
+    Each number is written in groups of five bits, lowest first, with a sixth bit where more
+    follow; 48 added makes such a group a printable character.
+
+    Args:
+        runs: [sum of num_runs] run lengths below 2 ** 31, zeros of each mask first.
+        num_runs: [N], how many each mask has.
+
+    Returns:
+        The `counts` of COCO's encoding, one a mask.
+    """
     first_runs = np.cumsum(num_runs) - num_runs
     values = runs.copy()
     values[2:] -= runs[:-2]
-    for place in range(min(longest, 3)):
+    for place in range(3):
         early = first_runs[num_runs > place] + place
         values[early] = runs[early]
     magnitudes = values ^ (values >> 31)
@@ -48,7 +63,7 @@ def coco_strings(counts: NDArray[np.int32], num_runs: NDArray[np.int32]) -> list
 
 
 def _text_from_values(
-    values: NDArray[np.int32], places: NDArray[np.int64], lengths: NDArray[np.int64]
+    values: NDArray[np.signedinteger], places: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> bytes:
     """Numbers written into their places, each in so many characters."""
     text = np.empty(lengths.sum(), np.uint8)
