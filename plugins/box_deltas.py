@@ -76,7 +76,27 @@ def decode_in_torch(
     inclusive: bool,
     min_side: float,
 ) -> tuple[Tensor, Tensor]:
-    """What `decode_boxes` computes, in torch's own operations, for exporters."""
+    """Boxes of chosen deltas, clipped to their images, and which of them are large enough.
+
+    This is `maskrcnn::decode_boxes` on a CPU, and what exporters take apart.
+
+    Args:
+        deltas: [B, N, C, 4] float32: C a reference, one a class or a single one.
+        references: [B, N, 4], or [1, N, 4] shared by all images; float32, xyxy in input pixels.
+        indices: [B, K] int64, into the N C deltas of an image; negative marks padding.
+        image_sizes: [B, 2] int64, height and width in pixels.
+        center_weight: what dx and dy were multiplied by.
+        size_weight: what dw and dh were multiplied by.
+        inclusive: a box keeps at least the border's pixel, as where far edges are pixels.
+        min_side: pixels; boxes of a shorter side are not large enough, nor are empty ones.
+
+    Returns:
+        boxes [B, K, 4] float32, xyxy in input pixels, zero for padding; flags [B, K] bool, False
+        for padding.
+
+    Raises:
+        ValueError: on a GPU, an argument has another dtype or shape.
+    """
     exists = indices >= 0
     indices = indices.clamp(min=0)
     owners = indices // deltas.shape[2]
@@ -107,46 +127,9 @@ def _clip(boxes: Tensor, image_sizes: Tensor, inclusive: bool) -> Tensor:
     return torch.cat([near, far], dim=-1)
 
 
-@torch.library.custom_op("maskrcnn::decode_boxes", mutates_args=(), device_types="cpu")
-def decode_boxes(
-    deltas: Tensor,
-    references: Tensor,
-    indices: Tensor,
-    image_sizes: Tensor,
-    center_weight: float,
-    size_weight: float,
-    inclusive: bool,
-    min_side: float,
-) -> tuple[Tensor, Tensor]:
-    """Boxes of chosen deltas, clipped to their images, and which of them are large enough.
-
-    Args:
-        deltas: [B, N, C, 4] float32: C a reference, one a class or a single one.
-        references: [B, N, 4], or [1, N, 4] shared by all images; float32, xyxy in input pixels.
-        indices: [B, K] int64, into the N C deltas of an image; negative marks padding.
-        image_sizes: [B, 2] int64, height and width in pixels.
-        center_weight: what dx and dy were multiplied by.
-        size_weight: what dw and dh were multiplied by.
-        inclusive: a box keeps at least the border's pixel, as where far edges are pixels.
-        min_side: pixels; boxes of a shorter side are not large enough, nor are empty ones.
-
-    Returns:
-        boxes [B, K, 4] float32, xyxy in input pixels, zero for padding; flags [B, K] bool, False
-        for padding.
-
-    Raises:
-        ValueError: on a GPU, an argument has another dtype or shape.
-    """
-    return decode_in_torch(
-        deltas,
-        references,
-        indices,
-        image_sizes,
-        center_weight,
-        size_weight,
-        inclusive,
-        min_side,
-    )
+decode_boxes = torch.library.custom_op(
+    "maskrcnn::decode_boxes", decode_in_torch, mutates_args=(), device_types="cpu"
+)
 
 
 @decode_boxes.register_fake

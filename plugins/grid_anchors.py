@@ -17,7 +17,22 @@ from .launching import launch_kernel
 def grid_anchors_in_torch(
     cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]
 ) -> Tensor:
-    """What `grid_anchors` computes, in torch's own operations, for exporters."""
+    """Anchors of every cell of all maps, in the order of the region proposal network's outputs.
+
+    This is `maskrcnn::grid_anchors` on a CPU, and what exporters take apart.
+
+    Args:
+        cell_anchors: [L, A, 4] float32, xyxy around the corner of a cell; L is 1 to 5.
+        steps: [2 L], pixels from cell to cell, down and across, of each map.
+        grid_sizes: [2 L], H_l and W_l of each map.
+
+    Returns:
+        [sum of H_l W_l A, 4] float32, xyxy in input pixels, not clipped.
+
+    Raises:
+        ValueError: steps or sizes do not belong to L maps; on a GPU, there are more than 5, or the
+            anchors have another dtype.
+    """
     device = cell_anchors.device
     anchors = []
     for own, (down, across, rows, columns) in zip(
@@ -33,23 +48,9 @@ def grid_anchors_in_torch(
     return torch.cat(anchors)
 
 
-@torch.library.custom_op("maskrcnn::grid_anchors", mutates_args=(), device_types="cpu")
-def grid_anchors(cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]) -> Tensor:
-    """Anchors of every cell of all maps, in the order of the region proposal network's outputs.
-
-    Args:
-        cell_anchors: [L, A, 4] float32, xyxy around the corner of a cell; L is 1 to 5.
-        steps: [2 L], pixels from cell to cell, down and across, of each map.
-        grid_sizes: [2 L], H_l and W_l of each map.
-
-    Returns:
-        [sum of H_l W_l A, 4] float32, xyxy in input pixels, not clipped.
-
-    Raises:
-        ValueError: steps or sizes do not belong to L maps; on a GPU, there are more than 5, or the
-            anchors have another dtype.
-    """
-    return grid_anchors_in_torch(cell_anchors, steps, grid_sizes)
+grid_anchors = torch.library.custom_op(
+    "maskrcnn::grid_anchors", grid_anchors_in_torch, mutates_args=(), device_types="cpu"
+)
 
 
 @grid_anchors.register_fake

@@ -64,12 +64,7 @@ def match_boxes(
 
 @match_boxes.register_fake
 def _(
-    boxes: Tensor,
-    labels: Tensor,
-    candidates: Tensor,
-    foreground_iou: float,
-    background_iou: float,
-    low_quality: bool,
+    _boxes: Tensor, labels: Tensor, candidates: Tensor, *_attributes: object, **_named: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_matches(labels, candidates)
 

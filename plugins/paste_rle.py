@@ -77,12 +77,7 @@ def paste_rle(
 
 @paste_rle.register_fake
 def _(
-    masks: Tensor,
-    boxes: Tensor,
-    sizes: Tensor,
-    capacity: int,
-    threshold: float = 0.5,
-    paste: str = "torchvision",
+    masks: Tensor, _boxes: Tensor, _sizes: Tensor, capacity: int, *_rest: object, **_named: object
 ) -> tuple[Tensor, Tensor]:
     return _empty_runs(masks, capacity)
 
