@@ -29,6 +29,7 @@ from ..model.mask_rcnn import MaskRCNN
 from ..model.spec import ShapeBucket
 from .engine_build import EngineBuilder
 from .engine_limits import TOP_K_LIMIT, limited_checkpoint
+from .engine_options import ENGINE_SUFFIXES
 from .onnx_export import onnx_from_model
 from .precision import fold_batch_norms, halve
 
@@ -182,7 +183,7 @@ def _build_engine(
 ) -> Artifact:
     """Build the engine for an ONNX artefact's precision and bucket from the file of its name."""
     report(f"building {graph.precision} for inputs of {graph.bucket} with {builder.product}")
-    path = folder / f"model-{graph.precision}-{graph.bucket}{builder.suffix}"
+    path = folder / f"model-{graph.precision}-{graph.bucket}{ENGINE_SUFFIXES[builder.kind]}"
     build = builder.build(sources / graph.path, path, graph.precision)
     return Artifact(
         path=path.name,

@@ -50,8 +50,6 @@ class EngineBuilder(ABC):
 
     kind: ClassVar[EngineKind]
     product: ClassVar[str]
-    suffix: ClassVar[str]
-    """Of the engines' file names."""
 
     def __init__(self, options: EngineOptions, log: BuildLog) -> None:
         """Load the module that builds, and see whether this machine will do.

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,18 +16,17 @@ from ..model.manifest import (
     Artifact,
     BundleError,
     EngineBuild,
-    EngineKind,
     read_manifest,
     verified_path,
 )
+from .engine_options import ENGINE_SUFFIXES
 
 if TYPE_CHECKING:
     from .engine_inspection import EngineTensor
     from .engine_layers import Layer
 
 
-_KINDS: Mapping[str, EngineKind] = {".plan": "tensorrt", ".rtx": "tensorrt-rtx"}
-"""Of engines, by the end of their names."""
+_KINDS = {suffix: kind for kind, suffix in ENGINE_SUFFIXES.items()}
 
 
 @click.group()

@@ -1,7 +1,7 @@
 """Options of the command line that say which engines to build."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,6 +12,9 @@ from ..model.manifest import EngineKind
 
 if TYPE_CHECKING:
     from .engine_build import EngineBuilder
+
+ENGINE_SUFFIXES: Mapping[EngineKind, str] = {"tensorrt": ".plan", "tensorrt-rtx": ".rtx"}
+"""How names of engines end."""
 
 _Command = Callable[..., None]
 

@@ -15,7 +15,6 @@ class RtxEngineBuilder(EngineBuilder):
 
     kind = "tensorrt-rtx"
     product = "TensorRT-RTX"
-    suffix = ".rtx"
 
     def _target(self) -> tuple[str, ...]:
         offered = tuple(self._members())

@@ -22,7 +22,6 @@ class TensorRTEngineBuilder(EngineBuilder):
 
     kind = "tensorrt"
     product = "TensorRT"
-    suffix = ".plan"
 
     def _target(self) -> tuple[str, ...]:
         if not torch.cuda.is_available():
