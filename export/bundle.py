@@ -114,7 +114,7 @@ def _check_place(bundle: Path) -> None:
     """
     held = {path.name for path in bundle.iterdir()} if bundle.exists() else set()
     try:
-        held -= {MANIFEST_NAME, *(artifact.path for artifact in read_manifest(bundle).artifacts)}
+        held -= {MANIFEST_NAME, *(n for a in read_manifest(bundle).artifacts for n in a.paths)}
     except BundleError:
         if MANIFEST_NAME in held:  # it is damaged, which a new one mends
             held.clear()

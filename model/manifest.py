@@ -3,7 +3,7 @@
 import hashlib
 import platform
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -12,10 +12,10 @@ from .spec import ShapeBucket
 
 MANIFEST_NAME = "manifest.json"
 
-Precision = Literal["fp32", "tf32", "fp16"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 InputDtype = Literal["uint8", "float32"]
 EngineKind = Literal["tensorrt", "tensorrt-rtx"]
-ArtifactKind = Literal["onnx", EngineKind]
+ArtifactKind = Literal["onnx", "torch", EngineKind]
 
 
 class BundleError(Exception):
@@ -79,6 +79,16 @@ class EngineBuild(_Record):
     """By index of the optimisation profile."""
 
 
+class CompileCache(_Record):
+    """What torch compiled of a program; where it does not fit, torch compiles anew."""
+
+    path: str
+    sha256: str
+    torch_version: str
+    compute_capability: str
+    """That of the GPU it was compiled for, as in `9.0`."""
+
+
 class Artifact(_Record):
     """One file of the bundle that computes detections for one shape bucket and precision."""
 
@@ -89,14 +99,24 @@ class Artifact(_Record):
     input_dtype: InputDtype
     bucket: ShapeBucket
     engine: EngineBuild | None = None
+    compile_cache: CompileCache | None = None
+    """Beside a program of torch that was exported where a GPU is."""
 
     @model_validator(mode="after")
-    def _check_engine(self) -> "Artifact":
-        if (self.engine is None) != (self.kind == "onnx"):
+    def _check_kind(self) -> "Artifact":
+        if (self.engine is not None) != (self.kind in get_args(EngineKind)):
             raise ValueError(
                 f"artifact {self.path!r}: an engine, and only it, says how it was built"
             )
+        if self.compile_cache is not None and self.kind != "torch":
+            raise ValueError(f"artifact {self.path!r}: only a program of torch has a compile cache")
         return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Its files within the bundle."""
+        cache = () if self.compile_cache is None else (self.compile_cache.path,)
+        return (self.path, *cache)
 
 
 class Provenance(_Record):
@@ -125,10 +145,10 @@ class Manifest(_Record):
 
     @model_validator(mode="after")
     def _check_paths(self) -> "Manifest":
-        for artifact in self.artifacts:
-            path = Path(artifact.path)
+        for name in (name for artifact in self.artifacts for name in artifact.paths):
+            path = Path(name)
             if path.is_absolute() or ".." in path.parts:
-                raise ValueError(f"artifact path {artifact.path!r} leaves the bundle")
+                raise ValueError(f"artifact path {name!r} leaves the bundle")
         return self
 
     @property
@@ -196,16 +216,16 @@ def read_manifest(bundle: Path) -> Manifest:
         raise BundleError(f"{path}: {where}: {first['msg']}; export the bundle again") from None
 
 
-def verified_path(bundle: Path, artifact: Artifact) -> Path:
-    """Path of an artefact whose bytes are the ones the manifest names.
+def verified_path(bundle: Path, file: Artifact | CompileCache) -> Path:
+    """Path of a file of the bundle whose bytes are the ones the manifest names.
 
     Raises:
         BundleError: the file is missing or its SHA-256 differs.
     """
-    path = bundle / artifact.path
+    path = bundle / file.path
     if not path.is_file():
         raise BundleError(f"{path} is missing from the bundle; export the bundle again")
-    if sha256_of(path) != artifact.sha256:
+    if sha256_of(path) != file.sha256:
         raise BundleError(
             f"{path} is not the file that was exported (its SHA-256 differs from the manifest's); "
             "export the bundle again"

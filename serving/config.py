@@ -8,7 +8,7 @@ from pydantic import Field
 from ..model.config import FrozenConfig
 from ..model.manifest import Precision
 
-BackendName = Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx"]
+BackendName = Literal["auto", "onnxruntime", "torch", "tensorrt", "tensorrt-rtx"]
 
 
 class ServeConfig(FrozenConfig):
