@@ -1,0 +1,132 @@
+import logging
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+
+from maskrcnn_trt.model.manifest import BundleError, Precision, read_manifest
+from maskrcnn_trt.model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
+from maskrcnn_trt.serving.backends.base import Outputs
+from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend, cuda_options
+
+BUCKET = ShapeBucket(96, 160)
+
+# What ONNX Runtime says where a CUDA provider is asked for that it was not built with.
+without_cuda = pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider'")
+
+
+def batch_of(count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    rng = np.random.default_rng(count)
+    tiles = rng.integers(0, 256, (count, 3, 12, 20), np.uint8)
+    sizes = np.array([[96, 160 - 16 * n] for n in range(count)])
+    return np.kron(tiles, np.ones((1, 1, 8, 8), np.uint8)), sizes
+
+
+def assert_same(found: Outputs, expected: list[NDArray[np.generic]], tolerance: float) -> None:
+    assert expected[0].all()  # something is found in every picture
+    for output, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(output, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def reference(bundle: Path) -> onnxruntime.InferenceSession:
+    """A session on the CPU with no option at all."""
+    (path,) = (bundle / a.path for a in read_manifest(bundle).artifacts if a.bucket == BUCKET)
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+@pytest.fixture
+def backend(bundle: Path) -> OnnxRuntimeBackend:
+    return OnnxRuntimeBackend(bundle, read_manifest(bundle), "fp32")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_detections_are_the_sessions(
+    backend: OnnxRuntimeBackend, reference: onnxruntime.InferenceSession, count: int
+) -> None:
+    batch = batch_of(count)
+    expected = reference.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, batch, strict=True)))
+    assert_same(backend.infer(BUCKET, *batch), expected, 1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_bound_batch_is_computed_where_it_is(backend: OnnxRuntimeBackend, count: int) -> None:
+    batch = batch_of(count)
+    compute = backend.bind_on_device(BUCKET, *batch)
+    compute()
+    values = compute()
+    assert {value.device_name() for value in values} == {backend.device}
+    expected = backend.infer(BUCKET, *batch)
+    assert_same(Outputs(*(value.numpy() for value in values)), list(expected), 0)
+
+
+@without_cuda
+def test_batches_on_a_gpu_are_padded_to_the_sizes_of_their_sessions(
+    backend: OnnxRuntimeBackend,
+    reference: onnxruntime.InferenceSession,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a backend on the CPU, in which ONNX Runtime falls back: sessions of fixed sizes."""
+    made: list[list[int]] = []
+    new_session = onnxruntime.InferenceSession
+
+    def noted(*arguments: object, **options: object) -> onnxruntime.InferenceSession:
+        session = new_session(*arguments, **options)
+        made.append([tensor.shape[0] for tensor in session.get_inputs()])
+        return session
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", noted)
+    backend.device = "cuda"
+    for count in (3, 4, 1, 3):
+        batch = batch_of(count)
+        expected = reference.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, batch, strict=True)))
+        assert_same(backend.infer(BUCKET, *batch), expected, 1e-4)
+    assert made == [[4, 4], [1, 1]]
+    backend.warm_up(3)
+    assert sorted(made) == sorted([[4, 4], [1, 1], [2, 2], [1, 1], [2, 2], [4, 4]])
+
+
+@without_cuda
+def test_provider_that_does_not_load_is_told(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with caplog.at_level(logging.WARNING):
+        backend = OnnxRuntimeBackend(bundle, read_manifest(bundle), "fp32")
+    assert backend.device == "cpu"
+    (record,) = caplog.records
+    assert "computes on the CPU" in record.message
+    assert "nvidia-smi" in record.message
+    assert len(backend.infer(BUCKET, *batch_of(3)).scores) == 3
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", "0"), ("tf32", "1"), ("fp16", "1")])
+def test_tensor_cores_are_kept_from_single_precision_alone(
+    precision: Precision, allowed: str
+) -> None:
+    assert cuda_options(precision)["use_tf32"] == allowed
+
+
+def test_damaged_artefact_is_refused(bundle: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(bundle)
+    for artifact in manifest.artifacts:
+        (tmp_path / artifact.path).write_bytes(b"no graph")
+    with pytest.raises(BundleError, match="is not the file that was exported"):
+        OnnxRuntimeBackend(tmp_path, manifest, "fp32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 3])
+def test_on_a_gpu(
+    backend: OnnxRuntimeBackend, reference: onnxruntime.InferenceSession, count: int
+) -> None:
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("onnxruntime-gpu is not installed")
+    assert backend.device == "cuda"
+    batch = batch_of(count)
+    expected = reference.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, batch, strict=True)))
+    assert_same(backend.infer(BUCKET, *batch), expected, 1e-2)
