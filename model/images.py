@@ -7,10 +7,11 @@ and prediction all prepare images here, so that they see the same pixels.
 import math
 from collections.abc import Sequence
 from io import BytesIO
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ImageOps
+from PIL import ExifTags, ImageOps
 from PIL.Image import Image, Resampling, fromarray
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
@@ -26,12 +27,41 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 """Endings, in lower case, of the files in a folder that are taken for images."""
 
 
+MAX_PIXELS = 64_000_000
+"""Pixels that an image may have where nobody says otherwise."""
+
+_END_OF_JPEG = b"\xff\xd9"
+_PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type exif")
+
+
 class ImageError(ValueError):
     """An image that cannot be used; the message is one sentence that says why."""
 
 
+class ImageHeader(NamedTuple):
+    """What can be told of an image before it is decoded."""
+
+    size: tuple[int, int]
+    """Height and width in pixels that `decode_image` will give it."""
+    orientation: int
+    """EXIF's, 1 to 8, by which it is to be turned; 1 is as stored."""
+    is_plain_jpeg: bool
+    """A JPEG that seems whole, grey or of the usual colours, which all decoders read alike."""
+
+
+def read_header(
+    data: bytes, *, max_pixels: int = MAX_PIXELS, apply_orientation: bool = True
+) -> ImageHeader:
+    """Look at an image without decoding it; arguments and errors are those of `decode_image`."""
+    image = _opened(data, max_pixels)
+    orientation = _orientation_of(image, data) if apply_orientation else 1
+    width, height = image.size
+    size = (width, height) if orientation > 4 else (height, width)
+    return ImageHeader(size, orientation, _is_plain_jpeg(image, data))
+
+
 def decode_image(
-    data: bytes, *, max_pixels: int = 64_000_000, apply_orientation: bool = True
+    data: bytes, *, max_pixels: int = MAX_PIXELS, apply_orientation: bool = True
 ) -> NDArray[np.uint8]:
     """Decode a JPEG, PNG or WebP image.
 
@@ -50,13 +80,7 @@ def decode_image(
     Raises:
         ImageError: no image of these formats, a damaged one, or one of unusable size.
     """
-    # The plugins are called rather than PIL.Image.open, whose own limit on pixels is a global.
-    plugin = _plugin_for(data)
-    try:
-        image = plugin(BytesIO(data))
-    except Exception as error:  # codecs answer hostile bytes with anything but one exception type
-        raise ImageError(f"the image's header is damaged: {error}") from error
-    _check_size(image, max_pixels)
+    image = _opened(data, max_pixels)
     try:
         return _rgb_from_image(image, apply_orientation)
     except Exception as error:
@@ -100,6 +124,36 @@ def pad_to_bucket(image: NDArray[np.uint8], bucket: ShapeBucket) -> NDArray[np.u
     padded = np.zeros((3, *bucket), np.uint8)
     padded[:, :height, :width] = image.transpose(2, 0, 1)
     return padded
+
+
+def _opened(data: bytes, max_pixels: int) -> ImageFile:
+    """The image, of which only the header was read, if its size can be used."""
+    # The plugins are called rather than PIL.Image.open, whose own limit on pixels is a global.
+    plugin = _plugin_for(data)
+    try:
+        image = plugin(BytesIO(data))
+    except Exception as error:  # codecs answer hostile bytes with anything but one exception type
+        raise ImageError(f"the image's header is damaged: {error}") from error
+    _check_size(image, max_pixels)
+    return image
+
+
+def _orientation_of(image: ImageFile, data: bytes) -> int:
+    # Pillow decodes a whole PNG in search of metadata behind its pixels, and most have none.
+    if isinstance(image, PngImageFile) and not any(name in data for name in _PNG_METADATA):
+        return 1
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception as error:
+        raise ImageError(f"the image is truncated or damaged: {error}") from error
+    return int(orientation) if orientation in range(1, 9) else 1
+
+
+def _is_plain_jpeg(image: ImageFile, data: bytes) -> bool:
+    if not isinstance(image, JpegImageFile) or _END_OF_JPEG not in data[-1024:]:
+        return False
+    stores_rgb = image.info.get("adobe_transform") == 0 or [c[0] for c in image.layer] == [*b"RGB"]
+    return image.mode == "L" or (image.mode == "RGB" and not stores_rgb)
 
 
 def _plugin_for(data: bytes) -> type[ImageFile]:

@@ -1,21 +1,31 @@
 """From the model's outputs to detections in pixels of the source image."""
 
+from collections.abc import Iterable
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ..model.manifest import Manifest
-from ..model.masks import rles_from_probabilities
+from ..model.masks import Rle, rles_from_probabilities
 from .backends.base import Outputs
 from .detections import DetectionOptions, Detections, MaskFormat
-from .preprocessing import ModelInput
+
+
+class Scaled(Protocol):
+    """An image as the model saw it, beside the one it was made of."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels before padding."""
+
+    @property
+    def source_size(self) -> tuple[int, int]:
+        """Height and width of the source image in pixels."""
 
 
 def detections_from_outputs(
-    outputs: Outputs,
-    row: int,
-    image: ModelInput,
-    manifest: Manifest,
-    options: DetectionOptions,
+    outputs: Outputs, row: int, image: Scaled, manifest: Manifest, options: DetectionOptions
 ) -> Detections:
     """The detections of the image in one row of a batch.
 
@@ -26,31 +36,65 @@ def detections_from_outputs(
         manifest: Of the bundle that gave the outputs.
         options: Which detections to keep, and the form of their masks.
     """
-    eligible = outputs.scores[row, : outputs.num_detections[row]] > options.score_threshold
-    kept = np.flatnonzero(eligible)[: options.max_detections]
-    labels = outputs.labels[row, kept]
+    kept = kept_rows(outputs.scores[row, : outputs.num_detections[row]], options)
     boxes = _source_boxes(outputs.boxes[row, kept], image)
     probabilities = outputs.masks[row, kept]
-    chosen = [manifest.categories[label - 1] for label in labels]
     rles = None
     if options.mask_format is MaskFormat.RLE:
         source, paste = image.source_size, manifest.mask_paste
-        rles = tuple(rles_from_probabilities(probabilities, boxes, *source, paste=paste))
-    wants_probabilities = options.mask_format is MaskFormat.PROBABILITIES
-    return Detections(
-        height=image.source_size[0],
-        width=image.source_size[1],
-        boxes=boxes,
-        scores=outputs.scores[row, kept],
-        labels=labels,
-        category_ids=np.array([category.id for category in chosen], np.int64),
-        class_names=tuple(category.name for category in chosen),
+        rles = rles_from_probabilities(probabilities, boxes, *source, paste=paste)
+    return detections_from_rows(
+        boxes,
+        outputs.scores[row, kept],
+        outputs.labels[row, kept],
+        image.source_size,
+        manifest,
         rles=rles,
-        mask_probabilities=probabilities if wants_probabilities else None,
+        probabilities=probabilities if options.mask_format is MaskFormat.PROBABILITIES else None,
     )
 
 
-def _source_boxes(boxes: NDArray[np.float32], image: ModelInput) -> NDArray[np.float32]:
+def kept_rows(scores: NDArray[np.float32], options: DetectionOptions) -> NDArray[np.intp]:
+    """Which detections to keep, by their scores [N] in descending order."""
+    return np.flatnonzero(scores > options.score_threshold)[: options.max_detections]
+
+
+def detections_from_rows(
+    boxes: NDArray[np.float32],
+    scores: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    source_size: tuple[int, int],
+    manifest: Manifest,
+    *,
+    rles: Iterable[Rle] | None,
+    probabilities: NDArray[np.float32] | None,
+) -> Detections:
+    """The detections of an image with the names that the bundle gives them.
+
+    Args:
+        boxes: [N, 4] xyxy in pixels of the source image.
+        scores: [N].
+        labels: [N]; 1 is the first class.
+        source_size: Height and width of the source image in pixels.
+        manifest: Of the bundle.
+        rles: N masks of the source image, where they are wanted.
+        probabilities: [N, M, M], where they are wanted.
+    """
+    chosen = [manifest.categories[label - 1] for label in labels]
+    return Detections(
+        height=source_size[0],
+        width=source_size[1],
+        boxes=boxes,
+        scores=scores,
+        labels=labels,
+        category_ids=np.array([category.id for category in chosen], np.int64),
+        class_names=tuple(category.name for category in chosen),
+        rles=None if rles is None else tuple(rles),
+        mask_probabilities=probabilities,
+    )
+
+
+def _source_boxes(boxes: NDArray[np.float32], image: Scaled) -> NDArray[np.float32]:
     """Scale [N, 4] by torchvision's rule, each axis by its own ratio, and clip to the image."""
     source_height, source_width = image.source_size
     height, width = image.size

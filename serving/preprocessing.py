@@ -7,8 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..model.images import (
+    ImageHeader,
     decode_image,
     pad_to_bucket,
+    read_header,
     resize_image,
     resized_size,
     smallest_bucket,
@@ -29,6 +31,21 @@ class ModelInput(NamedTuple):
     """Height and width of the source image in pixels."""
 
 
+class EncodedImage(NamedTuple):
+    """An image of which it is known how the model will take it."""
+
+    data: bytes
+    header: ImageHeader
+    bucket: ShapeBucket
+    size: tuple[int, int]
+    """Height and width in pixels that it is to be resized to."""
+
+    @property
+    def source_size(self) -> tuple[int, int]:
+        """Height and width of the source image in pixels."""
+        return self.header.size
+
+
 def prepare_image(
     data: bytes, preprocessing: Preprocessing, buckets: Sequence[ShapeBucket], max_pixels: int
 ) -> ModelInput:
@@ -38,9 +55,43 @@ def prepare_image(
         ImageError: the image cannot be used.
     """
     image = decode_image(data, max_pixels=max_pixels)
-    height, width = image.shape[:2]
-    size = resized_size(height, width, preprocessing.min_size, preprocessing.max_size)
-    bucket = smallest_bucket(*size, buckets)
-    return ModelInput(
-        pad_to_bucket(resize_image(image, *size), bucket), bucket, size, (height, width)
-    )
+    source_size = image.shape[0], image.shape[1]
+    bucket, size = _placement(source_size, preprocessing, buckets)
+    return ModelInput(pad_to_bucket(resize_image(image, *size), bucket), bucket, size, source_size)
+
+
+def plan_image(
+    data: bytes,
+    preprocessing: Preprocessing,
+    buckets: Sequence[ShapeBucket],
+    *,
+    max_pixels: int,
+    apply_orientation: bool,
+) -> EncodedImage:
+    """Find out from an image's header what `prepare_image` would do with it.
+
+    Raises:
+        ImageError: the image cannot be used.
+    """
+    header = read_header(data, max_pixels=max_pixels, apply_orientation=apply_orientation)
+    return EncodedImage(data, header, *_placement(header.size, preprocessing, buckets))
+
+
+def resized_pixels(image: EncodedImage) -> NDArray[np.uint8]:
+    """Decode an image that was planned, and resize it: [h, w, 3] RGB.
+
+    Raises:
+        ImageError: the image is damaged.
+    """
+    height, width = image.source_size
+    turned = image.header.orientation != 1
+    pixels = decode_image(image.data, max_pixels=height * width, apply_orientation=turned)
+    return resize_image(pixels, *image.size)
+
+
+def _placement(
+    source_size: tuple[int, int], preprocessing: Preprocessing, buckets: Sequence[ShapeBucket]
+) -> tuple[ShapeBucket, tuple[int, int]]:
+    """The bucket of an image, and its height and width in there."""
+    size = resized_size(*source_size, preprocessing.min_size, preprocessing.max_size)
+    return smallest_bucket(*size, buckets), size

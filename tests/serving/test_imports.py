@@ -5,7 +5,17 @@ import sys
 
 import maskrcnn_trt.serving
 
-WITH_EXTRAS = {f"maskrcnn_trt.serving.backends.{name}" for name in ("device", "tensorrt")}
+WITH_EXTRAS = {
+    f"maskrcnn_trt.serving.{name}"
+    for name in (
+        "backends.device",
+        "backends.tensorrt",
+        "backends.torch",
+        "backends.torch_batches",
+        "device_masks",
+        "device_steps",
+    )
+}
 """Modules that need more than the base install, and are imported when their backend is chosen."""
 
 MODULES = [

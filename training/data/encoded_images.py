@@ -1,19 +1,14 @@
 """Images that leave the reading processes as JPEG bytes, to be decoded where the model is."""
 
-from collections.abc import Sequence
-from io import BytesIO
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
-from torch.nn import functional as F
-from torchvision.io import ImageReadMode, decode_jpeg
 
+from ...model.device_images import decode_jpegs, resize_pixels, tensor_from_bytes
+from ...model.images import ImageError, read_header
 from .coco import DataError, ImageRecord
-
-_START_OF_IMAGE, _END_OF_IMAGE = b"\xff\xd8\xff", b"\xff\xd9"
 
 
 class EncodedImage(NamedTuple):
@@ -32,20 +27,16 @@ class EncodedImage(NamedTuple):
 def encoded_image(record: ImageRecord, size: tuple[int, int], *, flip: bool) -> EncodedImage | None:
     """An image for the device to decode; None where a file wants a closer look.
 
-    That is what is no JPEG in grey or colour, is not of the annotated size, or is cut off.
+    That is what is no plain JPEG, or not of the annotated size.
     """
     try:
         data = record.path.read_bytes()
-        image = JpegImageFile(BytesIO(data))
-    except Exception:  # `read_image`, which comes next, says what is wrong
+        header = read_header(data, apply_orientation=False)
+    except (OSError, ImageError):  # `read_image`, which comes next, says what is wrong
         return None
-    whole = data.startswith(_START_OF_IMAGE) and _END_OF_IMAGE in data[-1024:]
-    plain = image.mode in ("L", "RGB") and image.size == (record.width, record.height)
-    if not (whole and plain):
+    if not header.is_plain_jpeg or header.size != (record.height, record.width):
         return None
-    # A copy, because torch wants memory that it may write to.
-    bytes_ = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-    return EncodedImage(str(record.path), bytes_, size, flip)
+    return EncodedImage(str(record.path), tensor_from_bytes(data), size, flip)
 
 
 def decode_images(images: Sequence[EncodedImage], device: torch.device) -> list[Tensor]:
@@ -54,32 +45,18 @@ def decode_images(images: Sequence[EncodedImage], device: torch.device) -> list[
     Raises:
         DataError: a file is damaged within.
     """
-    pixels = (
-        _resized(raw, i.size) for raw, i in zip(_decoded(images, device), images, strict=True)
-    )
-    return [p.flip(2) if i.flip else p for p, i in zip(pixels, images, strict=True)]
+    decoded = zip(images, _decoded(images, device), strict=True)
+    resized = ((image, resize_pixels(pixels, image.size)) for image, pixels in decoded)
+    return [pixels.flip(2) if image.flip else pixels for image, pixels in resized]
 
 
-def _decoded(images: Sequence[EncodedImage], device: torch.device) -> list[Tensor]:
+def _decoded(images: Sequence[EncodedImage], device: torch.device) -> Iterator[Tensor]:
     """[3, h, w] uint8 each, as stored."""
-    if not images:
-        return []
-    try:
-        decoded: list[Tensor] = decode_jpeg([i.data for i in images], ImageReadMode.RGB, device)
-    except RuntimeError as error:
-        if len(images) > 1:  # one after the other, to find out which
-            return [pixels for image in images for pixels in _decoded([image], device)]
-        reason = str(error).splitlines()[0]
-        raise DataError(
-            f"{images[0].name} cannot be decoded ({reason}); data.decode=workers leaves such files "
-            "out"
-        ) from None
-    return decoded
-
-
-def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """[3, h, w] bilinear and antialiased, to within a level of Pillow's."""
-    if image.shape[1:] == size:
-        return image
-    resized = F.interpolate(image[None].float(), size, mode="bilinear", antialias=True)[0]
-    return resized.round().clamp(0, 255).to(torch.uint8)
+    outcomes = decode_jpegs([image.data for image in images], device)
+    for image, pixels in zip(images, outcomes, strict=True):
+        if isinstance(pixels, ImageError):
+            raise DataError(
+                f"{image.name} cannot be decoded ({pixels}); data.decode=workers leaves such files "
+                "out"
+            )
+        yield pixels

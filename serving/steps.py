@@ -1,0 +1,102 @@
+"""The steps in which a batch of images becomes detections, and the ones for any backend."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..model.images import ImageError
+from ..model.manifest import Manifest
+from ..model.spec import ShapeBucket
+from .backends.base import Backend, Outputs
+from .detections import DetectionOptions, Detections
+from .postprocessing import detections_from_outputs
+from .preprocessing import EncodedImage, resized_pixels
+
+Outcome = Detections | ImageError
+"""What became of an image."""
+
+Source = EncodedImage | ImageError
+"""An image of a batch; a damaged one leaves its place black, so that the others keep theirs."""
+
+
+class Step(NamedTuple):
+    """What is done with a batch before the next step gets it."""
+
+    name: str
+    run: Callable[[Any], Any]
+    """The first takes images of one bucket, the last gives the outcome of each."""
+    threads: int
+    """Batches that it works at, at once; where it is one, they come in their order."""
+
+
+class BatchSteps(Protocol):
+    """A way from encoded images to detections."""
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """In the order in which a batch goes through them."""
+
+    def synchronize(self) -> None:
+        """Wait for what steps have set going on a device."""
+
+
+class _Prepared(NamedTuple):
+    sources: Sequence[Source]
+    bucket: ShapeBucket
+    images: NDArray[np.uint8]
+    """[B, 3, H, W]."""
+    image_sizes: NDArray[np.int64]
+    """[B, 2] height and width before padding."""
+
+
+class _Inferred(NamedTuple):
+    sources: Sequence[Source]
+    outputs: Outputs
+
+
+class HostSteps:
+    """Images and masks on the CPU, and whatever backend between."""
+
+    def __init__(
+        self, backend: Backend, manifest: Manifest, options: DetectionOptions, *, threads: int
+    ) -> None:
+        self._backend = backend
+        self._manifest = manifest
+        self._options = options
+        self.steps = (
+            Step("images", self._prepare, threads),
+            Step("model", self._infer, backend.concurrency),
+            Step("masks", self._encode, threads),
+        )
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: each step ends with its work done."""
+
+    def _prepare(self, images: Sequence[EncodedImage]) -> _Prepared:
+        bucket = images[0].bucket
+        padded = np.zeros((len(images), 3, *bucket), np.uint8)
+        sources: list[Source] = []
+        for row, image in zip(padded, images, strict=True):
+            try:
+                pixels = resized_pixels(image)
+            except ImageError as error:
+                sources.append(error)
+            else:
+                height, width = image.size
+                row[:, :height, :width] = pixels.transpose(2, 0, 1)
+                sources.append(image)
+        return _Prepared(sources, bucket, padded, np.array([i.size for i in images], np.int64))
+
+    def _infer(self, batch: _Prepared) -> _Inferred:
+        outputs = self._backend.infer(batch.bucket, batch.images, batch.image_sizes)
+        return _Inferred(batch.sources, outputs)
+
+    def _encode(self, batch: _Inferred) -> list[Outcome]:
+        return [
+            source
+            if isinstance(source, ImageError)
+            else detections_from_outputs(batch.outputs, row, source, self._manifest, self._options)
+            for row, source in enumerate(batch.sources)
+        ]
