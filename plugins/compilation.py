@@ -80,11 +80,12 @@ def known_architecture(architecture: int) -> int:
 
     A GPU that is newer than the compiler runs the PTX of that one.
     """
-    return max((a for a in _known_architectures() if a <= architecture), default=architecture)
+    return max((a for a in known_architectures() if a <= architecture), default=architecture)
 
 
 @functools.cache
-def _known_architectures() -> tuple[int, ...]:
+def known_architectures() -> tuple[int, ...]:
+    """All that the installed NVRTC compiles for, ascending."""
     return tuple(_checked(nvrtc.nvrtcGetSupportedArchs()))
 
 

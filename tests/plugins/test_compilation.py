@@ -27,15 +27,33 @@ def kernel() -> Kernel:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_command_compiles_every_kernel_for(architecture: int, cache: Path) -> None:
-    result = CliRunner().invoke(kernels, ["build", "--architecture", str(architecture)])
+    capability = f"{architecture // 10}.{architecture % 10}"
+    result = CliRunner().invoke(kernels, ["build", "--compute-capability", capability])
     assert result.exit_code == 0, result.output
-    assert f"sm_{architecture}" in result.output
+    assert f" {capability} " in result.output
     assert str(cache) in result.output.replace("\n", "")
     # Kernels of one source and the same constants are compiled together.
     sources = {(kernel.source, kernel.constants) for kernel in all_kernels()}
     files = list(cache.iterdir())
     assert len(files) == len(sources)
     assert all(file.read_bytes().startswith(ELF) for file in files)
+
+
+@pytest.mark.parametrize(
+    ("capability", "sentence"),
+    [
+        ("90", "'90' is no compute capability such as 8.9"),
+        ("9", "'9' is no compute capability such as 8.9"),
+        ("4.2", "the installed NVRTC does not compile for 4.2; choose from 7.5, 8.0, "),
+    ],
+)
+def test_the_command_names_what_it_cannot_compile_for(
+    capability: str, sentence: str, cache: Path
+) -> None:
+    result = CliRunner().invoke(kernels, ["build", "--compute-capability", capability])
+    assert result.exit_code == 2
+    assert sentence in result.output
+    assert not cache.exists()
 
 
 def test_every_kernel_has_ptx_with_its_plain_name() -> None:
