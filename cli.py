@@ -29,7 +29,9 @@ _VERBS = {
     "config": _Verb("training.config_commands:config", "Show presets and configuration keys."),
     "weights": _Verb("model.weights.commands:weights", "Take over weights of other programs."),
     "train": _Verb("training.commands:train", "Train a model from a preset or a YAML file."),
-    "eval": _Verb("training.commands:evaluate", "Measure the average precision of a checkpoint."),
+    "eval": _Verb(
+        "evaluation_commands:evaluate", "Measure the average precision of a checkpoint or a bundle."
+    ),
     "export": _Verb("export.commands:export", "Turn a checkpoint into a bundle to serve."),
     "engine": _Verb("export.engine_commands:engine", "Look into TensorRT engines."),
     "serve": _Verb("serving.commands:serve", "Serve a bundle over gRPC."),

@@ -7,12 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 from rich.table import Table
 from rich.text import Text
 
 from ..model.manifest import Category
+from .config import EvaluatorName
 
 IouType = Literal["bbox", "segm"]
 IOU_TYPES: tuple[IouType, IouType] = ("bbox", "segm")
@@ -56,21 +55,25 @@ def coco_metrics(
     results: list[dict[str, Any]],
     iou_type: IouType,
     categories: Sequence[Category],
+    evaluator: EvaluatorName = "pycocotools",
 ) -> dict[str, float]:
-    """Metrics of detections, as pycocotools computes them.
+    """Metrics of detections, as COCO defines them.
 
     Args:
         ground_truth: content of a COCO file.
         results: detections in COCO's results format.
         iou_type: whether boxes or masks are compared.
         categories: classes by ascending id, those of the ground truth.
+        evaluator: what computes them; the numbers are the same.
 
     Returns:
         After `bbox/` or `segm/`: the average precisions AP, AP50, AP75, APs, APm, APl, the average
         recalls AR1, AR10, AR100, ARs, ARm, ARl, and AP/<name> for every class; from 0 to 1, or -1
         where there is no ground truth to be found.
     """
-    evaluation = _evaluated(ground_truth, results, iou_type) if ground_truth["images"] else None
+    evaluation = None
+    if ground_truth["images"]:
+        evaluation = _evaluated(ground_truth, results, iou_type, evaluator)
     metrics = {f"{iou_type}/{row.name}": _mean(evaluation, row) for row in _SUMMARY}
     for number, category in enumerate(categories):
         name = f"{iou_type}/AP/{category.name}"
@@ -103,29 +106,44 @@ def class_table(metrics: dict[str, float]) -> Table:
 
 
 def _evaluated(
-    ground_truth: dict[str, Any], results: list[dict[str, Any]], iou_type: IouType
-) -> COCOeval:
+    ground_truth: dict[str, Any],
+    results: list[dict[str, Any]],
+    iou_type: IouType,
+    evaluator: EvaluatorName,
+) -> Any:
+    index, evaluate = _tools(evaluator)
     with contextlib.redirect_stdout(io.StringIO()):
-        truth = _coco_from(ground_truth)
+        truth = _indexed(index(), ground_truth)
         if results:
             found = truth.loadRes([dict(result) for result in results])
         else:
-            found = _coco_from({**ground_truth, "annotations": []})
-        evaluation = COCOeval(truth, found, iou_type)
+            found = _indexed(index(), {**ground_truth, "annotations": []})
+        evaluation = evaluate(truth, found, iou_type)
         evaluation.evaluate()
         evaluation.accumulate()
     return evaluation
 
 
-def _coco_from(content: dict[str, Any]) -> COCO:
-    coco = COCO()
+def _tools(evaluator: EvaluatorName) -> tuple[Any, Any]:
+    """Index and evaluation, whose members have the same names in both."""
+    if evaluator == "faster-coco-eval":
+        from faster_coco_eval import COCO, COCOeval_faster
+
+        return COCO, COCOeval_faster
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    return COCO, COCOeval
+
+
+def _indexed(coco: Any, content: dict[str, Any]) -> Any:
     coco.dataset = content
     coco.createIndex()
     return coco
 
 
-def _mean(evaluation: COCOeval | None, row: _Row, classes: slice = _ALL) -> float:
-    if evaluation is None:
+def _mean(evaluation: Any, row: _Row, classes: slice = _ALL) -> float:
+    if evaluation is None:  # there are no images
         return -1.0
     # Precision by IoU, recall, class, area and limit; recall by IoU, class, area and limit.
     values: NDArray[np.float64] = evaluation.eval[row.kind.lower()]

@@ -143,6 +143,8 @@ class SolverConfig(FrozenConfig):
         return self.model_copy(update=scaled)
 
 
+EvaluatorName = Literal["pycocotools", "faster-coco-eval"]
+
 _METRIC = re.compile("(bbox|segm)/(AP|AP50|AP75|AR1|AR10|AR100|A[PR][sml]|AP/.+)")
 
 
@@ -167,6 +169,8 @@ class EvaluationConfig(FrozenConfig):
     """How far a metric may lie below what is expected."""
     images_per_batch: int = Field(8, ge=1)
     """Images a batch and rank in inference."""
+    evaluator: EvaluatorName = "pycocotools"
+    """What computes the metrics: COCO's own tools, or others, faster, that find the same."""
 
     @model_validator(mode="after")
     def _check_targets(self) -> "EvaluationConfig":

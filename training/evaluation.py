@@ -12,6 +12,7 @@ import torch
 from ..model.manifest import Category
 from ..model.mask_rcnn import MaskRCNN
 from .coco_metrics import IOU_TYPES, coco_metrics
+from .config import EvaluatorName
 from .data.batches import Batch, EncodedBatch
 from .data.coco import CocoDataset
 from .data.device_batches import batches_on
@@ -26,7 +27,11 @@ class CocoEvaluator:
     """Collects detections and measures them against a data set's ground truth."""
 
     def __init__(
-        self, dataset: CocoDataset, categories: Sequence[Category], worker: Worker
+        self,
+        dataset: CocoDataset,
+        categories: Sequence[Category],
+        worker: Worker,
+        evaluator: EvaluatorName = "pycocotools",
     ) -> None:
         """Collect nothing yet.
 
@@ -35,10 +40,12 @@ class CocoEvaluator:
             categories: classes of the model, label 1 the first; those that the data set lacks do
                 not count.
             worker: this process.
+            evaluator: what computes the metrics.
         """
         self._dataset = dataset
         self._categories = categories
         self._worker = worker
+        self._evaluator = evaluator
         self._detections: list[tuple[int, ImageDetections]] = []
 
     def add(self, image_id: int, detections: ImageDetections) -> None:
@@ -87,7 +94,9 @@ class CocoEvaluator:
         categories = self._dataset.categories
         metrics: dict[str, float] = {}
         for iou_type in IOU_TYPES:
-            metrics |= coco_metrics(ground_truth, results[iou_type], iou_type, categories)
+            metrics |= coco_metrics(
+                ground_truth, results[iou_type], iou_type, categories, self._evaluator
+            )
         if folder is not None:
             write_metrics(folder, metrics)
         return metrics

@@ -8,7 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .distributed import Worker
+from .distributed import Worker, is_main_process
+from .reporting import DivergenceError
+from .validation import ExpectationError
 
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
 
@@ -39,7 +41,7 @@ def shown_on_terminal(worker: Worker, log: Path | None = None) -> Iterator[Progr
     handlers: list[logging.Handler] = [_ConsoleHandler(console)]
     if worker.is_main and log is not None:
         handlers.append(logging.FileHandler(log))
-    package = logging.getLogger(__package__)
+    package = logging.getLogger(__name__.partition(".")[0])
     package.setLevel(logging.INFO if worker.is_main else logging.WARNING)
     for handler in handlers:
         handler.setFormatter(_FORMAT)
@@ -59,3 +61,14 @@ def shown_on_terminal(worker: Worker, log: Path | None = None) -> Iterator[Progr
         for handler in handlers:
             package.removeHandler(handler)
             handler.close()
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """Leave it to the first process to say what all of them find alike; the others only fail."""
+    try:
+        yield
+    except (DivergenceError, ExpectationError):
+        if is_main_process():
+            raise
+        raise SystemExit(1) from None

@@ -64,7 +64,9 @@ class Validation:
             progress: where a bar is shown; its tasks have a field `note`.
         """
         config, worker = self._config, self._worker
-        evaluator = CocoEvaluator(self._dataset, self._categories, worker)
+        evaluator = CocoEvaluator(
+            self._dataset, self._categories, worker, config.evaluation.evaluator
+        )
         loader = eval_loader(
             self._dataset,
             config,

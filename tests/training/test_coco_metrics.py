@@ -1,10 +1,22 @@
 import io
+from copy import deepcopy
+from typing import Any, get_args
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from pycocotools import mask as coco_mask
 from rich.console import Console
 
 from maskrcnn_trt.model.manifest import Category
-from maskrcnn_trt.training.coco_metrics import class_table, coco_metrics, summary_lines
+from maskrcnn_trt.training.coco_metrics import (
+    IOU_TYPES,
+    IouType,
+    class_table,
+    coco_metrics,
+    summary_lines,
+)
+from maskrcnn_trt.training.config import EvaluatorName
 
 CATEGORIES = (Category(id=4, name="disc"), Category(id=9, name="ring"), Category(id=11, name="bar"))
 SQUARE = [10.0, 10.0, 40.0, 40.0]
@@ -37,13 +49,16 @@ def test_metrics_of_a_case_worked_out_by_hand() -> None:
     assert metrics == pytest.approx({f"bbox/{name}": value for name, value in expected.items()})
 
 
+@pytest.mark.parametrize("evaluator", get_args(EvaluatorName))
 @pytest.mark.parametrize("missing", ["annotations", "images"])
-def test_nothing_to_be_found_is_minus_one(missing: str) -> None:
-    assert set(coco_metrics({**TRUTH, missing: []}, [], "bbox", CATEGORIES).values()) == {-1}
+def test_nothing_to_be_found_is_minus_one(missing: str, evaluator: EvaluatorName) -> None:
+    metrics = coco_metrics({**TRUTH, missing: []}, [], "bbox", CATEGORIES, evaluator)
+    assert set(metrics.values()) == {-1}
 
 
-def test_nothing_found_is_zero() -> None:
-    metrics = coco_metrics(TRUTH, [], "bbox", CATEGORIES)
+@pytest.mark.parametrize("evaluator", get_args(EvaluatorName))
+def test_nothing_found_is_zero(evaluator: EvaluatorName) -> None:
+    metrics = coco_metrics(TRUTH, [], "bbox", CATEGORIES, evaluator)
     assert metrics["bbox/AP"] == metrics["bbox/AR100"] == metrics["bbox/AP/disc"] == 0
     assert metrics["bbox/APl"] == metrics["bbox/AP/bar"] == -1
 
@@ -76,3 +91,74 @@ def test_names_of_classes_are_not_markup(name: str) -> None:
     console.print(class_table({f"bbox/AP/{name}": 1.0, f"segm/AP/{name}": 1.0}))
     assert isinstance(console.file, io.StringIO)
     assert f" {name} " in console.file.getvalue()
+
+
+def _scene(seed: int, *, crowds: float) -> tuple[dict[str, Any], dict[IouType, list[Any]]]:
+    """Ellipses on eight images, and 120 detections an image, some right; there is no bar."""
+    rng = np.random.default_rng(seed)
+    truth: dict[str, Any] = {**TRUTH, "annotations": []}
+    truth["images"] = [{"id": n, "height": 240, "width": 320} for n in range(1, 9)]
+    results: dict[IouType, list[Any]] = {"bbox": [], "segm": []}
+    for image_id in range(2, 9):  # on the first there is nothing
+        shapes = [(rng.uniform((0, 0, 4, 4), (320, 240, 90, 90)), n % 2) for n in range(5)]
+        for shape, label in shapes:
+            rle = _ellipse(shape)
+            truth["annotations"].append(
+                {
+                    "id": len(truth["annotations"]) + 1,
+                    "image_id": image_id,
+                    "category_id": CATEGORIES[label].id,
+                    "bbox": coco_mask.toBbox(rle).tolist(),
+                    "area": float(coco_mask.area(rle)),
+                    "iscrowd": int(rng.random() < crowds),
+                    "segmentation": rle,
+                }
+            )
+        for number in range(120):
+            shape, label = shapes[number % 5]
+            rle = _ellipse(shape + rng.normal(0, 1 + number / 4, 4))
+            result = {
+                "image_id": image_id,
+                "category_id": CATEGORIES[label if rng.random() < 0.9 else 2].id,
+                "score": round(rng.random(), 1),  # many are equal
+            }
+            results["bbox"].append({**result, "bbox": coco_mask.toBbox(rle).tolist()})
+            results["segm"].append({**result, "segmentation": rle})
+    return truth, results
+
+
+def _ellipse(shape: NDArray[np.float64]) -> dict[str, Any]:
+    """Run lengths of an ellipse of a centre and radii."""
+    turn = np.linspace(0, 2 * np.pi, 24, endpoint=False)
+    outline = shape[:2] + np.abs(shape[2:]) * np.stack([np.cos(turn), np.sin(turn)], 1)
+    polygon = np.clip(outline, 0, (320, 240)).ravel().tolist()
+    rle = coco_mask.frPyObjects([polygon], 240, 320)[0]
+    return {"size": rle["size"], "counts": rle["counts"].decode()}
+
+
+@pytest.mark.parametrize("iou_type", IOU_TYPES)
+@pytest.mark.parametrize("crowds", [0, 0.3, 1])
+@pytest.mark.parametrize("detected", [1, 0.05, 0])
+def test_both_evaluators_find_the_same(iou_type: IouType, crowds: float, detected: float) -> None:
+    truth, results = _scene(seed=1, crowds=crowds)
+    found = results[iou_type][: round(detected * len(results[iou_type]))]
+    ours, theirs = (
+        coco_metrics(deepcopy(truth), found, iou_type, CATEGORIES, evaluator)
+        for evaluator in get_args(EvaluatorName)
+    )
+    assert ours.keys() == theirs.keys()
+    assert ours == pytest.approx(theirs, abs=1e-12, rel=0)
+    assert len(ours) == 12 + len(CATEGORIES)
+    if crowds < 1 and detected == 1:
+        assert 0.01 < ours[f"{iou_type}/AP"] < ours[f"{iou_type}/AP50"] < 0.9
+
+
+def test_one_index_serves_boxes_and_masks_of_the_faster_evaluator() -> None:
+    """It leaves its notes in the ground truth that it is given; they must not count."""
+    truth, results = _scene(seed=2, crowds=0.2)
+    for iou_type in (*IOU_TYPES, "bbox"):
+        metrics = coco_metrics(truth, results[iou_type], iou_type, CATEGORIES, "faster-coco-eval")
+        fresh, _ = _scene(seed=2, crowds=0.2)
+        assert metrics == coco_metrics(
+            fresh, results[iou_type], iou_type, CATEGORIES, "faster-coco-eval"
+        )

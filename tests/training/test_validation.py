@@ -17,7 +17,7 @@ from pycocotools.cocoeval import COCOeval
 from tiny_run import load_tiny, measure, start
 
 from maskrcnn_trt.cli import main
-from maskrcnn_trt.training.commands import evaluate
+from maskrcnn_trt.evaluation_commands import evaluate
 from maskrcnn_trt.training.config import ConfigError, EvaluationConfig
 from maskrcnn_trt.training.validation import ExpectationError, check_expected, reached_targets
 

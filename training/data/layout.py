@@ -41,3 +41,19 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
             "--images and --annotations"
         )
     return splits
+
+
+def find_validation_split(folder: Path) -> DatasetConfig:
+    """The split of a folder that is named `val`, the only one with that in its name, or the only.
+
+    Raises:
+        DataError: there is no split, or several of which none stands out.
+    """
+    splits = find_splits(folder)
+    fitting = [s for s in splits if s == "val"] or [s for s in splits if "val" in s] or [*splits]
+    if len(fitting) > 1:
+        raise DataError(
+            f"{folder} has the splits {', '.join(splits)}; name the one to measure on with "
+            "--images and --annotations"
+        )
+    return splits[fitting[0]]

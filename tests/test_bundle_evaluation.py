@@ -1,0 +1,178 @@
+"""A bundle measured on a whole data set, held to the checkpoint that it was made of."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import ExifTags, Image
+from pycocotools import mask as coco_mask
+
+from maskrcnn_trt.bundle_evaluation import ValidationSet, evaluate_bundle
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.training.config import ConfigError, DatasetConfig, EvaluationConfig
+from maskrcnn_trt.training.data.coco import DataError
+from maskrcnn_trt.training.data.synthetic import SyntheticConfig, draw_dataset
+from maskrcnn_trt.training.distributed import Worker
+from maskrcnn_trt.training.evaluation_config import load_evaluation_config
+from maskrcnn_trt.training.run import evaluate_checkpoint
+
+
+def _measure_checkpoint(checkpoint: Path, data: DatasetConfig, output: Path) -> dict[str, float]:
+    """Metrics by the eager model; its files are written into `output/inference`."""
+    loaded = load_checkpoint(checkpoint)
+    config = output / "config.yaml"
+    values = {
+        "output_dir": str(output),
+        "precision": "fp32",
+        "data": {
+            "train": data.model_dump(mode="json"),
+            "val": data.model_dump(mode="json"),
+            "min_size": loaded.preprocessing.min_size,
+            "max_size": loaded.preprocessing.max_size,
+            "buckets": loaded.buckets,
+            "workers": 0,
+        },
+    }
+    output.mkdir(exist_ok=True)
+    config.write_text(json.dumps(values))
+    own = Worker(0, 1, torch.device("cpu"))
+    return evaluate_checkpoint(loaded, load_evaluation_config(str(config), (), loaded), own)
+
+
+@pytest.fixture(scope="module")
+def data(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> DatasetConfig:
+    """Pictures wide and high; two thirds of what the model finds there is taken for the truth."""
+    folder = tmp_path_factory.mktemp("data")
+    for width, height in ((200, 150), (90, 140)):
+        config = SyntheticConfig(
+            train=1, val=8, width=width, height=height, seed=width, classes=("circle",)
+        )
+        draw_dataset(folder / str(width), config)
+    (folder / "val").mkdir()
+    images = []
+    for number, path in enumerate(sorted(folder.glob("*/val/*")), start=1):
+        target = path.rename(folder / "val" / f"{number}{path.suffix}")
+        with Image.open(target) as picture:
+            size = {"width": picture.width, "height": picture.height}
+        images.append({"id": number, "file_name": target.name, **size})
+    categories = [c.model_dump() for c in load_checkpoint(tiny_checkpoint).categories]
+    content: dict[str, Any] = {"images": images, "categories": categories, "annotations": []}
+    path = folder / "annotations" / "val.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(content))
+    config = DatasetConfig(images=folder / "val", annotations=path)
+    _measure_checkpoint(tiny_checkpoint, config, folder / "found")
+    content["annotations"] = _truth_from(folder / "found" / "inference")
+    path.write_text(json.dumps(content))
+    return config
+
+
+def _truth_from(found: Path) -> list[dict[str, Any]]:
+    boxes, masks = (json.loads((found / f"{t}.json").read_text()) for t in ("bbox", "segm"))
+    return [
+        {**box, **mask, "id": number, "iscrowd": int(number % 10 == 0), "area": float(area)}
+        for number, (box, mask) in enumerate(zip(boxes, masks, strict=True), start=1)
+        if number % 3 and (area := coco_mask.area(mask["segmentation"]))
+    ]
+
+
+def test_a_bundle_has_the_metrics_of_its_checkpoint(
+    tiny_checkpoint: Path, bundle: Path, data: DatasetConfig, tmp_path: Path
+) -> None:
+    ours = evaluate_bundle(bundle, ValidationSet(data), output=tmp_path / "ours")
+    expected = _measure_checkpoint(tiny_checkpoint, data, tmp_path)
+    assert 0.1 < expected["segm/AP"] < 0.95
+    assert ours.metrics == pytest.approx(expected, abs=1e-6)
+    assert (ours.images, ours.left_out) == (16, 0)
+    assert (ours.backend, ours.device, ours.precision) == ("onnxruntime", "cpu", "fp32")
+    theirs = tmp_path / "inference"
+    names = {"bbox.json", "segm.json", "predictions.pth", "coco_results.pth"}
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == names
+    first, second = (
+        json.loads((folder / "bbox.json").read_text()) for folder in (tmp_path / "ours", theirs)
+    )
+    assert [(r["image_id"], r["category_id"]) for r in first] == [
+        (r["image_id"], r["category_id"]) for r in second
+    ]
+    np.testing.assert_allclose([r["bbox"] for r in first], [r["bbox"] for r in second], atol=1e-3)
+
+
+def _copied(data: DatasetConfig, folder: Path) -> DatasetConfig:
+    """The same data set, free to be changed."""
+    images, annotations = folder / "val", folder / "val.json"
+    shutil.copytree(data.images, images)
+    shutil.copy(data.annotations, annotations)
+    return DatasetConfig(images=images, annotations=annotations)
+
+
+def test_images_that_cannot_be_used_count_neither_way(
+    tiny_checkpoint: Path, bundle: Path, data: DatasetConfig, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """One is damaged, one of another size than annotated, one a folder."""
+    spoilt = _copied(data, tmp_path)
+    (spoilt.images / "1.jpg").write_bytes(b"\xff\xd8\xff no picture")
+    shutil.copy(spoilt.images / "2.jpg", spoilt.images / "9.jpg")
+    (spoilt.images / "3.jpg").unlink()
+    (spoilt.images / "3.jpg").mkdir()
+    ours = evaluate_bundle(bundle, ValidationSet(spoilt))
+    assert (ours.images, ours.left_out) == (13, 3)
+    for sentence in (
+        "1.jpg: the image's header is damaged",
+        "3.jpg: Is a directory (broken files so far: 2)",
+        "9.jpg: the image is 200x150 pixels, but annotated as 140x90 (broken files so far: 3)",
+        "measured on 13 of the 16 images",
+    ):
+        assert sentence in caplog.text
+    expected = _measure_checkpoint(tiny_checkpoint, spoilt, tmp_path / "theirs")
+    assert ours.metrics == pytest.approx(expected, abs=1e-6)
+
+
+def test_broken_images_end_it_where_they_are_refused(
+    bundle: Path, data: DatasetConfig, tmp_path: Path
+) -> None:
+    spoilt = _copied(data, tmp_path)
+    (spoilt.images / "5.jpg").write_bytes(b"no picture")
+    before = set(threading.enumerate())
+    with pytest.raises(DataError, match=r"5.jpg: the data is no JPEG.*; data.on_broken=skip"):
+        evaluate_bundle(bundle, ValidationSet(spoilt, on_broken="refuse"))
+    assert set(threading.enumerate()) == before
+
+
+def test_images_are_seen_as_they_were_annotated(
+    tiny_checkpoint: Path, bundle: Path, data: DatasetConfig, tmp_path: Path
+) -> None:
+    """A camera's tag was obeyed in annotating the first, and ignored in the second."""
+    turned = _copied(data, tmp_path)
+    for name, stored, tag in (("1.jpg", Image.Transpose.ROTATE_90, 6), ("2.jpg", None, 3)):
+        with Image.open(turned.images / name) as picture:
+            pixels = picture if stored is None else picture.transpose(stored)
+            exif = Image.Exif()
+            exif[ExifTags.Base.Orientation] = tag
+            pixels.save(turned.images / name, exif=exif)
+    ours = evaluate_bundle(bundle, ValidationSet(turned))
+    assert ours.left_out == 0
+    expected = _measure_checkpoint(tiny_checkpoint, turned, tmp_path / "theirs")
+    assert ours.metrics == pytest.approx(expected, abs=1e-6)
+
+
+def test_other_categories_are_named(bundle: Path, data: DatasetConfig, tmp_path: Path) -> None:
+    other = _copied(data, tmp_path)
+    content = json.loads(other.annotations.read_text())
+    content["categories"][1]["name"] = "bowl"
+    other.annotations.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="category 7 'bowl', which the model knows as 'box'"):
+        evaluate_bundle(bundle, ValidationSet(other))
+
+
+def test_nothing_annotated_is_minus_one(bundle: Path, data: DatasetConfig, tmp_path: Path) -> None:
+    empty = _copied(data, tmp_path)
+    content = json.loads(empty.annotations.read_text())
+    empty.annotations.write_text(json.dumps({**content, "annotations": []}))
+    settings = EvaluationConfig(evaluator="faster-coco-eval")
+    assert set(evaluate_bundle(bundle, ValidationSet(empty, settings)).metrics.values()) == {-1}
