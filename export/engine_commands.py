@@ -20,6 +20,7 @@ from ..model.manifest import (
     verified_path,
 )
 from .engine_options import ENGINE_SUFFIXES
+from .errors import EngineError
 
 if TYPE_CHECKING:
     from .engine_inspection import EngineTensor
@@ -41,7 +42,8 @@ def inspect(plan: Path, as_json: bool) -> None:
     """Show what PLAN was built for, its tensors, and its layers with their types.
 
     A plan can run code: inspect none that you would not run. One in a bundle must be the one that
-    was exported. Layers and tensors are listed only where a GPU is that the engine runs on.
+    was exported. Layers and tensors are listed only where a GPU is that the engine runs on; with
+    --json, a note says why they are not.
     """
     from .engine_inspection import inspected_layers, inspected_tensors, load_engine
 
@@ -53,7 +55,13 @@ def inspect(plan: Path, as_json: bool) -> None:
     artifact = _artifact_of(plan)
     if artifact and not as_json:
         Console().print(_table_of_build(artifact))
-    trt, loaded = load_engine(plan, kind)
+    try:
+        trt, loaded = load_engine(plan, kind)
+    except EngineError as error:
+        if artifact is None or not as_json:
+            raise
+        click.echo(json.dumps(_record(plan, artifact, note=str(error)), indent=2))
+        return
     tensors, layers = inspected_tensors(trt, loaded), inspected_layers(trt, loaded)
     if as_json:
         click.echo(json.dumps(_record(plan, artifact, tensors, layers), indent=2))
@@ -83,13 +91,15 @@ def _artifact_of(plan: Path) -> Artifact | None:
 def _record(
     plan: Path,
     artifact: Artifact | None,
-    tensors: "Sequence[EngineTensor]",
-    layers: "Sequence[Layer]",
+    tensors: "Sequence[EngineTensor]" = (),
+    layers: "Sequence[Layer]" = (),
+    note: str | None = None,
 ) -> dict[str, Any]:
     return {
         "plan": str(plan),
         "bytes": plan.stat().st_size,
         "artifact": artifact.model_dump(mode="json") if artifact else None,
+        "note": note,
         "tensors": [asdict(tensor) for tensor in tensors],
         "layers": [asdict(layer) for layer in layers],
         "types": dict(_types_of(layers)),

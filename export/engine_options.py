@@ -1,6 +1,6 @@
 """Options of the command line that say which engines to build."""
 
-import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ..model.manifest import EngineKind
+from ..plugins.compute_capability import CapabilityType
 
 if TYPE_CHECKING:
     from .engine_build import EngineBuilder
@@ -33,20 +34,6 @@ class EngineOptions:
     """Most memory that a layer may use beside its tensors; TensorRT's choice where None."""
     timing_cache: Path | None = None
     """File in which TensorRT keeps what it measured; in the user's cache folder where None."""
-
-
-class CapabilityType(click.ParamType[str]):
-    """A compute capability on the command line, as in `8.9`."""
-
-    name = "X.Y"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str:
-        """Check a value; what is wrong with it is a usage error."""
-        if not re.fullmatch(r"\d+\.\d", str(value)):
-            self.fail(f"{value!r} is no compute capability such as 8.9", param, ctx)
-        return str(value)
 
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -122,6 +109,8 @@ def builders_from_options(
         _check_choice(name, value, bundle, kinds)
     if not kinds:
         return []
+    if "timing_cache" in given:
+        _check_writable(given["timing_cache"])
     from .build_log import BuildLog
     from .engine_build import builder_for
 
@@ -145,3 +134,20 @@ def _check_choice(name: str, value: object, bundle: Path, kinds: Sequence[Engine
             f"{option} {value} is in the bundle, which is replaced as a whole; choose a file "
             "outside of it"
         )
+
+
+def _check_writable(timing_cache: Path) -> None:
+    """Refuse a file that cannot be written, of which the build would say nothing.
+
+    Raises:
+        click.BadParameter: it is one.
+    """
+    try:
+        timing_cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=timing_cache.parent):
+            pass
+    except OSError as error:
+        raise click.BadParameter(
+            f"no file can be made in {timing_cache.parent} ({error.strerror}); choose another",
+            param_hint="--timing-cache",
+        ) from None

@@ -56,6 +56,17 @@ def test_without_a_gpu_the_manifest_still_speaks(engine_bundle: Path) -> None:
     assert "inspect it where it is to run" in str(result.exception)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_programs_get_the_manifests_part(engine_bundle: Path) -> None:
+    plan = engine_bundle / "model-fp16-96x160.rtx"
+    result = inspect(plan, "--json")
+    assert result.exit_code == 0
+    record = json.loads(result.stdout)
+    assert record["artifact"]["engine"]["compute_capabilities"] == ["8.9", "12.0"]
+    assert (record["tensors"], record["layers"], record["types"]) == ([], [], {})
+    assert "CUDA driver version is insufficient" in record["note"]
+
+
 def test_plan_that_is_not_the_manifests_is_not_loaded(engine_bundle: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(engine_bundle, tmp_path / "copy")
     with (copy / "model-fp16-96x160.rtx").open("ab") as file:
@@ -154,5 +165,6 @@ def test_record_for_programs(engine_bundle: Path) -> None:
     record = json.loads(json.dumps(engine_commands._record(plan, artifact, [], LAYERS)))
     assert record["bytes"] == plan.stat().st_size
     assert record["artifact"]["engine"]["compute_capabilities"] == ["8.9", "12.0"]
+    assert record["note"] is None
     assert record["types"] == {"none": 1, "fp16": 2, "fp32": 1}
     assert record["layers"][1]["inputs"] == [{"name": "x", "shape": [-1, 3, 8, 8], "dtype": "fp16"}]

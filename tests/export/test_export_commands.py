@@ -118,6 +118,19 @@ def test_files_within_the_bundle_would_be_lost_with_it(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_timing_cache_that_cannot_be_written_is_refused_before_the_export(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "timing.cache"
+    result = export(
+        tiny_checkpoint, "-o", tmp_path / "bundle", "--engine", "tensorrt", "--timing-cache", cache
+    )
+    assert result.exit_code == 2
+    assert f"no file can be made in {tmp_path}/file (File exists); choose an" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("name", ["empty", "missing"])
 def test_verify_without_pictures_is_refused_before_the_export(
     tiny_checkpoint: Path, tmp_path: Path, name: str
