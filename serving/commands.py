@@ -1,20 +1,15 @@
 """The verbs `serve`, `client` and `predict`."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import click
 from pydantic import ValidationError
 
 from ..model.manifest import Precision
 from .config import BackendName, ServeConfig
-
-if TYPE_CHECKING:
-    from ..model.images import ImageError
-    from .detections import DetectionOptions, Detections
-    from .predictor import Predictor
 
 _Command = Callable[..., None]
 
@@ -139,6 +134,13 @@ def client(
 @_THRESHOLD
 @_PRECISION
 @_BACKEND
+@click.option(
+    "--max-batch",
+    type=click.IntRange(min=1),
+    default=ServeConfig().max_batch,
+    show_default=True,
+    help="Images that a GPU computes at once.",
+)
 def predict(
     bundle: Path,
     images: Sequence[Path],
@@ -146,6 +148,7 @@ def predict(
     score_threshold: float,
     precision: Precision | None,
     backend: BackendName,
+    max_batch: int,
 ) -> None:
     """Detect objects in IMAGES with BUNDLE, without a server.
 
@@ -157,17 +160,6 @@ def predict(
 
     files = image_files(images)
     options = DetectionOptions(score_threshold=score_threshold)
-    with contextlib.closing(Predictor(bundle, precision, backend)) as predictor:
-        write_report(files, _predictions(predictor, files, options), output)
-
-
-def _predictions(
-    predictor: "Predictor", files: Sequence[Path], options: "DetectionOptions"
-) -> "Iterator[Detections | ImageError]":
-    from ..model.images import ImageError
-
-    for path in files:
-        try:
-            yield predictor.detect(path.read_bytes(), options)
-        except ImageError as error:
-            yield error
+    with contextlib.closing(Predictor(bundle, precision, backend, max_batch)) as predictor:
+        contents = (path.read_bytes() for path in files)
+        write_report(files, predictor.detect_many(contents, options), output)
