@@ -24,25 +24,41 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("data", required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--images", type=click.Path(path_type=Path), help="Folder of images, for a bundle.")
-@click.option("--annotations", type=click.Path(path_type=Path), help="COCO file of --images.")
-@click.option("--backend", type=click.Choice(get_args(BackendName)), help="What runs a bundle.")
+@click.option(
+    "--images",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder of the images, in place of DATA.",
+)
+@click.option(
+    "--annotations",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="COCO instances file that belongs to --images.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(get_args(BackendName)),
+    help="What runs a bundle; the default is the fastest that it has artefacts for.",
+)
 @click.option(
     "--precision",
     type=click.Choice(get_args(Precision)),
-    help="Which of a bundle's; the default is the backend's first in it.",
+    help="Which of a bundle's; the default is the backend's first.",
 )
-@click.option("--batch", type=click.IntRange(1), help="Short for evaluation.images_per_batch.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    help="Images a batch at most; short for evaluation.images_per_batch.",
+)
 @click.option(
     "--evaluator",
     type=click.Choice(get_args(EvaluatorName)),
-    help="Short for evaluation.evaluator.",
+    help="What computes the metrics; short for evaluation.evaluator.",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the files of a bundle's evaluation, which are not written without it.",
+    help="Folder for the files of a bundle's evaluation; without it they are not written.",
 )
 @click.option(
     "--json",
@@ -111,7 +127,7 @@ def _evaluate_checkpoint(
         if own.is_main:
             _print_metrics(metrics)
             click.echo(f"the files of the evaluation are in {config.output_dir / FOLDER}")
-            _write_json(json_path, {"metrics": metrics})
+            _write_json(json_path, {"checkpoint": str(checkpoint), "metrics": metrics})
         # Where one process fails, torchrun ends the others at once, also one that still prints.
         own.wait_for_ranks()
     with said_once():
@@ -156,18 +172,20 @@ def _validation_set_from(
     from .training.config import DatasetConfig, EvaluationConfig
     from .training.data.layout import find_validation_split
 
-    named = [given[name] for name in ("images", "annotations") if name in given]
-    if len(named) == 1 or bool(named) == (source is not None):
+    if (source is not None, "images" in given, "annotations" in given) not in (
+        (True, False, False),
+        (False, True, True),
+    ):
         raise click.UsageError("give either DATA, or both --images and --annotations")
-    if source is not None and not _is_folder(source):
+    if source is None:
+        dataset = DatasetConfig(images=given["images"], annotations=given["annotations"])
+    elif _is_folder(source):
+        dataset = find_validation_split(Path(source))
+    else:
         return _configured_set(source, overrides, given)
     if overrides:
         raise click.UsageError(f"{overrides[0]} goes with a configuration, but DATA is a folder")
     keys = {key: given[name] for name, key in _KEYS.items() if name in given}
-    if source is not None:
-        dataset = find_validation_split(Path(source))
-    else:
-        dataset = DatasetConfig(images=named[0], annotations=named[1])
     return ValidationSet(dataset, EvaluationConfig(**keys))
 
 
@@ -176,7 +194,10 @@ def _configured_set(
 ) -> "ValidationSet":
     from .bundle_evaluation import ValidationSet
     from .training.config import ConfigError, validated_config
+    from .training.config_sources import presets
 
+    if source not in presets() and not Path(source).is_file():
+        raise ConfigError(f"{source} is neither a folder nor a configuration file nor a preset")
     for key in (override.partition("=")[0] for override in overrides):
         if not re.match(r"(data\.val|data\.on_broken|evaluation)\b", key):
             raise ConfigError(

@@ -1,7 +1,6 @@
 """The verb `eval` of a bundle; that of a checkpoint is in `tests/training/test_validation.py`."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from click.testing import CliRunner
 
 from maskrcnn_trt.evaluation_commands import evaluate
 from maskrcnn_trt.model.checkpoint import load_checkpoint
-from maskrcnn_trt.training.data.coco import DataError
 from maskrcnn_trt.training.data.synthetic import SyntheticConfig, draw_dataset
 from maskrcnn_trt.training.validation import ExpectationError
 
@@ -86,13 +84,13 @@ def test_files_are_written_where_asked(bundle: Path, folder: Path, tmp_path: Pat
         ((), "give either DATA, or both --images and --annotations"),
         (("--images", "."), "give either DATA, or both --images and --annotations"),
         (
-            ("{folder}", "--images", ".", "--annotations", "x.json"),
+            ("{folder}", "--images", ".", "--annotations", "{folder}/config.yaml"),
             "give either DATA, or both --images and --annotations",
         ),
         (("{folder}", "seed=1"), "seed=1 goes with a configuration, but DATA is a folder"),
         (("1x", "model.roi.nms_iou=0.4"), "model.roi.nms_iou does not apply to a bundle, which"),
         (("quick", "data.val=null"), "there is no validation set; set data.val.images"),
-        (("no-such",), "'no-such' is neither a file nor a preset"),
+        (("no-such",), "no-such is neither a folder nor a configuration file nor a preset"),
         (("{folder}", "--precision", "tf32"), "the bundle has no tf32 onnx artefact, only"),
     ],
 )
@@ -131,18 +129,5 @@ def test_options_are_short_for_keys_of_a_checkpoint(
     assert answer.exit_code == 0, answer.exception
     measured = torch.load(tmp_path / "inference" / "coco_results.pth", weights_only=True)
     report = json.loads((tmp_path / "m.json").read_text())
+    assert report["checkpoint"] == str(tiny_checkpoint)
     assert report["metrics"]["segm/AP50"] == measured["segm"]["AP50"]
-
-
-def test_a_folder_of_several_splits_must_say_which(
-    bundle: Path, folder: Path, tmp_path: Path
-) -> None:
-    split = tmp_path / "several"
-    shutil.copytree(folder, split)
-    (split / "val").rename(split / "images")
-    for name in ("val_day", "val_night"):
-        shutil.copy(split / "annotations" / "val.json", split / "annotations" / f"{name}.json")
-    (split / "annotations" / "val.json").unlink()
-    answer = _evaluate(bundle, split)
-    assert isinstance(answer.exception, DataError)
-    assert "has the splits train, val_day, val_night; name the one" in str(answer.exception)

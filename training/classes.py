@@ -38,6 +38,6 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
             other = f"as {names[id_]!r}" if id_ in names else "not at all"
             raise ConfigError(
                 f"{dataset.name} has category {id_} {name!r}, which the model knows {other}; give "
-                "data.val the ids and names of the training set (for converted weights, "
+                "the validation set the ids and names of the training set (for converted weights, "
                 "`maskrcnn weights convert --categories` sets them)"
             )

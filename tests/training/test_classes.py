@@ -38,4 +38,6 @@ def test_the_first_category_that_differs_is_named(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         check_categories(dataset, known)
-    assert str(caught.value).startswith(f"{dataset.name} has {difference}; give data.val the ids")
+    assert str(caught.value).startswith(
+        f"{dataset.name} has {difference}; give the validation set the ids"
+    )

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from maskrcnn_trt.training.data.coco import DataError
-from maskrcnn_trt.training.data.layout import find_splits
+from maskrcnn_trt.training.data.layout import find_splits, find_validation_split
 
 
 def lay_out(folder: Path, *names: str) -> None:
@@ -61,3 +61,28 @@ def test_folders_of_another_layout_are_refused(tmp_path: Path) -> None:
     lay_out(tmp_path, "annotations/train.json", "annotations/val.json", "pictures/")
     with pytest.raises(DataError, match=r"no folder train/ or val/; .*--images"):
         find_splits(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("splits", "chosen"),
+    [
+        (("all",), "all"),
+        (("train", "val"), "val"),
+        (("test", "train2017", "val2017"), "val2017"),
+        (("minival", "val"), "val"),
+    ],
+)
+def test_the_validation_split_is_chosen(
+    tmp_path: Path, splits: tuple[str, ...], chosen: str
+) -> None:
+    lay_out(tmp_path, *(f"annotations/{s}.json" for s in splits), *(f"{s}/" for s in splits))
+    assert find_validation_split(tmp_path) == find_splits(tmp_path)[chosen]
+
+
+@pytest.mark.parametrize("splits", [("test", "train"), ("train", "val_day", "val_night")])
+def test_a_validation_split_that_does_not_stand_out_must_be_named(
+    tmp_path: Path, splits: tuple[str, ...]
+) -> None:
+    lay_out(tmp_path, *(f"annotations/{s}.json" for s in splits), *(f"{s}/" for s in splits))
+    with pytest.raises(DataError, match=f"has the splits {', '.join(splits)}; name the one"):
+        find_validation_split(tmp_path)
