@@ -30,8 +30,18 @@ from ..model.spec import ShapeBucket
 from .engine_build import EngineBuilder
 from .engine_limits import TOP_K_LIMIT, limited_checkpoint
 from .engine_options import ENGINE_SUFFIXES
+from .fused_modules import rearrange_for_gpu
 from .onnx_export import onnx_from_model
 from .precision import fold_batch_norms, halve
+from .torch_program import compile_program, program_from_model, write_program
+
+_TYPES: dict[Precision, Precision] = {
+    "fp32": "fp32",
+    "tf32": "fp32",
+    "fp16": "fp16",
+    "bf16": "bf16",
+}
+"""Numeric types of weights and features, by precision."""
 
 _INPUT_DTYPES: dict[InputDtype, torch.dtype] = {"uint8": torch.uint8, "float32": torch.float32}
 
@@ -44,12 +54,13 @@ def bundle_from_checkpoint(
     buckets: Sequence[ShapeBucket] = (),
     input_dtype: InputDtype = "uint8",
     builders: Sequence[EngineBuilder] = (),
+    with_programs: bool = False,
     report: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
     """Export a checkpoint; the bundle appears whole or not at all.
 
-    It holds an ONNX file a numeric type and input size, and as many engines of every kind as there
-    are precisions and input sizes.
+    It holds an ONNX file a numeric type and input size, and as many programs of torch and engines
+    of every kind as there are precisions and input sizes. What is in bf16 is a program only.
 
     Args:
         checkpoint_path: file that training wrote.
@@ -58,15 +69,19 @@ def bundle_from_checkpoint(
         buckets: input sizes, multiples of 32; those of the training where empty.
         input_dtype: type of the `images` input; its values are 0..255 either way.
         builders: a builder a kind of engine.
+        with_programs: whether programs of torch are wanted.
         report: told in a sentence what is being done.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
         EngineError: an engine cannot be built.
-        BundleError: something that is no bundle is in the way, or an input size holds no image.
+        BundleError: something that is no bundle is in the way, an input size holds no image, or
+            bf16 is wanted and programs are not.
         OSError: the bundle cannot be written.
     """
     _check_place(bundle)
+    if "bf16" in precisions and not with_programs:
+        raise BundleError("bf16 is for programs of torch alone; add --engine torch")
     checkpoint = load_checkpoint(checkpoint_path)
     _check_buckets(buckets, checkpoint.preprocessing)
     wanted = _Wanted(precisions, buckets or checkpoint.buckets, input_dtype, report)
@@ -78,7 +93,8 @@ def bundle_from_checkpoint(
             engines = [
                 _build_engine(b, g, sources, partial, report) for b in builders for g in graphs
             ]
-        manifest = _manifest_from(checkpoint, checkpoint_path, [*graphs, *engines])
+        programs = _export_programs(checkpoint, partial, wanted) if with_programs else []
+        manifest = _manifest_from(checkpoint, checkpoint_path, [*graphs, *programs, *engines])
         write_manifest(partial, manifest)
     return manifest
 
@@ -141,7 +157,9 @@ def _export_graphs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> lis
     hashes: dict[str, str] = {}
     artifacts = []
     for precision in dict.fromkeys(wanted.precisions):
-        types: Precision = "fp16" if precision == "fp16" else "fp32"
+        if precision == "bf16":
+            continue
+        types = _TYPES[precision]
         model = prepared_model(checkpoint, types)
         for bucket in dict.fromkeys(wanted.buckets):
             path = folder / f"model-{types}-{bucket}.onnx"
@@ -157,6 +175,36 @@ def _export_graphs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> lis
                     precision=precision,
                     input_dtype=wanted.input_dtype,
                     bucket=bucket,
+                )
+            )
+    return artifacts
+
+
+def _export_programs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> list[Artifact]:
+    """Write the programs of torch, each once, and compile them where a GPU is."""
+    hashes: dict[str, str] = {}
+    artifacts = []
+    dtype = _INPUT_DTYPES[wanted.input_dtype]
+    for precision in dict.fromkeys(wanted.precisions):
+        types = _TYPES[precision]
+        model = prepared_model(checkpoint, types)
+        rearrange_for_gpu(model)
+        for bucket in dict.fromkeys(wanted.buckets):
+            path = folder / f"model-{types}-{bucket}.pt2"
+            if path.name not in hashes:
+                wanted.report(f"exporting a program of torch in {types} for inputs of {bucket}")
+                write_program(program_from_model(model, bucket, dtype), path)
+                hashes[path.name] = sha256_of(path)
+            wanted.report(f"compiling {precision} for inputs of {bucket}, if a GPU is here")
+            artifacts.append(
+                Artifact(
+                    path=path.name,
+                    sha256=hashes[path.name],
+                    kind="torch",
+                    precision=precision,
+                    input_dtype=wanted.input_dtype,
+                    bucket=bucket,
+                    compile_cache=compile_program(path, precision, bucket, dtype),
                 )
             )
     return artifacts
@@ -215,8 +263,8 @@ def prepared_model(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:
     """The checkpoint's model as it is exported: batch norms folded, in its numeric types."""
     model = checkpoint.build_model()
     fold_batch_norms(model)
-    if precision == "fp16":
-        halve(model)
+    if precision in ("fp16", "bf16"):
+        halve(model, torch.float16 if precision == "fp16" else torch.bfloat16)
     return model
 
 

@@ -1,14 +1,14 @@
 """The verb `export`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from ..model.images import IMAGE_SUFFIXES
-from ..model.manifest import InputDtype, Precision
+from ..model.manifest import EngineKind, InputDtype, Precision
 from ..model.spec import ShapeBucket
 from .engine_options import builders_from_options, engine_options
 from .variadic_options import VariadicCommand
@@ -66,6 +66,7 @@ def export(
     buckets: tuple[ShapeBucket, ...],
     input_dtype: InputDtype,
     images: str | None,
+    kinds: tuple[Literal["torch"] | EngineKind, ...],
     **engines: Any,
 ) -> None:
     """Turn CHECKPOINT into a bundle that `maskrcnn serve` and `maskrcnn predict` load.
@@ -83,7 +84,8 @@ def export(
         precisions=precisions,
         buckets=buckets,
         input_dtype=input_dtype,
-        builders=builders_from_options(bundle, **engines),
+        builders=builders_from_options(bundle, [k for k in kinds if k != "torch"], **engines),
+        with_programs="torch" in kinds,
         report=click.echo,
     )
     click.echo(f"the bundle is {bundle}")

@@ -39,9 +39,10 @@ class EngineOptions:
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _OPTIONS = (
     click.option(
-        "--engine", "kinds", multiple=True, type=click.Choice(get_args(EngineKind)),
-        help="Build engines beside the ONNX files: tensorrt for the GPU of this machine, with our "
-        "CUDA kernels; tensorrt-rtx for several, whether or not one is here.",
+        "--engine", "kinds", multiple=True, type=click.Choice(["torch", *get_args(EngineKind)]),
+        help="What to make beside the ONNX files: torch, a program, compiled for this machine's "
+        "GPU if it has one; tensorrt, engines for that GPU, with our CUDA kernels; tensorrt-rtx, "
+        "engines for several GPUs, whether or not one is here.",
     ),
     click.option(
         "--batch", "batches", multiple=True, type=click.IntRange(min=1),

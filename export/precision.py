@@ -1,5 +1,6 @@
-"""Precision of an exported model: fp16 with the parts that need it left in fp32."""
+"""Precision of an exported model: half, with the parts that need it left in fp32."""
 
+import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torchvision.ops import FrozenBatchNorm2d
@@ -30,11 +31,11 @@ def fold_batch_norms(module: nn.Module) -> None:
             setattr(parent, norm_name, nn.Identity())
 
 
-def halve(model: MaskRCNN) -> None:
-    """Make convolutions and linear layers compute in fp16, in place.
+def halve(model: MaskRCNN, dtype: torch.dtype = torch.float16) -> None:
+    """Make convolutions and linear layers compute in fp16 or bf16, in place.
 
     Anchors, box decoding, scores, suppression and the positions of RoIs stay in fp32: half
     precision has steps of half a pixel from 512 pixels on.
     """
     for part in (model.backbone, model.rpn.head, model.roi_heads):
-        part.half()
+        part.to(dtype)

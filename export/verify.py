@@ -46,6 +46,7 @@ TOLERANCES: dict[Precision, Tolerance] = {
     "fp32": Tolerance(boxes=1e-2, scores=1e-4, masks=1e-3, share=0.0),
     "tf32": Tolerance(boxes=1.0, scores=2e-2, masks=2e-2, share=0.05),
     "fp16": Tolerance(boxes=1.0, scores=2e-2, masks=2e-2, share=0.05),
+    "bf16": Tolerance(boxes=4.0, scores=5e-2, masks=5e-2, share=0.1),
 }
 
 

@@ -102,11 +102,9 @@ class MaskRCNN(nn.Module):
         columns = torch.arange(images.shape[3], device=images.device)
         inside = (rows < height[:, :, None]) & (columns < width[:, :, None])
         normalised = torch.where(inside, (images.float() - mean) / std, 0)
-        dtype = self.rpn.head.cls_logits.weight.dtype
-        memory_format = torch.channels_last if self._is_channels_last() else torch.contiguous_format
-        features: list[Tensor] = self.backbone(normalised.to(dtype, memory_format=memory_format))
+        weight = self.backbone.body.conv1.weight
+        channels_last = weight.is_contiguous(memory_format=torch.channels_last)
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        normalised = normalised.to(weight.dtype, memory_format=memory_format)
+        features: list[Tensor] = self.backbone(normalised)
         return features
-
-    def _is_channels_last(self) -> bool:
-        weight: Tensor = self.backbone.body.conv1.weight
-        return weight.is_contiguous(memory_format=torch.channels_last)

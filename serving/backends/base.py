@@ -21,6 +21,14 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def batch_sizes(max_batch: int) -> list[int]:
+    """Sizes to compute batches at, to the next of which a batch is padded: powers of two.
+
+    They end with `max_batch`. Few sizes are enough, and each costs time and memory.
+    """
+    return sorted({*(1 << n for n in range(max_batch.bit_length())), max_batch})
+
+
 class Outputs(NamedTuple):
     """Outputs of the model for B images, in the order of `model.spec.OUTPUT_NAMES`."""
 

@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 _KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
+    "torch": "torch",
     "onnxruntime": "onnx",
 }
 """What each backend loads, the fastest first."""
@@ -54,15 +55,34 @@ def load_backend(
         kind = _fastest(bundle, manifest, precision)
     else:
         kind = _KINDS[name]
-        _check_fit(bundle, manifest, precision, kind)
+        if kind != "torch":  # it also runs without a GPU, but slowly
+            _check_fit(bundle, manifest, precision, kind)
     # Imported when chosen: a backend may need what another install does not have.
     if kind == "onnx":
         from .onnxruntime import OnnxRuntimeBackend
 
         return OnnxRuntimeBackend(bundle, manifest, precision)
+    if kind == "torch":
+        return _torch_backend(bundle, manifest, precision, max_batch)
     from .tensorrt import TensorRTBackend
 
     return TensorRTBackend(bundle, manifest, precision, kind, max_batch)
+
+
+def _torch_backend(
+    bundle: Path, manifest: Manifest, precision: Precision, max_batch: int
+) -> Backend:
+    try:
+        from .torch import TorchBackend
+    except ModuleNotFoundError as error:
+        raise _missing_for_torch(error) from None
+    return TorchBackend(bundle, manifest, precision, max_batch)
+
+
+def _missing_for_torch(error: ModuleNotFoundError) -> BackendError:
+    return BackendError(
+        f'{error.name} is not installed; install it with pip install "maskrcnn-trt[torch]"'
+    )
 
 
 def _fastest(bundle: Path, manifest: Manifest, precision: Precision) -> ArtifactKind:
@@ -95,6 +115,21 @@ def _check_fit(bundle: Path, manifest: Manifest, precision: Precision, kind: Art
     artifacts = manifest.artifacts_for(precision, kind)
     if kind == "onnx":
         return
+    if kind == "torch":
+        _check_torch()
+        return
     paths = [bundle / artifact.path for artifact in artifacts]
     size = sum(path.stat().st_size for path in paths if path.is_file())
     check_plans(kind, artifacts, probe_machine(kind), size)
+
+
+def _check_torch() -> None:
+    """Refuse to compute with torch where it is not, or finds no GPU."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise _missing_for_torch(error) from None
+    if not torch.cuda.is_available():
+        raise BackendError(
+            "torch finds no NVIDIA GPU; find out why with nvidia-smi, or use --backend onnxruntime"
+        )

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 from ...model.manifest import Artifact, BatchProfile, EngineKind
 from ..errors import BackendError
+from .base import batch_sizes
 
 
 class Runtime(NamedTuple):
@@ -97,8 +98,7 @@ def remedy_from_reason(reason: str) -> str | None:
 def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int, int]:
     """Batch sizes to run a plan at, each with the optimisation profile that suits it best.
 
-    Sizes are the powers of two below `max_batch`, and `max_batch`; a batch between them is padded
-    to the next. A plan is thus asked for few shapes, each of which costs it time and memory.
+    Sizes are those of `batch_sizes`, but for what the plan does not take.
 
     Args:
         profiles: Of the plan, by index.
@@ -117,7 +117,7 @@ def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int
             f"lower it to {largest}, or export the engine with `--batch {max_batch}`"
         )
     chosen: dict[int, int] = {}
-    for size in sorted({*(1 << n for n in range(max_batch.bit_length())), max_batch}):
+    for size in batch_sizes(max_batch):
         fitting = [index for index, profile in enumerate(profiles) if profile.max >= size]
         best = min(fitting, key=lambda i: (profiles[i].min > size, profiles[i].max))
         chosen[max(size, profiles[best].min)] = best

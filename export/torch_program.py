@@ -1,0 +1,98 @@
+"""From a model to a program of torch that needs no model code."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from ..model.manifest import CompileCache, Precision, sha256_of
+from ..model.mask_rcnn import MaskRCNN
+from ..model.program import compile_target, quiet_torch, write_compile_cache
+from ..model.spec import ShapeBucket
+from .fused_graph import fuse_convolutions
+
+
+class _Detector(nn.Module):
+    """A model whose outputs are a plain tuple, so that loading the program needs no class."""
+
+    def __init__(self, model: MaskRCNN) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.model.detect(images, image_sizes))
+
+
+def program_from_model(
+    model: MaskRCNN, bucket: ShapeBucket, input_dtype: torch.dtype
+) -> ExportedProgram:
+    """Export detection for one shape bucket, with a dynamic batch.
+
+    Args:
+        model: on the CPU, in evaluation mode; `rearrange_for_gpu` has been at it.
+        bucket: height and width of the input.
+        input_dtype: `torch.uint8` or `torch.float32`, both in 0..255.
+
+    Returns:
+        A program of ATen and our own operations; inputs and outputs are those of `model.spec`.
+    """
+    # Two images, for a batch of one would be taken for a constant.
+    images = torch.zeros(2, 3, *bucket, dtype=input_dtype)
+    image_sizes = torch.tensor([list(bucket)] * 2)
+    batch = {0: Dim("batch", min=1)}
+    with torch.no_grad(), quiet_torch():
+        exported = torch.export.export(
+            _Detector(model), (images, image_sizes), dynamic_shapes=(batch, batch)
+        )
+        program: ExportedProgram = exported.run_decompositions({})
+    _drop_assertions(program)
+    fuse_convolutions(program)
+    return program
+
+
+def _drop_assertions(program: ExportedProgram) -> None:
+    """Remove assertions that tensors have the types and places they had while exporting."""
+    graph = program.graph_module.graph
+    target = torch.ops.aten._assert_tensor_metadata.default
+    for node in graph.find_nodes(op="call_function", target=target):
+        graph.erase_node(node)
+
+
+def write_program(program: ExportedProgram, path: Path) -> None:
+    """Write a program to a file that ends in `.pt2`."""
+    with quiet_torch():
+        torch.export.save(program, path)
+
+
+def compile_program(
+    path: Path, precision: Precision, bucket: ShapeBucket, input_dtype: torch.dtype
+) -> CompileCache | None:
+    """Compile a program for the GPU of this machine, and write the cache beside it.
+
+    Args:
+        path: what `write_program` wrote.
+        precision: to compile for; `fp32` and `tf32` are one program.
+        bucket: height and width of its input.
+        input_dtype: type of its images.
+
+    Returns:
+        The cache, or None where no GPU is.
+    """
+    if not torch.cuda.is_available():
+        return None
+    cache = path.with_name(f"model-{precision}-{bucket}.cache")
+    # A process of its own, for a cache holds all that its process compiled.
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawning) as process:
+        shape = torch.Size((2, 3, *bucket))
+        process.submit(write_compile_cache, path, precision, shape, input_dtype, cache).result()
+    torch_version, capability = compile_target()
+    return CompileCache(
+        path=cache.name,
+        sha256=sha256_of(cache),
+        torch_version=torch_version,
+        compute_capability=capability,
+    )

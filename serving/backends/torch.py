@@ -1,0 +1,157 @@
+"""Programs of torch: compiled from the bundle's cache and, on a GPU, replayed as CUDA graphs."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...model.manifest import Artifact, Manifest, Precision, verified_path
+from ...model.program import Program, compile_target, load_compile_cache
+from ...model.spec import ShapeBucket
+from ..errors import BackendError
+from .base import Outputs, batch_sizes
+from .torch_batches import BatchSlots, DeviceOutputs, GraphedProgram
+
+_log = logging.getLogger(__name__)
+
+
+class TorchBackend:
+    """One program a shape bucket; on a GPU a CUDA graph a batch size, and copies overlap."""
+
+    name = "torch"
+
+    def __init__(
+        self, bundle: Path, manifest: Manifest, precision: Precision, max_batch: int
+    ) -> None:
+        """Load the bundle's programs of a precision, on the current GPU if there is one.
+
+        Args:
+            bundle: the bundle's folder.
+            manifest: its manifest.
+            precision: one of the manifest's.
+            max_batch: largest batch that will come.
+
+        Raises:
+            BundleError: the bundle has none, or a file is missing or damaged.
+        """
+        on_gpu = torch.cuda.is_available()
+        self.device: Literal["cpu", "cuda"] = "cuda" if on_gpu else "cpu"
+        self.concurrency: Final = 2 if on_gpu else 1
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        )
+        artifacts = manifest.artifacts_for(precision, "torch")
+        if on_gpu:
+            _load_caches(bundle, artifacts)
+        self._max_batch = max_batch
+        self._dtypes = {a.bucket: getattr(torch, a.input_dtype) for a in artifacts}
+        self._programs = {
+            a.bucket: Program(verified_path(bundle, a), precision, device) for a in artifacts
+        }
+        if on_gpu:
+            pool = torch.cuda.graph_pool_handle()
+            self._graphed = {
+                bucket: GraphedProgram(program, bucket, self._dtypes[bucket], max_batch, pool)
+                for bucket, program in self._programs.items()
+            }
+            self._slots = BatchSlots(self.concurrency, device)
+            self._computing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._launching = threading.Lock()
+
+    @property
+    def buckets(self) -> tuple[ShapeBucket, ...]:
+        """Input sizes of the programs."""
+        return tuple(self._programs)
+
+    def warm_up(self, max_batch: int) -> None:
+        """Compile and capture every bucket at each batch size that it is run at."""
+        for bucket in self.buckets:
+            for batch in batch_sizes(max_batch) if self.device == "cuda" else [1]:
+                images = np.zeros((batch, 3, *bucket), np.uint8)
+                self.infer(bucket, images, np.full((batch, 2), bucket, np.int64))
+
+    def infer(
+        self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
+    ) -> Outputs:
+        """Detect in a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2].
+
+        Raises:
+            BackendError: the batch is larger than was said.
+        """
+        inputs = torch.from_numpy(images), torch.from_numpy(image_sizes)
+        if self.device == "cpu":
+            return Outputs(*(x.numpy() for x in self.infer_on_device(bucket, *inputs)))
+        with self._slots.take() as slot:
+            slot.copy_in(*inputs)
+            with self._launching, torch.cuda.stream(self._computing):
+                slot.await_inputs()
+                outputs = self.infer_on_device(bucket, *slot.inputs)
+                slot.keep(outputs)
+            return Outputs(*slot.copy_out())
+
+    def infer_on_device(
+        self, bucket: ShapeBucket, images: Tensor, image_sizes: Tensor
+    ) -> DeviceOutputs:
+        """Queue the detection in a batch in the current stream; one thread at a time.
+
+        Args:
+            bucket: one of `buckets`.
+            images: [B, 3, bucket.height, bucket.width] RGB on the device.
+            image_sizes: [B, 2] int64 on the device, height and width before padding.
+
+        Returns:
+            New tensors, complete when the stream is.
+
+        Raises:
+            BackendError: the batch is larger than was said.
+        """
+        if len(images) > self._max_batch:
+            raise BackendError(
+                f"a batch has {len(images)} images, but the backend was loaded for at most "
+                f"{self._max_batch}; raise --max-batch"
+            )
+        if self.device == "cuda":
+            return self._graphed[bucket](images, image_sizes)
+        return DeviceOutputs(*self._programs[bucket](images.to(self._dtypes[bucket]), image_sizes))
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._programs.clear()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            del self._graphed, self._slots
+            torch.cuda.empty_cache()
+
+
+def _load_caches(bundle: Path, artifacts: Sequence[Artifact]) -> None:
+    """Load what was compiled at export, if it was for this GPU and torch, or say that it was not.
+
+    Raises:
+        BundleError: a file is missing or damaged.
+    """
+    here = compile_target()
+    for artifact in artifacts:
+        cache = artifact.compile_cache
+        if cache is None:
+            _log.warning(
+                "%s was exported without a GPU, and is compiled now, which takes a minute; export "
+                "it where the GPU is, to start sooner",
+                artifact.path,
+            )
+        elif (cache.torch_version, cache.compute_capability) != here:
+            _log.warning(
+                "%s was compiled by torch %s for compute capability %s, and here is torch %s with "
+                "%s: it is compiled anew, which takes a minute; export it here, to start sooner",
+                artifact.path,
+                cache.torch_version,
+                cache.compute_capability,
+                *here,
+            )
+        else:
+            load_compile_cache(verified_path(bundle, cache))

@@ -1,0 +1,119 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from maskrcnn_trt.plugins.fused_convolution import convolution_relu, pointwise_convolution
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+# batch, channels in and out, rows, columns, stride
+SIZES = {
+    "residual block": (2, 64, 256, 20, 28, 1),
+    "deep": (1, 512, 128, 10, 14, 1),
+    "narrow": (2, 256, 15, 12, 20, 1),
+    "odd channels": (3, 24, 40, 6, 10, 1),
+    "strided": (2, 64, 128, 21, 30, 2),
+    "one pixel": (1, 32, 32, 1, 1, 1),
+}
+
+
+def drawn(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return tensor.to(device, dtype)
+
+
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(
+        actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype]
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("residual", ["none", "same", "half"])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("size", SIZES.values(), ids=list(SIZES))
+def test_pointwise_convolution_adds_and_clips(
+    size: tuple[int, ...], relu: bool, residual: str, dtype: torch.dtype, device: str
+) -> None:
+    batch, channels, outputs, rows, columns, stride = size
+    if residual == "half" and (rows % 2 or columns % 2 or stride > 1):
+        pytest.skip("no map has half of this size")
+    images = drawn(batch, channels, rows, columns, dtype=dtype, device=device)
+    weight = drawn(outputs, channels, 1, 1, dtype=dtype, device=device) / channels**0.5
+    bias = drawn(outputs, dtype=dtype, device=device)
+    expected = F.conv2d(images.double(), weight.double(), bias.double(), stride)
+    added = None
+    if residual != "none":
+        sides = [side // (2 if residual == "half" else 1) for side in expected.shape[2:]]
+        added = drawn(batch, outputs, *sides, dtype=dtype, device=device)
+        expected += F.interpolate(added.double(), expected.shape[2:], mode="nearest")
+    actual = pointwise_convolution(images, weight, bias, added, stride, relu)
+    assert_near(actual, expected.relu() if relu else expected, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"),
+    [(3, 1, 1, 1), (3, 2, 1, 1), (7, 2, 3, 1), (1, 1, 0, 1), (3, 1, 2, 2)],
+)
+def test_convolution_relu_is_that_of_a_convolution(
+    kernel: int,
+    stride: int,
+    padding: int,
+    dilation: int,
+    residual: bool,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    images = drawn(2, 32, 18, 22, dtype=dtype, device=device)
+    weight = drawn(48, 32, kernel, kernel, dtype=dtype, device=device) / (32 * kernel**2) ** 0.5
+    bias = drawn(48, dtype=dtype, device=device)
+    window = [stride] * 2, [padding] * 2, [dilation] * 2
+    expected = F.conv2d(images.double(), weight.double(), bias.double(), *window)
+    added = drawn(*expected.shape, dtype=dtype, device=device) if residual else None
+    if added is not None:
+        expected += added.double()
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        actual = convolution_relu(images, weight, bias, added, *window)
+    assert_near(actual, expected.relu(), dtype)
+
+
+@pytest.mark.gpu
+def test_what_memory_held_before_does_not_matter() -> None:
+    images = drawn(2, 64, 40, 40, dtype=torch.float16, device="cuda")
+    weight = drawn(64, 64, 3, 3, dtype=torch.float16, device="cuda") / 24
+    bias = drawn(64, dtype=torch.float16, device="cuda")
+    for _ in range(3):
+        stale = torch.full((2, 64, 40, 40), torch.nan, dtype=torch.float16, device="cuda")
+        del stale
+        output = convolution_relu(images, weight, bias, None, [1, 1], [1, 1], [1, 1])
+        assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("operation", ["convolution_relu", "pointwise_convolution"])
+def test_operations_keep_their_promises_to_compilers(operation: str, device: str) -> None:
+    images = drawn(2, 32, 8, 12, dtype=torch.float16, device=device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    weight = drawn(48, 32, 1, 1, dtype=torch.float16, device=device)
+    bias = drawn(48, dtype=torch.float16, device=device)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "convolution_relu": lambda: convolution_relu(
+            images, weight, bias, None, [1, 1], [0, 0], [1, 1]
+        ),
+        "pointwise_convolution": lambda: pointwise_convolution(images, weight, bias, None, 1, True),
+    }
+    eager = calls[operation]()
+    assert eager.shape == (2, 48, 8, 12)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = calls[operation]()
+    assert fake.shape == eager.shape
+    assert fake.dtype == eager.dtype

@@ -1,0 +1,181 @@
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+torch = pytest.importorskip("torch")
+
+from maskrcnn_trt.export.bundle import bundle_from_checkpoint  # noqa: E402
+from maskrcnn_trt.model.manifest import BundleError, Precision, read_manifest  # noqa: E402
+from maskrcnn_trt.model.spec import ShapeBucket  # noqa: E402
+from maskrcnn_trt.serving.backends.base import Backend, Outputs  # noqa: E402
+from maskrcnn_trt.serving.backends.loading import load_backend  # noqa: E402
+from maskrcnn_trt.serving.errors import BackendError  # noqa: E402
+
+BUCKET, OTHER = ShapeBucket(96, 160), ShapeBucket(160, 96)
+TOLERANCES: dict[Precision, float] = {"fp32": 1e-3, "tf32": 0.05, "fp16": 0.02, "bf16": 0.2}
+
+
+@pytest.fixture(scope="module")
+def programs(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in fp32, as ONNX and as programs of torch."""
+    path = tmp_path_factory.mktemp("bundles") / "programs"
+    bundle_from_checkpoint(tiny_checkpoint, path, precisions=("fp32",), with_programs=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def all_precisions(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in every precision, for one input size."""
+    path = tmp_path_factory.mktemp("bundles") / "all"
+    bundle_from_checkpoint(
+        tiny_checkpoint,
+        path,
+        precisions=tuple(TOLERANCES),
+        buckets=[BUCKET],
+        with_programs=True,
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def backend(programs: Path) -> Iterator[Backend]:
+    loaded = load_backend(programs, read_manifest(programs), "fp32", "torch", max_batch=6)
+    yield loaded
+    loaded.close()
+
+
+def pictures(count: int, bucket: ShapeBucket = BUCKET, seed: int = 0) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (count, 3, *bucket), np.uint8)
+
+
+def sizes(count: int, bucket: ShapeBucket = BUCKET) -> NDArray[np.int64]:
+    return np.tile(np.array(bucket, np.int64), (count, 1))
+
+
+def assert_alike(actual: Outputs, expected: Outputs, tolerance: float = 1e-3) -> None:
+    np.testing.assert_array_equal(actual.num_detections, expected.num_detections)
+    for name in ("boxes", "scores", "labels", "masks"):
+        mine, theirs = getattr(actual, name), getattr(expected, name)
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("bucket", [BUCKET, OTHER])
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_the_answers_are_those_of_onnxruntime(
+    programs: Path, backend: Backend, bucket: ShapeBucket, count: int
+) -> None:
+    other = load_backend(programs, read_manifest(programs), "fp32", "onnxruntime")
+    images, image_sizes = pictures(count, bucket), sizes(count, bucket)
+    expected = other.infer(bucket, images, image_sizes)
+    assert expected.num_detections.min() > 0
+    assert_alike(backend.infer(bucket, images, image_sizes), expected)
+
+
+def test_a_batch_does_not_depend_on_the_one_before(backend: Backend) -> None:
+    large = backend.infer(BUCKET, pictures(6), sizes(6))
+    backend.infer(BUCKET, pictures(5, seed=1), sizes(5))
+    small = backend.infer(BUCKET, pictures(6)[:3], sizes(3))
+    assert_alike(small, Outputs(*(output[:3] for output in large)))
+
+
+def test_threads_get_their_own_answers(backend: Backend) -> None:
+    expected = [backend.infer(BUCKET, pictures(2, seed=n), sizes(2)) for n in range(8)]
+    with ThreadPoolExecutor(backend.concurrency) as threads:
+        answers = list(
+            threads.map(
+                lambda n: backend.infer(BUCKET, pictures(2, seed=n), sizes(2)), list(range(8)) * 3
+            )
+        )
+    for number, answer in enumerate(answers):
+        assert_alike(answer, expected[number % 8])
+
+
+def test_a_larger_batch_than_was_said_is_refused(backend: Backend) -> None:
+    with pytest.raises(BackendError, match="7 images, but the backend was loaded for at most 6"):
+        backend.infer(BUCKET, pictures(7), sizes(7))
+
+
+def test_a_damaged_program_is_refused(programs: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(programs)
+    for name in {name for artifact in manifest.artifacts for name in artifact.paths}:
+        (tmp_path / name).write_bytes((programs / name).read_bytes()[:-1])
+    with pytest.raises(BundleError, match=r"model-fp32-96x160\.pt2 is not the file"):
+        load_backend(tmp_path, manifest, "fp32", "torch")
+
+
+def test_without_a_gpu_auto_prefers_onnxruntime(
+    programs: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with caplog.at_level(logging.INFO, "maskrcnn_trt"):
+        chosen = load_backend(programs, read_manifest(programs), "fp32")
+    assert chosen.name == "onnxruntime"
+    assert "torch finds no NVIDIA GPU" in caplog.text
+
+
+def test_loading_needs_no_model_code(programs: Path) -> None:
+    program = (
+        "import json, sys; from pathlib import Path\n"
+        "from maskrcnn_trt.model.manifest import read_manifest\n"
+        "from maskrcnn_trt.serving.backends.loading import load_backend\n"
+        "bundle = Path(sys.argv[1])\n"
+        "load_backend(bundle, read_manifest(bundle), 'fp32', 'torch')\n"
+        "print(json.dumps([name for name in sys.modules if name.startswith('maskrcnn_trt.')]))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program, str(programs)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    loaded = set(json.loads(result.stdout))
+    assert "maskrcnn_trt.model.program" in loaded
+    assert not loaded & {f"maskrcnn_trt.model.{n}" for n in ("mask_rcnn", "backbone", "rpn")}
+    assert not any(
+        name.startswith(("maskrcnn_trt.export", "maskrcnn_trt.training")) for name in loaded
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_every_precision_is_near_the_checkpoint(
+    all_precisions: Path, tiny_checkpoint: Path, precision: Precision
+) -> None:
+    from maskrcnn_trt.model.checkpoint import load_checkpoint
+
+    model = load_checkpoint(tiny_checkpoint).build_model()
+    images, image_sizes = pictures(4), sizes(4)
+    with torch.inference_mode():
+        expected = model.detect(torch.from_numpy(images), torch.from_numpy(image_sizes))
+    manifest = read_manifest(all_precisions)
+    backend = load_backend(all_precisions, manifest, precision, "torch", max_batch=4)
+    actual = backend.infer(BUCKET, images, image_sizes)
+    best = expected.scores[:, 0].numpy()
+    np.testing.assert_allclose(actual.scores[:, 0], best, atol=TOLERANCES[precision])
+    backend.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_a_process_starts_from_the_cache(programs: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys, numpy as np, torch; from pathlib import Path\n"
+        "from torch._dynamo.utils import counters\n"
+        "from maskrcnn_trt.model.manifest import read_manifest\n"
+        "from maskrcnn_trt.serving.backends.loading import load_backend\n"
+        "bundle = Path(sys.argv[1]); manifest = read_manifest(bundle)\n"
+        "backend = load_backend(bundle, manifest, 'fp32', 'torch', 4)\n"
+        "backend.warm_up(4)\n"
+        "hits = counters['aot_autograd']\n"
+        "assert hits['autograd_cache_hit'] and not hits['autograd_cache_miss'], hits\n"
+    )
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", program, str(programs)]
+    subprocess.run(command, check=True, env={**os.environ, **environment})
