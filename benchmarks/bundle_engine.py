@@ -2,44 +2,85 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..model.manifest import Precision, read_manifest
+from ..model.manifest import BundleError, Precision, read_manifest
 from ..model.spec import ShapeBucket
+from ..serving.backends.base import Backend
 from ..serving.backends.loading import load_backend
 from ..serving.config import BackendName
+from .engines import DataPlace, Run
+from .memory import MemoryKind
+
+if TYPE_CHECKING:
+    from ..serving.backends.onnxruntime import OnnxRuntimeBackend
+    from ..serving.backends.torch import TorchBackend
 
 
 class BundleEngine:
-    """A bundle on one of its backends; copies from and to the host are part of its time."""
+    """A bundle on one of its backends, for images of one size."""
 
     def __init__(
-        self, bundle: Path, precision: Precision, backend: BackendName, max_batch: int
+        self,
+        bundle: Path,
+        precision: Precision,
+        backend: BackendName,
+        bucket: ShapeBucket,
+        max_batch: int,
     ) -> None:
-        """Load a bundle; raises as `load_backend`."""
+        """Load a bundle; raises as `load_backend`, and where it does not have that input size."""
         manifest = read_manifest(bundle)
+        self._bucket = bucket
         self._backend = load_backend(bundle, manifest, precision, backend, max_batch)
-        self.name = self._backend.name
-        self.precision = precision
-        self.device = self._backend.device
+        if bucket not in self._backend.buckets:
+            sizes = ", ".join(map(str, self._backend.buckets))
+            raise BundleError(f"{bundle} has no input size {bucket}; choose from {sizes}")
 
-    @property
-    def buckets(self) -> tuple[ShapeBucket, ...]:
-        """Input sizes it can be bound to."""
-        return self._backend.buckets
-
-    def bind(self, images: NDArray[np.uint8]) -> Callable[[], None]:
-        """A call over images [B, 3, H, W] of one of the buckets."""
-        bucket = ShapeBucket(*images.shape[2:])
+    def runs_over(self, images: NDArray[np.uint8]) -> list[Run]:
+        """On the device where the backend can, and from host to host as it is served."""
+        backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)
+        runs = [_run(backend, "host", lambda: backend.infer(bucket, images, sizes))]
+        if backend.name == "onnxruntime":
+            compute = cast("OnnxRuntimeBackend", backend).bind_on_device(bucket, images, sizes)
+            runs.insert(0, _run(backend, "device", compute))
+        elif backend.name == "torch":
+            runs.insert(0, _run_of_torch(cast("TorchBackend", backend), bucket, images, sizes))
+        return runs
 
-        def run() -> None:
-            self._backend.infer(bucket, images, sizes)
 
-        return run
+def _run_of_torch(
+    backend: "TorchBackend",
+    bucket: ShapeBucket,
+    images: NDArray[np.uint8],
+    image_sizes: NDArray[np.int64],
+) -> Run:
+    import torch
 
-    def close(self) -> None:
-        """Give back the memory."""
-        self._backend.close()
+    on_device = [torch.from_numpy(array).to(backend.device) for array in (images, image_sizes)]
+    return _run(
+        backend,
+        "device",
+        lambda: backend.infer_on_device(bucket, *on_device),
+        torch.cuda.synchronize if backend.device == "cuda" else lambda: None,
+    )
+
+
+def _run(
+    backend: Backend,
+    data: DataPlace,
+    queue: Callable[[], object],
+    wait: Callable[[], object] = lambda: None,
+) -> Run:
+    memory: MemoryKind = "torch" if backend.name == "torch" else "driver"
+    return Run(
+        engine=backend.name,
+        device=backend.device,
+        data=data,
+        memory="cpu" if backend.device == "cpu" else memory,
+        queue=queue,
+        wait=wait,
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
@@ -10,9 +10,15 @@ from ..export.commands import BucketType
 from ..model.manifest import Precision
 from ..model.spec import ShapeBucket
 from ..serving.config import BackendName
+from .infer import Peer
 from .train import TrainPrecision
 
+if TYPE_CHECKING:
+    from .infer import InferSettings
+    from .report import InferReport
+
 _FILE = click.Path(dir_okay=False, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
 _SECONDS = click.FloatRange(min=0, min_open=True)
 _IMAGES = click.option(
     "--images",
@@ -36,51 +42,96 @@ def bench() -> None:
 @bench.command(context_settings={"show_default": True})
 @click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
-@click.option("--precision", type=click.Choice(["fp32", "tf32", "fp16"]), default="fp32")
+@click.option(
+    "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
+    default=("fp32",), help="May be given several times; the first is the one looked into.",
+)  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(get_args(BackendName)), default="auto",
     help="What computes bundles; auto takes the fastest that runs here.",
 )  # fmt: skip
 @click.option("--shape", "bucket", type=BucketType(), help="Input size.")
-@click.option("--peer", type=click.Choice(["torchvision"]), help="Measure it at equal weights too.")
+@click.option(
+    "--peer", "peers", multiple=True, type=click.Choice(get_args(Peer)),
+    help="Measure it too; torchvision takes the weights of a checkpoint.",
+)  # fmt: skip
 @_IMAGES
 @click.option("--seconds", type=_SECONDS, default=5.0, help="Length of each measurement.")
 @click.option("--warmup", type=click.IntRange(min=0), default=3, help="Batches not counted.")
 @click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
+@click.option(
+    "--output", type=_FOLDER,
+    help="Folder for a record: a page, time by stage included, a picture, and JSON.",
+)  # fmt: skip
 def infer(
     models: tuple[Path, ...],
     batches: tuple[int, ...],
-    precision: Precision,
+    precisions: tuple[Precision, ...],
     backend: BackendName,
     bucket: ShapeBucket | None,
-    peer: str | None,
+    peers: tuple[Peer, ...],
     images: tuple[Path, ...],
     seconds: float,
     warmup: int,
     json_path: Path | None,
+    output: Path | None,
 ) -> None:
-    """Measure models one after the other, batch after batch.
+    """Measure models one after the other, precision after precision, batch after batch.
 
     Each is a bundle, which --backend runs, or a checkpoint, which torch runs. All get the same
-    input; its size is the first that the first model has, unless --shape says otherwise.
+    input; its size is the first that the first model has, unless --shape says otherwise. What
+    cannot be measured is named, and the rest goes on.
     """
-    from .infer import InferSettings, measure_models
-    from .report import Report, infer_table, show
+    from .infer import InferSettings
+    from .infer_record import write_record
+    from .report import infer_table, show
 
-    if peer and not any(model.is_file() for model in models):
-        raise click.UsageError(f"--peer {peer} needs the weights of a checkpoint among MODELS")
+    if "torchvision" in peers and not any(model.is_file() for model in models):
+        raise click.UsageError("--peer torchvision needs the weights of a checkpoint among MODELS")
+    if "onnxruntime" in peers and not any(model.is_dir() for model in models):
+        raise click.UsageError("--peer onnxruntime needs a bundle among MODELS")
     settings = InferSettings(
         batches=batches,
-        precision=precision,
+        precisions=precisions,
         backend=backend,
+        peers=peers,
         bucket=bucket,
         images=_contents_of(images),
         seconds=seconds,
         warmup=warmup,
-        with_torchvision=peer == "torchvision",
     )
-    results = measure_models(models, settings)
-    show(Report(results), infer_table(results), json_path)
+    report = _infer_report(models, settings, with_stages=output is not None)
+    show(report, infer_table(report.results, report.failures, report.floors), json_path)
+    if output is not None:
+        click.echo(f"the record is {write_record(report, output)}")
+
+
+def _infer_report(
+    models: Sequence[Path], settings: "InferSettings", *, with_stages: bool
+) -> "InferReport":
+    from .infer import InferFailure, measure_bundle_stages, measure_floors, measure_models
+    from .machine import describe_machine
+    from .report import InferReport
+
+    def announce(subject: str) -> None:
+        click.echo(f"{subject} ...", err=True)
+
+    failures: list[InferFailure] = []
+    machine = describe_machine()
+    floors = measure_floors(models, settings) if machine.gpus else []
+    results = measure_models(
+        models,
+        settings,
+        on_engine=lambda choice: announce(f"{choice.name} in {choice.precision}"),
+        on_failure=failures.append,
+    )
+    if not results:
+        raise click.ClickException(failures[0].reason)
+    stages = []
+    if with_stages and machine.gpus:
+        announce("time by stage")
+        stages = measure_bundle_stages(models, settings, failures.append)
+    return InferReport(results, machine=machine, failures=failures, floors=floors, stages=stages)
 
 
 @bench.command(context_settings={"show_default": True})
@@ -100,7 +151,7 @@ def infer(
 @click.option("--warmup", type=click.IntRange(min=0), default=10, help="First steps, not timed.")
 @click.option(
     "--output",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=_FOLDER,
     help="Folder for a record: a page, a picture of the losses, and JSON.",
 )
 def train(
@@ -157,7 +208,7 @@ def train(
 @click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
 @click.option(
     "--output",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=_FOLDER,
     help="Folder for a record: a page, a picture of the ratios, and JSON.",
 )
 def kernels(names: tuple[str, ...], json_path: Path | None, output: Path | None) -> None:

@@ -1,83 +1,96 @@
 """What runs a model that is named by its path."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..model.manifest import BundleError, Precision, read_manifest
+from ..model.manifest import Precision, read_manifest
 from ..model.spec import ShapeBucket
 from ..serving.config import BackendName
+from .memory import MemoryKind
+
+DataPlace = Literal["device", "host"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A way to compute a batch that is at hand."""
+
+    engine: str
+    """What computes, such as `onnxruntime`."""
+    device: Literal["cpu", "cuda"]
+    """Where it computes."""
+    data: DataPlace
+    """Where the images lie and the detections end up: where it computes, or on the host."""
+    memory: MemoryKind
+    """How the memory that it needs is counted."""
+    queue: Callable[[], object]
+    """Begins the batch, and waits for it if the engine cannot but do so."""
+    wait: Callable[[], object]
+    """Returns when all batches that were begun are complete."""
+
+    def complete(self) -> None:
+        """Compute the batch."""
+        self.queue()
+        self.wait()
 
 
 class Engine(Protocol):
     """Something that detects in whole batches."""
 
+    def runs_over(self, images: NDArray[np.uint8]) -> Sequence[Run]:
+        """Ways to compute images [B, 3, H, W] of the size that it was loaded for."""
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """What is measured, in a process of its own."""
+
+    model: Path
+    """A bundle, which is a folder, or a checkpoint."""
+    precision: Precision
+    backend: BackendName = "auto"
+    """What computes a bundle."""
+    with_torchvision: bool = False
+    """Torchvision's model computes, with the weights of the checkpoint."""
+
     @property
     def name(self) -> str:
-        """What computes, such as `onnxruntime`."""
+        """What computes, as far as it is known before it is loaded."""
+        if self.model.is_dir():
+            return "bundle" if self.backend == "auto" else self.backend
+        return "torchvision" if self.with_torchvision else "eager"
 
-    @property
-    def precision(self) -> str:
-        """Arithmetic, such as `fp16`."""
+    def load(self, bucket: ShapeBucket, max_batch: int) -> Engine:
+        """Load it for an input size, and batches of at most so many images.
 
-    @property
-    def device(self) -> str:
-        """`cpu` or `cuda`."""
+        Raises:
+            BundleError: the bundle cannot be read or lacks what is asked for.
+            BackendError: the backend does not run here, or not with such batches.
+            CheckpointError: the file is no checkpoint, or torchvision has no such model.
+        """
+        if self.model.is_dir():
+            from .bundle_engine import BundleEngine
 
-    def bind(self, images: NDArray[np.uint8]) -> Callable[[], None]:
-        """A call that returns when the detections of [B, 3, H, W] images are complete."""
-
-    def close(self) -> None:
-        """Give back the memory."""
-
-
-def engines_from_path(
-    path: Path,
-    precision: Precision,
-    bucket: ShapeBucket,
-    *,
-    backend: BackendName,
-    max_batch: int,
-    with_torchvision: bool,
-) -> Iterator[Engine]:
-    """Engines of a bundle (a folder) or of a checkpoint (a file), each made when it is its turn.
-
-    Args:
-        path: What export or training wrote.
-        precision: Arithmetic.
-        bucket: Input size of the images that the engines are going to be bound to.
-        backend: What computes bundles.
-        max_batch: Largest batch that they are going to be bound to.
-        with_torchvision: Torchvision's model with the weights of a checkpoint comes too.
-
-    Raises:
-        BundleError: the bundle cannot be read or lacks what is asked for.
-        BackendError: the backend does not run here, or not with such batches.
-        CheckpointError: the file is no checkpoint.
-    """
-    if path.is_dir():
-        from .bundle_engine import BundleEngine
-
-        engine = BundleEngine(path, precision, backend, max_batch)
-        if bucket not in engine.buckets:
-            sizes = ", ".join(map(str, engine.buckets))
-            raise BundleError(f"{path} has no input size {bucket}; choose from {sizes}")
-        yield engine
-    else:
+            return BundleEngine(self.model, self.precision, self.backend, bucket, max_batch)
         from ..model.checkpoint import load_checkpoint
         from .torch_engines import engine_from_checkpoint, torchvision_from_checkpoint
 
-        checkpoint = load_checkpoint(path)
-        yield engine_from_checkpoint(checkpoint, precision)
-        if with_torchvision:
-            yield torchvision_from_checkpoint(checkpoint, precision)
+        make = torchvision_from_checkpoint if self.with_torchvision else engine_from_checkpoint
+        return make(load_checkpoint(self.model), self.precision)
 
 
 def first_bucket(path: Path) -> ShapeBucket:
-    """First input size of a bundle or a checkpoint; raises as `engines_from_path`."""
+    """First input size of a bundle or a checkpoint.
+
+    Raises:
+        BundleError: the bundle cannot be read.
+        CheckpointError: the file is no checkpoint.
+    """
     if path.is_dir():
         return read_manifest(path).artifacts[0].bucket
     from ..model.checkpoint import load_checkpoint

@@ -1,17 +1,27 @@
 """Inference speed: from a batch of images to its detections."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from ..model.manifest import Precision
 from ..model.spec import ShapeBucket
 from ..serving.config import BackendName
-from .engines import Engine, engines_from_path, first_bucket
-from .images import batch_from_encoded, noise_jpeg
-from .latency import Latency, latency_from_seconds
-from .memory import peak_memory_mib, reset_peak_memory
+from .engines import DataPlace, EngineChoice, first_bucket
+from .latency import Latency
+from .memory import MemoryKind
+from .processes import ProcessError, answers_from_process
+
+if TYPE_CHECKING:
+    from .matmul_floor import MatmulFloor
+    from .stages import StageTimes
+
+Peer = Literal["torchvision", "onnxruntime"]
+
+
+class MeasurementError(Exception):
+    """An engine could not be measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,94 +30,173 @@ class InferSettings:
 
     batches: Sequence[int] = (1, 8)
     """Images a batch."""
-    precision: Precision = "fp32"
+    precisions: Sequence[Precision] = ("fp32",)
     backend: BackendName = "auto"
     """What computes bundles."""
+    peers: Sequence[Peer] = ()
+    """Measured too: torchvision's model with the weights of each checkpoint, and ONNX Runtime with
+    each bundle."""
     bucket: ShapeBucket | None = None
     """Input size, over which each image is stretched; none, the first of the first model."""
     images: Sequence[bytes] = ()
     """Encoded images that batches are filled with; none, noise."""
     seconds: float = 5.0
-    """Length of each measurement; one batch at least is measured."""
+    """Length of each measurement, half for latency, half for throughput."""
     warmup: int = 3
-    """Batches run before each measurement."""
-    with_torchvision: bool = False
-    """Measure torchvision's model too, with the weights of each checkpoint."""
+    """Batches at least that are run before each measurement, for a tenth of its length or more."""
 
 
 @dataclass(frozen=True)
 class InferResult:
     """One engine at one batch size."""
 
+    model: str
+    """Path of the bundle or checkpoint."""
     engine: str
-    precision: str
-    device: str
+    precision: Precision
+    device: Literal["cpu", "cuda"]
+    data: DataPlace
+    """Where the images lie and the detections end up."""
     bucket: str
     """Input pixels, height x width."""
     batch: int
     iterations: int
+    """Batches whose latency was measured, and as many again for the throughput."""
     images_per_second: float
+    """Of batches that are queued back to back, where the engine lets them be queued."""
     latency: Latency
-    """Of a batch."""
+    """Of a batch that is begun when the last is complete."""
     peak_memory_mib: float
-    """As `memory.peak_memory_mib` defines it."""
+    """Since the engine was loaded for this batch size, as `memory.peak_memory_mib` defines it."""
+    memory: MemoryKind
+    """What that counts."""
 
 
-def measure_models(models: Sequence[Path], settings: InferSettings) -> list[InferResult]:
-    """Measure bundles and checkpoints, batch after batch, each when the last is done.
+@dataclass(frozen=True)
+class InferFailure:
+    """What could not be measured."""
+
+    model: str
+    engine: str
+    precision: Precision
+    batch: int | None
+    """None where no batch could be."""
+    reason: str
+
+
+def measure_models(
+    models: Sequence[Path],
+    settings: InferSettings,
+    *,
+    on_engine: Callable[[EngineChoice], object] = lambda choice: None,
+    on_failure: Callable[[InferFailure], object] | None = None,
+) -> list[InferResult]:
+    """Measure bundles and checkpoints in every precision, and their peers.
+
+    Each engine has a process of its own in each precision, so that none inherits memory or settings
+    of another.
+
+    Args:
+        models: What export or training wrote.
+        settings: How.
+        on_engine: Called before each process.
+        on_failure: Called with what cannot be measured, and the rest goes on.
 
     Raises:
-        BundleError: a bundle cannot be read or lacks the precision or input size.
-        BackendError: the backend does not run here, or not with such batches.
-        CheckpointError: a file is no checkpoint.
-        ImageError: an image is none.
+        BundleError, CheckpointError: the first model cannot be read.
+        MeasurementError: something cannot be measured, and there is no `on_failure`.
     """
     bucket = settings.bucket or first_bucket(models[0])
     results: list[InferResult] = []
-    for model in models:
-        for engine in engines_from_path(
-            model,
-            settings.precision,
-            bucket,
-            backend=settings.backend,
-            max_batch=max(settings.batches),
-            with_torchvision=settings.with_torchvision,
-        ):
-            results += [_measure(engine, batch, bucket, settings) for batch in settings.batches]
-            engine.close()
+    for choice in engine_choices(models, settings):
+        if _is_measured(choice, results):
+            continue
+        on_engine(choice)
+        for answer in _answers(choice, bucket, settings):
+            if isinstance(answer, InferResult):
+                results.append(answer)
+            elif on_failure is not None:
+                on_failure(answer)
+            else:
+                raise MeasurementError(answer.reason)
     return results
 
 
-def _measure(
-    engine: Engine, batch: int, bucket: ShapeBucket, settings: InferSettings
-) -> InferResult:
-    images = settings.images or [noise_jpeg(bucket)]
-    reset_peak_memory()
-    run = engine.bind(batch_from_encoded(images, bucket, batch))
-    for _ in range(settings.warmup):
-        run()
-    durations = _durations_of(run, settings.seconds)
-    return InferResult(
-        engine=engine.name,
-        precision=engine.precision,
-        device=engine.device,
-        bucket=str(bucket),
-        batch=batch,
-        iterations=len(durations),
-        images_per_second=batch * len(durations) / sum(durations),
-        latency=latency_from_seconds(durations),
-        peak_memory_mib=peak_memory_mib(engine.device),
-    )
+def measure_floors(models: Sequence[Path], settings: InferSettings) -> list["MatmulFloor"]:
+    """What the GPU would reach in each precision if only the multiplications took time.
+
+    They are counted in the first checkpoint of the models; without one nothing is measured.
+
+    Raises:
+        CheckpointError: the file is no checkpoint.
+        ProcessError: the process died.
+    """
+    from ..model.checkpoint import load_checkpoint
+    from .matmul_floor import floors_of
+
+    for model in models:
+        if model.is_file():
+            bucket = settings.bucket or first_bucket(models[0])
+            config = load_checkpoint(model).model_config
+            return list(answers_from_process(floors_of, settings.precisions, config, bucket))
+    return []
 
 
-def _durations_of(run: Callable[[], None], seconds: float) -> list[float]:
-    """Seconds of each call, one after the other, until their time is up."""
-    durations: list[float] = []
-    before = time.perf_counter()
-    end = before + seconds
-    while not durations or before < end:
-        run()
-        after = time.perf_counter()
-        durations.append(after - before)
-        before = after
-    return durations
+def measure_bundle_stages(
+    models: Sequence[Path],
+    settings: InferSettings,
+    on_failure: Callable[[InferFailure], object],
+) -> list["StageTimes"]:
+    """Time by stage of every bundle in the first precision, where a GPU computes it with torch."""
+    from .infer_process import profile_engine
+
+    bucket = settings.bucket or first_bucket(models[0])
+    stages: list[StageTimes] = []
+    for model in models:
+        if not model.is_dir():
+            continue
+        choice = EngineChoice(model, settings.precisions[0], settings.backend)
+        try:
+            stages += answers_from_process(profile_engine, choice, bucket, settings)
+        except ProcessError as error:
+            on_failure(failure_of(choice, None, f"its time by stage is not known: {error}"))
+    return stages
+
+
+def engine_choices(models: Sequence[Path], settings: InferSettings) -> Iterator[EngineChoice]:
+    """All that is to be measured: a precision after the other, in each the peers last."""
+    with_torchvision = "torchvision" in settings.peers
+    with_onnxruntime = "onnxruntime" in settings.peers and settings.backend != "onnxruntime"
+    for precision in settings.precisions:
+        for model in models:
+            yield EngineChoice(model, precision, settings.backend)
+        for model in models:
+            if with_torchvision and model.is_file():
+                yield EngineChoice(model, precision, with_torchvision=True)
+            if with_onnxruntime and model.is_dir():
+                yield EngineChoice(model, precision, "onnxruntime")
+
+
+def failure_of(choice: EngineChoice, batch: int | None, reason: str) -> InferFailure:
+    """That an engine could not be measured at a batch size, or at none."""
+    return InferFailure(str(choice.model), choice.name, choice.precision, batch, reason)
+
+
+def _is_measured(choice: EngineChoice, results: Sequence[InferResult]) -> bool:
+    """Whether this peer is what the backend of the bundle turned out to be."""
+    wanted = (str(choice.model), choice.name, choice.precision)
+    return any((r.model, r.engine, r.precision) == wanted for r in results)
+
+
+def _answers(
+    choice: EngineChoice, bucket: ShapeBucket, settings: InferSettings
+) -> Iterator[InferResult | InferFailure]:
+    from .infer_process import measure_engine
+
+    if choice.backend == "onnxruntime" and choice.precision == "bf16":
+        yield failure_of(choice, None, "there is no ONNX model in bf16, which only torch computes")
+        return
+    try:
+        yield from answers_from_process(measure_engine, choice, bucket, settings)
+    except ProcessError as error:
+        yield failure_of(choice, None, str(error))

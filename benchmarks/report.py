@@ -8,17 +8,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from .infer import InferResult
+from ..model.manifest import Precision
+from .infer import InferFailure, InferResult
 from .kernels import Goal, KernelResult, PeerResult
 from .latency import Latency
 from .machine import Machine, describe_machine
 from .serve import ServeResult
+from .stages import StageTimes
 from .train import TrainResult
+
+if TYPE_CHECKING:
+    from .matmul_floor import MatmulFloor
 
 _PERCENTILES = ("p50", "p90", "p99")
 _NAMES = ("engine", "device", "precision", "model", "kernel", "size", "peers", "goal")
@@ -46,7 +53,18 @@ class Report:
     machine: Machine = field(default_factory=describe_machine)
 
 
-def show(report: Report, table: Table, json_path: Path | None) -> None:
+@dataclass(frozen=True)
+class InferReport(Report):
+    """Inference speed, and what it is held against."""
+
+    results: Sequence[InferResult]
+    failures: Sequence[InferFailure] = ()
+    floors: Sequence["MatmulFloor"] = ()
+    """Of the precisions, where a GPU computed."""
+    stages: Sequence[StageTimes] = ()
+
+
+def show(report: Report, table: RenderableType, json_path: Path | None) -> None:
     """Print the table, and write the report if it is wanted, making the folders it needs."""
     Console().print(table)
     if json_path is not None:
@@ -54,14 +72,66 @@ def show(report: Report, table: Table, json_path: Path | None) -> None:
         json_path.write_text(json.dumps(asdict(report), indent=2) + "\n")
 
 
-def infer_table(results: Sequence[InferResult]) -> Table:
-    """One row an engine and batch size; all results are of one precision and input size."""
-    title = f"Inference in {results[0].precision} at {results[0].bucket} pixels; latencies in ms"
-    table = _table(title, "engine", "device", "batch", "images/s", *_PERCENTILES, "peak MiB")
-    for r in results:
-        speed, peak = f"{r.images_per_second:.1f}", f"{r.peak_memory_mib:.0f}"
-        table.add_row(r.engine, r.device, str(r.batch), speed, *_percentiles(r.latency), peak)
-    return table
+INFER_COLUMNS = (
+    "engine", "device", "batch", "images/s", *_PERCENTILES, "MiB", "times", "of floor",
+)  # fmt: skip
+
+
+def infer_rows(
+    precision: Precision,
+    results: Sequence[InferResult],
+    failures: Sequence[InferFailure] = (),
+    floors: Sequence["MatmulFloor"] = (),
+) -> list[tuple[str, ...]]:
+    """Cells of the columns `INFER_COLUMNS`, a row an engine and batch size of one precision."""
+    own = [r for r in results if r.precision == precision]
+    peers = {r.batch: r.images_per_second for r in own if r.engine == "torchvision"}
+    floor = next((f.images_per_second for f in floors if f.precision == precision), None)
+    measured = [
+        (
+            r.engine,
+            r.device if r.data == "device" else f"host-{r.device}",
+            str(r.batch),
+            f"{r.images_per_second:.1f}",
+            *_percentiles(r.latency),
+            f"{r.peak_memory_mib:.0f}{'*' if r.memory == 'driver' else ''}",
+            in_figures(r.images_per_second / peers[r.batch]) if r.batch in peers else "",
+            "" if floor is None else f"{r.images_per_second / floor:.1%}",
+        )
+        for r in own
+    ]
+    blank = ("",) * (len(INFER_COLUMNS) - 4)
+    return measured + [
+        (f.engine, "", str(f.batch or "all"), "failed", *blank)
+        for f in failures
+        if f.precision == precision
+    ]
+
+
+def infer_table(
+    results: Sequence[InferResult],
+    failures: Sequence[InferFailure] = (),
+    floors: Sequence["MatmulFloor"] = (),
+) -> Group:
+    """One table a precision, and why what failed did; all results are of one input size."""
+    tables = []
+    for precision in dict.fromkeys(r.precision for r in (*results, *failures)):
+        rows = infer_rows(precision, results, failures, floors)
+        kept = [i for i in range(len(INFER_COLUMNS)) if any(row[i] for row in rows)]
+        title = f"Inference in {precision} at {results[0].bucket} pixels; latencies in ms"
+        table = _table(title, *(INFER_COLUMNS[i] for i in kept))
+        for row in rows:
+            table.add_row(*(row[i] for i in kept))
+        tables.append(table)
+    return Group(*tables, *map(Text, failure_sentences(failures)))
+
+
+def failure_sentences(failures: Sequence[InferFailure]) -> list[str]:
+    """What could not be measured, and why."""
+    return [
+        f"{f.engine} in {f.precision}{f' at batch {f.batch}' if f.batch else ''}: {f.reason}"
+        for f in failures
+    ]
 
 
 def serve_table(results: Sequence[ServeResult]) -> Table:

@@ -9,10 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..model.checkpoint import Checkpoint
+from ..model.checkpoint import Checkpoint, CheckpointError
+from ..model.manifest import Precision
+from ..training.trainer import AUTOCAST_DTYPES
+from .engines import Run
 from .torchvision_model import torchvision_from_config
-
-TorchPrecision = Literal["fp32", "tf32", "fp16"]
 
 
 @dataclass
@@ -21,51 +22,63 @@ class TorchEngine:
 
     name: str
     model: nn.Module
-    precision: TorchPrecision
+    precision: Precision
     inputs_from: Callable[[Tensor], tuple[Any, ...]]
     """Arguments of the model for images [B, 3, H, W] uint8 on its device."""
 
     def __post_init__(self) -> None:
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         self.model.eval().to(self.device)
 
-    def bind(self, images: NDArray[np.uint8]) -> Callable[[], None]:
-        """A call over images [B, 3, H, W], which lie on the device before it."""
+    def runs_over(self, images: NDArray[np.uint8]) -> list[Run]:
+        """Images [B, 3, H, W] lie on the device; what is found stays there."""
         inputs = self.inputs_from(torch.from_numpy(images).to(self.device))
         torch.backends.cuda.matmul.allow_tf32 = self.precision == "tf32"
         torch.backends.cudnn.allow_tf32 = self.precision == "tf32"
+        dtype = AUTOCAST_DTYPES.get(self.precision)
 
-        def run() -> None:
+        def detect() -> None:
             with (
                 torch.inference_mode(),
-                torch.autocast(self.device, torch.float16, enabled=self.precision == "fp16"),
+                torch.autocast(self.device, dtype, enabled=dtype is not None),
             ):
                 self.model(*inputs)
-            if self.device == "cuda":
-                torch.cuda.synchronize()
 
-        return run
+        on_gpu = self.device == "cuda"
+        return [
+            Run(
+                engine=self.name,
+                device=self.device,
+                data="device",
+                memory="torch" if on_gpu else "cpu",
+                queue=detect,
+                wait=torch.cuda.synchronize if on_gpu else lambda: None,
+            )
+        ]
 
-    def close(self) -> None:
-        """Give back the memory."""
-        self.model = nn.Identity()
-        torch.cuda.empty_cache()
 
-
-def engine_from_checkpoint(checkpoint: Checkpoint, precision: TorchPrecision) -> TorchEngine:
+def engine_from_checkpoint(checkpoint: Checkpoint, precision: Precision) -> TorchEngine:
     """The project's model."""
     model = checkpoint.build_model()
     nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
-    return TorchEngine("torch", model, precision, _images_and_sizes)
+    return TorchEngine("eager", model, precision, _images_and_sizes)
 
 
-def torchvision_from_checkpoint(checkpoint: Checkpoint, precision: TorchPrecision) -> TorchEngine:
+def torchvision_from_checkpoint(checkpoint: Checkpoint, precision: Precision) -> TorchEngine:
     """Torchvision's model with the checkpoint's weights.
 
     It is measured as it ships: it scales the images and pastes the masks into them.
+
+    Raises:
+        CheckpointError: torchvision has no such model.
     """
     model = torchvision_from_config(checkpoint.model_config)
-    model.load_state_dict(checkpoint.weights)
+    try:
+        model.load_state_dict(checkpoint.weights)
+    except RuntimeError as error:
+        raise CheckpointError(
+            "torchvision has no model of the checkpoint's configuration; measure without it"
+        ) from error
 
     def inputs_from(images: Tensor) -> tuple[list[Tensor]]:
         # The images have their size already; asking for it makes torchvision's resizing keep it.

@@ -1,48 +1,114 @@
 """Inference benchmarks of the tiny model, through the command that users type."""
 
 import json
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from click.testing import CliRunner
 
 from maskrcnn_trt.benchmarks.commands import bench
 from maskrcnn_trt.benchmarks.images import batch_from_encoded, noise_jpeg
+from maskrcnn_trt.benchmarks.infer import (
+    InferSettings,
+    MeasurementError,
+    engine_choices,
+    measure_models,
+)
 from maskrcnn_trt.benchmarks.torch_engines import (
     engine_from_checkpoint,
     torchvision_from_checkpoint,
 )
-from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.checkpoint import CheckpointError, load_checkpoint
+from maskrcnn_trt.model.manifest import Precision, read_manifest, sha256_of, write_manifest
 from maskrcnn_trt.model.spec import ShapeBucket
 
 QUICK = ("--seconds", "0.05", "--warmup", "1")
 
 
+@pytest.fixture(scope="module")
+def single_image_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny bundle with models that refuse every batch but of one."""
+    folder = shutil.copytree(bundle, tmp_path_factory.mktemp("bundles") / "single")
+    manifest = read_manifest(folder)
+    artifacts = []
+    for artifact in manifest.artifacts:
+        model = onnx.load(folder / artifact.path)
+        for tensor in model.graph.input:
+            tensor.type.tensor_type.shape.dim[0].dim_value = 1
+        onnx.save(model, folder / artifact.path)
+        digest = sha256_of(folder / artifact.path)
+        artifacts.append(artifact.model_copy(update={"sha256": digest}))
+    write_manifest(folder, manifest.model_copy(update={"artifacts": tuple(artifacts)}))
+    return folder
+
+
 def test_bundle_checkpoint_and_peer_in_one_run(bundle: Path, tiny_checkpoint: Path, tmp_path: Path):
     record = tmp_path / "new" / "record.json"
     models = (str(bundle), str(tiny_checkpoint))
-    options = ("--batch", "1", "--batch", "3", "--peer", "torchvision", "--json", str(record))
+    peers = ("--peer", "torchvision", "--peer", "onnxruntime")
+    options = ("--batch", "3", "--batch", "1", *peers, "--json", str(record))
     result = CliRunner().invoke(bench, ["infer", *models, *options, *QUICK])
     assert result.exit_code == 0, result.output
     found = json.loads(record.read_text())
-    assert [(r["engine"], r["batch"]) for r in found["results"]] == [
-        ("onnxruntime", 1),
-        ("onnxruntime", 3),
-        ("torch", 1),
-        ("torch", 3),
-        ("torchvision", 1),
-        ("torchvision", 3),
+    assert [(r["engine"], r["data"], r["batch"]) for r in found["results"]] == [
+        ("onnxruntime", "device", 1),
+        ("onnxruntime", "host", 1),
+        ("onnxruntime", "device", 3),
+        ("onnxruntime", "host", 3),
+        ("eager", "device", 1),
+        ("eager", "device", 3),
+        ("torchvision", "device", 1),
+        ("torchvision", "device", 3),
     ]
     for r in found["results"]:
         assert r["iterations"] >= 1
-        mean_seconds = r["latency"]["mean"] / 1000
-        assert r["images_per_second"] == pytest.approx(r["batch"] / mean_seconds)
+        assert r["images_per_second"] > 0
         assert 0 < r["latency"]["p50"] <= r["latency"]["p90"] <= r["latency"]["p99"]
         assert r["peak_memory_mib"] > 10
-        assert r["bucket"] == "96x160"
+        assert (r["memory"], r["bucket"], r["precision"]) == ("cpu", "96x160", "fp32")
+    assert (found["failures"], found["floors"], found["stages"]) == ([], [], [])
     assert found["machine"]["packages"]["torch"] == torch.__version__.partition("+")[0]
     assert "torchvision" in result.output
+
+
+def test_what_fails_is_a_row_and_the_rest_goes_on(single_image_bundle: Path, tmp_path: Path):
+    """At batch 2 the runtime fails, in bf16 there is no model, and neither ends the run."""
+    options = ("--precision", "bf16", "--precision", "fp32", "--batch", "1", "--batch", "2")
+    backend = ("--backend", "onnxruntime", "--peer", "onnxruntime")
+    arguments = [str(single_image_bundle), *options, *backend, "--output", str(tmp_path)]
+    result = CliRunner().invoke(bench, ["infer", *arguments, *QUICK])
+    assert result.exit_code == 0, result.output
+    (record,) = tmp_path.glob("infer-*.json")
+    found = json.loads(record.read_text())
+    assert {(r["precision"], r["batch"]) for r in found["results"]} == {("fp32", 1)}
+    lacking, failed = found["failures"]
+    assert (lacking["precision"], lacking["batch"]) == ("bf16", None)
+    assert lacking["reason"] == "there is no ONNX model in bf16, which only torch computes"
+    assert (failed["precision"], failed["batch"]) == ("fp32", 2)
+    assert failed["reason"].startswith("RuntimeError: ")
+    assert re.search(r"onnxruntime +2 +failed", result.output)
+    assert "onnxruntime in fp32 at batch 2: RuntimeError: " in result.output.replace("\n", " ")
+
+
+def test_failure_is_raised_where_nobody_takes_it(single_image_bundle: Path):
+    settings = InferSettings(batches=(2,), seconds=0.05)
+    with pytest.raises(MeasurementError, match="invalid dimensions"):
+        measure_models([single_image_bundle], settings)
+
+
+def test_engines_come_by_precision_and_peers_last(bundle: Path, tiny_checkpoint: Path):
+    settings = InferSettings(precisions=("fp16", "fp32"), peers=("onnxruntime", "torchvision"))
+    choices = engine_choices([bundle, tiny_checkpoint], settings)
+    names = ["bundle", "eager", "onnxruntime", "torchvision"]
+    assert [(c.precision, c.name) for c in choices] == [
+        (precision, name) for precision in ("fp16", "fp32") for name in names
+    ]
 
 
 def test_other_input_size_and_own_picture(bundle: Path, tmp_path: Path):
@@ -62,12 +128,40 @@ def test_other_input_size_and_own_picture(bundle: Path, tmp_path: Path):
         (["--backend", "tensorrt"], "the bundle has no fp32 tensorrt artefact, only fp32 onnx"),
         (["--shape", "big"], "'big' is not of the form HEIGHTxWIDTH, as in 800x1344"),
         (["--peer", "torchvision"], "--peer torchvision needs the weights of a checkpoint"),
+        (["--images", "IMAGE"], "the data is no JPEG, PNG or WebP image"),
     ],
 )
-def test_what_cannot_be_measured_is_named(bundle: Path, arguments: list[str], sentence: str):
+def test_what_cannot_be_measured_is_named(
+    bundle: Path, tmp_path: Path, arguments: list[str], sentence: str
+):
+    image = tmp_path / "image.jpg"
+    image.write_bytes(b"none")
+    arguments = [str(image) if word == "IMAGE" else word for word in arguments]
     result = CliRunner().invoke(bench, ["infer", str(bundle), *arguments, *QUICK])
     assert result.exit_code != 0
     assert sentence in f"{result.output} {result.exception}"
+
+
+def test_onnxruntime_as_a_peer_needs_a_bundle(tiny_checkpoint: Path):
+    arguments = [str(tiny_checkpoint), "--peer", "onnxruntime"]
+    result = CliRunner().invoke(bench, ["infer", *arguments, *QUICK])
+    assert result.exit_code == 2
+    assert "--peer onnxruntime needs a bundle among MODELS" in result.output
+
+
+def test_peer_without_such_a_model_is_named(tiny_checkpoint: Path):
+    checkpoint = load_checkpoint(tiny_checkpoint)
+    weights = {name: w for name, w in checkpoint.weights.items() if "mask_head" not in name}
+    with pytest.raises(CheckpointError, match="torchvision has no model of the checkpoint's"):
+        torchvision_from_checkpoint(replace(checkpoint, weights=weights), "fp32")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
+def test_torch_models_take_every_precision(tiny_checkpoint: Path, precision: Precision):
+    engine = engine_from_checkpoint(load_checkpoint(tiny_checkpoint), precision)
+    (run,) = engine.runs_over(np.zeros((1, 3, 96, 160), np.uint8))
+    run.complete()
+    assert (run.engine, run.data) == ("eager", "device")
 
 
 def test_peer_computes_the_same_detections(tiny_checkpoint: Path):

@@ -1,0 +1,50 @@
+"""What the model's multiplications come to, and at what rate they are done."""
+
+import pytest
+import torch
+
+from maskrcnn_trt.benchmarks.matmul_floor import (
+    MatmulFloor,
+    floors_of,
+    flops_per_image,
+    matmul_teraflops,
+)
+from maskrcnn_trt.model.config import ModelConfig, RoiConfig
+from maskrcnn_trt.model.manifest import Precision
+from maskrcnn_trt.model.spec import ShapeBucket
+
+
+def test_model_takes_what_was_counted_by_hand():
+    """267 GMAC: convolutions over pixels, and heads over 1000 proposals and 100 detections."""
+    flops = flops_per_image(ModelConfig(), ShapeBucket(800, 1344))
+    assert flops == pytest.approx(2 * 267e9, rel=0.01)
+
+
+def test_mask_head_counts_by_detection():
+    """Per detection four 3x3 convolutions at 14x14, a doubling one, and one class's 1x1."""
+    few, many = (
+        flops_per_image(ModelConfig(roi=RoiConfig(max_detections=count)), ShapeBucket(96, 96))
+        for count in (10, 60)
+    )
+    convolutions = 4 * 14**2 * 9 * 256 * 256 + 28**2 * 256 * 256 + 28**2 * 256
+    assert many - few == 50 * 2 * convolutions
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_rate_is_measured(precision: Precision):
+    before = torch.backends.cuda.matmul.allow_tf32
+    assert matmul_teraflops(precision, 64, "cpu", seconds=0.01) > 0
+    assert torch.backends.cuda.matmul.allow_tf32 == (precision == "tf32")
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_floor_is_rate_by_work():
+    floor = MatmulFloor("fp16", teraflops_per_second=800.0, flops_per_image=500_000_000_000)
+    assert floor.images_per_second == pytest.approx(1600)
+
+
+@pytest.mark.gpu
+def test_floors_of_a_gpu():
+    floors = list(floors_of(["fp16", "fp32"], ModelConfig(), ShapeBucket(96, 96)))
+    assert [floor.precision for floor in floors] == ["fp16", "fp32"]
+    assert floors[0].images_per_second > floors[1].images_per_second > 0
