@@ -48,8 +48,9 @@ def detect_many(
         apply_orientation: Turn images upright as their EXIF says.
         threads: Batches that are decoded at once, and as many that are encoded.
 
-    Yields:
-        In the order of the images what was found, or why an image cannot be used.
+    Returns:
+        In the order of the images what was found, or why an image cannot be used. To close it
+        before its end stops the work.
     """
 
     def planned(data: bytes) -> Source:
@@ -64,10 +65,27 @@ def detect_many(
         except ImageError as error:
             return error
 
-    with _Pipeline(batch_steps(backend, manifest, options, threads=threads)) as pipeline:
+    work = batch_steps(backend, manifest, options, threads=threads)
+    return outcomes_of(map(planned, images), work, max_batch)
+
+
+def outcomes_of(
+    sources: Iterable[Source], work: BatchSteps, max_batch: int
+) -> Iterator[Detections | ImageError]:
+    """Bring images through steps, in batches of one input size.
+
+    Args:
+        sources: They are taken in the thread that asks for results.
+        work: The steps.
+        max_batch: Images of a batch, at most.
+
+    Yields:
+        In the order of the images what was found, or why an image cannot be used.
+    """
+    with _Pipeline(work) as pipeline:
         queue = _BatchQueue(pipeline, max_batch)
-        for data in images:
-            queue.put(planned(data))
+        for source in sources:
+            queue.put(source)
             while queue.is_due:
                 yield queue.get()
         queue.flush()

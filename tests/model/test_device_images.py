@@ -1,0 +1,93 @@
+"""Decoding where the model is gives the pixels of the CPU path."""
+
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from maskrcnn_trt.model.device_images import (
+    decode_jpegs,
+    resize_pixels,
+    tensor_from_bytes,
+    turn_upright,
+)
+from maskrcnn_trt.model.images import ImageError, decode_image, read_header, resize_image
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def pixels(height: int = 48, width: int = 64, seed: int = 0) -> NDArray[np.uint8]:
+    """Smooth colours, so that a decoder's way of enlarging them does not matter much."""
+    tiles = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), np.uint8)
+    return np.array(Image.fromarray(tiles).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def jpeg(image: NDArray[np.uint8], mode: str = "RGB", **options: object) -> bytes:
+    file = BytesIO()
+    Image.fromarray(image).convert(mode).save(file, "JPEG", quality=95, **options)
+    return file.getvalue()
+
+
+def chw(image: NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
+
+
+def assert_close(own: Tensor | ImageError, expected: Tensor, *, mean: float, most: int) -> None:
+    assert isinstance(own, Tensor)
+    assert own.dtype == torch.uint8
+    assert own.shape == expected.shape
+    difference = (own.cpu().int() - expected.int()).abs()
+    assert difference.float().mean() <= mean
+    assert difference.max() <= most
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, {"mode": "L"}, {"progressive": True}, {"subsampling": 0}])
+def test_pixels_are_those_of_the_cpu_path(device: str, options: dict[str, object]) -> None:
+    files = [jpeg(pixels(seed=seed), **options) for seed in range(3)]  # type: ignore[arg-type]
+    assert all(read_header(file).is_plain_jpeg for file in files)
+    decoded = decode_jpegs([tensor_from_bytes(file) for file in files], torch.device(device))
+    for own, file in zip(decoded, files, strict=True):
+        assert_close(own, chw(decode_image(file)), mean=1.5, most=16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_damaged_file_costs_no_other(device: str) -> None:
+    whole = jpeg(pixels())
+    damaged = whole.replace(b"\xff\xdb", b"\xff\xe9").replace(b"\xff\xc4", b"\xff\xe9")
+    files = [tensor_from_bytes(data) for data in (whole, damaged, whole)]
+    first, second, third = decode_jpegs(files, torch.device(device))
+    assert isinstance(second, ImageError)
+    assert "the image is damaged" in str(second)
+    assert_close(first, chw(decode_image(whole)), mean=1.5, most=16)
+    assert isinstance(third, Tensor)
+
+
+def test_no_file_is_no_image() -> None:
+    assert decode_jpegs([], torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_as_pillow_turns_them(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = jpeg(pixels(), exif=exif)
+    header = read_header(data)
+    assert header.orientation == orientation
+    stored = chw(decode_image(data, apply_orientation=False))
+    upright = chw(decode_image(data))
+    assert header.size == upright.shape[1:]
+    assert torch.equal(turn_upright(stored, orientation), upright)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [(48, 64), (31, 41), (100, 133), (7, 200), (1, 1)])
+def test_resizing_is_pillows_to_within_a_level(device: str, size: tuple[int, int]) -> None:
+    rough = np.random.default_rng(1).integers(0, 256, (48, 64, 3), np.uint8)
+    for image in (pixels(), rough):
+        own = resize_pixels(chw(image).to(device), size)
+        assert_close(own, chw(resize_image(image, *size)), mean=0.5, most=1)

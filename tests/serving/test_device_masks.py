@@ -1,0 +1,59 @@
+"""Boxes and run lengths made on a device are those that the CPU makes."""
+
+import numpy as np
+import pytest
+import torch
+
+from maskrcnn_trt.model.masks import rles_from_probabilities
+from maskrcnn_trt.serving.device_masks import (
+    Masks,
+    boxes_in_sources,
+    run_lengths,
+    strings_of_masks,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES, SOURCE_SIZES = [[96, 128], [90, 120]], [[480, 640], [333, 500]]
+
+
+def drawn(device: str) -> tuple[torch.Tensor, Masks]:
+    """Boxes [2, 5, 4] in resized images, some beyond the edge, and masks to paste."""
+    generator = torch.Generator().manual_seed(0)
+    corners = torch.rand(2, 5, 2, 2, generator=generator) * 140 - 10
+    boxes = torch.cat([corners.amin(2), corners.amax(2)], dim=-1).to(device)
+    sizes, source_sizes = torch.tensor([SIZES, SOURCE_SIZES]).to(device)
+    probabilities = torch.rand(2, 5, 14, 14, generator=generator).to(device)
+    in_sources = boxes_in_sources(boxes, sizes, source_sizes)
+    return boxes, Masks(probabilities, in_sources, source_sizes, "torchvision")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_boxes_are_scaled_and_clipped(device: str) -> None:
+    boxes, masks = drawn(device)
+    for own, source, (height, width), (source_height, source_width) in zip(
+        boxes.cpu().numpy(), masks.boxes.cpu().numpy(), SIZES, SOURCE_SIZES, strict=True
+    ):
+        limits = np.array([source_width, source_height] * 2, np.float32)
+        ratios = limits / np.array([width, height] * 2, np.float32)
+        np.testing.assert_array_equal(source, np.clip(own * ratios, 0, limits))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("capacity", [4000, 20, 0])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [3, 1], []])
+def test_strings_are_those_of_the_cpu_path_with_little_room_too(
+    device: str, capacity: int, rows: list[int]
+) -> None:
+    _, masks = drawn(device)
+    lengths, num_runs = (tensor.cpu().numpy() for tensor in run_lengths(masks, capacity))
+    assert num_runs.max() > 20
+    chosen = np.array(rows, np.intp)
+    for image, (height, width) in enumerate(SOURCE_SIZES):
+        strings = strings_of_masks(masks, image, chosen, lengths[image], num_runs[image])
+        expected = rles_from_probabilities(
+            masks.probabilities[image].cpu().numpy()[chosen],
+            masks.boxes[image].cpu().numpy()[chosen],
+            height,
+            width,
+        )
+        assert strings == [rle.counts for rle in expected]
