@@ -11,20 +11,22 @@ from numpy.typing import NDArray
 
 from ...model.manifest import Manifest, Precision, verified_path
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
-from .base import Outputs
+from .base import Outputs, batch_sizes
 
 _log = logging.getLogger(__name__)
 
 _CUDA = "CUDAExecutionProvider"
 _BATCH_AXIS = "batch"  # as the exporter calls it
+_ANY = -1
+"""Batch size of a session that takes every size."""
 
 
 class OnnxRuntimeBackend:
     """One session a shape bucket; on a GPU, one a bucket and batch size.
 
     On a GPU a convolution keeps cuDNN's plan for the shape it saw last and no other, so that every
-    change of the batch size would cost more than the batch. Hence batches are padded to powers of
-    two, each with a session of its own, in which all shapes are known beforehand.
+    change of the batch size would cost more than the batch. Hence a session there computes batches
+    of one size, with all shapes known beforehand, and smaller batches are padded to it.
     """
 
     name = "onnxruntime"
@@ -40,16 +42,18 @@ class OnnxRuntimeBackend:
         artifacts = manifest.artifacts_for(precision)
         self._paths = {a.bucket: verified_path(bundle, a) for a in artifacts}
         self._dtypes = {a.bucket: np.dtype(a.input_dtype) for a in artifacts}
+        self._sessions: dict[ShapeBucket, dict[int, onnxruntime.InferenceSession]] = {}
         on_gpu = _CUDA in onnxruntime.get_available_providers()
         self.device: Literal["cpu", "cuda"] = "cuda" if on_gpu else "cpu"
-        self._sessions = self._first_sessions()
-        if on_gpu and any(_CUDA not in s.get_providers() for s in self._sessions.values()):
+        self._load()
+        loaded = [s.get_providers() for own in self._sessions.values() for s in own.values()]
+        if on_gpu and not all(_CUDA in providers for providers in loaded):
             _log.warning(
                 "onnxruntime computes on the CPU, for its CUDA provider does not load; see whether "
                 "nvidia-smi finds a GPU, and install the CUDA and cuDNN that onnxruntime-gpu names"
             )
             self.device = "cpu"
-            self._sessions = self._first_sessions()
+            self._load()
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
@@ -57,10 +61,9 @@ class OnnxRuntimeBackend:
         return tuple(self._paths)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket once, on a GPU at every batch size that it computes."""
-        largest = max_batch if self.device == "cuda" else 1
+        """Run every bucket once, on a GPU at every size that batches are then padded to."""
         for bucket in self.buckets:
-            for batch in sorted({self._computed_batch(n) for n in range(1, largest + 1)}):
+            for batch in batch_sizes(max_batch if self.device == "cuda" else 1):
                 images = np.zeros((batch, 3, *bucket), np.uint8)
                 self.infer(bucket, images, np.full((batch, 2), bucket, np.int64))
 
@@ -108,33 +111,28 @@ class OnnxRuntimeBackend:
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
     ) -> tuple[onnxruntime.InferenceSession, dict[str, NDArray[Any]]]:
         """The session that computes a batch, and its inputs by name."""
-        batch = self._computed_batch(len(images))
         arrays = (images.astype(self._dtypes[bucket], copy=False), image_sizes)
-        inputs = {n: _padded(a, batch) for n, a in zip(INPUT_NAMES, arrays, strict=True)}
-        return self._session(bucket, batch), inputs
+        inputs = dict(zip(INPUT_NAMES, arrays, strict=True))
+        sessions = self._sessions[bucket]
+        if self.device == "cpu":
+            return sessions[_ANY], inputs
+        size = min((size for size in sessions if size >= len(images)), default=len(images))
+        if size not in sessions:
+            sessions[size] = self._new_session(bucket, size)
+        return sessions[size], {name: _padded(array, size) for name, array in inputs.items()}
 
-    def _computed_batch(self, batch: int) -> int:
-        """The size that a batch is padded to."""
-        return 1 << (batch - 1).bit_length() if self.device == "cuda" else batch
+    def _load(self) -> None:
+        """Make the first session of every bucket."""
+        size = 1 if self.device == "cuda" else _ANY
+        self._sessions = {b: {size: self._new_session(b, size)} for b in self.buckets}
 
-    def _first_sessions(self) -> dict[tuple[ShapeBucket, int | None], Any]:
-        fixed = 1 if self.device == "cuda" else None
-        return {(bucket, fixed): self._new_session(bucket, fixed) for bucket in self.buckets}
-
-    def _session(self, bucket: ShapeBucket, batch: int) -> onnxruntime.InferenceSession:
-        key = bucket, batch if self.device == "cuda" else None
-        if key not in self._sessions:
-            self._sessions[key] = self._new_session(*key)
-        return self._sessions[key]
-
-    def _new_session(self, bucket: ShapeBucket, batch: int | None) -> onnxruntime.InferenceSession:
-        """A session for batches of one size, or of any."""
+    def _new_session(self, bucket: ShapeBucket, size: int) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         # Threads that spin between runs would take the cores from decoding and encoding.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        if batch is not None:
-            options.add_free_dimension_override_by_name(_BATCH_AXIS, batch)
+        if size != _ANY:
+            options.add_free_dimension_override_by_name(_BATCH_AXIS, size)
         providers: list[Any] = ["CPUExecutionProvider"]
         if self.device == "cuda":
             onnxruntime.preload_dlls()
