@@ -1,6 +1,7 @@
 """The verb `eval` of a bundle; that of a checkpoint is in `tests/training/test_validation.py`."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ from maskrcnn_trt.evaluation_commands import evaluate
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.data.synthetic import SyntheticConfig, draw_dataset
 from maskrcnn_trt.training.validation import ExpectationError
+
+KEYS = (
+    "data.workers=0", "precision=fp32", "data.min_size=96", "data.max_size=160",
+    "data.buckets=[[96,160],[160,96]]",
+)  # fmt: skip
+"""What the tiny checkpoint is measured with."""
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +129,7 @@ def test_words_that_do_not_go_with_a_checkpoint(
 def test_options_are_short_for_keys_of_a_checkpoint(
     tiny_checkpoint: Path, folder: Path, tmp_path: Path
 ) -> None:
-    keys = ("data.workers=0", "precision=fp32", "data.min_size=96", "data.max_size=160")
-    keys += ("data.buckets=[[96,160],[160,96]]", f"output_dir={tmp_path}")
+    keys = (*KEYS, f"output_dir={tmp_path}")
     words = ("--evaluator", "faster-coco-eval", "--batch", 1, "--json", tmp_path / "m.json")
     answer = _evaluate(tiny_checkpoint, folder / "config.yaml", *keys, *words)
     assert answer.exit_code == 0, answer.exception
@@ -131,3 +137,20 @@ def test_options_are_short_for_keys_of_a_checkpoint(
     report = json.loads((tmp_path / "m.json").read_text())
     assert report["checkpoint"] == str(tiny_checkpoint)
     assert report["metrics"]["segm/AP50"] == measured["segm"]["AP50"]
+
+
+def test_the_evaluator_that_was_chosen_computes(
+    tiny_checkpoint: Path, bundle: Path, folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)  # as if it were not installed
+    keys = (*KEYS, f"output_dir={tmp_path}")
+    config, chosen = folder / "config.yaml", "evaluation.evaluator=faster-coco-eval"
+    for args in (
+        (tiny_checkpoint, config, *keys, chosen),
+        (bundle, config, chosen),
+        (bundle, folder, "--evaluator", "faster-coco-eval"),
+    ):
+        error = _evaluate(*args).exception
+        assert isinstance(error, ModuleNotFoundError)
+        assert error.name == "faster_coco_eval"

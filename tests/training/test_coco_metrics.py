@@ -153,12 +153,12 @@ def test_both_evaluators_find_the_same(iou_type: IouType, crowds: float, detecte
         assert 0.01 < ours[f"{iou_type}/AP"] < ours[f"{iou_type}/AP50"] < 0.9
 
 
-def test_one_index_serves_boxes_and_masks_of_the_faster_evaluator() -> None:
-    """It leaves its notes in the ground truth that it is given; they must not count."""
+def test_what_the_faster_evaluator_leaves_in_the_ground_truth_does_not_count() -> None:
     truth, results = _scene(seed=2, crowds=0.2)
     for iou_type in (*IOU_TYPES, "bbox"):
-        metrics = coco_metrics(truth, results[iou_type], iou_type, CATEGORIES, "faster-coco-eval")
         fresh, _ = _scene(seed=2, crowds=0.2)
-        assert metrics == coco_metrics(
-            fresh, results[iou_type], iou_type, CATEGORIES, "faster-coco-eval"
+        used, unused = (
+            coco_metrics(content, results[iou_type], iou_type, CATEGORIES, "faster-coco-eval")
+            for content in (truth, fresh)
         )
+        assert used == unused
