@@ -67,7 +67,7 @@ class InferResult:
     latency: Latency
     """Of a batch that is begun when the last is complete."""
     peak_memory_mib: float
-    """Since the engine was loaded for this batch size, as `memory.peak_memory_mib` defines it."""
+    """Of this batch size and the smaller ones before it, as `memory.peak_memory_mib` defines it."""
     memory: MemoryKind
     """What that counts."""
 

@@ -5,9 +5,11 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from ..model.manifest import Precision
 from .infer import InferResult
@@ -15,6 +17,7 @@ from .record import begin_record, machine_table, markdown_table
 from .report import (
     INFER_COLUMNS,
     InferReport,
+    asked_precisions,
     failure_sentences,
     in_figures,
     infer_rows,
@@ -26,7 +29,7 @@ from matplotlib import pyplot as plt
 
 _COLOURS = {"fp32": "tab:blue", "tf32": "tab:orange", "fp16": "tab:green", "bf16": "tab:red"}
 _STYLES = ("-", "--", ":", "-.")
-_MARKERS = "osD^v"
+_MARKERS = "osD^vP"
 _MET_ON = re.compile(r"\b(H100|H200)\b")
 """GPUs that the goals hold for, at the input size `_MET_AT`."""
 _MET_AT = "800x1344"
@@ -38,25 +41,26 @@ _MEMORY_GOAL = 6
 """Gigabytes at batch 8 in fp16."""
 
 _COUNTED = """\
-Every engine has a process of its own in each precision, and is loaded anew for each batch size.
-Latencies are of a batch, in ms, from its begin to its end, each batch begun when the last was
-complete. "images/s" is measured after that, with batches queued back to back and one wait at the
-end. "device" is where the engine computes; images lie there before the clock starts, and
-detections stay there, but where it says "host-": there both are arrays on the host, and copying
-them counts.
+Every engine has a process of its own in each precision, is loaded once for the largest batch, and
+measured at the smallest batch first. Latencies are of a batch, in ms, from its begin to its end,
+each batch begun when the last was complete. "images/s" is measured after that, with as many batches
+queued back to back and one wait at the end. "data" is where the images lie before the clock starts
+and the detections are when it stops: on the device that computes, or in arrays on the host, as in
+serving, so that copying counts.
 """
 _PEER = """\
-Torchvision's model is measured as it ships: it scales the images and pastes the masks into them,
-and waits for the GPU within. "times" is how many times as fast as torchvision in the same
+Torchvision's model is measured as it ships: it scales the images, pastes the masks into them, and
+waits for the GPU within. "times" is how many times as fast as torchvision in the same
 precision at the same batch size.
 """
 _MEMORY = """\
-"MiB" is the peak since the engine was loaded for the batch size: what torch's allocator reserved
-on the GPU, which leaves out CUDA's context and the kernels' code; with *, all that the driver says
-is in use on the GPU, which has them in it; on the CPU, the resident memory of the process.
+"MiB" is the peak at that batch size, with what smaller ones left behind. Of torch it is what its
+allocator reserved on the GPU, which leaves out CUDA's context and the code of kernels; with * it is
+all that the driver says is in use on the GPU, which has them in it; on the CPU it is the resident
+memory of the process.
 """
 _FLOOR = """\
-"of floor" is the share of the throughput that the GPU would reach if only the multiplications took
+"floor" is the share of the throughput that the GPU would reach if only the multiplications took
 time: {flops:.3g} TFLOP an image in convolutions and matrix products, two a multiplication and
 addition, nothing else counted, at the rate of an 8192x8192x8192 product in the same precision,
 measured in the same run: {rates}.
@@ -90,7 +94,7 @@ def plot_speed(report: InferReport, picture: Path) -> None:
     """Draw throughput over batch size, and where it is known the time by stage, into a PNG."""
     columns = 2 if report.stages else 1
     figure, axes = plt.subplots(
-        1, columns, figsize=(8 * columns, 6), layout="constrained", squeeze=False
+        1, columns, figsize=(8 * columns, 6.5), layout="constrained", squeeze=False
     )
     _plot_throughput(axes[0, 0], report)
     if report.stages:
@@ -100,24 +104,21 @@ def plot_speed(report: InferReport, picture: Path) -> None:
 
 
 def _plot_throughput(axes: Axes, report: InferReport) -> None:
-    curves: dict[tuple[str, str, Precision], list[InferResult]] = defaultdict(list)
-    for result in report.results:
-        curves[result.engine, result.data, result.precision].append(result)
-    engines = list(dict.fromkeys((engine, data) for engine, data, _ in curves))
-    for (engine, data, precision), results in curves.items():
-        place = engines.index((engine, data))
+    curves: dict[tuple[str, Precision], list[InferResult]] = defaultdict(list)
+    for r in report.results:
+        curves[r.engine if r.data == "device" else f"{r.engine}, host", r.precision].append(r)
+    ways = list(dict.fromkeys(way for way, _ in curves))
+    for (way, precision), results in curves.items():
         axes.plot(
             [r.batch for r in results],
             [r.images_per_second for r in results],
-            label=f"{engine}{' from host' if data == 'host' else ''}, {precision}",
             color=_COLOURS[precision],
-            linestyle=_STYLES[place % len(_STYLES)],
-            marker=_MARKERS[place % len(_MARKERS)],
+            **_style(ways.index(way)),
         )
     if _has_goals(report):
         for goal in _SPEED_GOALS:
             axes.axhline(goal, color="black", linewidth=0.8)
-            axes.annotate(f"{goal}", (1, goal), xycoords=("axes fraction", "data"), ha="right")
+            axes.annotate(f"{goal}", (1.01, goal), xycoords=("axes fraction", "data"), va="center")
     batches = sorted({r.batch for r in report.results})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -125,7 +126,18 @@ def _plot_throughput(axes: Axes, report: InferReport) -> None:
     axes.set(xlabel="images a batch", ylabel="images a second")
     axes.set_title(f"Throughput at {report.results[0].bucket} pixels")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
+    keys = [Line2D([], [], color=_COLOURS[p], label=p) for p in dict.fromkeys(p for _, p in curves)]
+    keys += [Line2D([], [], color="grey", label=w, **_style(i)) for i, w in enumerate(ways)]
+    axes.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=5)
+
+
+def _style(place: int) -> dict[str, Any]:
+    """How the curve of an engine is drawn, whatever its colour."""
+    return {
+        "linestyle": _STYLES[place % len(_STYLES)],
+        "marker": _MARKERS[place % len(_MARKERS)],
+        "markersize": 4,
+    }
 
 
 def _plot_stages(axes: Axes, measured: Sequence[StageTimes]) -> None:
@@ -138,7 +150,7 @@ def _plot_stages(axes: Axes, measured: Sequence[StageTimes]) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set(xlabel="images a batch", ylabel="ms an image")
     axes.set_title(f"Time by stage, {measured[0].engine} in {measured[0].precision}")
-    axes.legend()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=6)
 
 
 def goal_sentences(report: InferReport) -> list[str]:
@@ -182,7 +194,7 @@ def _verdict(met: bool) -> str:
 
 
 def _page(report: InferReport, picture: str) -> str:
-    precisions = dict.fromkeys(r.precision for r in (*report.results, *report.failures))
+    precisions = asked_precisions(report.results, report.failures)
     goals = "\n".join(f"- {sentence}" for sentence in goal_sentences(report))
     failures = "\n".join(f"- {sentence}" for sentence in failure_sentences(report.failures))
     tables = [
@@ -214,7 +226,7 @@ def _stage_parts(measured: Sequence[StageTimes]) -> list[str]:
     names = (*STAGES, IDLE)
     rows = [(str(t.batch), *(f"{t.milliseconds[name]:.3f}" for name in names)) for t in measured]
     shown = next((t for t in measured if t.batch == 8), measured[-1])
-    kernels = [(k.name, str(k.count), f"{k.milliseconds:.3f}") for k in shown.costliest]
+    kernels = [(f"`{k.name}`", str(k.count), f"{k.milliseconds:.3f}") for k in shown.costliest]
     text = _STAGES.format(engine=shown.engine, precision=shown.precision)
     return [
         "\n## Time by stage, in ms\n",

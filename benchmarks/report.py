@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..model.manifest import Precision
+from .bulk import BulkResult
 from .infer import InferFailure, InferResult
 from .kernels import Goal, KernelResult, PeerResult
 from .latency import Latency
@@ -28,10 +29,14 @@ if TYPE_CHECKING:
     from .matmul_floor import MatmulFloor
 
 _PERCENTILES = ("p50", "p90", "p99")
-_NAMES = ("engine", "device", "precision", "model", "kernel", "size", "peers", "goal")
+_NAMES = ("engine", "data", "precision", "model", "kernel", "size", "peers", "goal")
 
 Results = (
-    Sequence[InferResult] | Sequence[ServeResult] | Sequence[TrainResult] | Sequence[KernelResult]
+    Sequence[InferResult]
+    | Sequence[BulkResult]
+    | Sequence[ServeResult]
+    | Sequence[TrainResult]
+    | Sequence[KernelResult]
 )
 
 
@@ -72,9 +77,7 @@ def show(report: Report, table: RenderableType, json_path: Path | None) -> None:
         json_path.write_text(json.dumps(asdict(report), indent=2) + "\n")
 
 
-INFER_COLUMNS = (
-    "engine", "device", "batch", "images/s", *_PERCENTILES, "MiB", "times", "of floor",
-)  # fmt: skip
+INFER_COLUMNS = ("engine", "data", "batch", "images/s", *_PERCENTILES, "MiB", "times", "floor")
 
 
 def infer_rows(
@@ -85,15 +88,17 @@ def infer_rows(
 ) -> list[tuple[str, ...]]:
     """Cells of the columns `INFER_COLUMNS`, a row an engine and batch size of one precision."""
     own = [r for r in results if r.precision == precision]
+    ways = list(dict.fromkeys((r.model, r.engine, r.data) for r in own))
+    own.sort(key=lambda r: ways.index((r.model, r.engine, r.data)))
     peers = {r.batch: r.images_per_second for r in own if r.engine == "torchvision"}
     floor = next((f.images_per_second for f in floors if f.precision == precision), None)
     measured = [
         (
             r.engine,
-            r.device if r.data == "device" else f"host-{r.device}",
+            r.device if r.data == "device" else "host",
             str(r.batch),
             f"{r.images_per_second:.1f}",
-            *_percentiles(r.latency),
+            *(in_figures(value) for value in (r.latency.p50, r.latency.p90, r.latency.p99)),
             f"{r.peak_memory_mib:.0f}{'*' if r.memory == 'driver' else ''}",
             in_figures(r.images_per_second / peers[r.batch]) if r.batch in peers else "",
             "" if floor is None else f"{r.images_per_second / floor:.1%}",
@@ -115,7 +120,7 @@ def infer_table(
 ) -> Group:
     """One table a precision, and why what failed did; all results are of one input size."""
     tables = []
-    for precision in dict.fromkeys(r.precision for r in (*results, *failures)):
+    for precision in asked_precisions(results, failures):
         rows = infer_rows(precision, results, failures, floors)
         kept = [i for i in range(len(INFER_COLUMNS)) if any(row[i] for row in rows)]
         title = f"Inference in {precision} at {results[0].bucket} pixels; latencies in ms"
@@ -126,12 +131,48 @@ def infer_table(
     return Group(*tables, *map(Text, failure_sentences(failures)))
 
 
+def asked_precisions(
+    results: Sequence[InferResult], failures: Sequence[InferFailure]
+) -> list[Precision]:
+    """Those in which something was to be measured."""
+    found = [*(r.precision for r in results), *(f.precision for f in failures)]
+    return list(dict.fromkeys(found))
+
+
 def failure_sentences(failures: Sequence[InferFailure]) -> list[str]:
     """What could not be measured, and why."""
     return [
         f"{f.engine} in {f.precision}{f' at batch {f.batch}' if f.batch else ''}: {f.reason}"
         for f in failures
     ]
+
+
+BULK_COLUMNS = ("batch", "images/s", "engine", "share", "found")
+
+
+def bulk_rows(results: Sequence[BulkResult]) -> list[tuple[str, ...]]:
+    """Cells of the columns `BULK_COLUMNS`, a row a batch size."""
+    return [
+        (
+            str(r.batch),
+            f"{r.images_per_second:.1f}",
+            f"{r.engine_images_per_second:.1f}",
+            f"{r.share:.1%}",
+            f"{r.detections_per_image:.1f}",
+        )
+        for r in results
+    ]
+
+
+def bulk_table(results: Sequence[BulkResult]) -> Table:
+    """One row a batch size, with the milliseconds of a batch in each step; all of one backend."""
+    first = results[0]
+    steps = tuple(first.step_milliseconds)
+    title = f"From files to masks, {first.engine} in {first.precision}; steps of a batch in ms"
+    table = _table(title, *BULK_COLUMNS, *steps)
+    for row, r in zip(bulk_rows(results), results, strict=True):
+        table.add_row(*row, *(f"{r.step_milliseconds[step]:.2f}" for step in steps))
+    return table
 
 
 def serve_table(results: Sequence[ServeResult]) -> Table:

@@ -24,6 +24,7 @@ from maskrcnn_trt.benchmarks.torch_engines import (
     engine_from_checkpoint,
     torchvision_from_checkpoint,
 )
+from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 from maskrcnn_trt.model.checkpoint import CheckpointError, load_checkpoint
 from maskrcnn_trt.model.manifest import Precision, read_manifest, sha256_of, write_manifest
 from maskrcnn_trt.model.spec import ShapeBucket
@@ -94,6 +95,22 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(single_image_bundle: Path, tmp
     assert failed["reason"].startswith("RuntimeError: ")
     assert re.search(r"onnxruntime +2 +failed", result.output)
     assert "onnxruntime in fp32 at batch 2: RuntimeError: " in result.output.replace("\n", " ")
+
+
+def test_program_of_torch_is_measured_on_the_device_and_as_served(
+    tiny_checkpoint: Path, tmp_path: Path
+):
+    folder, record = tmp_path / "bundle", tmp_path / "record.json"
+    bundle_from_checkpoint(tiny_checkpoint, folder, precisions=("bf16",), with_programs=True)
+    options = ("--precision", "bf16", "--backend", "torch", "--peer", "onnxruntime")
+    arguments = [str(folder), *options, "--batch", "2", "--json", str(record)]
+    result = CliRunner().invoke(bench, ["infer", *arguments, *QUICK])
+    assert result.exit_code == 0, result.output
+    found = json.loads(record.read_text())
+    measured = [(r["engine"], r["data"], r["precision"], r["batch"]) for r in found["results"]]
+    assert measured == [("torch", "device", "bf16", 2), ("torch", "host", "bf16", 2)]
+    (lacking,) = found["failures"]
+    assert lacking["reason"] == "there is no ONNX model in bf16, which only torch computes"
 
 
 def test_failure_is_raised_where_nobody_takes_it(single_image_bundle: Path):
