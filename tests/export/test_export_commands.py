@@ -52,7 +52,7 @@ def test_exports_what_is_asked_for_and_verifies_it(tiny_checkpoint: Path, tmp_pa
         (["--shape", "0x160"], "0x160 must be a multiple of 32 pixels on both sides"),
         (["--precision", "int8"], "'int8' is not one of 'fp32', 'tf32', 'fp16'"),
         (["--input-dtype", "int8"], "'int8' is not one of 'uint8', 'float32'"),
-        (["--engine", "onnx"], "'onnx' is not one of 'tensorrt', 'tensorrt-rtx'"),
+        (["--engine", "onnx"], "'onnx' is not one of 'torch', 'tensorrt', 'tensorrt-rtx'"),
         (["--batch", "1", "8"], "--batch is of no use without --engine tensorrt or --engine tens"),
         (["--workspace", "1"], "--workspace is of no use without --engine tensorrt or --engine"),
         (["--build-log", "x"], "--build-log is of no use without --engine tensorrt or --engine"),
