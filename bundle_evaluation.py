@@ -19,6 +19,7 @@ from .serving.backends.loading import load_backend, served_precision
 from .serving.bulk import detect_many
 from .serving.config import BackendName
 from .serving.detections import Detections
+from .serving.steps import Outcome
 from .training.classes import check_categories
 from .training.config import DatasetConfig, EvaluationConfig
 from .training.data.coco import CocoDataset, DataError, ImageRecord
@@ -29,8 +30,7 @@ from .training.terminal import shown_on_terminal
 
 logger = logging.getLogger(__name__)
 
-_Found = Detections | ImageError
-_DetectMany = Callable[..., Iterator[_Found]]
+_DetectMany = Callable[..., Iterator[Outcome]]
 
 
 class ValidationSet(NamedTuple):
@@ -120,7 +120,7 @@ def evaluate_bundle(
 
 def _found_in(
     records: Sequence[ImageRecord], engine: Backend, manifest: Manifest, max_batch: int
-) -> Generator[tuple[ImageRecord, _Found], None, None]:
+) -> Generator[tuple[ImageRecord, Outcome], None, None]:
     """What is found in each image, in the orientation that was annotated."""
     detect = partial(detect_many, backend=engine, manifest=manifest, max_batch=max_batch)
     turned = []
@@ -142,7 +142,7 @@ def _found_in(
 
 def _pairs(
     records: Sequence[ImageRecord], detect: _DetectMany
-) -> Iterator[tuple[ImageRecord, _Found]]:
+) -> Iterator[tuple[ImageRecord, Outcome]]:
     faults: dict[int, ImageError] = {}
 
     def contents() -> Iterator[bytes]:
@@ -162,8 +162,8 @@ def _is_as_annotated(found: Detections, record: ImageRecord) -> bool:
 
 
 def _followed(
-    found: Iterator[tuple[ImageRecord, _Found]], total: int, progress: Progress
-) -> Iterator[tuple[ImageRecord, _Found]]:
+    found: Iterator[tuple[ImageRecord, Outcome]], total: int, progress: Progress
+) -> Iterator[tuple[ImageRecord, Outcome]]:
     task = progress.add_task("detecting", total=total, note="")
     for pair in found:
         yield pair
@@ -172,7 +172,7 @@ def _followed(
 
 
 def _collect(
-    found: Iterable[tuple[ImageRecord, _Found]],
+    found: Iterable[tuple[ImageRecord, Outcome]],
     evaluator: CocoEvaluator,
     on_broken: Literal["skip", "refuse"],
 ) -> int:
