@@ -10,6 +10,7 @@ from ..export.commands import BucketType
 from ..model.manifest import Precision
 from ..model.spec import ShapeBucket
 from ..serving.config import BackendName
+from .bulk_commands import bulk
 from .infer import Peer
 from .train import TrainPrecision
 
@@ -37,6 +38,9 @@ def _contents_of(sources: Sequence[Path]) -> list[bytes]:
 @click.group()
 def bench() -> None:
     """Measure throughput and latency."""
+
+
+bench.add_command(bulk)
 
 
 @bench.command(context_settings={"show_default": True})

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -11,11 +11,12 @@ from ..model.images import MAX_PIXELS, ImageError
 from ..model.manifest import Manifest
 from ..model.spec import ShapeBucket
 from .backends.base import Backend
-from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections
+from .detections import DEFAULT_OPTIONS, DetectionOptions
 from .preprocessing import EncodedImage, plan_image
 from .steps import BatchSteps, HostSteps, Outcome, Source, Step
 
-_CORES: Final = len(os.sched_getaffinity(0))
+CORES: Final = len(os.sched_getaffinity(0))
+"""Those that this process may use."""
 
 _BATCHES_AHEAD = 8
 """Batches of images that are read before the oldest must have been answered: one for each step,
@@ -31,8 +32,8 @@ def detect_many(
     max_batch: int = 8,
     max_pixels: int = MAX_PIXELS,
     apply_orientation: bool = True,
-    threads: int = _CORES,
-) -> Iterator[Detections | ImageError]:
+    threads: int = CORES,
+) -> Generator[Outcome, None, None]:
     """Detect in encoded images, of which a bounded number is read ahead.
 
     While a batch is decoded, others are at the model or becoming masks: on the GPU where the
@@ -71,7 +72,7 @@ def detect_many(
 
 def outcomes_of(
     sources: Iterable[Source], work: BatchSteps, max_batch: int
-) -> Iterator[Detections | ImageError]:
+) -> Generator[Outcome, None, None]:
     """Bring images through steps, in batches of one input size.
 
     Args:

@@ -24,7 +24,7 @@ from .detections import DetectionOptions, Detections, MaskFormat
 from .device_masks import Masks, boxes_in_sources, run_lengths, strings_of_masks
 from .postprocessing import detections_from_rows, kept_rows
 from .preprocessing import EncodedImage, resized_pixels
-from .steps import Outcome, Source, Step
+from .steps import MODEL_STEP, Outcome, Source, Step
 
 _MAX_DEVICE_PIXELS: Final = 1 << 24
 """Larger images are decoded by the CPU, since a batch of them would take gigabytes of a GPU."""
@@ -97,7 +97,7 @@ class DeviceSteps:
         self._decoder = threading.Lock()
         self.steps = (
             Step("images", self._prepare, threads),
-            Step("model", self._infer, 1),
+            Step(MODEL_STEP, self._infer, 1),
             Step("masks", self._paste, 1),
             Step("strings", self._encode, threads),
         )

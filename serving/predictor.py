@@ -1,11 +1,11 @@
 """Detection in one process, without a server."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 import numpy as np
 
-from ..model.images import MAX_PIXELS, ImageError
+from ..model.images import MAX_PIXELS
 from ..model.manifest import Precision, read_manifest
 from .backends.loading import load_backend, served_precision
 from .bulk import detect_many
@@ -13,6 +13,7 @@ from .config import BackendName
 from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections
 from .postprocessing import detections_from_outputs
 from .preprocessing import prepare_image
+from .steps import Outcome
 
 
 class Predictor:
@@ -68,7 +69,7 @@ class Predictor:
 
     def detect_many(
         self, images: Iterable[bytes], options: DetectionOptions = DEFAULT_OPTIONS
-    ) -> Iterator[Detections | ImageError]:
+    ) -> Generator[Outcome, None, None]:
         """Detect in encoded images, in batches; `bulk.detect_many` says how.
 
         Yields:

@@ -21,6 +21,10 @@ Source = EncodedImage | ImageError
 """An image of a batch; a damaged one leaves its place black, so that the others keep theirs."""
 
 
+MODEL_STEP = "model"
+"""Name of the step in which the backend computes."""
+
+
 class Step(NamedTuple):
     """What is done with a batch before the next step gets it."""
 
@@ -67,7 +71,7 @@ class HostSteps:
         self._options = options
         self.steps = (
             Step("images", self._prepare, threads),
-            Step("model", self._infer, backend.concurrency),
+            Step(MODEL_STEP, self._infer, backend.concurrency),
             Step("masks", self._encode, threads),
         )
 
