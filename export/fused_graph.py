@@ -1,6 +1,6 @@
 """A pass over an exported graph that joins convolutions with what follows them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.export import ExportedProgram
@@ -60,7 +60,7 @@ def fuse_convolutions(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
-def _arguments(node: Node) -> tuple:
+def _arguments(node: Node) -> tuple[Any, ...]:
     """Input, weight, bias, stride, padding, dilation and groups, defaults filled in."""
     defaults = (None, None, None, [1, 1], [0, 0], [1, 1], 1)
     return (*node.args, *defaults[len(node.args) :])
@@ -76,8 +76,8 @@ def _followers(node: Node) -> _Fusion:
     """What may be computed with a convolution: an addition, then a ReLU, of nobody else's."""
     last, residual, upsampled = node, None, False
     addition = _only_user(last, _aten.add.Tensor)
-    if addition is not None and not addition.kwargs:
-        (other,) = (arg for arg in addition.args if arg is not node)
+    if addition is not None and len(addition.all_input_nodes) == 2 and not addition.kwargs:
+        (other,) = (n for n in addition.all_input_nodes if n is not node)
         source = _upsampled_twofold(other)
         last, residual, upsampled = addition, source or other, source is not None
     relu = _only_user(last, _aten.relu.default)

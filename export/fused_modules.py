@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.models.detection.faster_rcnn import TwoMLPHead
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.rpn import RPNHead
 
 from ..model.mask_rcnn import MaskRCNN
 from ..model.roi_heads import MaskPredictor
 
 _STEM_CHANNELS = 4
+_MATRIX_MULTIPLE = 8
 
 
 def rearrange_for_gpu(model: MaskRCNN) -> None:
@@ -24,6 +25,7 @@ def rearrange_for_gpu(model: MaskRCNN) -> None:
     heads = model.roi_heads
     if isinstance(heads.box_head, TwoMLPHead):
         heads.box_head = _ChannelsLastBoxHead(heads.box_head, heads.config.box_pool)
+    heads.box_predictor = _MergedBoxPredictor(heads.box_predictor)
     setattr(heads, "mask_predictor", _PointwiseMaskPredictor(heads.mask_predictor))  # noqa: B010
     nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
 
@@ -74,6 +76,26 @@ class _ChannelsLastBoxHead(nn.Module):
     def forward(self, pooled: Tensor) -> Tensor:
         hidden = F.relu(self.fc6(pooled.permute(0, 2, 3, 1).flatten(1)))
         return F.relu(self.fc7(hidden))
+
+
+class _MergedBoxPredictor(nn.Module):
+    """Logits and deltas from one matrix product, whose width tensor cores like."""
+
+    def __init__(self, predictor: FastRCNNPredictor) -> None:
+        super().__init__()
+        parts = (predictor.cls_score, predictor.bbox_pred)
+        outputs = [part.out_features for part in parts]
+        unused = -sum(outputs) % _MATRIX_MULTIPLE
+        self._outputs = [*outputs, unused]
+        self.output = nn.Linear(predictor.cls_score.in_features, sum(self._outputs))
+        weight = torch.cat([part.weight.detach() for part in parts])
+        bias = torch.cat([part.bias.detach() for part in parts])
+        self.output.weight = nn.Parameter(F.pad(weight, (0, 0, 0, unused)))
+        self.output.bias = nn.Parameter(F.pad(bias, (0, unused)))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits, deltas, _ = self.output(hidden.flatten(1)).split(self._outputs, dim=1)
+        return logits, deltas
 
 
 class _PointwiseMaskPredictor(nn.Module):

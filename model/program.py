@@ -3,7 +3,7 @@
 import contextlib
 import gzip
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -32,10 +32,9 @@ class Program:
         self._precision = precision
         with quiet_torch():
             program = move_to_device_pass(torch.export.load(path), str(device))
-        module = program.module()
-        self._run = module
+        self._run: Callable[..., tuple[Tensor, ...]] = program.module()
         if device.type == "cuda":
-            self._run = torch.compile(module, fullgraph=True)
+            self._run = torch.compile(self._run, fullgraph=True)
 
     @torch.inference_mode()
     def __call__(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
@@ -44,8 +43,7 @@ class Program:
             for tensor in (images, image_sizes):
                 torch._dynamo.mark_dynamic(tensor, 0)
         with arithmetic(self._precision):
-            outputs: tuple[Tensor, ...] = self._run(images, image_sizes)
-        return outputs
+            return self._run(images, image_sizes)
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ def pointwise_convolution(
     return output
 
 
-@pointwise_convolution.register_kernel("cpu")
+@pointwise_convolution.register_kernel("cpu")  # type: ignore[untyped-decorator]
 def _(
     images: Tensor,
     weight: Tensor,

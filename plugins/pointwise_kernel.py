@@ -9,10 +9,11 @@ from torch.library import wrap_triton
 from triton import language as tl
 
 # What was fastest on an H100, or as good, for the 1x1 convolutions of R-50-FPN.
-_WIDE: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
-_NARROW: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
-_SHALLOW: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 4}
+_DEEP: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+_SHALLOW: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
+_NARROW: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 16, "num_warps": 4, "num_stages": 4}
 _BLOCK_K = 64
+_SHALLOW_CHANNELS = 128
 
 
 def launch_pointwise_convolution(
@@ -32,7 +33,8 @@ def launch_pointwise_convolution(
     if residual is not None:
         residual = residual.contiguous(memory_format=torch.channels_last)
         shift = int(residual.shape[2] != rows)
-    blocks = _NARROW if outputs <= 64 else _SHALLOW if channels <= 64 else _WIDE
+    shallow = channels <= _SHALLOW_CHANNELS
+    blocks = _NARROW if outputs <= 16 else _SHALLOW if shallow else _DEEP
     grid = (
         triton.cdiv(batch * rows * columns, blocks["BLOCK_M"])
         * triton.cdiv(outputs, blocks["BLOCK_N"]),
@@ -53,6 +55,7 @@ def launch_pointwise_convolution(
         STRIDE=stride,
         RESIDUAL=residual is not None,
         SHIFT=shift,
+        EARLY=shallow,
         RELU=relu,
         BLOCK_K=_BLOCK_K,
         **blocks,
@@ -60,7 +63,7 @@ def launch_pointwise_convolution(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pointwise_convolution(
+def _pointwise_convolution(  # type: ignore[no-untyped-def]
     images,
     weight,
     bias,
@@ -76,6 +79,7 @@ def _pointwise_convolution(
     STRIDE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SHIFT: tl.constexpr,
+    EARLY: tl.constexpr,
     RELU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -93,12 +97,13 @@ def _pointwise_convolution(
 
     image, place = pixel // (ROWS * COLUMNS), pixel % (ROWS * COLUMNS)
     row, column = place // COLUMNS, place % COLUMNS
-    if RESIDUAL:  # asked for early, to be there when it is needed
-        coarse = pixel
-        if SHIFT:
-            coarse = (image * (ROWS // 2) + row // 2) * (COLUMNS // 2) + column // 2
-        pointers = residual + coarse[:, None].to(tl.int64) * OUTPUTS + channel_out[None, :]
-        added = tl.load(pointers, mask=is_value, other=0.0)
+    coarse = pixel
+    if SHIFT:
+        coarse = (image * (ROWS // 2) + row // 2) * (COLUMNS // 2) + column // 2
+    added_pointers = residual + coarse[:, None].to(tl.int64) * OUTPUTS + channel_out[None, :]
+    # Asked for before it is needed, unless that takes registers from a long product.
+    if RESIDUAL and EARLY:
+        added = tl.load(added_pointers, mask=is_value, other=0.0)
 
     source = pixel
     if STRIDE > 1:
@@ -115,8 +120,10 @@ def _pointwise_convolution(
         weight_pointers += BLOCK_K
 
     total += tl.load(bias + channel_out, mask=is_output, other=0.0)[None, :]
-    if RESIDUAL:
+    if RESIDUAL and EARLY:
         total += added
+    elif RESIDUAL:
+        total += tl.load(added_pointers, mask=is_value, other=0.0)
     if RELU:
         total = tl.maximum(total, 0.0)
     pointers = output + pixel[:, None].to(tl.int64) * OUTPUTS + channel_out[None, :]

@@ -45,7 +45,7 @@ class GraphedProgram:
         bucket: ShapeBucket,
         dtype: torch.dtype,
         max_batch: int,
-        pool: tuple[int, int],
+        pool: Any,
     ) -> None:
         """Reserve the memory of the inputs.
 
