@@ -50,7 +50,8 @@ def bulk(
     from ..serving.reports import image_files
     from .bulk import BulkSettings, measure_bulk
     from .bulk_images import PHOTO_LIKE
-    from .report import Report, bulk_table, show
+    from .bulk_report import bulk_table
+    from .report import Report, show
 
     files = image_files(sources) if sources else []
     settings = BulkSettings(

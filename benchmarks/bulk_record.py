@@ -7,8 +7,9 @@ from pathlib import Path
 import matplotlib as mpl
 
 from .bulk import BulkResult
+from .bulk_report import SPEED_COLUMNS, speed_rows, step_rows
 from .record import begin_record, machine_table, markdown_table
-from .report import BULK_COLUMNS, Report, bulk_rows
+from .report import Report
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -82,8 +83,7 @@ def goal_sentences(results: Sequence[BulkResult]) -> list[str]:
 
 def _page(report: Report, results: Sequence[BulkResult], images: str, picture: str) -> str:
     first = results[0]
-    steps = tuple(first.step_milliseconds)
-    rows = [(str(r.batch), *(f"{r.step_milliseconds[s]:.2f}" for s in steps)) for r in results]
+    by_step = [(str(r.batch), *row) for r, row in zip(results, step_rows(results), strict=True)]
     goals = "\n".join(f"- {sentence}" for sentence in goal_sentences(results))
     texts = (_COUNTED.format(images=images), _STEPS)
     return "\n".join(
@@ -93,9 +93,9 @@ def _page(report: Report, results: Sequence[BulkResult], images: str, picture: s
             machine_table(report, on_gpu=first.device == "cuda"),
             *(["\n## Goals\n", goals] if goals else []),
             "\n## Speed\n",
-            markdown_table(BULK_COLUMNS, bulk_rows(results)),
+            markdown_table(SPEED_COLUMNS, speed_rows(results)),
             "\n## Steps of a batch, in ms\n",
-            markdown_table(("batch", *steps), rows),
+            markdown_table(("batch", *first.step_milliseconds), by_step),
             f"\n![Time of an image by step]({picture})\n",
             "## What is counted\n",
             "\n\n".join(textwrap.fill(text, 100) for text in texts) + "\n",
