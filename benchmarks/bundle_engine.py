@@ -65,7 +65,7 @@ def _run_of_torch(
         backend,
         "device",
         lambda: backend.infer_on_device(bucket, *on_device),
-        torch.cuda.synchronize if backend.device == "cuda" else lambda: None,
+        torch.cuda.synchronize if backend.device == "cuda" else None,
     )
 
 
@@ -73,7 +73,7 @@ def _run(
     backend: Backend,
     data: DataPlace,
     queue: Callable[[], object],
-    wait: Callable[[], object] = lambda: None,
+    wait: Callable[[], object] | None = None,
 ) -> Run:
     memory: MemoryKind = "torch" if backend.name == "torch" else "driver"
     return Run(

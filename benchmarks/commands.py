@@ -103,38 +103,34 @@ def infer(
         images=_contents_of(images),
         seconds=seconds,
         warmup=warmup,
+        with_stages=output is not None,
     )
-    report = _infer_report(models, settings, with_stages=output is not None)
+    report = _infer_report(models, settings)
     show(report, infer_table(report.results, report.failures, report.floors), json_path)
     if output is not None:
         click.echo(f"the record is {write_record(report, output)}")
 
 
-def _infer_report(
-    models: Sequence[Path], settings: "InferSettings", *, with_stages: bool
-) -> "InferReport":
-    from .infer import InferFailure, measure_bundle_stages, measure_floors, measure_models
+def _infer_report(models: Sequence[Path], settings: "InferSettings") -> "InferReport":
+    """Measure, saying every figure when it comes."""
+    from .infer import Answer, InferFailure, measure_floors, measure_models
     from .machine import describe_machine
-    from .report import InferReport
+    from .report import InferReport, answer_sentence
+    from .stages import StageTimes
 
-    def announce(subject: str) -> None:
-        click.echo(f"{subject} ...", err=True)
+    answers: list[Answer] = []
 
-    failures: list[InferFailure] = []
+    def take(answer: Answer) -> None:
+        answers.append(answer)
+        click.echo(answer_sentence(answer), err=True)
+
     machine = describe_machine()
     floors = measure_floors(models, settings) if machine.gpus else []
-    results = measure_models(
-        models,
-        settings,
-        on_engine=lambda choice: announce(f"{choice.name} in {choice.precision}"),
-        on_failure=failures.append,
-    )
+    results = measure_models(models, settings, take)
+    failures = [answer for answer in answers if isinstance(answer, InferFailure)]
+    stages = [answer for answer in answers if isinstance(answer, StageTimes)]
     if not results:
         raise click.ClickException(failures[0].reason)
-    stages = []
-    if with_stages and machine.gpus:
-        announce("time by stage")
-        stages = measure_bundle_stages(models, settings, failures.append)
     return InferReport(results, machine=machine, failures=failures, floors=floors, stages=stages)
 
 

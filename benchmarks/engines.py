@@ -29,14 +29,15 @@ class Run:
     memory: MemoryKind
     """How the memory that it needs is counted."""
     queue: Callable[[], object]
-    """Begins the batch, and waits for it if the engine cannot but do so."""
-    wait: Callable[[], object]
-    """Returns when all batches that were begun are complete."""
+    """Begins the batch."""
+    wait: Callable[[], object] | None = None
+    """Returns when all batches that were begun are complete; None where `queue` waits itself."""
 
     def complete(self) -> None:
         """Compute the batch."""
         self.queue()
-        self.wait()
+        if self.wait is not None:
+            self.wait()
 
 
 class Engine(Protocol):

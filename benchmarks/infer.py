@@ -12,10 +12,10 @@ from .engines import DataPlace, EngineChoice, first_bucket
 from .latency import Latency
 from .memory import MemoryKind
 from .processes import ProcessError, answers_from_process
+from .stages import StageTimes
 
 if TYPE_CHECKING:
     from .matmul_floor import MatmulFloor
-    from .stages import StageTimes
 
 Peer = Literal["torchvision", "onnxruntime"]
 
@@ -42,8 +42,11 @@ class InferSettings:
     """Encoded images that batches are filled with; none, noise."""
     seconds: float = 5.0
     """Length of each measurement, half for latency, half for throughput."""
+    with_stages: bool = False
+    """Also take the time by stage of bundles in the first precision, where torch computes them on
+    a GPU."""
     warmup: int = 3
-    """Batches at least that are run before each measurement, for a tenth of its length or more."""
+    """Batches at least that are run before each measurement, for a fifth of its length or more."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,13 @@ class InferFailure:
     reason: str
 
 
+Answer = InferResult | InferFailure | StageTimes
+
+
 def measure_models(
     models: Sequence[Path],
     settings: InferSettings,
-    *,
-    on_engine: Callable[[EngineChoice], object] = lambda choice: None,
-    on_failure: Callable[[InferFailure], object] | None = None,
+    on_answer: Callable[[Answer], object] | None = None,
 ) -> list[InferResult]:
     """Measure bundles and checkpoints in every precision, and their peers.
 
@@ -99,26 +103,26 @@ def measure_models(
     Args:
         models: What export or training wrote.
         settings: How.
-        on_engine: Called before each process.
-        on_failure: Called with what cannot be measured, and the rest goes on.
+        on_answer: Called with all that comes, when it comes. Without it a failure is raised, with
+            it the rest goes on.
 
     Raises:
-        BundleError, CheckpointError: the first model cannot be read.
-        MeasurementError: something cannot be measured, and there is no `on_failure`.
+        BundleError: the first model is a bundle that cannot be read.
+        CheckpointError: the first model is no checkpoint.
+        MeasurementError: something cannot be measured, and there is no `on_answer`.
     """
     bucket = settings.bucket or first_bucket(models[0])
     results: list[InferResult] = []
     for choice in engine_choices(models, settings):
         if _is_measured(choice, results):
             continue
-        on_engine(choice)
         for answer in _answers(choice, bucket, settings):
+            if on_answer is not None:
+                on_answer(answer)
+            elif isinstance(answer, InferFailure):
+                raise MeasurementError(answer.reason)
             if isinstance(answer, InferResult):
                 results.append(answer)
-            elif on_failure is not None:
-                on_failure(answer)
-            else:
-                raise MeasurementError(answer.reason)
     return results
 
 
@@ -140,27 +144,6 @@ def measure_floors(models: Sequence[Path], settings: InferSettings) -> list["Mat
             config = load_checkpoint(model).model_config
             return list(answers_from_process(floors_of, settings.precisions, config, bucket))
     return []
-
-
-def measure_bundle_stages(
-    models: Sequence[Path],
-    settings: InferSettings,
-    on_failure: Callable[[InferFailure], object],
-) -> list["StageTimes"]:
-    """Time by stage of every bundle in the first precision, where a GPU computes it with torch."""
-    from .infer_process import profile_engine
-
-    bucket = settings.bucket or first_bucket(models[0])
-    stages: list[StageTimes] = []
-    for model in models:
-        if not model.is_dir():
-            continue
-        choice = EngineChoice(model, settings.precisions[0], settings.backend)
-        try:
-            stages += answers_from_process(profile_engine, choice, bucket, settings)
-        except ProcessError as error:
-            on_failure(failure_of(choice, None, f"its time by stage is not known: {error}"))
-    return stages
 
 
 def engine_choices(models: Sequence[Path], settings: InferSettings) -> Iterator[EngineChoice]:
@@ -190,7 +173,7 @@ def _is_measured(choice: EngineChoice, results: Sequence[InferResult]) -> bool:
 
 def _answers(
     choice: EngineChoice, bucket: ShapeBucket, settings: InferSettings
-) -> Iterator[InferResult | InferFailure]:
+) -> Iterator[Answer]:
     from .infer_process import measure_engine
 
     if choice.backend == "onnxruntime" and choice.precision == "bf16":

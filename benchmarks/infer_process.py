@@ -1,64 +1,73 @@
 """An engine that is measured, in a process that it has for itself."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..model.spec import ShapeBucket
-from .engines import EngineChoice, Run
+from .engines import Engine, EngineChoice, Run
 from .images import batch_from_encoded, noise_jpeg
-from .infer import InferFailure, InferResult, InferSettings, failure_of
+from .infer import Answer, InferResult, InferSettings, failure_of
 from .latency import latency_from_seconds
 from .memory import peak_memory_mib, reset_peak_memory
 from .stages import StageTimes, measure_stages
 from .timing import calls_per_second, durations_of
 
-_WARMUP_SHARE = 0.1
+_WARMUP_SHARE = 0.2
 
 
 def measure_engine(
     choice: EngineChoice, bucket: ShapeBucket, settings: InferSettings
-) -> Iterator[InferResult | InferFailure]:
+) -> Iterator[Answer]:
     """Measure one batch size after the other, the smallest first; what fails is an answer too."""
     try:
         engine = choice.load(bucket, max(settings.batches))
-        images = _largest_batch(bucket, settings)
+        encoded = settings.images or [noise_jpeg(bucket)]
+        images = batch_from_encoded(encoded, bucket, max(settings.batches))
     except Exception as error:
         yield failure_of(choice, None, _reason_from(error))
         return
-    for batch in sorted(settings.batches):
+    batches = [images[:batch] for batch in sorted(settings.batches)]
+
+    def speed(run: Run, batch: int) -> InferResult:
+        return _measure_speed(choice, run, bucket, batch, settings)
+
+    def stages(run: Run, batch: int) -> StageTimes | None:
+        is_profiled = (run.engine, run.device, run.data) == ("torch", "cuda", "device")
+        return measure_stages(run, choice.precision, batch) if is_profiled else None
+
+    yield from _measure_batches(choice, engine, batches, speed)
+    if settings.with_stages and choice.precision == settings.precisions[0]:
+        # After all else, as a profiler may slow down what follows it.
+        yield from _measure_batches(choice, engine, batches, stages)
+
+
+def _measure_batches(
+    choice: EngineChoice,
+    engine: Engine,
+    batches: list[NDArray[np.uint8]],
+    measure: Callable[[Run, int], Answer | None],
+) -> Iterator[Answer]:
+    for images in batches:
         reset_peak_memory()
         try:
-            for run in engine.runs_over(images[:batch]):
-                yield _measure(choice, run, bucket, batch, settings)
+            for run in engine.runs_over(images):
+                answer = measure(run, len(images))
+                if answer is not None:
+                    yield answer
         except Exception as error:  # of any library: that memory is short has many names
-            yield failure_of(choice, batch, _reason_from(error))
+            yield failure_of(choice, len(images), _reason_from(error))
 
 
-def profile_engine(
-    choice: EngineChoice, bucket: ShapeBucket, settings: InferSettings
-) -> Iterator[StageTimes]:
-    """Time by stage at every batch size, of what torch computes on a GPU from images there."""
-    engine = choice.load(bucket, max(settings.batches))
-    images = _largest_batch(bucket, settings)
-    for batch in sorted(settings.batches):
-        for run in engine.runs_over(images[:batch]):
-            if (run.engine, run.device, run.data) == ("torch", "cuda", "device"):
-                yield measure_stages(run, choice.precision, batch)
-
-
-def _largest_batch(bucket: ShapeBucket, settings: InferSettings) -> NDArray[np.uint8]:
-    encoded = settings.images or [noise_jpeg(bucket)]
-    return batch_from_encoded(encoded, bucket, max(settings.batches))
-
-
-def _measure(
+def _measure_speed(
     choice: EngineChoice, run: Run, bucket: ShapeBucket, batch: int, settings: InferSettings
 ) -> InferResult:
     durations_of(run.complete, _WARMUP_SHARE * settings.seconds, settings.warmup)
     durations = durations_of(run.complete, settings.seconds / 2)
-    rate = calls_per_second(run.queue, run.wait, len(durations))
+    rate = len(durations) / sum(durations)
+    if run.wait is not None:
+        rate = calls_per_second(run.queue, run.wait, len(durations))
     return InferResult(
         model=str(choice.model),
         engine=run.engine,

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..model.manifest import Precision
 from .bulk import BulkResult
-from .infer import InferFailure, InferResult
+from .infer import Answer, InferFailure, InferResult
 from .kernels import Goal, KernelResult, PeerResult
 from .latency import Latency
 from .machine import Machine, describe_machine
@@ -141,38 +141,20 @@ def asked_precisions(
 
 def failure_sentences(failures: Sequence[InferFailure]) -> list[str]:
     """What could not be measured, and why."""
-    return [
-        f"{f.engine} in {f.precision}{f' at batch {f.batch}' if f.batch else ''}: {f.reason}"
-        for f in failures
-    ]
+    return [answer_sentence(failure) for failure in failures]
 
 
-BULK_COLUMNS = ("batch", "images/s", "engine", "share", "found")
-
-
-def bulk_rows(results: Sequence[BulkResult]) -> list[tuple[str, ...]]:
-    """Cells of the columns `BULK_COLUMNS`, a row a batch size."""
-    return [
-        (
-            str(r.batch),
-            f"{r.images_per_second:.1f}",
-            f"{r.engine_images_per_second:.1f}",
-            f"{r.share:.1%}",
-            f"{r.detections_per_image:.1f}",
-        )
-        for r in results
-    ]
-
-
-def bulk_table(results: Sequence[BulkResult]) -> Table:
-    """One row a batch size, with the milliseconds of a batch in each step; all of one backend."""
-    first = results[0]
-    steps = tuple(first.step_milliseconds)
-    title = f"From files to masks, {first.engine} in {first.precision}; steps of a batch in ms"
-    table = _table(title, *BULK_COLUMNS, *steps)
-    for row, r in zip(bulk_rows(results), results, strict=True):
-        table.add_row(*row, *(f"{r.step_milliseconds[step]:.2f}" for step in steps))
-    return table
+def answer_sentence(answer: Answer) -> str:
+    """One measurement in a line, as in `torch in fp16 at batch 8: 600.0 images/s`."""
+    where = "" if answer.batch is None else f" at batch {answer.batch}"
+    if isinstance(answer, InferFailure):
+        said = answer.reason
+    elif isinstance(answer, StageTimes):
+        said = ", ".join(f"{stage} {ms:.3f} ms" for stage, ms in answer.milliseconds.items())
+    else:
+        place = ", from the host" if answer.data == "host" else ""
+        said = f"{answer.images_per_second:.1f} images/s, p50 {answer.latency.p50:.2f} ms{place}"
+    return f"{answer.engine} in {answer.precision}{where}: {said}"
 
 
 def serve_table(results: Sequence[ServeResult]) -> Table:

@@ -104,12 +104,18 @@ def costliest_kernels(kernels: Sequence[Kernel], batches: int, count: int) -> li
 
 
 def kernels_of(call: Callable[[], object], count: int) -> list[Kernel]:
-    """What the GPU does in so many calls, by start; each call waits for its end."""
-    from torch.profiler import ProfilerActivity, profile
+    """What the GPU does in so many calls, by start; each call waits for its end.
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(count):
-            call()
+    As many calls come first, in which the profiler gets ready.
+    """
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    steps = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with profile(activities=[ProfilerActivity.CUDA], schedule=steps, acc_events=True) as profiler:
+        for _ in range(2):
+            for _ in range(count):
+                call()
+            profiler.step()
     kernels = [
         Kernel(event.name, event.time_range.start, event.time_range.elapsed_us())
         for event in profiler.events()
@@ -119,13 +125,12 @@ def kernels_of(call: Callable[[], object], count: int) -> list[Kernel]:
 
 
 def measure_stages(run: Run, precision: Precision, batch: int) -> StageTimes:
-    """Profile a few batches on the GPU; those before them are not counted.
+    """Profile a few batches on the GPU.
 
     Raises:
         ValueError: the batches differ in their kernels.
     """
-    for _ in range(_BATCHES):
-        run.complete()
+    run.complete()  # which may do what is done once only
     kernels = kernels_of(run.complete, _BATCHES)
     return StageTimes(
         engine=run.engine,

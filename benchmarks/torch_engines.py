@@ -52,7 +52,7 @@ class TorchEngine:
                 data="device",
                 memory="torch" if on_gpu else "cpu",
                 queue=detect,
-                wait=torch.cuda.synchronize if on_gpu else lambda: None,
+                wait=torch.cuda.synchronize if on_gpu else None,
             )
         ]
 

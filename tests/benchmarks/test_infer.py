@@ -75,7 +75,7 @@ def test_bundle_checkpoint_and_peer_in_one_run(bundle: Path, tiny_checkpoint: Pa
         assert (r["memory"], r["bucket"], r["precision"]) == ("cpu", "96x160", "fp32")
     assert (found["failures"], found["floors"], found["stages"]) == ([], [], [])
     assert found["machine"]["packages"]["torch"] == torch.__version__.partition("+")[0]
-    assert "torchvision" in result.output
+    assert "torchvision in fp32 at batch 3: " in result.output
 
 
 def test_what_fails_is_a_row_and_the_rest_goes_on(single_image_bundle: Path, tmp_path: Path):
