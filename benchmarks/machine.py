@@ -12,11 +12,13 @@ _PACKAGES = (
     "maskrcnn-trt",
     "numpy",
     "nvidia-cuda-nvrtc",
+    "nvidia-cudnn-cu13",
     "onnxruntime",
     "onnxruntime-gpu",
     "pycocotools",
     "torch",
     "torchvision",
+    "triton",
 )
 
 

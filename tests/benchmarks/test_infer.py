@@ -20,6 +20,7 @@ from maskrcnn_trt.benchmarks.infer import (
     engine_choices,
     measure_models,
 )
+from maskrcnn_trt.benchmarks.stages import STAGES
 from maskrcnn_trt.benchmarks.torch_engines import (
     engine_from_checkpoint,
     torchvision_from_checkpoint,
@@ -111,6 +112,30 @@ def test_program_of_torch_is_measured_on_the_device_and_as_served(
     assert measured == [("torch", "device", "bf16", 2), ("torch", "host", "bf16", 2)]
     (lacking,) = found["failures"]
     assert lacking["reason"] == "there is no ONNX model in bf16, which only torch computes"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_graphs_of_a_gpu_are_measured_by_stage(tiny_checkpoint: Path, tmp_path: Path):
+    folder, output = tmp_path / "bundle", tmp_path / "record"
+    bundle_from_checkpoint(tiny_checkpoint, folder, precisions=("fp16",), with_programs=True)
+    models = (str(folder), str(tiny_checkpoint))
+    options = ("--precision", "fp16", "--batch", "1", "--batch", "2", "--output", str(output))
+    result = CliRunner().invoke(bench, ["infer", *models, *options, *QUICK])
+    assert result.exit_code == 0, result.output
+    found = json.loads(next(output.glob("infer-*.json")).read_text())
+    assert found["failures"] == []
+    assert {(r["engine"], r["data"], r["memory"]) for r in found["results"]} == {
+        ("torch", "device", "torch"),
+        ("torch", "host", "torch"),
+        ("eager", "device", "torch"),
+    }
+    assert [times["batch"] for times in found["stages"]] == [1, 2]
+    for times in found["stages"]:
+        assert all(times["milliseconds"][stage] > 0 for stage in STAGES)
+        assert any("pyramid_roi_align" in kernel["name"] for kernel in times["costliest"])
+    (floor,) = found["floors"]
+    assert floor["flops_per_image"] > 0
 
 
 def test_failure_is_raised_where_nobody_takes_it(single_image_bundle: Path):
