@@ -14,6 +14,7 @@ from maskrcnn_trt.model.images import (
     ImageError,
     decode_image,
     pad_to_bucket,
+    read_header,
     resize_image,
     resized_size,
     smallest_bucket,
@@ -173,3 +174,51 @@ def test_padding_is_black_at_the_right_and_the_bottom() -> None:
     np.testing.assert_array_equal(padded[:, :24, :40].transpose(1, 2, 0), gradient())
     assert not padded[:, 24:].any()
     assert not padded[:, :, 40:].any()
+
+
+def png_with_metadata_behind_its_pixels(data: bytes) -> bytes:
+    """Move the chunk `eXIf` of a PNG to its end."""
+    start = data.index(b"eXIf") - 4
+    stop = start + 12 + struct.unpack(">I", data[start : start + 4])[0]
+    end = data.index(b"IEND") - 4
+    return data[:start] + data[stop:end] + data[start:stop] + data[end:]
+
+
+@pytest.mark.parametrize("codec", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8, 9])
+def test_header_tells_the_size_after_decoding(codec: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(Image.fromarray(gradient()), codec, exif=exif)
+    variants = [data]
+    if codec == "PNG":
+        variants.append(png_with_metadata_behind_its_pixels(data))
+    for variant in variants:
+        header = read_header(variant)
+        assert header.size == decode_image(variant).shape[:2]
+        assert header.orientation == (orientation if orientation < 9 else 1)
+        stored = read_header(variant, apply_orientation=False)
+        assert (stored.size, stored.orientation) == ((24, 40), 1)
+
+
+def test_header_is_read_without_the_pixels() -> None:
+    assert read_header(png_without_pixels(30, 50)).size == (30, 50)
+    with pytest.raises(ImageError, match="damaged"):
+        decode_image(png_without_pixels(30, 50))
+    with pytest.raises(ImageError, match="more than the 1000 pixels"):
+        read_header(png_without_pixels(30, 50), max_pixels=1000)
+
+
+def test_plain_jpegs_are_told_from_others() -> None:
+    source = Image.fromarray(gradient())
+    data = encoded(source, "JPEG")
+    for plain in (data, encoded(source.convert("L"), "JPEG"), data + bytes(100)):
+        assert read_header(plain).is_plain_jpeg
+    stored_as_rgb = encoded(source, "JPEG", keep_rgb=True)
+    for other in (
+        data[:-2],
+        stored_as_rgb,
+        encoded(source.convert("CMYK"), "JPEG"),
+        encoded(source, "PNG"),
+    ):
+        assert not read_header(other).is_plain_jpeg
