@@ -48,7 +48,7 @@ bench.add_command(bulk)
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
-    default=("fp32",), help="May be given several times; the first is the one looked into.",
+    default=("fp32",), help="May be given several times; time by stage is taken in the first.",
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(get_args(BackendName)), default="auto",
@@ -87,7 +87,6 @@ def infer(
     cannot be measured is named, and the rest goes on.
     """
     from .infer import InferSettings
-    from .infer_record import write_record
     from .report import infer_table, show
 
     if "torchvision" in peers and not any(model.is_file() for model in models):
@@ -108,6 +107,8 @@ def infer(
     report = _infer_report(models, settings)
     show(report, infer_table(report.results, report.failures, report.floors), json_path)
     if output is not None:
+        from .infer_record import write_record
+
         click.echo(f"the record is {write_record(report, output)}")
 
 

@@ -135,15 +135,15 @@ def measure_floors(models: Sequence[Path], settings: InferSettings) -> list["Mat
         CheckpointError: the file is no checkpoint.
         ProcessError: the process died.
     """
+    checkpoint = next((model for model in models if model.is_file()), None)
+    if checkpoint is None:
+        return []
     from ..model.checkpoint import load_checkpoint
     from .matmul_floor import floors_of
 
-    for model in models:
-        if model.is_file():
-            bucket = settings.bucket or first_bucket(models[0])
-            config = load_checkpoint(model).model_config
-            return list(answers_from_process(floors_of, settings.precisions, config, bucket))
-    return []
+    bucket = settings.bucket or first_bucket(models[0])
+    config = load_checkpoint(checkpoint).model_config
+    return list(answers_from_process(floors_of, settings.precisions, config, bucket))
 
 
 def engine_choices(models: Sequence[Path], settings: InferSettings) -> Iterator[EngineChoice]:

@@ -133,7 +133,7 @@ def test_graphs_of_a_gpu_are_measured_by_stage(tiny_checkpoint: Path, tmp_path: 
     assert [times["batch"] for times in found["stages"]] == [1, 2]
     for times in found["stages"]:
         assert all(times["milliseconds"][stage] > 0 for stage in STAGES)
-        assert any("pyramid_roi_align" in kernel["name"] for kernel in times["costliest"])
+        assert all(kernel["milliseconds"] > 0 for kernel in times["costliest"])
     (floor,) = found["floors"]
     assert floor["flops_per_image"] > 0
 

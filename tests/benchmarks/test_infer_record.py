@@ -105,7 +105,7 @@ def test_cpu_record_has_neither_goals_nor_stages(tmp_path: Path):
     result = replace(made_up("eager", 1, 0.5), device="cpu", memory="cpu", bucket="96x160")
     text = write_record(InferReport([result], machine=cpu), tmp_path).read_text()
     assert "none, the CPU" in text
-    for absent in ("Goals", "by stage", "Not measured", 'of floor" is'):
+    for absent in ("Goals", "by stage", "Not measured", '"floor" is'):
         assert absent not in text
 
 
