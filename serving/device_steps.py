@@ -6,7 +6,6 @@ stream uses it any more.
 """
 
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +30,14 @@ _MAX_DEVICE_PIXELS: Final = 1 << 24
 
 _MAX_RUN_CAPACITY: Final = 1 << 12
 """Runs of a mask that there is room for at first, however wide its image."""
+
+
+class _Read(NamedTuple):
+    images: Sequence[EncodedImage]
+    files: Sequence[Tensor]
+    """[bytes] uint8 each, of those that the device decodes."""
+    from_host: Sequence[Tensor | ImageError | None]
+    """[3, h, w] uint8 of each of the others, None of those."""
 
 
 class _Prepared(NamedTuple):
@@ -94,9 +101,9 @@ class DeviceSteps:
         # For the CPU this module has streams and events too, which do nothing.
         self._module = torch.get_device_module(self._device)
         self._decoding, self._computing, self._pasting = (self._module.Stream() for _ in range(3))
-        self._decoder = threading.Lock()
         self.steps = (
-            Step("images", self._prepare, threads),
+            Step("files", self._read, threads),
+            Step("images", self._prepare, 1),
             Step(MODEL_STEP, self._infer, 1),
             Step("masks", self._paste, 1),
             Step("strings", self._encode, threads),
@@ -106,43 +113,37 @@ class DeviceSteps:
         """Wait for the device."""
         self._module.synchronize()
 
-    def _prepare(self, images: Sequence[EncodedImage]) -> _Prepared:
-        from_host = [None if _suits_device(image) else _pixels_from_host(image) for image in images]
-        bucket, widest = images[0].bucket, max(image.source_size[1] for image in images)
-        with self._decoder, self._module.stream(self._decoding):
-            pixels = self._pixels_of(images, from_host)
+    def _read(self, images: Sequence[EncodedImage]) -> _Read:
+        return _Read(
+            images,
+            [tensor_from_bytes(image.data) for image in images if _suits_device(image)],
+            [None if _suits_device(image) else _pixels_from_host(image) for image in images],
+        )
+
+    def _prepare(self, batch: _Read) -> _Prepared:
+        images, bucket = batch.images, batch.images[0].bucket
+        with self._module.stream(self._decoding):
+            pixels = self._pixels_of(batch)
             padded = torch.zeros(len(images), 3, *bucket, dtype=torch.uint8, device=self._device)
             for row, own in zip(padded, pixels, strict=True):
                 if isinstance(own, Tensor):
                     row[:, : own.shape[1], : own.shape[2]] = own
             all_sizes = torch.tensor([[i.size for i in images], [i.source_size for i in images]])
             sizes, source_sizes = all_sizes.to(self._device)
-            return _Prepared(
-                bucket,
-                [
-                    own if isinstance(own, ImageError) else image
-                    for image, own in zip(images, pixels, strict=True)
-                ],
-                padded,
-                sizes,
-                source_sizes,
-                min(2 * widest + 1, self._max_run_capacity),
-                self._record(),
-            )
+            sources = [
+                own if isinstance(own, ImageError) else image
+                for image, own in zip(images, pixels, strict=True)
+            ]
+            widest = max(width for _, width in (image.source_size for image in images))
+            capacity = min(2 * widest + 1, self._max_run_capacity)
+            return _Prepared(bucket, sources, padded, sizes, source_sizes, capacity, self._record())
 
-    def _pixels_of(
-        self, images: Sequence[EncodedImage], from_host: Sequence[Tensor | ImageError | None]
-    ) -> list[Tensor | ImageError]:
-        """Decode what the host has not, and resize it: [3, h, w] uint8 each."""
-        files = [
-            tensor_from_bytes(image.data)
-            for image, own in zip(images, from_host, strict=True)
-            if own is None
-        ]
-        decoded = iter(decode_jpegs(files, self._device))
+    def _pixels_of(self, batch: _Read) -> list[Tensor | ImageError]:
+        """[3, h, w] uint8 of each image, at the size that the model wants."""
+        decoded = iter(decode_jpegs(batch.files, self._device))
         return [
             _pixels_from_device(image, next(decoded)) if own is None else own
-            for image, own in zip(images, from_host, strict=True)
+            for image, own in zip(batch.images, batch.from_host, strict=True)
         ]
 
     def _infer(self, batch: _Prepared) -> _Inferred:
