@@ -33,7 +33,7 @@ from .engine_options import ENGINE_SUFFIXES
 from .fused_modules import rearrange_for_gpu
 from .onnx_export import onnx_from_model
 from .precision import fold_batch_norms, halve
-from .torch_program import compile_program, program_from_model, write_program
+from .torch_program import Compilation, compile_programs, program_from_model, write_program
 
 _TYPES: dict[Precision, Precision] = {
     "fp32": "fp32",
@@ -182,8 +182,8 @@ def _export_graphs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> lis
 
 def _export_programs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> list[Artifact]:
     """Write the programs of torch, each once, and compile them where a GPU is."""
-    hashes: dict[str, str] = {}
-    artifacts = []
+    hashes: dict[Path, str] = {}
+    compilations = []
     dtype = _INPUT_DTYPES[wanted.input_dtype]
     for precision in dict.fromkeys(wanted.precisions):
         types = _TYPES[precision]
@@ -191,23 +191,25 @@ def _export_programs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> l
         rearrange_for_gpu(model)
         for bucket in dict.fromkeys(wanted.buckets):
             path = folder / f"model-{types}-{bucket}.pt2"
-            if path.name not in hashes:
+            if path not in hashes:
                 wanted.report(f"exporting a program of torch in {types} for inputs of {bucket}")
                 write_program(program_from_model(model, bucket, dtype), path)
-                hashes[path.name] = sha256_of(path)
-            wanted.report(f"compiling {precision} for inputs of {bucket}, if a GPU is here")
-            artifacts.append(
-                Artifact(
-                    path=path.name,
-                    sha256=hashes[path.name],
-                    kind="torch",
-                    precision=precision,
-                    input_dtype=wanted.input_dtype,
-                    bucket=bucket,
-                    compile_cache=compile_program(path, precision, bucket, dtype),
-                )
-            )
-    return artifacts
+                hashes[path] = sha256_of(path)
+            compilations.append(Compilation(path, precision, bucket, dtype))
+    if torch.cuda.is_available():
+        wanted.report("compiling the programs for this machine's GPU")
+    return [
+        Artifact(
+            path=c.path.name,
+            sha256=hashes[c.path],
+            kind="torch",
+            precision=c.precision,
+            input_dtype=wanted.input_dtype,
+            bucket=c.bucket,
+            compile_cache=cache,
+        )
+        for c, cache in zip(compilations, compile_programs(compilations), strict=True)
+    ]
 
 
 def _sources_of_engines(checkpoint: Checkpoint, partial: Path, wanted: _Wanted) -> Path:

@@ -1,8 +1,11 @@
 """From a model to a program of torch that needs no model code."""
 
 import multiprocessing
+import os
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,8 @@ from ..model.mask_rcnn import MaskRCNN
 from ..model.program import compile_target, quiet_torch, write_compile_cache
 from ..model.spec import ShapeBucket
 from .fused_graph import fuse_convolutions
+
+_COMPILING_AT_ONCE = 4
 
 
 class _Detector(nn.Module):
@@ -67,32 +72,54 @@ def write_program(program: ExportedProgram, path: Path) -> None:
         torch.export.save(program, path)
 
 
-def compile_program(
-    path: Path, precision: Precision, bucket: ShapeBucket, input_dtype: torch.dtype
-) -> CompileCache | None:
-    """Compile a program for the GPU of this machine, and write the cache beside it.
+class Compilation(NamedTuple):
+    """What is to be compiled."""
 
-    Args:
-        path: what `write_program` wrote.
-        precision: to compile for; `fp32` and `tf32` are one program.
-        bucket: height and width of its input.
-        input_dtype: type of its images.
+    path: Path
+    """What `write_program` wrote."""
+    precision: Precision
+    """`fp32` and `tf32` are one program."""
+    bucket: ShapeBucket
+    """Height and width of its input."""
+    input_dtype: torch.dtype
+    """Type of its images."""
+
+    @property
+    def cache(self) -> Path:
+        """What it is compiled into, beside the program."""
+        return self.path.with_name(f"model-{self.precision}-{self.bucket}.cache")
+
+
+def compile_programs(compilations: Sequence[Compilation]) -> list[CompileCache | None]:
+    """Compile programs for the GPU of this machine, several at once, and write the caches.
 
     Returns:
-        The cache, or None where no GPU is.
+        The cache of each, or None where no GPU is.
     """
     if not torch.cuda.is_available():
-        return None
-    cache = path.with_name(f"model-{precision}-{bucket}.cache")
-    # A process of its own, for a cache holds all that its process compiled.
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawning) as process:
-        shape = torch.Size((2, 3, *bucket))
-        process.submit(write_compile_cache, path, precision, shape, input_dtype, cache).result()
-    torch_version, capability = compile_target()
-    return CompileCache(
-        path=cache.name,
-        sha256=sha256_of(cache),
-        torch_version=torch_version,
-        compute_capability=capability,
+        return [None] * len(compilations)
+    # A process for each, as a cache holds all that its process compiled.
+    processes = ProcessPoolExecutor(
+        min(_COMPILING_AT_ONCE, len(os.sched_getaffinity(0))),
+        multiprocessing.get_context("spawn"),
+        max_tasks_per_child=1,
     )
+    with processes:
+        for each in [processes.submit(_compile, compilation) for compilation in compilations]:
+            each.result()
+    torch_version, capability = compile_target()
+    return [
+        CompileCache(
+            path=compilation.cache.name,
+            sha256=sha256_of(compilation.cache),
+            torch_version=torch_version,
+            compute_capability=capability,
+        )
+        for compilation in compilations
+    ]
+
+
+def _compile(compilation: Compilation) -> None:
+    path, precision, bucket, input_dtype = compilation
+    shape = torch.Size((2, 3, *bucket))
+    write_compile_cache(path, precision, shape, input_dtype, compilation.cache)

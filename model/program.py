@@ -42,7 +42,7 @@ class Program:
         if len(images) > 1:
             for tensor in (images, image_sizes):
                 torch._dynamo.mark_dynamic(tensor, 0)
-        with arithmetic(self._precision):
+        with arithmetic(self._precision), quiet_torch():
             return self._run(images, image_sizes)
 
 

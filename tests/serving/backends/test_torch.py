@@ -164,18 +164,18 @@ def test_every_precision_is_near_the_checkpoint(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-def test_a_process_starts_from_the_cache(programs: Path, tmp_path: Path) -> None:
+def test_a_process_starts_from_the_cache(all_precisions: Path, tmp_path: Path) -> None:
     program = (
         "import sys, numpy as np, torch; from pathlib import Path\n"
         "from torch._dynamo.utils import counters\n"
         "from maskrcnn_trt.model.manifest import read_manifest\n"
         "from maskrcnn_trt.serving.backends.loading import load_backend\n"
         "bundle = Path(sys.argv[1]); manifest = read_manifest(bundle)\n"
-        "backend = load_backend(bundle, manifest, 'fp32', 'torch', 4)\n"
+        "backend = load_backend(bundle, manifest, 'fp16', 'torch', 4)\n"
         "backend.warm_up(4)\n"
         "hits = counters['aot_autograd']\n"
         "assert hits['autograd_cache_hit'] and not hits['autograd_cache_miss'], hits\n"
     )
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-c", program, str(programs)]
+    command = [sys.executable, "-W", "ignore", "-c", program, str(all_precisions)]
     subprocess.run(command, check=True, env={**os.environ, **environment})
