@@ -1,4 +1,4 @@
-"""From the model's outputs on a device to boxes and run lengths in pixels of the source images."""
+"""From the model's outputs on a device to boxes and encoded masks of the source images."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..model.masks import MaskPaste
+from ..plugins.compress_runs import compress_runs
 from ..plugins.paste_rle import paste_rle
-from ..plugins.run_lengths import strings_from_runs
+from ..plugins.run_lengths import coco_strings
 
 
 def boxes_in_sources(boxes: Tensor, sizes: Tensor, source_sizes: Tensor) -> Tensor:
@@ -45,65 +46,64 @@ class Masks(NamedTuple):
     paste: MaskPaste
 
 
-def run_lengths(masks: Masks, capacity: int) -> tuple[Tensor, Tensor]:
-    """Run lengths of masks in their source images.
+class MaskStrings(NamedTuple):
+    """The `counts` of COCO's encoding of a batch's masks, on a device or on the host."""
+
+    text: Tensor
+    """[B, D, capacity] uint8, of which anything may follow a string."""
+    lengths: Tensor
+    """[B, D] int32, those of the strings; -1 where a mask found no room."""
+
+
+def strings_of_masks(masks: Masks, run_capacity: int, capacity: int) -> MaskStrings:
+    """Paste masks into their source images, and encode them.
 
     Args:
         masks: On any device.
-        capacity: Runs of a mask that there is room for.
-
-    Returns:
-        Lengths [B, D, capacity] int32, zero after the last, and their number [B, D] int32, which
-        counts those too that found no room.
+        run_capacity: Runs of a mask that there is room for.
+        capacity: Characters of a string that there is room for.
     """
     images, depth = masks.boxes.shape[:2]
-    lengths, num_runs = paste_rle(
+    runs, num_runs = paste_rle(
         masks.probabilities.flatten(0, 1),
         masks.boxes.flatten(0, 1),
         masks.source_sizes.repeat_interleave(depth, dim=0, output_size=images * depth),
-        capacity,
+        run_capacity,
         paste=masks.paste,
     )
-    return lengths.view(images, depth, capacity), num_runs.view(images, depth)
+    text, lengths = compress_runs(runs, num_runs, capacity)
+    whole = (num_runs <= run_capacity) & (lengths <= capacity)
+    lengths = torch.where(whole, lengths, -1)
+    return MaskStrings(text.view(images, depth, capacity), lengths.view(images, depth))
 
 
-def strings_of_masks(
-    masks: Masks,
-    image: int,
-    rows: NDArray[np.intp],
-    lengths: NDArray[np.int32],
-    num_runs: NDArray[np.int32],
+def chosen_strings(
+    masks: Masks, strings: MaskStrings, image: int, rows: NDArray[np.intp]
 ) -> list[bytes]:
-    """Compress the run lengths of masks of an image; what found no room is pasted again.
+    """The strings of some masks of an image; what found no room is pasted again.
 
     Args:
         masks: What was pasted.
+        strings: What it gave, on the host.
         image: Place of the image in the batch.
-        rows: [N], which of its masks are wanted.
-        lengths: [D, capacity] of the image, as `run_lengths` gave them, on the host.
-        num_runs: [D], likewise.
-
-    Returns:
-        The `counts` of COCO's encoding, N of them.
+        rows: [N], which of its masks.
     """
-    counts = num_runs[rows]
-    runs = [
-        lengths[row, :count]
-        if count <= lengths.shape[1]
-        else _runs_of_one(masks, image, row, count)
-        for row, count in zip(rows.tolist(), counts.tolist(), strict=True)
+    text, lengths = strings.text[image].numpy(), strings.lengths[image].tolist()
+    return [
+        _string_of_one(masks, image, row)
+        if lengths[row] < 0
+        else text[row, : lengths[row]].tobytes()
+        for row in rows.tolist()
     ]
-    return strings_from_runs(np.concatenate([lengths[:0].ravel(), *runs]), counts)
 
 
-def _runs_of_one(masks: Masks, image: int, row: int, count: int) -> NDArray[np.int32]:
-    images, rows = slice(image, image + 1), slice(row, row + 1)
-    one = Masks(
-        masks.probabilities[images, rows],
-        masks.boxes[images, rows],
-        masks.source_sizes[images],
-        masks.paste,
+def _string_of_one(masks: Masks, image: int, row: int) -> bytes:
+    one = (
+        masks.probabilities[image, row : row + 1],
+        masks.boxes[image, row : row + 1],
+        masks.source_sizes[image : image + 1],
     )
-    lengths, _ = run_lengths(one, count)
-    runs: NDArray[np.int32] = lengths.cpu().numpy().ravel()
-    return runs
+    _, num_runs = paste_rle(*one, 0, paste=masks.paste)
+    runs, _ = paste_rle(*one, int(num_runs), paste=masks.paste)
+    (string,) = coco_strings(runs.cpu().numpy(), num_runs.cpu().numpy())
+    return string

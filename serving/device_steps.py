@@ -19,8 +19,15 @@ from ..model.masks import Rle
 from ..model.spec import ShapeBucket
 from .backends.torch import TorchBackend
 from .backends.torch_batches import DeviceOutputs
+from .backends.waiting import wait_until
 from .detections import DetectionOptions, Detections, MaskFormat
-from .device_masks import Masks, boxes_in_sources, run_lengths, strings_of_masks
+from .device_masks import (
+    Masks,
+    MaskStrings,
+    boxes_in_sources,
+    chosen_strings,
+    strings_of_masks,
+)
 from .postprocessing import detections_from_rows, kept_rows
 from .preprocessing import EncodedImage, resized_pixels
 from .steps import MODEL_STEP, Outcome, Source, Step
@@ -30,6 +37,10 @@ _MAX_DEVICE_PIXELS: Final = 1 << 24
 
 _MAX_RUN_CAPACITY: Final = 1 << 12
 """Runs of a mask that there is room for at first, however wide its image."""
+
+
+_CHARACTERS_A_RUN: Final = 2
+"""Of a mask's string, on the average, that there is room for at first."""
 
 
 class _Read(NamedTuple):
@@ -67,7 +78,7 @@ class _Pasted(NamedTuple):
     found: Sequence[Tensor]
     """On the host: number, boxes, scores and labels of detections; boxes in source pixels."""
     encoded: Sequence[Tensor]
-    """On the host: run lengths and their numbers, or probabilities, or nothing."""
+    """On the host: strings and their lengths, or probabilities, or nothing."""
     ready: Any
     """Event after which what is on the host can be used."""
 
@@ -160,7 +171,9 @@ class DeviceSteps:
             masks = Masks(outputs.masks, boxes, prepared.source_sizes, self._manifest.mask_paste)
             encoded: tuple[Tensor, ...] = ()
             if self._options.mask_format is MaskFormat.RLE:
-                encoded = run_lengths(masks, prepared.run_capacity)
+                encoded = strings_of_masks(
+                    masks, prepared.run_capacity, _CHARACTERS_A_RUN * prepared.run_capacity
+                )
             elif self._options.mask_format is MaskFormat.PROBABILITIES:
                 encoded = (outputs.masks,)
             found = (outputs.num_detections, boxes, outputs.scores, outputs.labels)
@@ -168,7 +181,7 @@ class DeviceSteps:
             return _Pasted(batch, masks, on_host[0], on_host[1], self._record())
 
     def _encode(self, batch: _Pasted) -> list[Outcome]:
-        batch.ready.synchronize()
+        wait_until(batch.ready.query)
         return [
             source if isinstance(source, ImageError) else self._detections(batch, place, source)
             for place, source in enumerate(batch.inferred.prepared.sources)
@@ -177,13 +190,12 @@ class DeviceSteps:
     def _detections(self, batch: _Pasted, place: int, image: EncodedImage) -> Detections:
         count, boxes, scores, labels = (tensor[place].numpy() for tensor in batch.found)
         kept = kept_rows(scores[: int(count)], self._options)
-        encoded = [tensor[place].numpy() for tensor in batch.encoded]
         rles = probabilities = None
         if self._options.mask_format is MaskFormat.RLE:
-            strings = strings_of_masks(batch.masks, place, kept, *encoded)
+            strings = chosen_strings(batch.masks, MaskStrings(*batch.encoded), place, kept)
             rles = [Rle(*image.source_size, string) for string in strings]
         elif self._options.mask_format is MaskFormat.PROBABILITIES:
-            probabilities = encoded[0][kept]
+            probabilities = batch.encoded[0][place].numpy()[kept]
         return detections_from_rows(
             boxes[kept],
             scores[kept],
@@ -201,9 +213,8 @@ class DeviceSteps:
         return host.copy_(tensor, non_blocking=True)
 
     def _record(self) -> Any:
-        """An event in the current stream; a thread that waits for it sleeps."""
-        options = {"blocking": True} if self._device.type == "cuda" else {}
-        event = self._module.Event(**options)
+        """An event in the current stream."""
+        event = self._module.Event()
         event.record()
         return event
 

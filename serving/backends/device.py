@@ -12,6 +12,7 @@ import pycuda.driver as cuda
 from numpy.typing import NDArray
 
 from .base import TensorSpec
+from .waiting import wait_until
 
 Launch = Callable[[Mapping[str, int], int], None]
 """Puts the computation of a batch on a stream: takes device addresses by tensor, and its handle."""
@@ -73,9 +74,7 @@ class _Buffers:
         self._stream = cuda.Stream()
         self._loaded = cuda.Event(cuda.event_flags.DISABLE_TIMING)
         self._computed = cuda.Event(cuda.event_flags.DISABLE_TIMING)
-        # A thread that waits for it sleeps: one that spins takes a core from decoding and encoding.
-        flags = cuda.event_flags.DISABLE_TIMING | cuda.event_flags.BLOCKING_SYNC
-        self._stored = cuda.Event(flags)
+        self._stored = cuda.Event(cuda.event_flags.DISABLE_TIMING)
 
     def copy_in(self, inputs: Mapping[str, NDArray[Any]], specs: Mapping[str, TensorSpec]) -> None:
         for name, array in inputs.items():
@@ -96,7 +95,7 @@ class _Buffers:
         for name, host in hosts.items():
             cuda.memcpy_dtoh_async(host, self._device[name].address, self._stream)
         self._stored.record(self._stream)
-        self._stored.synchronize()
+        wait_until(self._stored.query)
         return {name: host.copy() for name, host in hosts.items()}
 
     def _host(self, name: str, spec: TensorSpec) -> NDArray[Any]:

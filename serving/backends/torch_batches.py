@@ -12,6 +12,7 @@ from torch import Tensor
 from ...model.program import Program
 from ...model.spec import ShapeBucket
 from .base import batch_sizes
+from .waiting import wait_until
 
 
 class DeviceOutputs(NamedTuple):
@@ -100,8 +101,7 @@ class BatchSlot:
         self._inputs: tuple[Tensor, ...] = ()
         self._outputs: Sequence[Tensor] = ()
         self._loaded, self._computed = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # A thread that waits for it sleeps: one that spins takes a core from decoding and encoding.
-        self._stored = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -134,7 +134,7 @@ class BatchSlot:
                 host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
                 hosts.append(host.copy_(output, non_blocking=True))
             self._stored.record()
-        self._stored.synchronize()
+        wait_until(self._stored.query)
         return [host.numpy() for host in hosts]
 
 

@@ -7,8 +7,9 @@ import torch
 from maskrcnn_trt.model.masks import rles_from_probabilities
 from maskrcnn_trt.serving.device_masks import (
     Masks,
+    MaskStrings,
     boxes_in_sources,
-    run_lengths,
+    chosen_strings,
     strings_of_masks,
 )
 
@@ -39,21 +40,22 @@ def test_boxes_are_scaled_and_clipped(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("capacity", [4000, 20, 0])
+@pytest.mark.parametrize("room", [(4000, 8000), (4000, 30), (20, 8000), (0, 0)])
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [3, 1], []])
 def test_strings_are_those_of_the_cpu_path_with_little_room_too(
-    device: str, capacity: int, rows: list[int]
+    device: str, room: tuple[int, int], rows: list[int]
 ) -> None:
     _, masks = drawn(device)
-    lengths, num_runs = (tensor.cpu().numpy() for tensor in run_lengths(masks, capacity))
-    assert num_runs.max() > 20
+    on_device = strings_of_masks(masks, *room)
+    on_host = MaskStrings(*(tensor.cpu() for tensor in on_device))
+    assert (on_host.lengths.max() > 30) == (room == (4000, 8000))
     chosen = np.array(rows, np.intp)
     for image, (height, width) in enumerate(SOURCE_SIZES):
-        strings = strings_of_masks(masks, image, chosen, lengths[image], num_runs[image])
         expected = rles_from_probabilities(
             masks.probabilities[image].cpu().numpy()[chosen],
             masks.boxes[image].cpu().numpy()[chosen],
             height,
             width,
         )
+        strings = chosen_strings(masks, on_host, image, chosen)
         assert strings == [rle.counts for rle in expected]
