@@ -5,7 +5,7 @@ import warnings
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as maskrcnn__trt_dot_protos_dot_maskrcnn_dot_v1_dot_detector__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
