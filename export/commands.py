@@ -56,8 +56,8 @@ class BucketType(click.ParamType[ShapeBucket]):
 @engine_options
 @click.option(
     "--verify", "images", metavar="[IMAGES]", is_flag=False, flag_value="",
-    help="Compare the ONNX files with the checkpoint on a picture or a folder of them; noise if "
-    "none is named.",
+    help="Compare ONNX files and programs of torch with the checkpoint on a picture or a folder of "
+    "them; noise if none is named.",
 )  # fmt: skip
 def export(
     checkpoint: Path,
@@ -106,7 +106,7 @@ def table_of(comparisons: "list[Comparison]") -> Table:
     table = Table("artefact", "images", "found", "boxes px", "scores", "masks", "outside", "")
     for c in comparisons:
         table.add_row(
-            f"{c.artifact.precision} {c.artifact.bucket}",
+            f"{c.artifact.kind} {c.artifact.precision} {c.artifact.bucket}",
             str(c.images),
             str(c.detections),
             *(f"{value:.0e}" for value in (c.boxes, c.scores, c.masks)),

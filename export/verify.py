@@ -1,8 +1,7 @@
-"""Comparing a bundle's ONNX files with the checkpoint they were made from, output by output."""
+"""Comparing a bundle's ONNX files and programs of torch with their checkpoint, output by output."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from ..model.checkpoint import Checkpoint
 from ..model.images import decode_image, pad_to_bucket, resize_image, resized_size, smallest_bucket
-from ..model.manifest import Artifact, InputDtype, Manifest, Precision, verified_path
+from ..model.manifest import Artifact, Manifest, Precision, verified_path
 from ..model.mask_rcnn import Detections, MaskRCNN
+from ..model.program import Program, load_compile_cache
 from ..model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from ..plugins.box_iou import box_iou
 
@@ -74,7 +74,7 @@ class Comparison:
 def verify_bundle(
     bundle: Path, manifest: Manifest, checkpoint: Checkpoint, images: Sequence[Path]
 ) -> list[Comparison]:
-    """Run checkpoint and ONNX files on the same images, in batches of up to four.
+    """Run checkpoint and artefacts on the same images, in batches of up to four.
 
     Args:
         bundle: folder of the artefacts.
@@ -83,7 +83,7 @@ def verify_bundle(
         images: encoded pictures; smooth noise stands in for an input size that none has.
 
     Returns:
-        a comparison an ONNX artefact; look at `passed`.
+        a comparison an ONNX file or program of torch; look at `passed`.
 
     Raises:
         ImageError: a picture cannot be read.
@@ -91,9 +91,9 @@ def verify_bundle(
     runs = expected_runs(checkpoint, manifest, images)
     comparisons = []
     for artifact in manifest.artifacts:
-        if artifact.kind == "onnx":
-            session = onnxruntime.InferenceSession(verified_path(bundle, artifact))
-            infer = partial(_infer, session, artifact.input_dtype)
+        runner = {"onnx": _session_runner, "torch": _program_runner}.get(artifact.kind)
+        if runner is not None:
+            infer = runner(bundle, artifact)
             comparisons.append(compare_artifact(artifact, runs[artifact.bucket], infer))
     return comparisons
 
@@ -161,15 +161,31 @@ def compare_artifact(artifact: Artifact, runs: Sequence[Run], infer: Infer) -> C
     return comparison
 
 
-def _infer(
-    session: onnxruntime.InferenceSession,
-    input_dtype: InputDtype,
-    images: NDArray[np.uint8],
-    image_sizes: NDArray[np.int64],
-) -> Sequence[NDArray[Any]]:
-    inputs = dict(zip(INPUT_NAMES, (images.astype(input_dtype), image_sizes), strict=True))
-    outputs: Sequence[NDArray[Any]] = session.run(OUTPUT_NAMES, inputs)
-    return outputs
+def _session_runner(bundle: Path, artifact: Artifact) -> Infer:
+    session = onnxruntime.InferenceSession(verified_path(bundle, artifact))
+
+    def infer(images: NDArray[np.uint8], image_sizes: NDArray[np.int64]) -> Sequence[NDArray[Any]]:
+        arrays = images.astype(artifact.input_dtype), image_sizes
+        outputs: Sequence[NDArray[Any]] = session.run(
+            OUTPUT_NAMES, dict(zip(INPUT_NAMES, arrays, strict=True))
+        )
+        return outputs
+
+    return infer
+
+
+def _program_runner(bundle: Path, artifact: Artifact) -> Infer:
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and artifact.compile_cache is not None:
+        load_compile_cache(verified_path(bundle, artifact.compile_cache))
+    program = Program(verified_path(bundle, artifact), artifact.precision, device)
+
+    def infer(images: NDArray[np.uint8], image_sizes: NDArray[np.int64]) -> Sequence[NDArray[Any]]:
+        arrays = images.astype(artifact.input_dtype), image_sizes
+        outputs = program(*(torch.from_numpy(array).to(device) for array in arrays))
+        return [output.cpu().numpy() for output in outputs]
+
+    return infer
 
 
 class _Rows(NamedTuple):

@@ -48,7 +48,7 @@ def _(counts: Tensor, num_runs: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     counts = kernel_argument("counts", counts, torch.int32, (-1, -1))
     num_runs = kernel_argument("num_runs", num_runs, torch.int32, (counts.shape[0],))
     text, lengths = _empty_text(counts, capacity)
-    launch = compress_runs_launch(*counts.shape, capacity)
+    launch = compress_runs_launch(counts.shape[0], counts.shape[1], capacity)
     launch_kernel(compress_runs_kernel(), launch, [counts, num_runs], [text, lengths])
     return text, lengths
 

@@ -73,3 +73,13 @@ def bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     path = tmp_path_factory.mktemp("bundles") / "tiny"
     bundle_from_checkpoint(tiny_checkpoint, path, precisions=("fp32",))
     return path
+
+
+@pytest.fixture(scope="session")
+def torch_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as ONNX and as programs of torch, in fp32 for inputs of 96x160 and 160x96."""
+    from maskrcnn_trt.export.bundle import bundle_from_checkpoint
+
+    path = tmp_path_factory.mktemp("bundles") / "torch"
+    bundle_from_checkpoint(tiny_checkpoint, path, precisions=("fp32",), with_programs=True)
+    return path

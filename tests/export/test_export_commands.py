@@ -30,17 +30,21 @@ def test_exports_what_is_asked_for_and_verifies_it(tiny_checkpoint: Path, tmp_pa
     bundle = tmp_path / "new" / "bundle"
     result = export(
         tiny_checkpoint, "-o", bundle, "--precision", "fp32", "--shape", "96x160",
-        "--input-dtype", "float32", "--verify", pictures,
+        "--input-dtype", "float32", "--engine", "torch", "--verify", pictures,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert f"the bundle is {bundle}" in result.output
-    (row,) = (line for line in result.output.splitlines() if "passed" in line)
-    assert row.split()[1:5] == ["fp32", "96x160", "│", "3"]
-    manifest = read_manifest(bundle)
-    (artifact,) = manifest.artifacts
-    assert (artifact.precision, str(artifact.bucket)) == ("fp32", "96x160")
-    assert artifact.input_dtype == "float32"
-    assert {path.name for path in bundle.iterdir()} == {"manifest.json", artifact.path}
+    rows = [line.split() for line in result.output.splitlines() if "passed" in line]
+    assert [row[1:6] for row in rows] == [
+        [k, "fp32", "96x160", "│", "3"] for k in ("onnx", "torch")
+    ]
+    artifacts = read_manifest(bundle).artifacts
+    assert [artifact.kind for artifact in artifacts] == ["onnx", "torch"]
+    for artifact in artifacts:
+        assert (artifact.precision, str(artifact.bucket)) == ("fp32", "96x160")
+        assert artifact.input_dtype == "float32"
+    names = {name for artifact in artifacts for name in artifact.paths}
+    assert {path.name for path in bundle.iterdir()} == {"manifest.json", *names}
     assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
 
 

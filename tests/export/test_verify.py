@@ -19,9 +19,10 @@ from maskrcnn_trt.model.manifest import (
 )
 
 
-def test_untouched_bundle_passes(bundle: Path, tiny_checkpoint: Path) -> None:
-    manifest = read_manifest(bundle)
-    comparisons = verify_bundle(bundle, manifest, load_checkpoint(tiny_checkpoint), [])
+def test_untouched_bundle_passes(torch_bundle: Path, tiny_checkpoint: Path) -> None:
+    manifest = read_manifest(torch_bundle)
+    comparisons = verify_bundle(torch_bundle, manifest, load_checkpoint(tiny_checkpoint), [])
+    assert {c.artifact.kind for c in comparisons} == {"onnx", "torch"}
     assert [c.artifact for c in comparisons] == list(manifest.artifacts)
     for comparison in comparisons:
         assert comparison.passed

@@ -25,14 +25,6 @@ TOLERANCES: dict[Precision, float] = {"fp32": 1e-3, "tf32": 0.05, "fp16": 0.02, 
 
 
 @pytest.fixture(scope="module")
-def programs(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model in fp32, as ONNX and as programs of torch."""
-    path = tmp_path_factory.mktemp("bundles") / "programs"
-    bundle_from_checkpoint(tiny_checkpoint, path, precisions=("fp32",), with_programs=True)
-    return path
-
-
-@pytest.fixture(scope="module")
 def all_precisions(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in every precision, for one input size."""
     path = tmp_path_factory.mktemp("bundles") / "all"
@@ -47,8 +39,8 @@ def all_precisions(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def backend(programs: Path) -> Iterator[Backend]:
-    loaded = load_backend(programs, read_manifest(programs), "fp32", "torch", max_batch=6)
+def backend(torch_bundle: Path) -> Iterator[Backend]:
+    loaded = load_backend(torch_bundle, read_manifest(torch_bundle), "fp32", "torch", max_batch=6)
     yield loaded
     loaded.close()
 
@@ -72,9 +64,9 @@ def assert_alike(actual: Outputs, expected: Outputs, tolerance: float = 1e-3) ->
 @pytest.mark.parametrize("bucket", [BUCKET, OTHER])
 @pytest.mark.parametrize("count", [1, 3, 6])
 def test_the_answers_are_those_of_onnxruntime(
-    programs: Path, backend: Backend, bucket: ShapeBucket, count: int
+    torch_bundle: Path, backend: Backend, bucket: ShapeBucket, count: int
 ) -> None:
-    other = load_backend(programs, read_manifest(programs), "fp32", "onnxruntime")
+    other = load_backend(torch_bundle, read_manifest(torch_bundle), "fp32", "onnxruntime")
     images, image_sizes = pictures(count, bucket), sizes(count, bucket)
     expected = other.infer(bucket, images, image_sizes)
     assert expected.num_detections.min() > 0
@@ -105,25 +97,25 @@ def test_a_larger_batch_than_was_said_is_refused(backend: Backend) -> None:
         backend.infer(BUCKET, pictures(7), sizes(7))
 
 
-def test_a_damaged_program_is_refused(programs: Path, tmp_path: Path) -> None:
-    manifest = read_manifest(programs)
+def test_a_damaged_program_is_refused(torch_bundle: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(torch_bundle)
     for name in {name for artifact in manifest.artifacts for name in artifact.paths}:
-        (tmp_path / name).write_bytes((programs / name).read_bytes()[:-1])
+        (tmp_path / name).write_bytes((torch_bundle / name).read_bytes()[:-1])
     with pytest.raises(BundleError, match=r"model-fp32-96x160\.pt2 is not the file"):
         load_backend(tmp_path, manifest, "fp32", "torch")
 
 
 def test_without_a_gpu_auto_prefers_onnxruntime(
-    programs: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    torch_bundle: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with caplog.at_level(logging.INFO, "maskrcnn_trt"):
-        chosen = load_backend(programs, read_manifest(programs), "fp32")
+        chosen = load_backend(torch_bundle, read_manifest(torch_bundle), "fp32")
     assert chosen.name == "onnxruntime"
     assert "torch finds no NVIDIA GPU" in caplog.text
 
 
-def test_loading_needs_no_model_code(programs: Path) -> None:
+def test_loading_needs_no_model_code(torch_bundle: Path) -> None:
     program = (
         "import json, sys; from pathlib import Path\n"
         "from maskrcnn_trt.model.manifest import read_manifest\n"
@@ -132,7 +124,7 @@ def test_loading_needs_no_model_code(programs: Path) -> None:
         "load_backend(bundle, read_manifest(bundle), 'fp32', 'torch')\n"
         "print(json.dumps([name for name in sys.modules if name.startswith('maskrcnn_trt.')]))"
     )
-    command = [sys.executable, "-W", "ignore", "-c", program, str(programs)]
+    command = [sys.executable, "-W", "ignore", "-c", program, str(torch_bundle)]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     loaded = set(json.loads(result.stdout))
     assert "maskrcnn_trt.model.program" in loaded
