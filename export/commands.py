@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -103,7 +104,8 @@ def export(
 
 def table_of(comparisons: "list[Comparison]") -> Table:
     """Comparisons as a table: largest differences, and how many detections missed a tolerance."""
-    table = Table("artefact", "images", "found", "boxes px", "scores", "masks", "outside", "")
+    names = ("artefact", "images", "found", "boxes px", "scores", "masks", "outside", "")
+    table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for c in comparisons:
         table.add_row(
             f"{c.artifact.kind} {c.artifact.precision} {c.artifact.bucket}",

@@ -1,4 +1,4 @@
-"""The steps on a GPU: files go there, run lengths come back.
+"""The steps on a GPU: files go there, encoded masks come back.
 
 A batch is decoded, computed and pasted in three streams, so that the steps of successive batches
 overlap. What it holds on the device is let go of when its last step is done, by which time no
