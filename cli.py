@@ -35,8 +35,8 @@ _VERBS = {
     "export": _Verb("export.commands:export", "Turn a checkpoint into a bundle to serve."),
     "engine": _Verb("export.engine_commands:engine", "Look into TensorRT engines."),
     "serve": _Verb("serving.commands:serve", "Serve a bundle over gRPC."),
-    "predict": _Verb("serving.commands:predict", "Detect in images without a server."),
-    "client": _Verb("serving.commands:client", "Detect in images by asking a server."),
+    "predict": _Verb("serving.detection_commands:predict", "Detect in images without a server."),
+    "client": _Verb("serving.detection_commands:client", "Detect in images by asking a server."),
     "bench": _Verb("benchmarks.commands:bench", "Measure throughput and latency."),
     "kernels": _Verb("plugins.commands:kernels", "Compile the CUDA kernels beforehand."),
 }

@@ -2,46 +2,56 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
-from io import BytesIO
-from pathlib import Path
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from ..protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections, MaskFormat
-from .errors import ClientError, DeadlineError, RefusedError, UnreachableError
-from .messages import detections_from_response, request_from_options
-
-ImageSource = bytes | Path | NDArray[np.uint8]
-"""The contents of a JPEG, PNG or WebP file, its path, or pixels [H, W, 3] RGB."""
-
-_CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-]
-_STATUS_FROM_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
+from .connection import MAX_RETRIES, Credentials, channel_options, error_from_rpc
+from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections
+from .errors import RefusedError
+from .image_requests import (
+    ImageSource,
+    RequestStream,
+    async_images,
+    outcome_from_answer,
+    request_from_image,
+)
+from .messages import detections_from_response
 
 
 class DetectorClient:
     """A connection to a server; usable as a context manager and from several threads."""
 
-    def __init__(self, address: str, *, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 30.0,
+        retries: int = MAX_RETRIES,
+        credentials: Credentials | None = None,
+    ) -> None:
         """Prepare a connection, which is made by the first request.
 
         Args:
-            address: `host:port` of the server.
-            timeout_s: Longest wait for the answer to a request.
+            address: `host:port` of the server, or any name that gRPC resolves.
+            timeout_s: Longest wait for the answer to a request, over all its tries; a stream has
+                no such limit.
+            retries: Times that a request is sent again if the server is too busy or away, as
+                `connection.channel_options` says.
+            credentials: For TLS; none, the connection is not encrypted.
         """
         self._address = address
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        options = channel_options(retries)
+        self._channel = (
+            grpc.insecure_channel(address, options)
+            if credentials is None
+            else grpc.secure_channel(address, credentials.channel_credentials(), options)
+        )
         self._stub: Any = DetectorStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
@@ -70,7 +80,7 @@ class DetectorClient:
                 pb.GetModelRequest(), timeout=self._timeout_s
             )
         except grpc.RpcError as error:
-            raise _error_from_rpc(error, self._address) from error
+            raise error_from_rpc(error, self._address) from error
         return response
 
     def detect(
@@ -131,24 +141,26 @@ class DetectorClient:
         Raises:
             ClientError: the stream broke.
         """
-        call = self._stub.DetectStream(_requests(images, options, precision))
+        requests = RequestStream(images, options, precision)
+        call = self._stub.DetectStream(iter(requests))
         try:
             for answer in call:
-                yield _outcome_from_answer(answer, options.mask_format)
+                yield outcome_from_answer(answer, options.mask_format)
+            requests.check()
         except grpc.RpcError as error:
-            raise _error_from_rpc(error, self._address) from error
+            raise error_from_rpc(error, self._address) from error
         finally:
             call.cancel()
 
     def _send(self, image: ImageSource, options: DetectionOptions, precision: str | None) -> Any:
-        request = request_from_options(_encoded(image), options, precision, "")
+        request = request_from_image(image, options, precision)
         return self._stub.Detect.future(request, timeout=self._timeout_s)
 
     def _result(self, call: Any, options: DetectionOptions) -> Detections:
         try:
             return detections_from_response(call.result(), options.mask_format)
         except grpc.RpcError as error:
-            raise _error_from_rpc(error, self._address) from error
+            raise error_from_rpc(error, self._address) from error
 
     def _outcome(self, call: Any, options: DetectionOptions) -> Detections | RefusedError:
         try:
@@ -160,16 +172,23 @@ class DetectorClient:
 class AsyncDetectorClient:
     """A connection to a server for one event loop; usable as an async context manager."""
 
-    def __init__(self, address: str, *, timeout_s: float = 30.0) -> None:
-        """Prepare a connection, which is made by the first request.
-
-        Args:
-            address: `host:port` of the server.
-            timeout_s: Longest wait for the answer to a request.
-        """
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 30.0,
+        retries: int = MAX_RETRIES,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """Prepare a connection as `DetectorClient` does."""
         self._address = address
         self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        options = channel_options(retries)
+        self._channel = (
+            grpc.aio.insecure_channel(address, options)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials.channel_credentials(), options)
+        )
         self._stub: Any = DetectorStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:
@@ -194,7 +213,7 @@ class AsyncDetectorClient:
                 pb.GetModelRequest(), timeout=self._timeout_s
             )
         except grpc.RpcError as error:
-            raise _error_from_rpc(error, self._address) from error
+            raise error_from_rpc(error, self._address) from error
         return response
 
     async def detect(
@@ -205,16 +224,16 @@ class AsyncDetectorClient:
         precision: str | None = None,
     ) -> Detections:
         """Detect in one image; raises as `DetectorClient.detect` does."""
-        request = request_from_options(_encoded(image), options, precision, "")
+        request = await asyncio.to_thread(request_from_image, image, options, precision)
         try:
             response = await self._stub.Detect(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise _error_from_rpc(error, self._address) from error
+            raise error_from_rpc(error, self._address) from error
         return detections_from_response(response, options.mask_format)
 
     async def detect_many(
         self,
-        images: Iterable[ImageSource],
+        images: Iterable[ImageSource] | AsyncIterable[ImageSource],
         options: DetectionOptions = DEFAULT_OPTIONS,
         *,
         precision: str | None = None,
@@ -223,7 +242,7 @@ class AsyncDetectorClient:
         """Detect in images as `DetectorClient.detect_many` does."""
         tasks: deque[asyncio.Task[Detections]] = deque()
         try:
-            for image in images:
+            async for image in async_images(images):
                 if len(tasks) == concurrency:
                     yield await _outcome(tasks.popleft())
                 tasks.append(asyncio.create_task(self.detect(image, options, precision=precision)))
@@ -235,37 +254,22 @@ class AsyncDetectorClient:
 
     async def stream(
         self,
-        images: Iterable[ImageSource],
+        images: Iterable[ImageSource] | AsyncIterable[ImageSource],
         options: DetectionOptions = DEFAULT_OPTIONS,
         *,
         precision: str | None = None,
     ) -> AsyncIterator[tuple[int, Detections | RefusedError]]:
         """Detect in images over one stream as `DetectorClient.stream` does."""
-        call = self._stub.DetectStream(_requests(images, options, precision))
+        requests = RequestStream(images, options, precision)
+        call = self._stub.DetectStream(aiter(requests))
         try:
             async for answer in call:
-                yield _outcome_from_answer(answer, options.mask_format)
+                yield outcome_from_answer(answer, options.mask_format)
+            requests.check()
         except grpc.RpcError as error:
-            raise _error_from_rpc(error, self._address) from error
+            raise error_from_rpc(error, self._address) from error
         finally:
             call.cancel()
-
-
-def _encoded(image: ImageSource) -> bytes:
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, Path):
-        return image.read_bytes()
-    file = BytesIO()
-    Image.fromarray(image).save(file, "PNG", compress_level=1)
-    return file.getvalue()
-
-
-def _requests(
-    images: Iterable[ImageSource], options: DetectionOptions, precision: str | None
-) -> Iterator[pb.DetectRequest]:
-    for index, image in enumerate(images):
-        yield request_from_options(_encoded(image), options, precision, str(index))
 
 
 async def _outcome(task: asyncio.Task[Detections]) -> Detections | RefusedError:
@@ -273,23 +277,3 @@ async def _outcome(task: asyncio.Task[Detections]) -> Detections | RefusedError:
         return await task
     except RefusedError as error:
         return error
-
-
-def _outcome_from_answer(
-    answer: pb.DetectStreamResponse, mask_format: MaskFormat
-) -> tuple[int, Detections | RefusedError]:
-    if answer.HasField("error"):
-        status = _STATUS_FROM_NUMBER[answer.error.code]
-        return int(answer.id), RefusedError(status, answer.error.message)
-    return int(answer.id), detections_from_response(answer.response, mask_format)
-
-
-def _error_from_rpc(error: grpc.RpcError, address: str) -> ClientError:
-    status, details = error.code(), error.details() or ""
-    if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):  # or as it stopped
-        return UnreachableError(
-            f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`"
-        )
-    if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineError(f"the server at {address} gave no answer in time")
-    return RefusedError(status, details)

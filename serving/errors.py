@@ -2,11 +2,14 @@
 
     ServingError
     ├── BackendError              nothing here computes the bundle, or it failed to
+    │   └── BackendDownError      what computes broke, and is being loaded again
     ├── InvalidRequestError       an option that is out of range or not served
     ├── QueueFullError            more requests than the server has places for
+    ├── ExpiredError              a request took longer than it may
     ├── StoppingError             the server is about to stop
     └── ClientError               raised by clients
         ├── RefusedError          the server answered with an error; `code` tells which
+        ├── AccessError           the server gives this client no access
         ├── UnreachableError      no server there
         └── DeadlineError         no answer in time
 
@@ -26,12 +29,20 @@ class BackendError(ServingError):
     """What was to compute the model does not fit the machine or the bundle, or failed."""
 
 
+class BackendDownError(BackendError):
+    """What computes the model broke, and is not there again yet."""
+
+
 class InvalidRequestError(ServingError):
     """A request asks for something that is out of range or not served."""
 
 
 class QueueFullError(ServingError):
     """The server has no place left for a request."""
+
+
+class ExpiredError(ServingError):
+    """A request took longer than it or the server allows."""
 
 
 class StoppingError(ServingError):
@@ -50,6 +61,10 @@ class RefusedError(ClientError):
         self.code = code
 
 
+class AccessError(ClientError):
+    """The server gives this client no access."""
+
+
 class UnreachableError(ClientError):
     """No server answers at the address."""
 
@@ -62,7 +77,9 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
     ImageError: grpc.StatusCode.INVALID_ARGUMENT,
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ExpiredError: grpc.StatusCode.DEADLINE_EXCEEDED,
     StoppingError: grpc.StatusCode.UNAVAILABLE,
+    BackendDownError: grpc.StatusCode.UNAVAILABLE,
 }
 
 

@@ -1,10 +1,12 @@
-"""What `predict` and `client` leave behind: pictures and COCO results."""
+"""What `predict` and `client` leave behind: pictures, COCO results and arrays."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import click
+import numpy as np
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
@@ -14,8 +16,11 @@ from .coco_json import coco_results, image_id_from_path
 from .detections import Detections
 from .drawing import draw_detections
 from .errors import RefusedError
+from .numpy_arrays import arrays_from_detections
 
 RESULTS_NAME = "detections.json"
+
+ReportFormat = Literal["pictures", "coco", "numpy"]
 
 
 def image_files(sources: Sequence[Path]) -> list[Path]:
@@ -46,36 +51,59 @@ def write_report(
     files: Sequence[Path],
     outcomes: Iterable[Detections | ImageError | RefusedError],
     folder: Path,
+    formats: Collection[ReportFormat] = ("pictures", "coco"),
 ) -> None:
-    """Write a picture of each image's detections, and all of them as COCO results.
+    """Write each image's detections as they come.
 
     Args:
         files: The images.
         outcomes: In the same order, their detections or why there are none.
         folder: Where to write; made if missing.
+        formats: `pictures`, a PNG of each image with its detections; `coco`, all of them as COCO
+            results; `numpy`, an NPZ of each image with `numpy_arrays.arrays_from_detections`.
 
     Raises:
         click.ClickException: some images failed, all others are written.
     """
-    pictures = [folder / f"{path.stem}.png" for path in files]
-    overwritten = {path.resolve() for path in files} & {path.resolve() for path in pictures}
+    _check_overwrites(files, folder, formats)
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True)
+    results, count, failures = [], 0, 0
+    pairs = zip(files, outcomes, strict=True)
+    for path, outcome in track(pairs, "Detecting", len(files), console=console):
+        if not isinstance(outcome, Detections):
+            failures += 1
+            console.print(f"{path}: {outcome}", style="red", markup=False, soft_wrap=True)
+            continue
+        count += len(outcome)
+        if "coco" in formats:
+            results += coco_results(image_id_from_path(path), outcome)
+        if "pictures" in formats:
+            _write_picture(path, outcome, folder)
+        if "numpy" in formats:
+            arrays: dict[str, Any] = arrays_from_detections(outcome)
+            np.savez_compressed(folder / f"{path.stem}.npz", **arrays)
+    if "coco" in formats:
+        (folder / RESULTS_NAME).write_text(json.dumps(results))
+    click.echo(f"{count} detections in {len(files) - failures} images, see {folder}")
+    if failures:
+        raise click.ClickException(f"{failures} of {len(files)} images failed")
+
+
+def _check_overwrites(
+    files: Sequence[Path], folder: Path, formats: Collection[ReportFormat]
+) -> None:
+    if "pictures" not in formats:
+        return
+    pictures = {(folder / f"{path.stem}.png").resolve() for path in files}
+    overwritten = pictures & {path.resolve() for path in files}
     if overwritten:
         raise click.UsageError(
             f"{overwritten.pop()} would be overwritten; choose another folder with --output"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=True)
-    results, failures = [], 0
-    pairs = zip(files, pictures, outcomes, strict=True)
-    for path, picture, outcome in track(pairs, "Detecting", len(files), console=console):
-        if isinstance(outcome, Detections):
-            results += coco_results(image_id_from_path(path), outcome)
-            image = decode_image(path.read_bytes(), max_pixels=outcome.height * outcome.width)
-            Image.fromarray(draw_detections(image, outcome)).save(picture)
-        else:
-            failures += 1
-            console.print(f"{path}: {outcome}", style="red", markup=False, soft_wrap=True)
-    (folder / RESULTS_NAME).write_text(json.dumps(results))
-    click.echo(f"{len(results)} detections in {len(files) - failures} images, see {folder}")
-    if failures:
-        raise click.ClickException(f"{failures} of {len(files)} images failed")
+
+
+def _write_picture(path: Path, detections: Detections, folder: Path) -> None:
+    image = decode_image(path.read_bytes(), max_pixels=detections.height * detections.width)
+    picture = Image.fromarray(draw_detections(image, detections))
+    picture.save(folder / f"{path.stem}.png")

@@ -192,7 +192,7 @@ def test_unreachable_server_is_named() -> None:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
     message = f"no server answers at {address}.*maskrcnn serve"
-    with DetectorClient(address) as client:
+    with DetectorClient(address, retries=0) as client:
         with pytest.raises(UnreachableError, match=message):
             client.detect(b"image")
         with pytest.raises(UnreachableError, match=message):
@@ -201,7 +201,7 @@ def test_unreachable_server_is_named() -> None:
             client.model()
 
     async def ask() -> None:
-        async with AsyncDetectorClient(address) as other:
+        async with AsyncDetectorClient(address, retries=0) as other:
             await other.detect(b"image")
 
     with pytest.raises(UnreachableError, match=message):

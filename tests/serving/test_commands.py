@@ -1,94 +1,11 @@
-import json
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import pytest
-from click.testing import CliRunner, Result
-from numpy.typing import NDArray
-from PIL import Image
+from click.testing import CliRunner
 
-from maskrcnn_trt.serving.commands import client, predict, serve
-
-Encode = Callable[..., bytes]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, picture: Encode) -> Path:
-    """Two pictures, one of them turned by its EXIF data, beside a file that is none."""
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    (folder / "012.jpg").write_bytes(picture(1))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    (folder / "cat.png").write_bytes(picture(2, codec="PNG", exif=exif))
-    (folder / "notes.txt").write_text("no picture")
-    return folder
-
-
-def run(command: object, *words: object) -> Result:
-    return CliRunner().invoke(command, [str(word) for word in words])  # type: ignore[arg-type]
-
-
-def pixels_of(path: Path) -> NDArray[np.uint8]:
-    with Image.open(path) as image:
-        return np.array(image)
-
-
-def test_client_and_predict_write_the_same(
-    bundle: Path, address: str, folder: Path, tmp_path: Path
-) -> None:
-    outputs = tmp_path / "client", tmp_path / "predict"
-    words = (folder, "--score-threshold", 0.2)
-    for result in (
-        run(client, address, *words, "-o", outputs[0]),
-        run(predict, bundle, *words, "-o", outputs[1]),
-    ):
-        assert result.exit_code == 0, result.output
-        assert "detections in 2 images" in result.stdout
-    names = {path.name for path in outputs[0].iterdir()}
-    assert names == {"012.png", "cat.png", "detections.json"}
-    for name in names:
-        assert (outputs[0] / name).read_bytes() == (outputs[1] / name).read_bytes()
-    records = json.loads((outputs[0] / "detections.json").read_text())
-    assert {record["image_id"] for record in records} == {12, "cat"}
-    assert pixels_of(outputs[0] / "cat.png").shape == (200, 120, 3)
-    drawn, source = pixels_of(outputs[0] / "012.png"), pixels_of(folder / "012.jpg")
-    assert drawn.shape == source.shape
-    assert (drawn != source).any()
-
-
-def test_bad_images_are_named_and_the_others_done(
-    bundle: Path, address: str, folder: Path, tmp_path: Path
-) -> None:
-    (folder / "bad.jpg").write_bytes(b"no image")
-    for number, source in enumerate(((client, address), (predict, bundle))):
-        output = tmp_path / str(number)
-        result = run(*source, folder, "-o", output)
-        assert result.exit_code == 1
-        assert "bad.jpg: the data is no JPEG, PNG or WebP image" in result.stderr
-        assert "1 of 3 images failed" in result.stderr
-        assert (output / "cat.png").exists()
-        assert not (output / "bad.png").exists()
-
-
-def test_colliding_outputs_are_refused(bundle: Path, folder: Path, picture: Encode) -> None:
-    result = run(predict, bundle, folder, "-o", folder)
-    assert result.exit_code == 2
-    assert "cat.png would be overwritten" in result.stderr
-    (folder / "cat.jpg").write_bytes(picture())
-    result = run(predict, bundle, folder)
-    assert result.exit_code == 2
-    assert "cat.jpg and" in result.stderr
-
-
-def test_folder_without_images_is_refused(bundle: Path, tmp_path: Path) -> None:
-    result = run(predict, bundle, tmp_path)
-    assert result.exit_code == 2
-    assert "holds no image" in result.stderr
+from maskrcnn_trt.serving.commands import serve
 
 
 def test_settings_out_of_range_are_named(bundle: Path) -> None:
-    result = run(serve, bundle, "--max-batch", 0)
+    result = CliRunner().invoke(serve, [str(bundle), "--max-batch", "0"])
     assert result.exit_code == 2
     assert "--max-batch is 0" in result.stderr

@@ -88,7 +88,7 @@ def test_open_stream_is_answered_and_ended_by_a_stop(
 
 def test_cancelled_calls_give_their_places_back(bundle: Path, picture: Encode) -> None:
     async def ask() -> int:
-        config = ServeConfig(port=0, queue_size=3, max_batch=64, max_delay_ms=300)
+        config = ServeConfig(port=0, queue_size=6, max_batch=64, max_delay_ms=300)
         async with (
             detection_server(bundle, config) as address,
             AsyncDetectorClient(address) as client,
@@ -106,10 +106,10 @@ def test_cancelled_calls_give_their_places_back(bundle: Path, picture: Encode) -
 
 def test_more_requests_than_places_are_refused(bundle: Path, picture: Encode) -> None:
     async def ask() -> list[Any]:
-        config = ServeConfig(port=0, queue_size=3, max_batch=64, max_delay_ms=1000)
+        config = ServeConfig(port=0, queue_size=6, max_batch=64, max_delay_ms=1000)
         async with (
             detection_server(bundle, config) as address,
-            AsyncDetectorClient(address) as client,
+            AsyncDetectorClient(address, retries=0) as client,
         ):
             images = [picture(i) for i in range(8)]
             return [o async for o in client.detect_many(images, concurrency=8)]
