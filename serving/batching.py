@@ -2,18 +2,26 @@
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from ..model.spec import ShapeBucket
 from .backends.base import Backend, Outputs
+from .errors import BackendDownError, BackendError
 from .preprocessing import ModelInput
+from .scheduling import DEFAULT_TERMS, BatchPolicy, RequestTerms, Schedule, Ticket
+
+_log = logging.getLogger(__name__)
+
+_FAILURES = 3
+"""Batches that fail one after the other before the backend counts as broken."""
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
 
 
 class BatchResult(NamedTuple):
@@ -33,97 +41,163 @@ class BatchResult(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     image: ModelInput
-    arrival: float
     result: asyncio.Future[BatchResult]
 
 
-class Batcher:
-    """Collects images into batches of one shape bucket, as many at once as the backend overlaps.
+_Batch = Sequence[Ticket[_Waiting]]
 
-    A bucket is ripe when it holds a full batch, or when its oldest image has waited `max_delay_s`.
-    Of the ripe buckets the one whose head has waited longest goes first, so none starves.
+
+class Batcher:
+    """Computes batches on one backend, as many at once as it overlaps, and reloads one that broke.
+
+    A batch that fails fails its images. When several fail one after the other the backend is
+    loaded again, and until that succeeds all images are refused.
     """
 
-    def __init__(self, backend: Backend, max_batch: int, max_delay_s: float) -> None:
-        self._backend = backend
-        self._max_batch = max_batch
-        self._max_delay_s = max_delay_s
-        self._queues: dict[ShapeBucket, deque[_Waiting]] = {b: deque() for b in backend.buckets}
-        self._arrived = asyncio.Event()
-        self._places = asyncio.Semaphore(backend.concurrency)
-        self._threads = ThreadPoolExecutor(backend.concurrency, thread_name_prefix="backend")
+    def __init__(self, load: Callable[[], Backend], policy: BatchPolicy) -> None:
+        """Load the backend.
+
+        Args:
+            load: Loads it; called again when it breaks, from another thread.
+            policy: How many images make a batch.
+        """
+        self._load = load
+        self._policy = policy
+        self._backend: Backend | None = load()
+        self.buckets = self._backend.buckets
+        self._schedule = Schedule[_Waiting](policy, self.buckets)
+        self._changed = asyncio.Event()
+        self._failures = 0
+        self._down = False
+        self._places = asyncio.Semaphore(self._backend.concurrency)
+        self._threads = ThreadPoolExecutor(self._backend.concurrency, thread_name_prefix="backend")
 
     async def warm_up(self) -> None:
         """Warm the backend up; images that arrive meanwhile take their turn."""
+        assert self._backend is not None
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, self._backend.warm_up, self._max_batch)
+        await loop.run_in_executor(self._threads, self._backend.warm_up, self._policy.max_batch)
 
-    async def infer(self, image: ModelInput) -> BatchResult:
-        """Compute one image in the next batch of its bucket.
+    async def infer(self, image: ModelInput, terms: RequestTerms = DEFAULT_TERMS) -> BatchResult:
+        """Compute one image in a batch of its bucket.
 
         If the caller is cancelled while the image waits, the image leaves the queue.
+
+        Raises:
+            BackendDownError: the backend broke and is not there again yet.
         """
-        queue = self._queues[image.bucket]
-        waiting = _Waiting(image, time.monotonic(), asyncio.get_running_loop().create_future())
-        queue.append(waiting)
-        self._arrived.set()
+        if self._down:
+            raise _down_error()
+        waiting = _Waiting(image, asyncio.get_running_loop().create_future())
+        ticket = self._schedule.add(waiting, image.bucket, terms, time.monotonic())
+        self._changed.set()
         try:
             return await waiting.result
         finally:
-            if waiting in queue:
-                queue.remove(waiting)
+            self._schedule.discard(ticket)
 
     async def run(self) -> None:
         """Compute batches until cancelled."""
-        async with asyncio.TaskGroup() as batches:
-            while True:
-                await self._places.acquire()
-                bucket = await self._ripe_bucket()
-                queue = self._queues[bucket]
-                batch = [queue.popleft() for _ in range(min(self._max_batch, len(queue)))]
-                batches.create_task(self._compute(bucket, batch))
+        while True:
+            async with asyncio.TaskGroup() as batches:
+                while not self._down:
+                    await self._places.acquire()
+                    if batch := await self._next_batch():
+                        batches.create_task(self._compute(batch))
+                    else:
+                        self._places.release()
+            await self._restart()
 
     def close(self) -> None:
         """Wait for the last batches and release the backend."""
         self._threads.shutdown()
-        self._backend.close()
+        self._release()
 
-    async def _ripe_bucket(self) -> ShapeBucket:
-        while True:
-            self._arrived.clear()
+    async def _next_batch(self) -> _Batch:
+        """The next batch; none once the backend is down."""
+        while not self._down:
+            self._changed.clear()
             now = time.monotonic()
-            heads = [(q[0].arrival, b) for b, q in self._queues.items() if q]
-            ripe = [
-                (arrival, bucket)
-                for arrival, bucket in heads
-                if len(self._queues[bucket]) >= self._max_batch
-                or now - arrival >= self._max_delay_s
-            ]
-            if ripe:
-                return min(ripe)[1]
-            delay = min(heads)[0] + self._max_delay_s - now if heads else None
+            if batch := self._schedule.take(now):
+                return batch
+            due = self._schedule.due()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), delay)
+                await asyncio.wait_for(self._changed.wait(), None if due is None else due - now)
+        return []
 
-    async def _compute(self, bucket: ShapeBucket, batch: Sequence[_Waiting]) -> None:
+    async def _compute(self, batch: _Batch) -> None:
         start = time.monotonic()
+        images = [ticket.item.image for ticket in batch]
         loop = asyncio.get_running_loop()
         try:
-            outputs = await loop.run_in_executor(self._threads, self._infer, bucket, batch)
+            outputs = await loop.run_in_executor(self._threads, self._infer, images)
         except Exception as error:
-            for waiting in batch:
-                if not waiting.result.done():
-                    waiting.result.set_exception(error)
+            _fail(batch, error)
+            self._count_failure()
             return
         finally:
             self._places.release()
+        self._failures = 0
         infer_s = time.monotonic() - start
-        for row, waiting in enumerate(batch):
-            if not waiting.result.done():
-                queue_s = start - waiting.arrival
-                waiting.result.set_result(BatchResult(outputs, row, queue_s, infer_s, len(batch)))
+        for row, ticket in enumerate(batch):
+            if not ticket.item.result.done():
+                queue_s = start - ticket.arrival
+                result = BatchResult(outputs, row, queue_s, infer_s, len(batch))
+                ticket.item.result.set_result(result)
 
-    def _infer(self, bucket: ShapeBucket, batch: Sequence[_Waiting]) -> Outputs:
-        images = np.stack([waiting.image.pixels for waiting in batch])
-        sizes = np.array([waiting.image.size for waiting in batch], np.int64)
-        return self._backend.infer(bucket, images, sizes)
+    def _infer(self, images: Sequence[ModelInput]) -> Outputs:
+        assert self._backend is not None
+        pixels = np.stack([image.pixels for image in images])
+        sizes = np.array([image.size for image in images], np.int64)
+        try:
+            return self._backend.infer(images[0].bucket, pixels, sizes)
+        except SystemExit as error:  # which would end the event loop
+            raise BackendError("the backend ended its thread") from error
+
+    def _count_failure(self) -> None:
+        self._failures += 1
+        if self._failures == _FAILURES:
+            self._down = True
+            self._changed.set()
+            _fail(self._schedule.take_all(), _down_error())
+
+    async def _restart(self) -> None:
+        """Load the backend again, however often that takes."""
+        _log.error("%d batches in a row failed; the model is loaded again", _FAILURES)
+        loop = asyncio.get_running_loop()
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await loop.run_in_executor(self._threads, self._replace)
+            except Exception:
+                _log.exception("the model does not load; next try in %g s", pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                break
+        self._failures = 0
+        self._down = False
+        _log.warning("the model is loaded again, and computes")
+
+    def _replace(self) -> None:
+        try:
+            self._release()  # first: there may be no memory for two
+        except Exception:
+            _log.exception("the broken model could not be released")
+        self._backend = self._load()
+        self._backend.warm_up(self._policy.max_batch)
+
+    def _release(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
+
+
+def _fail(batch: _Batch, error: Exception) -> None:
+    for ticket in batch:
+        if not ticket.item.result.done():
+            ticket.item.result.set_exception(error)
+
+
+def _down_error() -> BackendDownError:
+    return BackendDownError("the model failed and is being loaded again; try again in a while")

@@ -3,7 +3,7 @@
 import os
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..model.config import FrozenConfig
 from ..model.manifest import Precision
@@ -18,21 +18,39 @@ class ServeConfig(FrozenConfig):
     """Address to listen on; 0.0.0.0 listens on all."""
     port: int = Field(8500, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
-    precision: Precision | None = None
-    """Artefacts to serve; none, the backend's first precision in the bundle."""
+    precision: tuple[Precision, ...] = ()
+    """Precisions to serve side by side, of which requests may choose and the first is the default;
+    none, the backend's first in the bundle."""
     backend: BackendName = "auto"
     """What computes; auto takes the fastest that the bundle has artefacts for and runs here."""
     max_batch: int = Field(8, ge=1)
     """Images that the model computes at once."""
     max_delay_ms: float = Field(2.0, ge=0)
     """Longest wait for a batch to fill while the model is free."""
+    preferred_batch: tuple[int, ...] = ()
+    """Images that make a batch which need not wait for more, beside `max_batch`."""
     queue_size: int = Field(256, ge=1)
-    """Requests in progress; more are refused."""
+    """Requests in progress; more are refused, and so are those of a connection that holds as many
+    as are left for others."""
+    timeout_s: float | None = Field(None, gt=0)
+    """Seconds that a request may take, of which it may ask for less; none, any time."""
     max_pixels: int = Field(64_000_000, ge=64)
     """Pixels of an image."""
     max_message_mb: int = Field(64, ge=1, le=1024)
     """Mebibytes of a request."""
     threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
     """Threads that decode images and encode masks."""
+    drain_delay_s: float = Field(0.25, ge=0)
+    """Time that a server which stops goes on taking requests, for clients to notice, and for calls
+    that wait in gRPC, which would cancel them, to be taken up."""
     stop_grace_s: float = Field(30.0, ge=0)
     """Time that requests in progress have to finish when the server stops."""
+
+    @model_validator(mode="after")
+    def _check_preferred_batch(self) -> "ServeConfig":
+        for size in self.preferred_batch:
+            if not 1 <= size <= self.max_batch:
+                raise ValueError(
+                    f"preferred_batch is {size}; allowed: 1 to max_batch, which is {self.max_batch}"
+                )
+        return self

@@ -4,8 +4,10 @@
     ├── BackendError              nothing here computes the bundle, or it failed to
     │   └── BackendDownError      what computes broke, and is being loaded again
     ├── InvalidRequestError       an option that is out of range or not served
+    ├── ModelNotFoundError        a model of a name or version that is not served
     ├── QueueFullError            more requests than the server has places for
     ├── ExpiredError              a request took longer than it may
+    ├── ReloadError               a bundle could not take the place of the one that is served
     ├── StoppingError             the server is about to stop
     └── ClientError               raised by clients
         ├── RefusedError          the server answered with an error; `code` tells which
@@ -37,12 +39,20 @@ class InvalidRequestError(ServingError):
     """A request asks for something that is out of range or not served."""
 
 
+class ModelNotFoundError(ServingError):
+    """A request names a model or a version that is not served."""
+
+
 class QueueFullError(ServingError):
     """The server has no place left for a request."""
 
 
 class ExpiredError(ServingError):
     """A request took longer than it or the server allows."""
+
+
+class ReloadError(ServingError):
+    """A bundle could not be loaded in place of the one that is served."""
 
 
 class StoppingError(ServingError):
@@ -76,8 +86,10 @@ class DeadlineError(ClientError):
 _STATUS: dict[type[Exception], grpc.StatusCode] = {
     ImageError: grpc.StatusCode.INVALID_ARGUMENT,
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    ModelNotFoundError: grpc.StatusCode.NOT_FOUND,
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ExpiredError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ReloadError: grpc.StatusCode.FAILED_PRECONDITION,
     StoppingError: grpc.StatusCode.UNAVAILABLE,
     BackendDownError: grpc.StatusCode.UNAVAILABLE,
 }

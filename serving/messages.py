@@ -13,6 +13,7 @@ from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from .config import ServeConfig
 from .detections import DetectionOptions, Detections, MaskFormat, Timing
 from .errors import InvalidRequestError
+from .scheduling import DEFAULT_TERMS, RequestTerms
 
 _NUMBER_FROM_MASK_FORMAT = {
     MaskFormat.RLE: pb.MASK_FORMAT_RLE,
@@ -39,22 +40,32 @@ def request_from_options(
     )
 
 
-def options_from_request(request: pb.DetectRequest, precision: str) -> DetectionOptions:
-    """The options of a request to a server of one precision.
+def options_from_request(request: pb.DetectRequest) -> DetectionOptions:
+    """The options of a request.
 
     Raises:
-        InvalidRequestError: an option is out of range or not served.
+        InvalidRequestError: one is out of range.
     """
-    if request.HasField("precision") and request.precision != precision:
-        raise InvalidRequestError(
-            f"precision {request.precision!r} is not served; this server computes in {precision}"
-        )
     if request.mask_format not in _MASK_FORMAT_FROM_NUMBER:
         raise InvalidRequestError(f"mask_format {request.mask_format} is not known")
     return DetectionOptions(
         score_threshold=request.score_threshold,
         max_detections=request.max_detections if request.HasField("max_detections") else None,
         mask_format=_MASK_FORMAT_FROM_NUMBER[request.mask_format],
+    )
+
+
+def terms_from_request(request: pb.DetectRequest, peer: str) -> RequestTerms:
+    """How a request that came by a connection wants to be computed.
+
+    Raises:
+        InvalidRequestError: priority or timeout is out of range.
+    """
+    return RequestTerms(
+        precision=request.precision if request.HasField("precision") else None,
+        priority=request.priority if request.HasField("priority") else DEFAULT_TERMS.priority,
+        timeout_s=request.timeout_us / 1e6 if request.HasField("timeout_us") else None,
+        peer=peer,
     )
 
 
@@ -114,7 +125,10 @@ def _probabilities_from_messages(masks: Sequence[pb.MaskProbabilities]) -> NDArr
 
 
 def model_response(
-    manifest: Manifest, buckets: Sequence[ShapeBucket], precision: str, config: ServeConfig
+    manifest: Manifest,
+    buckets: Sequence[ShapeBucket],
+    precisions: Sequence[str],
+    config: ServeConfig,
 ) -> pb.GetModelResponse:
     """The answer to GetModel."""
     return pb.GetModelResponse(
@@ -122,7 +136,7 @@ def model_response(
         provenance=pb.Provenance(**manifest.provenance.model_dump()),
         categories=[pb.Category(id=c.id, name=c.name) for c in manifest.categories],
         buckets=[pb.Bucket(height=b.height, width=b.width) for b in buckets],
-        precisions=[precision],
+        precisions=precisions,
         max_detections=manifest.max_detections,
         mask_side=manifest.mask_side,
         limits=pb.Limits(

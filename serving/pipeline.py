@@ -1,71 +1,127 @@
 """What the server does with one request: decode, queue, infer, encode."""
 
 import asyncio
+import contextlib
 import dataclasses
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from ..model.manifest import Manifest
-from .backends.base import Backend
-from .batching import Batcher
 from .config import ServeConfig
 from .detections import DetectionOptions, Detections, Timing
-from .errors import QueueFullError
+from .errors import ExpiredError
+from .models import ServedModel
 from .postprocessing import detections_from_outputs
-from .preprocessing import prepare_image
+from .preprocessing import SourceImage, prepare_image
+from .scheduling import DEFAULT_TERMS, Places, RequestTerms
 
 
 class Pipeline:
-    """Takes many requests at once; `run` must be running for them to be answered."""
+    """Takes many requests at once, which are answered while `running` is entered."""
 
-    def __init__(self, manifest: Manifest, backend: Backend, config: ServeConfig) -> None:
-        self.manifest = manifest
-        self.buckets = backend.buckets
+    def __init__(self, bundle: Path, config: ServeConfig) -> None:
+        """Load a bundle; raises as `ServedModel` does."""
+        self.model = ServedModel(bundle, config)
+        """What serves requests that come now."""
+        self._bundle = bundle
         self._config = config
-        self._batcher = Batcher(backend, config.max_batch, config.max_delay_ms / 1000)
+        self._places = Places(config.queue_size)
         self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="images")
-        self._in_progress = 0
+        self._reloading = asyncio.Lock()
 
     async def warm_up(self) -> None:
-        """Make the backend ready; requests that arrive meanwhile wait."""
-        await self._batcher.warm_up()
+        """Make the model ready; requests that arrive meanwhile wait."""
+        await self.model.warm_up()
 
-    async def run(self) -> None:
-        """Compute what `detect` is asked for, until cancelled."""
-        await self._batcher.run()
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Compute what `detect` is asked for within the context."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            self._computing = tasks.create_task(self.model.run())
+            try:
+                yield
+            finally:
+                self._computing.cancel()
+
+    async def reload(self) -> None:
+        """Load the bundle anew, and serve it in place of the old one once it is warm.
+
+        Requests go on meanwhile, and end with the model that they began with, which is then
+        released. To be called while `running`.
+
+        Raises:
+            BundleError: the bundle is missing, damaged or lacks a precision; the old one serves on.
+            BackendError: a backend does not run, or not beside the old one; the old one serves on.
+        """
+        async with self._reloading:
+            model = await asyncio.to_thread(ServedModel, self._bundle, self._config)
+            try:
+                await model.warm_up()
+            except BaseException:
+                await asyncio.to_thread(model.close)
+                raise
+            old, self.model = self.model, model
+            old_computing = self._computing
+            self._computing = self._tasks.create_task(model.run())
+            try:
+                await old.unused()
+            finally:
+                old_computing.cancel()
+                await asyncio.to_thread(old.close)
 
     def close(self) -> None:
         """Release threads and model."""
         self._threads.shutdown()
-        self._batcher.close()
+        self.model.close()
 
-    async def detect(self, data: bytes, options: DetectionOptions) -> Detections:
-        """Detect in an encoded image.
+    async def detect(
+        self, source: SourceImage, options: DetectionOptions, terms: RequestTerms = DEFAULT_TERMS
+    ) -> Detections:
+        """Detect in an image.
+
+        If the caller is cancelled, the request gives up its place at once.
 
         Raises:
             ImageError: the image cannot be used.
+            InvalidRequestError: the precision is not served.
             QueueFullError: too many requests are in progress.
+            ExpiredError: the request took longer than it may.
+            BackendDownError: the model broke and is not there again yet.
         """
-        if self._in_progress >= self._config.queue_size:
-            raise QueueFullError(
-                f"the server has {self._in_progress} requests in progress, as many as it takes; "
-                "try again later"
-            )
-        self._in_progress += 1
-        try:
-            return await self._detect(data, options)
-        finally:
-            self._in_progress -= 1
+        limits = [s for s in (terms.timeout_s, self._config.timeout_s) if s is not None]
+        timeout_s = min(limits, default=None)
+        model = self.model
+        with self._places.hold(terms.peer), model.use():
+            try:
+                async with asyncio.timeout(timeout_s) as limit:
+                    return await self._detect(model, source, options, terms)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise ExpiredError(f"the request took longer than its {timeout_s:g} s") from None
 
-    async def _detect(self, data: bytes, options: DetectionOptions) -> Detections:
+    async def _detect(
+        self,
+        model: ServedModel,
+        source: SourceImage,
+        options: DetectionOptions,
+        terms: RequestTerms,
+    ) -> Detections:
+        batcher = model.batcher(terms.precision)
         loop = asyncio.get_running_loop()
         start = time.monotonic()
-        preprocessing, max_pixels = self.manifest.preprocessing, self._config.max_pixels
         image = await loop.run_in_executor(
-            self._threads, prepare_image, data, preprocessing, self.buckets, max_pixels
+            self._threads,
+            prepare_image,
+            source,
+            model.manifest.preprocessing,
+            batcher.buckets,
+            self._config.max_pixels,
         )
         decode_s = time.monotonic() - start
-        result = await self._batcher.infer(image)
+        result = await batcher.infer(image, terms)
         start = time.monotonic()
         detections = await loop.run_in_executor(
             self._threads,
@@ -73,7 +129,7 @@ class Pipeline:
             result.outputs,
             result.row,
             image,
-            self.manifest,
+            model.manifest,
             options,
         )
         timing = Timing(

@@ -1,33 +1,40 @@
-"""The server: from a bundle to a listening port, and a clean stop."""
+"""The server: from a bundle to a listening port, a new bundle in its place, and a clean stop."""
 
 import asyncio
 import contextlib
+import logging
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from ..model.manifest import read_manifest
-from ..protos.maskrcnn.v1 import detector_pb2 as pb
+from ..model.manifest import BundleError
+from ..protos.inference import open_inference_pb2
+from ..protos.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from ..protos.maskrcnn.v1 import detector_pb2
 from ..protos.maskrcnn.v1.detector_pb2_grpc import add_DetectorServicer_to_server
-from .backends.loading import load_backend, served_precision
 from .config import ServeConfig
 from .errors import ServingError
 from .health import HealthService
-from .messages import model_response
+from .loop_lag import LoopLag
+from .open_inference.service import InferenceService
 from .pipeline import Pipeline
+from .reflection import add_reflection
 from .service import DetectorService
 
-_LAST_CALLS_S = 0.25
-"""For calls that have arrived but wait in gRPC, which would cancel them, to be taken up."""
+_log = logging.getLogger(__name__)
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
+_SERVICES = (
+    detector_pb2.DESCRIPTOR.services_by_name["Detector"],
+    open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
+)
 
 
 async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], None]) -> None:
-    """Serve a bundle until SIGTERM or SIGINT.
+    """Serve a bundle until SIGTERM or SIGINT; on SIGHUP load what then lies at its path.
 
     Args:
         bundle: Folder that export wrote.
@@ -39,12 +46,13 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
         BackendError: the backend does not run here, or not with such batches.
         ServingError: the address cannot be listened on.
     """
-    stop = asyncio.Event()
+    stop, reload = asyncio.Event(), asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
     loop = asyncio.get_running_loop()
     for number in signals:
         loop.add_signal_handler(number, stop.set)
-    async with detection_server(bundle, config) as address:
+    loop.add_signal_handler(signal.SIGHUP, reload.set)
+    async with detection_server(bundle, config, reload) as address:
         on_ready(address)
         await stop.wait()
         for number in signals:  # a second signal ends the process at once
@@ -52,10 +60,17 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
 
 
 @contextlib.asynccontextmanager
-async def detection_server(bundle: Path, config: ServeConfig) -> AsyncIterator[str]:
+async def detection_server(
+    bundle: Path, config: ServeConfig, reload: asyncio.Event | None = None
+) -> AsyncIterator[str]:
     """Serve a bundle within the context, and finish the requests in progress at its end.
 
     Health says NOT_SERVING until the model is warm, and again from the end of the context on.
+
+    Args:
+        bundle: Folder that export wrote.
+        config: How to serve it.
+        reload: When it is set, what then lies at the bundle's path takes its place, if it is good.
 
     Yields:
         The address, `host:port`, of a server that is ready.
@@ -65,33 +80,61 @@ async def detection_server(bundle: Path, config: ServeConfig) -> AsyncIterator[s
         BackendError: the backend does not run here, or not with such batches.
         ServingError: the address cannot be listened on.
     """
-    manifest = read_manifest(bundle)
-    precision = config.precision or served_precision(manifest, config.backend)
-    backend = load_backend(bundle, manifest, precision, config.backend, config.max_batch)
-    with contextlib.closing(Pipeline(manifest, backend, config)) as pipeline:
+    with contextlib.closing(Pipeline(bundle, config)) as pipeline:
         server, port = _listening_server(config)
-        model = model_response(manifest, backend.buckets, precision, config)
-        service = DetectorService(pipeline, model, precision, 2 * config.max_batch)
+        service = DetectorService(pipeline, config)
         add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-        health = HealthService(_SERVICE)
+        health = HealthService(*(service.full_name for service in _SERVICES))
         add_HealthServicer_to_server(health, server)
+        inference = InferenceService(pipeline, config, health)
+        add_GRPCInferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
+        add_reflection((*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"]), server)
         await server.start()
         try:
-            # Before the group, which would wrap what is raised.
+            # Before the groups, which would wrap what is raised.
             await pipeline.warm_up()
-            async with asyncio.TaskGroup() as tasks:
-                computing = tasks.create_task(pipeline.run())
+            async with pipeline.running(), _background(pipeline, reload or asyncio.Event()):
                 health.set_ready()
                 try:
                     yield f"{config.host}:{port}"
                 finally:
                     health.stop()
-                    await asyncio.sleep(_LAST_CALLS_S)
+                    await asyncio.sleep(config.drain_delay_s)
                     service.stop_reading()
+                    inference.stop_reading()
                     await server.stop(config.stop_grace_s)
-                    computing.cancel()
         finally:
             await server.stop(None)
+
+
+@contextlib.asynccontextmanager
+async def _background(pipeline: Pipeline, reload: asyncio.Event) -> AsyncIterator[None]:
+    """Do within the context what no request asks for."""
+    async with asyncio.TaskGroup() as tasks:
+        work = [tasks.create_task(w) for w in (_reload(pipeline, reload), LoopLag().run())]
+        try:
+            yield
+        finally:
+            for task in work:
+                task.cancel()
+
+
+async def _reload(pipeline: Pipeline, asked: asyncio.Event) -> None:
+    """Reload the bundle whenever asked to; a fault is logged, and the old one serves on."""
+    while True:
+        await asked.wait()
+        asked.clear()
+        try:
+            await pipeline.reload()
+        except Exception as error:
+            unexpected = not isinstance(error, (BundleError, ServingError))
+            _log.error(
+                "the bundle is not reloaded, and the old one serves on: %s",
+                error,
+                exc_info=unexpected,
+            )
+        else:
+            _log.info("the bundle is reloaded: %s", pipeline.model.manifest.model_name)
 
 
 def _listening_server(config: ServeConfig) -> tuple[grpc.aio.Server, int]:

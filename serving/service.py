@@ -8,8 +8,14 @@ import grpc
 
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from ..protos.maskrcnn.v1 import detector_pb2_grpc as pb_grpc
+from .config import ServeConfig
 from .errors import StoppingError, status_from_error
-from .messages import options_from_request, response_from_detections
+from .messages import (
+    model_response,
+    options_from_request,
+    response_from_detections,
+    terms_from_request,
+)
 from .pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
@@ -20,27 +26,12 @@ _ModelContext = grpc.aio.ServicerContext[pb.GetModelRequest, pb.GetModelResponse
 
 
 class DetectorService(pb_grpc.DetectorServicer):
-    """Answers for one pipeline of one precision."""
+    """Answers for one pipeline."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        model: pb.GetModelResponse,
-        precision: str,
-        stream_window: int,
-    ) -> None:
-        """Serve a pipeline.
-
-        Args:
-            pipeline: What detects.
-            model: The answer to GetModel.
-            precision: The precision it computes in.
-            stream_window: Requests of one stream in progress; a stream is read no faster.
-        """
+    def __init__(self, pipeline: Pipeline, config: ServeConfig) -> None:
+        """Serve a pipeline, which is configured so."""
         self._pipeline = pipeline
-        self._model = model
-        self._precision = precision
-        self._stream_window = stream_window
+        self._config = config
         self._readers: set[asyncio.Task[None]] = set()
 
     def stop_reading(self) -> None:
@@ -53,9 +44,9 @@ class DetectorService(pb_grpc.DetectorServicer):
     ) -> pb.DetectResponse:
         """Detect in one image."""
         try:
-            return await self._response_to(request)
+            return await self._response_to(request, context.peer())
         except Exception as error:
-            await context.abort(*_refusal_from_error(error))
+            await context.abort(*refusal_from_error(error))
 
     async def DetectStream(  # noqa: N802
         self, requests: AsyncIterator[pb.DetectRequest], context: _StreamContext
@@ -66,13 +57,15 @@ class DetectorService(pb_grpc.DetectorServicer):
             self._readers.add(reader)
             reader.add_done_callback(self._readers.discard)
         if reader.cancelled():
-            await context.abort(*_refusal_from_error(StoppingError("the server is stopping")))
+            await context.abort(*refusal_from_error(StoppingError("the server is stopping")))
 
     async def GetModel(  # noqa: N802
         self, request: pb.GetModelRequest, context: _ModelContext
     ) -> pb.GetModelResponse:
         """Describe the model."""
-        return self._model
+        model = self._pipeline.model
+        buckets = model.batcher().buckets
+        return model_response(model.manifest, buckets, model.precisions, self._config)
 
     async def _answer_stream(
         self,
@@ -80,11 +73,12 @@ class DetectorService(pb_grpc.DetectorServicer):
         context: _StreamContext,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        places = asyncio.Semaphore(self._stream_window)
+        # A stream is read no faster than it is answered, but so that two batches are under way.
+        places = asyncio.Semaphore(2 * self._config.max_batch)
         writing = asyncio.Lock()  # gRPC takes one message at a time
 
         async def answer(request: pb.DetectRequest) -> None:
-            response = await self._stream_response_to(request)
+            response = await self._stream_response_to(request, context.peer())
             async with writing:
                 await context.write(response)
             places.release()
@@ -93,22 +87,26 @@ class DetectorService(pb_grpc.DetectorServicer):
             await places.acquire()
             tasks.create_task(answer(request))
 
-    async def _stream_response_to(self, request: pb.DetectRequest) -> pb.DetectStreamResponse:
+    async def _stream_response_to(
+        self, request: pb.DetectRequest, peer: str
+    ) -> pb.DetectStreamResponse:
         try:
-            response = await self._response_to(request)
+            response = await self._response_to(request, peer)
         except Exception as error:
-            status, message = _refusal_from_error(error)
+            status, message = refusal_from_error(error)
             refusal = pb.Error(code=status.value[0], message=message)
             return pb.DetectStreamResponse(id=request.id, error=refusal)
         return pb.DetectStreamResponse(id=request.id, response=response)
 
-    async def _response_to(self, request: pb.DetectRequest) -> pb.DetectResponse:
-        options = options_from_request(request, self._precision)
-        detections = await self._pipeline.detect(request.image, options)
+    async def _response_to(self, request: pb.DetectRequest, peer: str) -> pb.DetectResponse:
+        options = options_from_request(request)
+        terms = terms_from_request(request, peer)
+        detections = await self._pipeline.detect(request.image, options, terms)
         return response_from_detections(detections, request.id)
 
 
-def _refusal_from_error(error: Exception) -> tuple[grpc.StatusCode, str]:
+def refusal_from_error(error: Exception) -> tuple[grpc.StatusCode, str]:
+    """How a request is refused that raised; what is the server's own fault is logged."""
     status = status_from_error(error)
     if status is grpc.StatusCode.INTERNAL:
         _log.error("a request failed", exc_info=error)

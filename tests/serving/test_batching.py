@@ -14,10 +14,11 @@ from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend
 from maskrcnn_trt.serving.batching import Batcher, BatchResult
 from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.detections import DEFAULT_OPTIONS
+from maskrcnn_trt.serving.detections import DEFAULT_OPTIONS, Detections
 from maskrcnn_trt.serving.errors import QueueFullError
 from maskrcnn_trt.serving.pipeline import Pipeline
 from maskrcnn_trt.serving.preprocessing import ModelInput, prepare_image
+from maskrcnn_trt.serving.scheduling import BatchPolicy
 
 Encode = Callable[..., bytes]
 
@@ -35,6 +36,10 @@ def model_input(bundle: Path, backend: Backend, picture: Encode) -> Callable[...
         return prepare_image(picture(seed, size), preprocessing, backend.buckets, 10**6)
 
     return prepare
+
+
+def batcher_of(backend: Backend, max_batch: int, max_delay_s: float = 0.0) -> Batcher:
+    return Batcher(lambda: backend, BatchPolicy(max_batch, max_delay_s))
 
 
 @contextlib.asynccontextmanager
@@ -55,7 +60,7 @@ def test_images_of_a_bucket_share_batches(
     alone = [backend.infer(i.bucket, i.pixels[None], np.array([i.size])) for i in images]
 
     async def compute() -> list[BatchResult]:
-        batcher = Batcher(backend, max_batch=4, max_delay_s=0.05)
+        batcher = batcher_of(backend, 4, 0.05)
         async with running(batcher):
             return await asyncio.gather(*map(batcher.infer, images))
 
@@ -81,7 +86,7 @@ def test_batches_overlap_as_far_as_the_backend_lets_them(
 
     async def compute() -> list[BatchResult]:
         overlapping = Overlapping(bundle, read_manifest(bundle), "fp32")
-        batcher = Batcher(overlapping, max_batch=1, max_delay_s=0.0)
+        batcher = batcher_of(overlapping, 1)
         async with running(batcher):
             return await asyncio.gather(*(batcher.infer(model_input(i)) for i in range(4)))
 
@@ -92,7 +97,7 @@ def test_delay_lets_a_single_image_go(
     backend: Backend, model_input: Callable[..., ModelInput]
 ) -> None:
     async def compute() -> BatchResult:
-        batcher = Batcher(backend, max_batch=4, max_delay_s=0.03)
+        batcher = batcher_of(backend, 4, 0.03)
         async with running(batcher):
             return await batcher.infer(model_input())
 
@@ -114,7 +119,7 @@ def test_buckets_do_not_starve_each_other(
         order.append(name)
 
     async def compute() -> None:
-        batcher = Batcher(backend, max_batch=2, max_delay_s=0.0)
+        batcher = batcher_of(backend, 2)
         async with asyncio.TaskGroup() as tasks:
             for image in wide[:4]:
                 tasks.create_task(note(batcher, image, "wide"))
@@ -134,7 +139,7 @@ def test_cancelled_images_leave_the_queue(
     backend: Backend, model_input: Callable[..., ModelInput]
 ) -> None:
     async def compute() -> BatchResult:
-        batcher = Batcher(backend, max_batch=8, max_delay_s=0.0)
+        batcher = batcher_of(backend, 8)
         tasks = [asyncio.create_task(batcher.infer(model_input(i))) for i in range(3)]
         await asyncio.sleep(0)
         tasks[0].cancel()
@@ -153,7 +158,7 @@ def test_failed_batch_fails_its_images_only(
     bad = good._replace(pixels=good.pixels[:, :-1])
 
     async def compute() -> BatchResult:
-        batcher = Batcher(backend, max_batch=1, max_delay_s=0.0)
+        batcher = batcher_of(backend, 1)
         async with running(batcher):
             with pytest.raises(Exception, match="invalid dimensions"):
                 await batcher.infer(bad)
@@ -162,23 +167,22 @@ def test_failed_batch_fails_its_images_only(
     assert asyncio.run(compute()).outputs.num_detections[0] > 0
 
 
-def test_full_pipeline_refuses_until_a_place_is_free(
-    bundle: Path, backend: Backend, picture: Encode
-) -> None:
+def test_full_pipeline_refuses_until_a_place_is_free(bundle: Path, picture: Encode) -> None:
     async def compute() -> int:
-        pipeline = Pipeline(read_manifest(bundle), backend, ServeConfig(queue_size=2))
-        waiting = [
-            asyncio.create_task(pipeline.detect(picture(), DEFAULT_OPTIONS)) for _ in range(2)
-        ]
+        pipeline = Pipeline(bundle, ServeConfig(queue_size=4))
+
+        def ask() -> asyncio.Task[Detections]:
+            return asyncio.create_task(pipeline.detect(picture(), DEFAULT_OPTIONS))
+
+        waiting = [ask() for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="2 requests in progress"):
+        with pytest.raises(QueueFullError, match="2 requests of this connection are in progress"):
             await pipeline.detect(picture(), DEFAULT_OPTIONS)
         waiting[0].cancel()
         await asyncio.wait([waiting[0]])
-        waiting.append(asyncio.create_task(pipeline.detect(picture(), DEFAULT_OPTIONS)))
-        computing = asyncio.create_task(pipeline.run())
-        found = [len(await task) for task in waiting[1:]]
-        computing.cancel()
+        waiting.append(ask())
+        async with pipeline.running():
+            found = [len(await task) for task in waiting[1:]]
         pipeline.close()
         return min(found)
 

@@ -19,20 +19,24 @@ MASK_FORMAT_PROBABILITIES: MaskFormat
 MASK_FORMAT_NONE: MaskFormat
 
 class DetectRequest(_message.Message):
-    __slots__ = ("id", "image", "score_threshold", "max_detections", "mask_format", "precision")
+    __slots__ = ("id", "image", "score_threshold", "max_detections", "mask_format", "precision", "priority", "timeout_us")
     ID_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     SCORE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     MAX_DETECTIONS_FIELD_NUMBER: _ClassVar[int]
     MASK_FORMAT_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
     id: str
     image: bytes
     score_threshold: float
     max_detections: int
     mask_format: MaskFormat
     precision: str
-    def __init__(self, id: _Optional[str] = ..., image: _Optional[bytes] = ..., score_threshold: _Optional[float] = ..., max_detections: _Optional[int] = ..., mask_format: _Optional[_Union[MaskFormat, str]] = ..., precision: _Optional[str] = ...) -> None: ...
+    priority: int
+    timeout_us: int
+    def __init__(self, id: _Optional[str] = ..., image: _Optional[bytes] = ..., score_threshold: _Optional[float] = ..., max_detections: _Optional[int] = ..., mask_format: _Optional[_Union[MaskFormat, str]] = ..., precision: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_us: _Optional[int] = ...) -> None: ...
 
 class DetectResponse(_message.Message):
     __slots__ = ("id", "height", "width", "detections", "timing")

@@ -58,8 +58,9 @@ class DetectorServicer:
         """Detects the objects of one image.
 
         INVALID_ARGUMENT: the image cannot be used or an option is out of range.
-        RESOURCE_EXHAUSTED: the server has no place left; try again later.
-        UNAVAILABLE: the server is stopping.
+        RESOURCE_EXHAUSTED: the server has no place left for this connection; try again later.
+        DEADLINE_EXCEEDED: the request took longer than it may.
+        UNAVAILABLE: the server is stopping, or its model is being loaded again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

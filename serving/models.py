@@ -1,0 +1,100 @@
+"""A bundle in the server: loaded in its precisions, and released when no request uses it."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from ..model.manifest import read_manifest
+from .backends.loading import load_backend, served_precision
+from .batching import Batcher
+from .config import ServeConfig
+from .errors import InvalidRequestError
+from .scheduling import BatchPolicy
+
+
+class ServedModel:
+    """One model; each of its precisions has a backend and queues of its own."""
+
+    def __init__(self, bundle: Path, config: ServeConfig) -> None:
+        """Load a bundle, which takes a while.
+
+        Args:
+            bundle: Folder that export wrote.
+            config: What to load of it, and how batches are made.
+
+        Raises:
+            BundleError: the bundle is missing, damaged or lacks a precision.
+            BackendError: a backend does not run here, or not with such batches.
+        """
+        self.manifest = read_manifest(bundle)
+        policy = BatchPolicy(config.max_batch, config.max_delay_ms / 1000, config.preferred_batch)
+        precisions = config.precision or (served_precision(self.manifest, config.backend),)
+        self._batchers: dict[str, Batcher] = {}
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+        with contextlib.ExitStack() as loaded:
+            for precision in precisions:
+                load = partial(
+                    load_backend,
+                    bundle,
+                    self.manifest,
+                    precision,
+                    config.backend,
+                    config.max_batch,
+                )
+                self._batchers[precision] = batcher = Batcher(load, policy)
+                loaded.callback(batcher.close)
+            self._loaded = loaded.pop_all()
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """What requests may ask for; the first is the default."""
+        return tuple(self._batchers)
+
+    def batcher(self, precision: str | None = None) -> Batcher:
+        """What computes in a precision, by default the first.
+
+        Raises:
+            InvalidRequestError: it is not served.
+        """
+        try:
+            return self._batchers[precision or self.precisions[0]]
+        except KeyError:
+            raise InvalidRequestError(
+                f"precision {precision!r} is not served; this server computes in "
+                f"{', '.join(self.precisions)}"
+            ) from None
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Hold the model for a request within the context."""
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    async def unused(self) -> None:
+        """Return when no request holds the model."""
+        await self._unused.wait()
+
+    async def warm_up(self) -> None:
+        """Warm all precisions up; requests that arrive meanwhile wait."""
+        for batcher in self._batchers.values():
+            await batcher.warm_up()
+
+    async def run(self) -> None:
+        """Compute until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for batcher in self._batchers.values():
+                tasks.create_task(batcher.run())
+
+    def close(self) -> None:
+        """Wait for the last batches and release the backends."""
+        self._loaded.close()

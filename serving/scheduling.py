@@ -1,0 +1,187 @@
+"""Whose turn it is: the rules of the queue, without clock, thread or socket.
+
+Connections take turns. An image that arrives gets the number of its turn: the one after the last
+of its connection that waits, or after the present one. An image one priority lower counts eight
+times, so that of two connections with much to do the one gets eight images for one of the other,
+and neither waits for ever. This is self-clocked fair queueing (Golestani, 1994).
+"""
+
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from ..model.spec import ShapeBucket
+from .errors import InvalidRequestError, QueueFullError
+
+PRIORITIES = (1, 2, 3)
+"""Levels of urgency, the highest first."""
+
+_DEFAULT_PRIORITY = 2
+_WEIGHT = 8
+"""Images that a connection gets for one of another a priority lower."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestTerms:
+    """How a request wants to be computed."""
+
+    precision: str | None = None
+    """One of those served; none, the first of them."""
+    priority: int = _DEFAULT_PRIORITY
+    """One of `PRIORITIES`."""
+    timeout_s: float | None = None
+    """The longest that the request may take; none, as long as the server allows."""
+    peer: str = ""
+    """The connection that it came by."""
+
+    def __post_init__(self) -> None:
+        if self.priority not in PRIORITIES:
+            raise InvalidRequestError(
+                f"priority is {self.priority}; it must be one of "
+                f"{', '.join(map(str, PRIORITIES))}, of which 1 goes first"
+            )
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise InvalidRequestError(f"the timeout is {self.timeout_s} s; it must be above 0")
+
+
+DEFAULT_TERMS = RequestTerms()
+
+
+class BatchPolicy(NamedTuple):
+    """How many images make a batch."""
+
+    max_batch: int
+    """Images at most."""
+    max_delay_s: float
+    """Longest wait for more images."""
+    preferred: tuple[int, ...] = ()
+    """Numbers of images for which a batch need not wait for more."""
+
+    def size_of(self, waiting: int, *, overdue: bool) -> int:
+        """Images to take of those waiting, 0 to wait for more.
+
+        That is a full batch or the largest preferred one; when one of them has waited its time, as
+        many as there are.
+        """
+        if waiting >= self.max_batch:
+            return self.max_batch
+        preferred = max((size for size in self.preferred if size <= waiting), default=0)
+        return preferred or (waiting if overdue else 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket(Generic[T]):
+    """A place in the queue."""
+
+    item: T
+    """What waits."""
+    bucket: ShapeBucket
+    arrival: float
+    """In seconds of the caller's clock."""
+    peer: str
+    priority: int
+    turn: int
+    """The lower goes first."""
+
+
+class Schedule(Generic[T]):
+    """What waits for a batch, one queue a shape bucket; its callers tell it the time."""
+
+    def __init__(self, policy: BatchPolicy, buckets: Iterable[ShapeBucket]) -> None:
+        self._policy = policy
+        self._queues: dict[ShapeBucket, list[Ticket[T]]] = {bucket: [] for bucket in buckets}
+        self._connections: dict[tuple[str, int], list[Ticket[T]]] = {}
+        self._turn = 0
+
+    def add(self, item: T, bucket: ShapeBucket, terms: RequestTerms, now: float) -> Ticket[T]:
+        """Put something in its place among what waits for batches of a bucket."""
+        mine = self._connections.setdefault((terms.peer, terms.priority), [])
+        last = mine[-1].turn if mine else 0
+        turn = max(self._turn, last) + _WEIGHT ** (terms.priority - 1)
+        ticket = Ticket(item, bucket, now, terms.peer, terms.priority, turn)
+        mine.append(ticket)
+        insort(self._queues[bucket], ticket, key=lambda other: other.turn)
+        return ticket
+
+    def discard(self, ticket: Ticket[T]) -> None:
+        """Give a place up, if it is still held."""
+        queue = self._queues[ticket.bucket]
+        if ticket not in queue:
+            return
+        queue.remove(ticket)
+        key = (ticket.peer, ticket.priority)
+        self._connections[key].remove(ticket)
+        if not self._connections[key]:
+            del self._connections[key]
+
+    def take(self, now: float) -> list[Ticket[T]]:
+        """The next batch, which is all of one bucket; empty while it is to wait for more.
+
+        Of the buckets with a batch to take, it is that of the image whose turn is next.
+        """
+        ripe = [(q[0].turn, q[0].arrival, b) for b, q in self._queues.items() if self._size(q, now)]
+        if not ripe:
+            return []
+        self._turn, _, bucket = min(ripe)
+        queue = self._queues[bucket]
+        batch = queue[: self._size(queue, now)]
+        for ticket in batch:
+            self.discard(ticket)
+        return batch
+
+    def take_all(self) -> list[Ticket[T]]:
+        """All that waits."""
+        waiting = [ticket for queue in self._queues.values() for ticket in queue]
+        for ticket in waiting:
+            self.discard(ticket)
+        return waiting
+
+    def due(self) -> float | None:
+        """When something will have waited its time; none if nothing waits."""
+        arrivals = (ticket.arrival for queue in self._queues.values() for ticket in queue)
+        return min((arrival + self._policy.max_delay_s for arrival in arrivals), default=None)
+
+    def _size(self, queue: list[Ticket[T]], now: float) -> int:
+        overdue = any(now >= ticket.arrival + self._policy.max_delay_s for ticket in queue)
+        return self._policy.size_of(len(queue), overdue=overdue)
+
+
+class Places:
+    """The requests that may be in progress at once, shared out among connections.
+
+    A connection may hold as many places as it leaves free: alone half of them, and one that comes
+    when others hold many still finds some.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._free = number
+        self._held: dict[str, int] = {}
+
+    @contextmanager
+    def hold(self, peer: str) -> Iterator[None]:
+        """Hold one of the places within the context.
+
+        Raises:
+            QueueFullError: the connection may hold no more.
+        """
+        held = self._held.get(peer, 0)
+        if held >= self._free:
+            raise QueueFullError(
+                f"{held} requests of this connection are in progress, and the server has places "
+                f"for {self._free} more, which it keeps for others; try again later"
+                if held
+                else "the server has as many requests in progress as it takes; try again later"
+            )
+        self._free -= 1
+        self._held[peer] = held + 1
+        try:
+            yield
+        finally:
+            self._free += 1
+            self._held[peer] -= 1
+            if not self._held[peer]:
+                del self._held[peer]
