@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # Holds a link to the checkout, whatever its name, under the package's own.
 PARENT := .venv/parent
-PROTO := maskrcnn_trt/protos/maskrcnn/v1/detector.proto
+PROTOS := maskrcnn_trt/protos
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test lint check protos lock clean
@@ -29,9 +29,13 @@ lint: $(STAMP) ## Check style, types and the layers between folders
 
 check: lint test ## Everything that CI checks
 
-protos: $(STAMP) ## Generate the code of the gRPC service
+protos: $(STAMP) ## Generate the code of the gRPC services
 	$(BIN)/python -m grpc_tools.protoc --proto_path=$(PARENT) \
-		--python_out=$(PARENT) --pyi_out=$(PARENT) --grpc_python_out=$(PARENT) $(PROTO)
+		--python_out=$(PARENT) --pyi_out=$(PARENT) --grpc_python_out=$(PARENT) \
+		$(PROTOS)/maskrcnn/v1/detector.proto
+	$(BIN)/python -m grpc_tools.protoc --proto_path=$(PARENT) \
+		--descriptor_set_out=$(PROTOS:maskrcnn_trt/%=%)/inference/open_inference.binpb \
+		--pyi_out=$(PARENT) --grpc_python_out=$(PARENT) $(PROTOS)/inference/open_inference.proto
 
 lock: $(STAMP) ## Pin what pyproject.toml asks for, with hashes; ARGS="--upgrade" for the newest
 	echo uv | $(BIN)/uv pip compile pyproject.toml - --extra train --extra dev \

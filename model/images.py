@@ -118,6 +118,19 @@ def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
     return np.array(fromarray(image).resize((width, height), Resampling.BILINEAR))
 
 
+def check_size(height: int, width: int, max_pixels: int) -> None:
+    """Refuse an image of unusable size.
+
+    Raises:
+        ImageError: it has more than `max_pixels` pixels, or a side is shorter than `MIN_SIDE`.
+    """
+    size = f"the image is {height}x{width} pixels (height x width)"
+    if height * width > max_pixels:
+        raise ImageError(f"{size}, more than the {max_pixels} pixels allowed")
+    if min(height, width) < MIN_SIDE:
+        raise ImageError(f"{size}; each side must have at least {MIN_SIDE}")
+
+
 def pad_to_bucket(image: NDArray[np.uint8], bucket: ShapeBucket) -> NDArray[np.uint8]:
     """Place [H, W, 3] in the top left of a black [3, bucket.height, bucket.width], contiguous."""
     height, width = image.shape[:2]
@@ -134,7 +147,7 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
         image = plugin(BytesIO(data))
     except Exception as error:  # codecs answer hostile bytes with anything but one exception type
         raise ImageError(f"the image's header is damaged: {error}") from error
-    _check_size(image, max_pixels)
+    check_size(image.height, image.width, max_pixels)
     return image
 
 
@@ -164,14 +177,6 @@ def _plugin_for(data: bytes) -> type[ImageFile]:
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return WebPImageFile
     raise ImageError("the data is no JPEG, PNG or WebP image" if data else "the image is empty")
-
-
-def _check_size(image: Image, max_pixels: int) -> None:
-    size = f"the image is {image.height}x{image.width} pixels (height x width)"
-    if image.width * image.height > max_pixels:
-        raise ImageError(f"{size}, more than the {max_pixels} pixels allowed")
-    if min(image.size) < MIN_SIDE:
-        raise ImageError(f"{size}; each side must have at least {MIN_SIDE}")
 
 
 def _rgb_from_image(image: Image, apply_orientation: bool) -> NDArray[np.uint8]:

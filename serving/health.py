@@ -21,6 +21,11 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the server is ready, and not about to stop."""
+        return self._ready.is_set() and not self._stopping.is_set()
+
     def set_ready(self) -> None:
         """Say SERVING from here on."""
         self._ready.set()
@@ -58,6 +63,6 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
     def _response_to(self, request: pb.HealthCheckRequest) -> pb.HealthCheckResponse:
         if request.service not in self._services:
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
-        if self._ready.is_set() and not self._stopping.is_set():
+        if self.is_serving:
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVING)
         return pb.HealthCheckResponse(status=pb.HealthCheckResponse.NOT_SERVING)

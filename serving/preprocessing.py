@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from ..model.images import (
     ImageHeader,
+    check_size,
     decode_image,
     pad_to_bucket,
     read_header,
@@ -17,6 +18,9 @@ from ..model.images import (
 )
 from ..model.manifest import Preprocessing
 from ..model.spec import ShapeBucket
+
+SourceImage = bytes | NDArray[np.uint8]
+"""An encoded image, or pixels [H, W, 3] RGB."""
 
 
 class ModelInput(NamedTuple):
@@ -47,14 +51,21 @@ class EncodedImage(NamedTuple):
 
 
 def prepare_image(
-    data: bytes, preprocessing: Preprocessing, buckets: Sequence[ShapeBucket], max_pixels: int
+    source: SourceImage,
+    preprocessing: Preprocessing,
+    buckets: Sequence[ShapeBucket],
+    max_pixels: int,
 ) -> ModelInput:
     """Decode an image, turn it upright, resize it and pad it into the smallest bucket.
 
     Raises:
         ImageError: the image cannot be used.
     """
-    image = decode_image(data, max_pixels=max_pixels)
+    if isinstance(source, bytes):
+        image = decode_image(source, max_pixels=max_pixels)
+    else:
+        image = source
+        check_size(image.shape[0], image.shape[1], max_pixels)
     source_size = image.shape[0], image.shape[1]
     bucket, size = _placement(source_size, preprocessing, buckets)
     return ModelInput(pad_to_bucket(resize_image(image, *size), bucket), bucket, size, source_size)

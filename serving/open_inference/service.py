@@ -1,0 +1,301 @@
+"""The service inference.GRPCInferenceService."""
+
+import asyncio
+import functools
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from ...model.images import ImageError
+from ...model.manifest import BundleError
+from ...protos.inference import open_inference_pb2 as pb
+from ...protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
+from ..config import ServeConfig
+from ..detections import DetectionOptions, Detections
+from ..errors import (
+    BackendError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    ReloadError,
+    StoppingError,
+)
+from ..health import HealthService
+from ..pipeline import Pipeline
+from ..preprocessing import SourceImage
+from ..scheduling import RequestTerms
+from ..service import refusal_from_error
+from .metadata import model_config, model_metadata, server_metadata
+from .requests import (
+    images_from_request,
+    options_from_request,
+    outputs_from_request,
+    terms_from_request,
+)
+from .responses import (
+    MODEL_VERSION,
+    default_outputs,
+    mask_format_of,
+    output_specs,
+    response_from_detections,
+)
+from .statistics import Statistics
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_StreamContext = grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse]
+_Method = Callable[["InferenceService", Any, _Context], Awaitable[Any]]
+
+
+def _refusing(method: _Method) -> _Method:
+    """A method that answers with a status where it would raise."""
+
+    @functools.wraps(method)
+    async def answer(self: "InferenceService", request: Any, context: _Context) -> Any:
+        try:
+            return await method(self, request, context)
+        except Exception as error:
+            await context.abort(*refusal_from_error(error))
+
+    return answer
+
+
+class InferenceService(GRPCInferenceServiceServicer):
+    """Answers for one pipeline.
+
+    Its model goes by the name in the bundle, and by `NAME-PRECISION` in each precision.
+    """
+
+    def __init__(self, pipeline: Pipeline, config: ServeConfig, health: HealthService) -> None:
+        """Serve a pipeline.
+
+        Args:
+            pipeline: What detects.
+            config: How it is configured.
+            health: What knows whether the server is ready.
+        """
+        self._pipeline = pipeline
+        self._config = config
+        self._health = health
+        self._statistics: defaultdict[str, Statistics] = defaultdict(Statistics)
+        self._readers: set[asyncio.Task[None]] = set()
+        self._reloads: set[asyncio.Task[None]] = set()
+
+    def stop_reading(self) -> None:
+        """End the streams when what they asked for so far is answered."""
+        for reader in self._readers:
+            reader.cancel()
+
+    async def ServerLive(  # noqa: N802 (named by the protocol)
+        self, request: pb.ServerLiveRequest, context: _Context
+    ) -> pb.ServerLiveResponse:
+        """Whether the server answers."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(  # noqa: N802
+        self, request: pb.ServerReadyRequest, context: _Context
+    ) -> pb.ServerReadyResponse:
+        """Whether the server can be sent inferences."""
+        return pb.ServerReadyResponse(ready=self._health.is_serving)
+
+    async def ModelReady(  # noqa: N802
+        self, request: pb.ModelReadyRequest, context: _Context
+    ) -> pb.ModelReadyResponse:
+        """Whether a model can; it is not if it is not served at all."""
+        served = request.name in self._precisions() and request.version in ("", MODEL_VERSION)
+        return pb.ModelReadyResponse(ready=served and self._health.is_serving)
+
+    async def ServerMetadata(  # noqa: N802
+        self, request: pb.ServerMetadataRequest, context: _Context
+    ) -> pb.ServerMetadataResponse:
+        """Describe the server."""
+        return server_metadata()
+
+    @_refusing
+    async def ModelMetadata(  # noqa: N802
+        self, request: pb.ModelMetadataRequest, context: _Context
+    ) -> pb.ModelMetadataResponse:
+        """Describe a model's tensors and classes."""
+        self._precision_of(request.name, request.version)
+        return model_metadata(request.name, self._pipeline.model)
+
+    @_refusing
+    async def ModelConfig(  # noqa: N802
+        self, request: pb.ModelConfigRequest, context: _Context
+    ) -> pb.ModelConfigResponse:
+        """Describe how a model is served."""
+        self._precision_of(request.name, request.version)
+        return model_config(request.name, self._pipeline.model, self._config)
+
+    @_refusing
+    async def ModelStatistics(  # noqa: N802
+        self, request: pb.ModelStatisticsRequest, context: _Context
+    ) -> pb.ModelStatisticsResponse:
+        """Tell what became of the requests for a model, or for each."""
+        if request.name:
+            self._precision_of(request.name, request.version)
+        names = [request.name] if request.name else list(self._precisions())
+        return pb.ModelStatisticsResponse(
+            model_stats=[self._statistics[name].message(name, MODEL_VERSION) for name in names]
+        )
+
+    async def RepositoryIndex(  # noqa: N802
+        self, request: pb.RepositoryIndexRequest, context: _Context
+    ) -> pb.RepositoryIndexResponse:
+        """List the models."""
+        ready = self._health.is_serving
+        state, reason = ("READY", "") if ready else ("UNAVAILABLE", "the server starts or stops")
+        index = pb.RepositoryIndexResponse.ModelIndex
+        return pb.RepositoryIndexResponse(
+            models=[
+                index(name=name, version=MODEL_VERSION, state=state, reason=reason)
+                for name in self._precisions()
+                if ready or not request.ready
+            ]
+        )
+
+    @_refusing
+    async def RepositoryModelLoad(  # noqa: N802
+        self, request: pb.RepositoryModelLoadRequest, context: _Context
+    ) -> pb.RepositoryModelLoadResponse:
+        """Load the bundle anew from where it is; if that fails, the old one serves on."""
+        self._precision_of(request.model_name, "")
+        if request.parameters:
+            raise InvalidRequestError(
+                f"parameter {min(request.parameters)!r} is not known; the bundle is loaded as it is"
+            )
+        if not self._health.is_serving:
+            raise StoppingError("the server is starting or stopping")
+        reload = asyncio.create_task(self._pipeline.reload())
+        self._reloads.add(reload)
+        reload.add_done_callback(self._reloads.discard)
+        try:
+            await asyncio.shield(reload)  # a client that goes does not stop it half way
+        except (BundleError, BackendError) as error:
+            raise ReloadError(str(error)) from error
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(  # noqa: N802
+        self, request: pb.RepositoryModelUnloadRequest, context: _Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        """Refuse, as a server has no other model."""
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED,
+            "the server's only model is not unloaded; stop the server instead",
+        )
+
+    @_refusing
+    async def ModelInfer(  # noqa: N802
+        self, request: pb.ModelInferRequest, context: _Context
+    ) -> pb.ModelInferResponse:
+        """Detect in the images of a request."""
+        return await self._response_to(request, context.peer())
+
+    async def ModelStreamInfer(  # noqa: N802
+        self, requests: AsyncIterator[pb.ModelInferRequest], context: _StreamContext
+    ) -> None:
+        """Answer the requests of a stream in their order, several at once."""
+        answers: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
+        # A stream is read no faster than it is answered, but so that two batches are under way.
+        places = asyncio.Semaphore(2 * self._config.max_batch)
+        peer = context.peer()
+
+        async def read() -> None:
+            try:
+                async for request in requests:
+                    await places.acquire()
+                    answer = self._stream_response_to(request, peer)
+                    answers.put_nowait(tasks.create_task(answer))
+            finally:
+                answers.put_nowait(None)
+
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(read())
+            self._readers.add(reader)
+            reader.add_done_callback(self._readers.discard)
+            while answer := await answers.get():
+                await context.write(await answer)
+                places.release()
+        if reader.cancelled():
+            await context.abort(*refusal_from_error(StoppingError("the server is stopping")))
+
+    async def _stream_response_to(
+        self, request: pb.ModelInferRequest, peer: str
+    ) -> pb.ModelStreamInferResponse:
+        try:
+            response = await self._response_to(request, peer)
+        except Exception as error:
+            _, message = refusal_from_error(error)
+            refused = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+            return pb.ModelStreamInferResponse(error_message=message, infer_response=refused)
+        response.parameters["triton_final_response"].bool_param = True
+        return pb.ModelStreamInferResponse(infer_response=response)
+
+    async def _response_to(self, request: pb.ModelInferRequest, peer: str) -> pb.ModelInferResponse:
+        precision = self._precision_of(request.model_name, request.model_version)
+        statistics = self._statistics[request.model_name]
+        start = time.monotonic()
+        try:
+            response, found = await self._infer(request, precision, peer)
+        except Exception:
+            statistics.count_failure(time.monotonic() - start)
+            raise
+        statistics.count_success([d.timing for d in found], time.monotonic() - start)
+        return response
+
+    async def _infer(
+        self, request: pb.ModelInferRequest, precision: str | None, peer: str
+    ) -> tuple[pb.ModelInferResponse, list[Detections]]:
+        manifest = self._pipeline.model.manifest
+        known = [spec.name for spec in output_specs(manifest)]
+        outputs = outputs_from_request(request, known) or default_outputs(manifest)
+        options = options_from_request(request, mask_format_of(outputs))
+        terms = terms_from_request(request, precision, peer)
+        # Megabytes are turned over in threads, not in the event loop.
+        images = await asyncio.to_thread(images_from_request, request, self._config.max_batch)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                detecting = [
+                    tasks.create_task(self._detect(index, image, options, terms))
+                    for index, image in enumerate(images)
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        found = [task.result() for task in detecting]
+        response = await asyncio.to_thread(
+            response_from_detections, request, found, outputs, manifest
+        )
+        return response, found
+
+    async def _detect(
+        self, index: int, image: SourceImage, options: DetectionOptions, terms: RequestTerms
+    ) -> Detections:
+        try:
+            return await self._pipeline.detect(image, options, terms)
+        except ImageError as error:
+            raise ImageError(f"images[{index}]: {error}") from error
+
+    def _precisions(self) -> dict[str, str | None]:
+        """The names of the models, and the precisions that they ask for."""
+        model = self._pipeline.model
+        name = model.manifest.model_name
+        return {name: None} | {f"{name}-{precision}": precision for precision in model.precisions}
+
+    def _precision_of(self, name: str, version: str) -> str | None:
+        """The precision that a model's name asks for, none for the default.
+
+        Raises:
+            ModelNotFoundError: the model is not served.
+        """
+        precisions = self._precisions()
+        if name not in precisions:
+            raise ModelNotFoundError(
+                f"model {name!r} is not served; served are {', '.join(precisions)}"
+            )
+        if version not in ("", MODEL_VERSION):
+            raise ModelNotFoundError(
+                f"version {version!r} of model {name!r} is not served; "
+                f"leave it out, or ask for {MODEL_VERSION}"
+            )
+        return precisions[name]
