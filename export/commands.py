@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..model.images import IMAGE_SUFFIXES
-from ..model.manifest import EngineKind, InputDtype, Precision
+from ..model.manifest import EngineKind, InputDtype, Manifest, Precision
 from ..model.spec import ShapeBucket
 from .engine_options import builders_from_options, engine_options
 from .variadic_options import VariadicCommand
@@ -56,6 +56,11 @@ class BucketType(click.ParamType[ShapeBucket]):
 )  # fmt: skip
 @engine_options
 @click.option(
+    "--triton-repository", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+    help="Model repository to which to add the ONNX files and TensorRT plans as models of Triton "
+    "Inference Server; what has the name already gets a further version.",
+)  # fmt: skip
+@click.option(
     "--verify", "images", metavar="[IMAGES]", is_flag=False, flag_value="",
     help="Compare ONNX files and programs of torch with the checkpoint on a picture or a folder of "
     "them; noise if none is named.",
@@ -66,6 +71,7 @@ def export(
     precisions: tuple[Precision, ...],
     buckets: tuple[ShapeBucket, ...],
     input_dtype: InputDtype,
+    triton_repository: Path | None,
     images: str | None,
     kinds: tuple[Literal["torch"] | EngineKind, ...],
     **engines: Any,
@@ -74,9 +80,8 @@ def export(
 
     Options for several values take them one after another, as in --precision fp32 fp16.
     """
-    from ..model.checkpoint import load_checkpoint
     from .bundle import bundle_from_checkpoint
-    from .verify import VerificationError, verify_bundle
+    from .triton_repository import triton_repository_from_bundle
 
     pictures = [] if not images else _pictures_in(Path(images))
     manifest = bundle_from_checkpoint(
@@ -90,8 +95,22 @@ def export(
         report=click.echo,
     )
     click.echo(f"the bundle is {bundle}")
-    if images is None:
-        return
+    if images is not None:
+        _verify(checkpoint, bundle, manifest, pictures)
+    if triton_repository is not None:
+        names = triton_repository_from_bundle(bundle, triton_repository)
+        click.echo(f"Triton's models in {triton_repository} are {', '.join(names)}")
+
+
+def _verify(checkpoint: Path, bundle: Path, manifest: Manifest, pictures: list[Path]) -> None:
+    """Compare a bundle with its checkpoint, and say what came of it.
+
+    Raises:
+        VerificationError: they differ by more than precision allows.
+    """
+    from ..model.checkpoint import load_checkpoint
+    from .verify import VerificationError, verify_bundle
+
     comparisons = verify_bundle(bundle, manifest, load_checkpoint(checkpoint), pictures)
     Console().print(table_of(comparisons))
     failed = [c.artifact.path for c in comparisons if not c.passed]

@@ -31,6 +31,7 @@ def test_exports_what_is_asked_for_and_verifies_it(tiny_checkpoint: Path, tmp_pa
     result = export(
         tiny_checkpoint, "-o", bundle, "--precision", "fp32", "--shape", "96x160",
         "--input-dtype", "float32", "--engine", "torch", "--verify", pictures,
+        "--triton-repository", tmp_path / "models",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert f"the bundle is {bundle}" in result.output
@@ -44,6 +45,9 @@ def test_exports_what_is_asked_for_and_verifies_it(tiny_checkpoint: Path, tmp_pa
     names = {name for artifact in artifacts for name in artifact.paths}
     assert {path.name for path in bundle.iterdir()} == {"manifest.json", *names}
     assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+    (model,) = (tmp_path / "models").iterdir()
+    assert model.name.endswith("-fp32-96x160-onnx")
+    assert model.name in result.output
 
 
 @pytest.mark.parametrize(
