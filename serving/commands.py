@@ -5,10 +5,10 @@ from typing import Any
 
 import click
 
-from .serve_options import ENVIRONMENT_PREFIX, config_from_options, config_options
+from .serve_options import config_from_options, config_options
 
 
-@click.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})
+@click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @config_options
 def serve(bundle: Path, **values: Any) -> None:

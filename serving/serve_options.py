@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 from ..model.config_faults import sentence_from_fault
 from .config import ServeConfig
 
-ENVIRONMENT_PREFIX = "MASKRCNN"
-"""For `context_settings` of the command, as its `auto_envvar_prefix`."""
+_PREFIX = "MASKRCNN_"
+"""Of the names of variables in the environment."""
 
 _Command = Callable[..., None]
 
@@ -32,6 +32,7 @@ def config_options(command: _Command) -> _Command:
         is_eager=True,  # before the options whose defaults it gives
         expose_value=False,
         callback=_take_defaults,
+        envvar=_variable("config"),
         show_envvar=True,
         help="YAML file of the settings below, with _ for -; the environment goes before it, and "
         "options before that.",
@@ -64,6 +65,7 @@ def _option(name: str, field: FieldInfo) -> Callable[[_Command], _Command]:
         multiple=several,
         default=field.get_default(call_default_factory=True),
         show_default=not several,
+        envvar=_variable(name),
         show_envvar=True,
         help=(field.description or "") + (" Can be given several times." if several else ""),
     )
@@ -84,6 +86,8 @@ def _take_defaults(context: click.Context, parameter: click.Parameter, path: Pat
         values = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise click.UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise click.UsageError(f"{path} is no mapping of settings to values, as in port: 8500")
     try:
         config = ServeConfig.model_validate(values)
     except ValidationError as error:
@@ -95,7 +99,7 @@ def _take_defaults(context: click.Context, parameter: click.Parameter, path: Pat
 def _check_environment() -> None:
     known = [_variable(name) for name in ("config", *ServeConfig.model_fields)]
     for name in os.environ:
-        if name.startswith(f"{ENVIRONMENT_PREFIX}_") and name not in known:
+        if name.startswith(_PREFIX) and name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
             raise click.UsageError(f"the environment variable {name} is no setting; {hint}")
@@ -109,4 +113,4 @@ def _spelling(name: str) -> str:
 
 
 def _variable(name: str) -> str:
-    return f"{ENVIRONMENT_PREFIX}_{name.upper()}"
+    return f"{_PREFIX}{name.upper()}"

@@ -1,0 +1,217 @@
+"""What goes wrong around a request, over real sockets; a gate holds batches before the model."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.backends.base import Outputs
+from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend
+from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.errors import BackendError
+from maskrcnn_trt.serving.server import detection_server
+
+Encode = Callable[..., bytes]
+
+
+class Gate:
+    """Before the backend of every server of the test."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.fault: BaseException | None = None
+        """What batches are to fail with."""
+        self.computed = 0
+        """Batches that have come, those of warming up included."""
+
+    def pass_through(self) -> None:
+        self.computed += 1
+        assert self.is_open.wait(60)
+        if self.fault is not None:
+            raise self.fault
+
+    async def batches(self, number: int) -> None:
+        """Return when so many batches have come."""
+        async with asyncio.timeout(60):
+            while self.computed < number:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    gate.is_open.set()
+    infer = OnnxRuntimeBackend.infer
+
+    def infer_behind_gate(backend: OnnxRuntimeBackend, *batch: Any) -> Outputs:
+        gate.pass_through()
+        return infer(backend, *batch)
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "infer", infer_behind_gate)
+    yield gate
+    gate.is_open.set()
+
+
+@contextlib.asynccontextmanager
+async def served(bundle: Path, **settings: Any) -> AsyncIterator[str]:
+    """The address of a server that computes image by image."""
+    config = ServeConfig(port=0, max_batch=1, max_delay_ms=0, drain_delay_s=0, **settings)
+    async with detection_server(bundle, config) as address:
+        yield address
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Any]:
+    """A stub with a connection of its own."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        yield DetectorStub(channel)
+
+
+async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    return await call.code(), await call.details() or ""
+
+
+def test_what_is_given_up_in_the_queue_is_never_computed(
+    bundle: Path, gate: Gate, picture: Encode
+) -> None:
+    async def ask() -> None:
+        async with served(bundle) as address, connected(address) as stub:
+            warm = gate.computed
+            gate.is_open.clear()
+            first = stub.Detect(pb.DetectRequest(image=picture()))
+            await gate.batches(warm + 1)
+            late = stub.Detect(pb.DetectRequest(image=picture(), timeout_us=200_000))
+            impatient = stub.Detect(pb.DetectRequest(image=picture()), timeout=0.2)
+            cancelled = stub.Detect(pb.DetectRequest(image=picture()))
+            status, message = await status_of(late)
+            assert status is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert message == "the request took longer than its 0.2 s"
+            assert (await status_of(impatient))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+            cancelled.cancel()
+            last = stub.Detect(pb.DetectRequest(image=picture()))
+            gate.is_open.set()
+            assert (await first).detections
+            assert (await last).detections
+            assert gate.computed == warm + 2
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("way", ["cancelled", "expired", "gone"])
+def test_what_is_given_up_at_the_model_frees_its_place(
+    bundle: Path, gate: Gate, picture: Encode, way: str
+) -> None:
+    async def ask() -> None:
+        async with (
+            served(bundle, queue_size=1, timeout_s=0.5 if way == "expired" else None) as address,
+            connected(address) as stub,
+        ):
+            warm = gate.computed
+            gate.is_open.clear()
+            async with connected(address) as other:
+                call = other.Detect(pb.DetectRequest(image=picture()))
+                await gate.batches(warm + 1)
+                refused = stub.Detect(pb.DetectRequest(image=picture()))
+                assert (await status_of(refused))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+                if way == "cancelled":
+                    call.cancel()
+                if way == "expired":
+                    assert (await status_of(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+            while True:  # until the server has heard of it
+                accepted = stub.Detect(pb.DetectRequest(image=picture()))
+                await asyncio.wait([asyncio.ensure_future(accepted.code())], timeout=0.1)
+                if not accepted.done():
+                    break
+            gate.is_open.set()
+            assert (await accepted).detections
+
+    asyncio.run(ask())
+
+
+def test_a_client_with_many_requests_does_not_shut_another_out(
+    bundle: Path, gate: Gate, picture: Encode
+) -> None:
+    order: list[str] = []
+
+    async def ask(stub: Any, name: str) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            await stub.Detect(pb.DetectRequest(image=picture()))
+            order.append(name)
+
+    async def ask_both() -> None:
+        async with (
+            served(bundle, queue_size=16) as address,
+            connected(address) as greedy,
+            connected(address) as modest,
+            asyncio.TaskGroup() as tasks,
+        ):
+            warm = gate.computed
+            gate.is_open.clear()
+            for _ in range(40):
+                tasks.create_task(ask(greedy, "greedy"))
+            await gate.batches(warm + 1)
+            await asyncio.sleep(0.5)  # for all of them to be there
+            tasks.create_task(ask(modest, "modest"))
+            await asyncio.sleep(0.5)
+            gate.is_open.set()
+
+    asyncio.run(ask_both())
+    assert len(order) == 9
+    assert "modest" in order[:3]
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("no"), BackendError("no"), SystemExit()])
+def test_a_backend_that_breaks_is_loaded_again(
+    bundle: Path, gate: Gate, picture: Encode, fault: BaseException
+) -> None:
+    async def ask() -> None:
+        async with served(bundle) as address, connected(address) as stub:
+
+            async def status() -> grpc.StatusCode:
+                return (await status_of(stub.Detect(pb.DetectRequest(image=picture()))))[0]
+
+            for faulty in (True, True, False, True, True):  # never three in a row
+                gate.fault = fault if faulty else None
+                expected = grpc.StatusCode.INTERNAL if faulty else grpc.StatusCode.OK
+                assert await status() is expected
+            assert await status() is grpc.StatusCode.INTERNAL
+            gate.is_open.clear()  # for the new one to take its time
+            assert await status() is grpc.StatusCode.UNAVAILABLE
+            gate.fault = None
+            gate.is_open.set()
+            async with asyncio.timeout(60):
+                while (found := await status()) is not grpc.StatusCode.OK:
+                    assert found is grpc.StatusCode.UNAVAILABLE
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(ask())
+
+
+def test_a_backend_that_stays_broken_is_tried_again(
+    bundle: Path, gate: Gate, picture: Encode
+) -> None:
+    async def ask() -> None:
+        async with served(bundle) as address, connected(address) as stub:
+            gate.fault = RuntimeError("no memory")
+            for _ in range(3):
+                await status_of(stub.Detect(pb.DetectRequest(image=picture())))
+            await gate.batches(gate.computed + 1)
+            gate.fault = None
+            start = time.monotonic()
+            while time.monotonic() < start + 60:
+                call = stub.Detect(pb.DetectRequest(image=picture()))
+                if (await status_of(call))[0] is grpc.StatusCode.OK:
+                    return
+                await asyncio.sleep(0.05)
+            raise AssertionError("the backend did not come back")
+
+    asyncio.run(ask())

@@ -1,0 +1,122 @@
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.serve_options import config_from_options, config_options
+
+
+@click.command()
+@config_options
+def show(**values: Any) -> None:
+    """Print the configuration."""
+    click.echo(config_from_options(values).model_dump_json())
+
+
+def run(*words: object, **environment: str) -> Result:
+    variables = {f"MASKRCNN_{name.upper()}": value for name, value in environment.items()}
+    return CliRunner().invoke(show, [str(word) for word in words], env=variables)
+
+
+def config_of(result: Result) -> ServeConfig:
+    assert result.exit_code == 0, result.output
+    return ServeConfig.model_validate_json(result.stdout)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "serve.yaml"
+    path.write_text("port: 1\nmax_batch: 2\nqueue_size: 3\nprecision: [fp16, fp32]\n")
+    return path
+
+
+def test_without_settings_the_defaults_hold() -> None:
+    assert config_of(run()) == ServeConfig()
+
+
+def test_options_go_before_the_environment_and_that_before_the_file(file: Path) -> None:
+    config = config_of(run("--config", file, "--port", 10, port="20", max_batch="20"))
+    expected = ServeConfig(port=10, max_batch=20, queue_size=3, precision=("fp16", "fp32"))
+    assert config == expected
+
+
+def test_the_environment_can_name_the_file(file: Path) -> None:
+    assert config_of(run(config=str(file))).queue_size == 3
+
+
+def test_settings_with_several_values() -> None:
+    expected = ServeConfig(precision=("tf32", "fp32"), preferred_batch=(2, 4))
+    precisions = "--precision", "tf32", "--precision", "fp32"
+    assert config_of(run(*precisions, "--preferred-batch", 2, "--preferred-batch", 4)) == expected
+    assert config_of(run(precision="tf32 fp32", preferred_batch="2 4")) == expected
+
+
+def test_every_setting_can_be_set_each_way(tmp_path: Path) -> None:
+    values = ServeConfig(precision=("fp32",), preferred_batch=(4,), timeout_s=5).model_dump()
+    words = [
+        word
+        for name, value in values.items()
+        for one in (value if isinstance(value, tuple) else (value,))
+        for word in (f"--{name.replace('_', '-')}", one)
+    ]
+    variables = {
+        name: " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for name, value in values.items()
+    }
+    file = tmp_path / "all.yaml"
+    file.write_text(ServeConfig(**values).model_dump_json())  # JSON is YAML
+    for result in (run(*words), run(**variables), run("--config", file)):
+        assert config_of(result) == ServeConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_bach: 8", "unknown key max_bach (did you mean max_batch?)"),
+        ("port: 70000", "port is 70000; allowed: whole number, >= 0, <= 65535"),
+        ("precision: fp16", "precision is 'fp16'; allowed: list of fp32"),
+        ("preferred_batch: [16]", "preferred_batch is 16; allowed: 1 to max_batch, which is 8"),
+        ("- 1", "is no mapping of settings to values"),
+        ("a: [", "is no YAML"),
+    ],
+)
+def test_faults_of_the_file_are_named(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    result = run("--config", file)
+    assert result.exit_code == 2
+    assert f"{file}: " in result.stderr or f"{file} " in result.stderr
+    assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"prot": "1"}, "MASKRCNN_PROT is no setting; did you mean MASKRCNN_PORT?"),
+        ({"port": "tcp://10.0.0.1:80"}, "MASKRCNN_PORT"),
+        ({"max_batch": "0"}, "MASKRCNN_MAX_BATCH is 0; allowed: whole number, >= 1"),
+        ({"backend": "cuda"}, "MASKRCNN_BACKEND"),
+    ],
+)
+def test_faults_of_the_environment_are_named(environment: dict[str, str], words: str) -> None:
+    result = run(**environment)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--max-batch", 0, "--max-batch is 0; allowed: whole number, >= 1"),
+        ("--preferred-batch", 9, "preferred_batch is 9; allowed: 1 to max_batch, which is 8"),
+        ("--precision", "int8", "--precision"),
+        ("--timeout-s", -1, "--timeout-s is -1.0"),
+    ],
+)
+def test_faults_of_options_are_named(option: str, value: object, words: str) -> None:
+    result = run(option, value)
+    assert result.exit_code == 2
+    assert words in result.stderr
