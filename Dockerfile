@@ -1,20 +1,38 @@
-# A slim serving image: the base install, without torch.
+# Two images: for serving, the base install without torch, and for training and export.
 #
-#   docker build -t maskrcnn-trt .
+#   docker build --tag maskrcnn-trt .
 #   docker run --rm -p 8500:8500 -v "$PWD/bundle:/bundle:ro" maskrcnn-trt
-FROM python:3.12-slim AS build
+#
+#   docker build --target training --tag maskrcnn-trt-training .
+#   docker run --rm --gpus all --ipc host -v "$PWD/data:/home/maskrcnn/data:ro" -v "$PWD/runs:/home/maskrcnn/runs" \
+#       maskrcnn-trt-training train 1x-1gpu
+FROM python:3.12-slim AS source
 WORKDIR /source
 COPY . .
-# The lock constrains the versions; it also holds the training extras, which are not installed.
+# The lock constrains the versions; it also holds extras, of which each image installs its own.
 RUN sed -e 's/ *\\$//' -e '/^ *--hash=/d' requirements.lock > constraints.txt \
- && python -m venv /opt/maskrcnn \
- && /opt/maskrcnn/bin/pip install --no-cache-dir --constraint constraints.txt .
+ && python -m venv /opt/maskrcnn
 
-FROM python:3.12-slim
-COPY --from=build /opt/maskrcnn /opt/maskrcnn
-RUN useradd --create-home maskrcnn
+FROM source AS serving-install
+RUN /opt/maskrcnn/bin/pip install --no-cache-dir --constraint constraints.txt .
+
+FROM source AS training-install
+RUN /opt/maskrcnn/bin/pip install --no-cache-dir --constraint constraints.txt ".[train]"
+
+FROM python:3.12-slim AS base
+RUN useradd --create-home --uid 1000 maskrcnn
+ENV PATH="/opt/maskrcnn/bin:$PATH"
+ENTRYPOINT ["maskrcnn"]
+
+FROM base AS training
+COPY --from=training-install /opt/maskrcnn /opt/maskrcnn
+WORKDIR /home/maskrcnn
+USER maskrcnn
+CMD ["--help"]
+
+FROM base AS serving
+COPY --from=serving-install /opt/maskrcnn /opt/maskrcnn
 USER maskrcnn
 EXPOSE 8500
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["/opt/maskrcnn/bin/maskrcnn"]
 CMD ["serve", "/bundle", "--host", "0.0.0.0"]
