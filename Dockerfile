@@ -4,8 +4,8 @@
 #   docker run --rm -p 8500:8500 -v "$PWD/bundle:/bundle:ro" maskrcnn-trt
 #
 #   docker build --target training --tag maskrcnn-trt-training .
-#   docker run --rm --gpus all --ipc host -v "$PWD/data:/home/maskrcnn/data:ro" -v "$PWD/runs:/home/maskrcnn/runs" \
-#       maskrcnn-trt-training train 1x-1gpu
+#   docker run --rm --gpus all --ipc host -v "$PWD/data:/home/maskrcnn/data:ro" \
+#       -v "$PWD/runs:/home/maskrcnn/runs" maskrcnn-trt-training train 1x-1gpu
 FROM python:3.12-slim AS source
 WORKDIR /source
 COPY . .
