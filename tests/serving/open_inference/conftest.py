@@ -1,0 +1,22 @@
+"""Triton's client, and what the model finds without a server."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tritonclient.grpc import InferenceServerClient
+
+from maskrcnn_trt.serving.predictor import Predictor
+
+
+@pytest.fixture(scope="session")
+def predictor(bundle: Path) -> Iterator[Predictor]:
+    with contextlib.closing(Predictor(bundle)) as predictor:
+        yield predictor
+
+
+@pytest.fixture
+def triton(address: str) -> Iterator[InferenceServerClient]:
+    with InferenceServerClient(address) as client:
+        yield client
