@@ -30,10 +30,6 @@ class Pipeline:
         self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="images")
         self._reloading = asyncio.Lock()
 
-    async def warm_up(self) -> None:
-        """Make the model ready; requests that arrive meanwhile wait."""
-        await self.model.warm_up()
-
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Compute what `detect` is asked for within the context."""
@@ -43,7 +39,8 @@ class Pipeline:
             try:
                 yield
             finally:
-                self._computing.cancel()
+                async with self._reloading:  # which needs the tasks until it is done
+                    self._computing.cancel()
 
     async def reload(self) -> None:
         """Load the bundle anew, and serve it in place of the old one once it is warm.

@@ -92,7 +92,7 @@ async def detection_server(
         await server.start()
         try:
             # Before the groups, which would wrap what is raised.
-            await pipeline.warm_up()
+            await pipeline.model.warm_up()
             async with pipeline.running(), _background(pipeline, reload or asyncio.Event()):
                 health.set_ready()
                 try:
