@@ -17,7 +17,7 @@ class LoopLag:
         self.last_s = 0.0
         """What was measured last."""
         self.worst_s = 0.0
-        """The worst of the last whole window of ten seconds, or of the first that is not over."""
+        """The worst since the last whole window of ten seconds began."""
 
     async def run(self) -> None:
         """Measure until cancelled, and log what is notable once a window."""

@@ -99,5 +99,7 @@ def test_server_understands_its_words_and_has_the_time_to_stop() -> None:
     assert bundle in {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
     known = {name for option in serve.params if isinstance(option, Option) for name in option.opts}
     assert set(options[::2]) <= known
-    waiting = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert POD["terminationGracePeriodSeconds"] > waiting + ServeConfig().stop_grace_s
+    assert POD["enableServiceLinks"] is False  # MASKRCNN_PORT would be taken for a setting
+    config = ServeConfig()
+    waiting = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"] + config.drain_delay_s
+    assert POD["terminationGracePeriodSeconds"] > waiting + config.stop_grace_s
