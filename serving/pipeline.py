@@ -74,11 +74,21 @@ class Pipeline:
         self.model.close()
 
     async def detect(
-        self, source: SourceImage, options: DetectionOptions, terms: RequestTerms = DEFAULT_TERMS
+        self,
+        source: SourceImage,
+        options: DetectionOptions,
+        terms: RequestTerms = DEFAULT_TERMS,
+        model: ServedModel | None = None,
     ) -> Detections:
         """Detect in an image.
 
         If the caller is cancelled, the request gives up its place at once.
+
+        Args:
+            source: The image.
+            options: What to answer with.
+            terms: How to compute it.
+            model: One that the caller uses; none, the one that serves what comes now.
 
         Raises:
             ImageError: the image cannot be used.
@@ -89,7 +99,7 @@ class Pipeline:
         """
         limits = [s for s in (terms.timeout_s, self._config.timeout_s) if s is not None]
         timeout_s = min(limits, default=None)
-        model = self.model
+        model = model or self.model
         with self._places.hold(terms.peer), model.use():
             try:
                 async with asyncio.timeout(timeout_s) as limit:

@@ -84,7 +84,8 @@ async def detection_server(
         server, port = _listening_server(config)
         service = DetectorService(pipeline, config)
         add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-        health = HealthService(*(service.full_name for service in _SERVICES))
+        names = [service.full_name for service in _SERVICES]
+        health = HealthService(*names, pipeline.model.manifest.model_name)
         add_HealthServicer_to_server(health, server)
         inference = InferenceService(pipeline, config, health)
         add_GRPCInferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]

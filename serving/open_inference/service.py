@@ -9,12 +9,10 @@ from typing import Any
 
 import grpc
 
-from ...model.images import ImageError
 from ...model.manifest import BundleError
 from ...protos.inference import open_inference_pb2 as pb
 from ...protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from ..config import ServeConfig
-from ..detections import DetectionOptions, Detections
 from ..errors import (
     BackendError,
     InvalidRequestError,
@@ -24,23 +22,10 @@ from ..errors import (
 )
 from ..health import HealthService
 from ..pipeline import Pipeline
-from ..preprocessing import SourceImage
-from ..scheduling import RequestTerms
 from ..service import refusal_from_error
+from .inference import infer
 from .metadata import model_config, model_metadata, server_metadata
-from .requests import (
-    images_from_request,
-    options_from_request,
-    outputs_from_request,
-    terms_from_request,
-)
-from .responses import (
-    MODEL_VERSION,
-    default_outputs,
-    mask_format_of,
-    output_specs,
-    response_from_detections,
-)
+from .responses import MODEL_VERSION
 from .statistics import Statistics
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -236,45 +221,22 @@ class InferenceService(GRPCInferenceServiceServicer):
         precision = self._precision_of(request.model_name, request.model_version)
         statistics = self._statistics[request.model_name]
         start = time.monotonic()
+        model = self._pipeline.model  # for all images, though the bundle be loaded anew meanwhile
         try:
-            response, found = await self._infer(request, precision, peer)
+            with model.use():
+                response, timings = await infer(
+                    request,
+                    self._pipeline,
+                    model,
+                    precision=precision,
+                    peer=peer,
+                    max_batch=self._config.max_batch,
+                )
         except Exception:
             statistics.count_failure(time.monotonic() - start)
             raise
-        statistics.count_success([d.timing for d in found], time.monotonic() - start)
+        statistics.count_success(timings, time.monotonic() - start)
         return response
-
-    async def _infer(
-        self, request: pb.ModelInferRequest, precision: str | None, peer: str
-    ) -> tuple[pb.ModelInferResponse, list[Detections]]:
-        manifest = self._pipeline.model.manifest
-        known = [spec.name for spec in output_specs(manifest)]
-        outputs = outputs_from_request(request, known) or default_outputs(manifest)
-        options = options_from_request(request, mask_format_of(outputs))
-        terms = terms_from_request(request, precision, peer)
-        # Megabytes are turned over in threads, not in the event loop.
-        images = await asyncio.to_thread(images_from_request, request, self._config.max_batch)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                detecting = [
-                    tasks.create_task(self._detect(index, image, options, terms))
-                    for index, image in enumerate(images)
-                ]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        found = [task.result() for task in detecting]
-        response = await asyncio.to_thread(
-            response_from_detections, request, found, outputs, manifest
-        )
-        return response, found
-
-    async def _detect(
-        self, index: int, image: SourceImage, options: DetectionOptions, terms: RequestTerms
-    ) -> Detections:
-        try:
-            return await self._pipeline.detect(image, options, terms)
-        except ImageError as error:
-            raise ImageError(f"images[{index}]: {error}") from error
 
     def _precisions(self) -> dict[str, str | None]:
         """The names of the models, and the precisions that they ask for."""

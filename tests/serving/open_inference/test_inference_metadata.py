@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
@@ -180,6 +182,30 @@ def test_model_is_loaded_anew(triton: InferenceServerClient, picture: Encode) ->
         triton.load_model(MODEL, config="{}")
 
 
+def test_model_is_loaded_anew_under_load(address: str, picture: Encode) -> None:
+    async def ask() -> list[Any]:
+        async with triton_aio.InferenceServerClient(address) as client:
+            loading = asyncio.create_task(client.load_model(MODEL))
+            results = []
+            while not loading.done():
+                images = images_of(picture(1), picture(2))
+                calls = [client.infer(MODEL, images) for _ in range(4)]
+                results.extend(await asyncio.gather(*calls))
+            await loading
+            return results
+
+    results = asyncio.run(ask())
+    assert results
+    assert all(result.as_numpy("num_detections").all() for result in results)
+
+
+@pytest.mark.parametrize("service", ["inference.GRPCInferenceService", MODEL])
+def test_health_of_service_and_model(address: str, service: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        response = HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=30)
+    assert response.status == HealthCheckResponse.SERVING
+
+
 def test_damaged_bundle_is_refused_and_the_old_one_serves_on(
     bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
@@ -212,13 +238,17 @@ def test_stop_answers_what_a_stream_has_asked_for(bundle: Path, picture: Encode)
         hold = asyncio.Event()
         answers = 0
         async with contextlib.AsyncExitStack() as server:
-            config = ServeConfig(port=0, max_delay_ms=100)
+            config = ServeConfig(port=0, max_delay_ms=100, drain_delay_s=1)
             address = await server.enter_async_context(detection_server(bundle, config))
             async with triton_aio.InferenceServerClient(address) as client:
                 stream = client.stream_infer(requests(hold))
                 result, error = await anext(stream)
                 assert error is None
                 stopping = asyncio.create_task(server.aclose())
+                assert not await client.is_server_ready()
+                assert not await client.is_model_ready(MODEL)
+                (model, _) = (await client.get_model_repository_index()).models
+                assert (model.state, model.reason) == ("UNAVAILABLE", "the server starts or stops")
                 for _ in range(2):
                     result, error = await anext(stream)
                     assert error is None

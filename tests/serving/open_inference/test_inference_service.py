@@ -4,6 +4,7 @@ import asyncio
 import queue
 from collections.abc import Callable, Sequence
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedO
 from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
+from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.predictor import Predictor
+from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
 MODEL = "maskrcnn_resnet18_fpn"
@@ -291,6 +294,29 @@ def test_async_client(address: str, predictor: Predictor, picture: Encode) -> No
 
     for seed, result in enumerate(asyncio.run(ask())):
         assert_row_is(result, 0, predictor.detect(picture(seed)))
+
+
+def test_cancelled_request_gives_the_places_of_its_images_back(
+    bundle: Path, picture: Encode
+) -> None:
+    async def ask() -> InferResult:
+        # A connection may hold half of the places.
+        config = ServeConfig(port=0, queue_size=6, max_batch=64, max_delay_ms=300)
+        images = images_of(*map(picture, range(3)))
+        async with (
+            detection_server(bundle, config) as address,
+            triton_aio.InferenceServerClient(address) as client,
+        ):
+            call = asyncio.create_task(client.infer(MODEL, images))
+            await asyncio.sleep(0.15)
+            with pytest.raises(InferenceServerException, match="requests of this connection"):
+                await client.infer(MODEL, images_of(picture()))
+            call.cancel()
+            await asyncio.wait([call])
+            await asyncio.sleep(0.15)
+            return await client.infer(MODEL, images)
+
+    assert asyncio.run(ask()).as_numpy("num_detections").all()
 
 
 def test_stream_is_answered_in_order_and_outlives_refusals(

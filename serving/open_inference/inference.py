@@ -1,0 +1,79 @@
+"""From a request for inference to its answer."""
+
+import asyncio
+
+from ...model.images import ImageError
+from ...protos.inference import open_inference_pb2 as pb
+from ..detections import DetectionOptions, Detections, Timing
+from ..models import ServedModel
+from ..pipeline import Pipeline
+from ..preprocessing import SourceImage
+from ..scheduling import RequestTerms
+from .requests import (
+    images_from_request,
+    options_from_request,
+    outputs_from_request,
+    terms_from_request,
+)
+from .responses import default_outputs, mask_format_of, output_specs, response_from_detections
+
+
+async def infer(
+    request: pb.ModelInferRequest,
+    pipeline: Pipeline,
+    model: ServedModel,
+    *,
+    precision: str | None,
+    peer: str,
+    max_batch: int,
+) -> tuple[pb.ModelInferResponse, list[Timing]]:
+    """Detect in the images of a request, each of which is batched for itself.
+
+    Args:
+        request: The request.
+        pipeline: What detects.
+        model: The model to detect with, which the caller uses.
+        precision: The one that the request's model name asks for, if it does.
+        peer: The connection that the request came by.
+        max_batch: Images that a request may hold.
+
+    Returns:
+        The answer, and where the time of each image went.
+
+    Raises:
+        ImageError: an image cannot be used; the message names its index.
+        InvalidRequestError: something else of the request cannot.
+        ServingError: what else `Pipeline.detect` raises.
+    """
+    manifest = model.manifest
+    known = [spec.name for spec in output_specs(manifest)]
+    outputs = outputs_from_request(request, known) or default_outputs(manifest)
+    options = options_from_request(request, mask_format_of(outputs))
+    terms = terms_from_request(request, precision, peer)
+    # Megabytes are turned over in threads, not in the event loop.
+    images = await asyncio.to_thread(images_from_request, request, max_batch)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            detecting = [
+                tasks.create_task(_detect(pipeline, model, index, image, options, terms))
+                for index, image in enumerate(images)
+            ]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    found = [task.result() for task in detecting]
+    response = await asyncio.to_thread(response_from_detections, request, found, outputs, manifest)
+    return response, [detections.timing for detections in found]
+
+
+async def _detect(
+    pipeline: Pipeline,
+    model: ServedModel,
+    index: int,
+    image: SourceImage,
+    options: DetectionOptions,
+    terms: RequestTerms,
+) -> Detections:
+    try:
+        return await pipeline.detect(image, options, terms, model)
+    except ImageError as error:
+        raise ImageError(f"images[{index}]: {error}") from error
