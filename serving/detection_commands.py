@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from ..model.manifest import Precision
 from .config import BackendName, ServeConfig
@@ -16,11 +17,23 @@ from .reports import ReportFormat, image_files, write_report
 _Command = Callable[..., None]
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_SOURCE = click.Path(exists=True, path_type=Path)
+
+
+class _SourceType(click.ParamType[Path | str]):
+    """A path that exists, or an address as `s3://bucket/folder`."""
+
+    name = "path"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path | str:
+        return str(value) if "://" in str(value) else Path(_SOURCE.convert(value, param, ctx))
+
 
 _REPORT_OPTIONS = (
-    click.argument("images", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)),
     click.option(
-        "-o", "--output", type=click.Path(file_okay=False, path_type=Path), default="detections",
+        "-o", "--output", type=click.Path(file_okay=False), default="detections",
         show_default=True, help="Folder for what is found.",
     ),
     click.option(
@@ -69,11 +82,12 @@ def _options(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _
 
 @click.command()
 @click.argument("host")
+@click.argument("images", nargs=-1, required=True, type=_SOURCE)
 @_options(*_REPORT_OPTIONS, *_CONNECTION_OPTIONS)
 def client(
     host: str,
     images: Sequence[Path],
-    output: Path,
+    output: str,
     formats: Sequence[ReportFormat],
     score_threshold: float,
     concurrency: int,
@@ -94,7 +108,7 @@ def client(
         host, timeout_s=timeout_s, retries=retries, credentials=credentials
     ) as detector:
         outcomes = detector.detect_many(files, options, concurrency=concurrency)
-        write_report(files, outcomes, output, formats)
+        write_report(files, outcomes, Path(output), formats)
 
 
 def _credentials(
@@ -118,6 +132,7 @@ def _credentials(
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("images", nargs=-1, required=True, type=_SourceType())
 @_options(*_REPORT_OPTIONS)
 @click.option(
     "--precision",
@@ -138,26 +153,71 @@ def _credentials(
     show_default=True,
     help="Images that a GPU computes at once.",
 )
+@click.option(
+    "--ray",
+    "with_ray",
+    is_flag=True,
+    help="Spread the work over this machine or the cluster of RAY_ADDRESS. IMAGES and --output may "
+    "be addresses, such as s3://bucket/folder; what is found becomes Parquet files there.",
+)
 def predict(
     bundle: Path,
-    images: Sequence[Path],
-    output: Path,
+    images: Sequence[Path | str],
+    output: str,
     formats: Sequence[ReportFormat],
     score_threshold: float,
     precision: Precision | None,
     backend: BackendName,
     max_batch: int,
+    with_ray: bool,
 ) -> None:
     """Detect objects in IMAGES with BUNDLE, without a server.
 
     IMAGES are files and folders.
     """
     from .detections import DetectionOptions
-    from .predictor import Predictor
-    from .reports import image_files, write_report
 
-    files = image_files(images)
     options = DetectionOptions(score_threshold=score_threshold)
+    if with_ray:
+        _predict_with_ray(
+            bundle, images, output, options,
+            precision=precision, backend=backend, max_batch=max_batch,
+        )  # fmt: skip
+        return
+    from .predictor import Predictor
+
+    for image in images:
+        if isinstance(image, str):
+            raise click.UsageError(f"{image} is an address, which is read only with --ray")
+    files = image_files([Path(image) for image in images])
     with contextlib.closing(Predictor(bundle, precision, backend, max_batch)) as predictor:
         contents = (path.read_bytes() for path in files)
-        write_report(files, predictor.detect_many(contents, options), output, formats)
+        write_report(files, predictor.detect_many(contents, options), Path(output), formats)
+
+
+def _predict_with_ray(
+    bundle: Path,
+    images: Sequence[Path | str],
+    output: str,
+    options: DetectionOptions,
+    **model: Any,
+) -> None:
+    """Detect in images by way of Ray, and say what came of it.
+
+    Raises:
+        click.UsageError: a format was asked for.
+        click.ClickException: some images failed, all others are written.
+    """
+    source = click.get_current_context().get_parameter_source("formats")
+    if source is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--format is of no use with --ray, which writes Parquet files")
+    from .ray_prediction import predict_with_ray
+
+    target = output if "://" in output else str(Path(output).absolute())
+    sources = [i if isinstance(i, str) else str(i.absolute()) for i in images]
+    summary = predict_with_ray(bundle, sources, target, options, **model)
+    click.echo(f"detections in {summary.images - summary.failures} images, see {output}")
+    if summary.failures:
+        raise click.ClickException(
+            f"{summary.failures} of {summary.images} images failed; their rows say why"
+        )

@@ -14,6 +14,7 @@ WITH_EXTRAS = {
         "backends.torch_batches",
         "device_masks",
         "device_steps",
+        "ray_prediction",
     )
 }
 """Modules that need more than the base install, and are imported when their backend is chosen."""

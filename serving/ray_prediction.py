@@ -1,0 +1,126 @@
+"""Detection in any number of images with Ray Data, on this machine or a cluster."""
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.fs
+import ray
+import ray.data
+
+from ..model.images import IMAGE_SUFFIXES
+from ..model.manifest import Precision, read_manifest
+from .coco_json import coco_results
+from .config import BackendName
+from .detections import DetectionOptions, Detections
+from .predictor import Predictor
+
+_RLE = pa.struct([("size", pa.list_(pa.int64())), ("counts", pa.string())])
+_DETECTION = pa.struct(
+    [
+        ("category_id", pa.int64()),
+        ("bbox", pa.list_(pa.float64())),
+        ("score", pa.float64()),
+        ("segmentation", _RLE),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("path", pa.string()),
+        ("error", pa.string()),
+        ("height", pa.int64()),
+        ("width", pa.int64()),
+        ("detections", pa.list_(_DETECTION)),
+    ]
+)
+"""Of a row an image: `error` says why there are no detections, else `height` and `width` are its
+pixels and `detections` COCO's results."""
+
+
+class RaySummary(NamedTuple):
+    """What a run left behind."""
+
+    images: int
+    failures: int
+
+
+class _Detector:
+    """An actor, which holds the model."""
+
+    def __init__(self, options: DetectionOptions, predictor: dict[str, Any]) -> None:
+        self._options = options
+        self._predictor = Predictor(**predictor)
+
+    def __call__(self, batch: dict[str, Any]) -> pa.Table:
+        outcomes = self._predictor.detect_many(batch["bytes"].tolist(), self._options)
+        rows = []
+        for path, outcome in zip(batch["path"].tolist(), outcomes, strict=True):
+            row: dict[str, Any] = {"path": path}
+            if isinstance(outcome, Detections):
+                row |= {"height": outcome.height, "width": outcome.width}
+                row["detections"] = coco_results(path, outcome)
+            else:
+                row["error"] = str(outcome)
+            rows.append(row)
+        return pa.Table.from_pylist(rows, SCHEMA)
+
+
+def predict_with_ray(
+    bundle: Path,
+    sources: Sequence[str],
+    output: str,
+    options: DetectionOptions,
+    *,
+    precision: Precision | None = None,
+    backend: BackendName = "auto",
+    max_batch: int = 8,
+) -> RaySummary:
+    """Detect in all images of files, folders and buckets, with a model a GPU, or else a CPU.
+
+    Args:
+        bundle: The bundle's folder, which every machine of the cluster has at this path.
+        sources: Paths, or addresses as `s3://bucket/folder`; of folders, what is named as an image.
+        output: New folder, as an absolute path or an address, for Parquet files of `SCHEMA`,
+            written as blocks are done.
+        options: Which detections to keep.
+        precision: What to compute in; none, the backend's first precision in the bundle.
+        backend: What computes.
+        max_batch: Images that are computed at once.
+
+    Raises:
+        BundleError: there is no bundle.
+        FileExistsError: there is something at `output`, with which the results would mix.
+        ray.exceptions.RayError: the cluster or the backend failed.
+    """
+    read_manifest(bundle)  # so that no cluster has to find out
+    files, folder = pyarrow.fs.FileSystem.from_uri(output)
+    if files.get_file_info(folder).type is not pyarrow.fs.FileType.NotFound:
+        raise FileExistsError(errno.EEXIST, "is there already; choose another folder", output)
+    predictor = {
+        "bundle": bundle.resolve(),
+        "precision": precision,
+        "backend": backend,
+        "max_batch": max_batch,
+    }
+    with ray.init(ignore_reinit_error=True):
+        resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        gpus = int(resources.get("GPU", 0))
+        suffixes = [suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES]
+        images = ray.data.read_binary_files(
+            list(sources), include_paths=True, file_extensions=suffixes
+        )
+        images.map_batches(
+            _Detector,
+            batch_size=4 * max_batch,
+            batch_format="numpy",
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=gpus or int(resources["CPU"])),
+            fn_constructor_kwargs={"options": options, "predictor": predictor},
+            num_gpus=1 if gpus else None,
+            num_cpus=None if gpus else 1,
+        ).write_parquet(output)
+    written = pyarrow.dataset.dataset(folder, filesystem=files)
+    failures = written.count_rows(filter=pyarrow.dataset.field("error").is_valid())
+    return RaySummary(written.count_rows(), failures)
