@@ -7,6 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedO
 from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
+from maskrcnn_trt.protos.inference import open_inference_pb2 as pb
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.predictor import Predictor
@@ -342,3 +344,31 @@ def test_stream_is_answered_in_order_and_outlives_refusals(
         assert response.parameters["triton_final_response"].bool_param
         assert_row_is(result, 0, predictor.detect(picture(seed)))
     assert answers.empty()
+
+
+def test_damaged_messages_are_answered_and_the_server_goes_on(
+    address: str, triton: InferenceServerClient, picture: Encode
+) -> None:
+    request = pb.ModelInferRequest(model_name=MODEL, id="seven")
+    request.inputs.add(name="images", datatype="BYTES", shape=(1,))
+    request.parameters["max_detections"].int64_param = 3
+    # The contents come last: what is changed is mostly what stands around them.
+    data = request.SerializeToString()
+    contents = pb.ModelInferRequest(raw_input_contents=[picture()]).SerializeToString()
+    generator = np.random.default_rng(0)
+    allowed = {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.UNKNOWN,  # gRPC's own answer to what is no message
+    }
+    with grpc.insecure_channel(address) as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        for _ in range(300):
+            damaged = bytearray(data)
+            for place in generator.integers(0, len(data), generator.integers(1, 4)):
+                damaged[place] = generator.integers(0, 256)
+            call = infer.future(bytes(damaged) + contents, timeout=30)
+            assert call.code() in allowed
+            assert call.code() is not grpc.StatusCode.UNKNOWN or "DecodeError" in call.details()
+    assert triton.infer(MODEL, images_of(picture())).as_numpy("num_detections").all()
