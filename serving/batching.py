@@ -72,6 +72,11 @@ class Batcher:
         self._places = asyncio.Semaphore(self._backend.concurrency)
         self._threads = ThreadPoolExecutor(self._backend.concurrency, thread_name_prefix="backend")
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the backend is there; not while one that broke is loaded again."""
+        return not self._down
+
     async def warm_up(self) -> None:
         """Warm the backend up; images that arrive meanwhile take their turn."""
         assert self._backend is not None

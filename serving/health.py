@@ -4,27 +4,43 @@ The library's own leaves its watches open, and a server that stops gracefully wa
 """
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
+_PERIOD_S = 1.0
+"""Between looks at what is watched."""
+
 _Context = grpc.aio.ServicerContext[pb.HealthCheckRequest, pb.HealthCheckResponse]
 
 
 class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
-    """NOT_SERVING until the server is ready, then SERVING, and NOT_SERVING once it stops."""
+    """NOT_SERVING until the server is ready, once it stops, and while it is not up."""
 
-    def __init__(self, *services: str) -> None:
-        """Speak for these services, and for the server as a whole."""
+    def __init__(self, *services: str, is_up: Callable[[], bool]) -> None:
+        """Speak for these services, and for the server as a whole.
+
+        Args:
+            services: Their full names.
+            is_up: Whether a server that is ready can answer requests at the moment.
+        """
         self._services = frozenset({"", *services})
+        self._is_up = is_up
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
 
     @property
-    def is_serving(self) -> bool:
-        """Whether the server is ready, and not about to stop."""
+    def is_running(self) -> bool:
+        """Whether the server has become ready, and is not about to stop."""
         return self._ready.is_set() and not self._stopping.is_set()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the server is running and up."""
+        return self.is_running and self._is_up()
 
     def set_ready(self) -> None:
         """Say SERVING from here on."""
@@ -58,7 +74,9 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
             elif self._stopping.is_set():
                 return
             else:
-                await (self._stopping if self._ready.is_set() else self._ready).wait()
+                change = self._stopping if self._ready.is_set() else self._ready
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(change.wait(), _PERIOD_S)
 
     def _response_to(self, request: pb.HealthCheckRequest) -> pb.HealthCheckResponse:
         if request.service not in self._services:

@@ -65,7 +65,8 @@ async def detection_server(
 ) -> AsyncIterator[str]:
     """Serve a bundle within the context, and finish the requests in progress at its end.
 
-    Health says NOT_SERVING until the model is warm, and again from the end of the context on.
+    Health says NOT_SERVING until the model is warm, again from the end of the context on, and
+    while the default precision's backend is broken.
 
     Args:
         bundle: Folder that export wrote.
@@ -85,7 +86,11 @@ async def detection_server(
         service = DetectorService(pipeline, config)
         add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         names = [service.full_name for service in _SERVICES]
-        health = HealthService(*names, pipeline.model.manifest.model_name)
+        health = HealthService(
+            *names,
+            pipeline.model.manifest.model_name,
+            is_up=lambda: pipeline.model.batcher().is_up,
+        )
         add_HealthServicer_to_server(health, server)
         inference = InferenceService(pipeline, config, health)
         add_GRPCInferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]

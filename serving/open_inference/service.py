@@ -150,7 +150,7 @@ class InferenceService(GRPCInferenceServiceServicer):
             raise InvalidRequestError(
                 f"parameter {min(request.parameters)!r} is not known; the bundle is loaded as it is"
             )
-        if not self._health.is_serving:
+        if not self._health.is_running:
             raise StoppingError("the server is starting or stopping")
         reload = asyncio.create_task(self._pipeline.reload())
         self._reloads.add(reload)

@@ -10,6 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
@@ -69,11 +71,13 @@ async def served(bundle: Path, **settings: Any) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def connected(address: str) -> AsyncIterator[Any]:
+async def connected(
+    address: str, stub: Callable[[grpc.aio.Channel], Any] = DetectorStub
+) -> AsyncIterator[Any]:
     """A stub with a connection of its own."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
-        yield DetectorStub(channel)
+        yield stub(channel)
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -174,7 +178,13 @@ def test_a_backend_that_breaks_is_loaded_again(
     bundle: Path, gate: Gate, picture: Encode, fault: BaseException
 ) -> None:
     async def ask() -> None:
-        async with served(bundle) as address, connected(address) as stub:
+        async with (
+            served(bundle) as address,
+            connected(address) as stub,
+            connected(address, HealthStub) as health,
+        ):
+            watch = health.Watch(HealthCheckRequest())
+            assert (await watch.read()).status == HealthCheckResponse.SERVING
 
             async def status() -> grpc.StatusCode:
                 return (await status_of(stub.Detect(pb.DetectRequest(image=picture()))))[0]
@@ -186,12 +196,11 @@ def test_a_backend_that_breaks_is_loaded_again(
             assert await status() is grpc.StatusCode.INTERNAL
             gate.is_open.clear()  # for the new one to take its time
             assert await status() is grpc.StatusCode.UNAVAILABLE
+            assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
             gate.fault = None
             gate.is_open.set()
-            async with asyncio.timeout(60):
-                while (found := await status()) is not grpc.StatusCode.OK:
-                    assert found is grpc.StatusCode.UNAVAILABLE
-                    await asyncio.sleep(0.02)
+            assert (await watch.read()).status == HealthCheckResponse.SERVING
+            assert await status() is grpc.StatusCode.OK
 
     asyncio.run(ask())
 
