@@ -175,8 +175,6 @@ def predict(
 
     IMAGES are files and folders.
     """
-    from .detections import DetectionOptions
-
     options = DetectionOptions(score_threshold=score_threshold)
     if with_ray:
         _predict_with_ray(

@@ -10,12 +10,14 @@ import pyarrow.dataset
 import pyarrow.fs
 import ray
 import ray.data
+import ray.exceptions
 
 from ..model.images import IMAGE_SUFFIXES
 from ..model.manifest import Precision, read_manifest
 from .coco_json import coco_results
 from .config import BackendName
 from .detections import DetectionOptions, Detections
+from .errors import ServingError
 from .predictor import Predictor
 
 _RLE = pa.struct([("size", pa.list_(pa.int64())), ("counts", pa.string())])
@@ -83,8 +85,8 @@ def predict_with_ray(
     Args:
         bundle: The bundle's folder, which every machine of the cluster has at this path.
         sources: Paths, or addresses as `s3://bucket/folder`; of folders, what is named as an image.
-        output: New folder, as an absolute path or an address, for Parquet files of `SCHEMA`,
-            written as blocks are done.
+        output: New or empty folder, as an absolute path or an address, for Parquet files of
+            `SCHEMA`, written as blocks are done.
         options: Which detections to keep.
         precision: What to compute in; none, the backend's first precision in the bundle.
         backend: What computes.
@@ -92,35 +94,50 @@ def predict_with_ray(
 
     Raises:
         BundleError: there is no bundle.
-        FileExistsError: there is something at `output`, with which the results would mix.
-        ray.exceptions.RayError: the cluster or the backend failed.
+        FileExistsError: there is something in `output`, with which the results would mix.
+        ServingError: there are no images, or the backend or the cluster failed.
     """
     read_manifest(bundle)  # so that no cluster has to find out
     files, folder = pyarrow.fs.FileSystem.from_uri(output)
-    if files.get_file_info(folder).type is not pyarrow.fs.FileType.NotFound:
-        raise FileExistsError(errno.EEXIST, "is there already; choose another folder", output)
+    if files.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True)):
+        raise FileExistsError(errno.EEXIST, "holds files already; choose another folder", output)
     predictor = {
         "bundle": bundle.resolve(),
         "precision": precision,
         "backend": backend,
         "max_batch": max_batch,
     }
+    detector = {"options": options, "predictor": predictor}
     with ray.init(ignore_reinit_error=True):
-        resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        gpus = int(resources.get("GPU", 0))
-        suffixes = [suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES]
-        images = ray.data.read_binary_files(
-            list(sources), include_paths=True, file_extensions=suffixes
-        )
-        images.map_batches(
-            _Detector,
-            batch_size=4 * max_batch,
-            batch_format="numpy",
-            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=gpus or int(resources["CPU"])),
-            fn_constructor_kwargs={"options": options, "predictor": predictor},
-            num_gpus=1 if gpus else None,
-            num_cpus=None if gpus else 1,
-        ).write_parquet(output)
+        try:
+            _detections(sources, detector, 4 * max_batch).write_parquet(output)
+        except ray.exceptions.RayError as error:
+            cause = str(error).strip().rpartition("\n")[2]
+            raise ServingError(f"Ray could not go on: {cause}") from error
     written = pyarrow.dataset.dataset(folder, filesystem=files)
     failures = written.count_rows(filter=pyarrow.dataset.field("error").is_valid())
     return RaySummary(written.count_rows(), failures)
+
+
+def _detections(
+    sources: Sequence[str], detector: dict[str, Any], batch_size: int
+) -> ray.data.Dataset:
+    """The plan of the work, which starts when its rows are asked for."""
+    suffixes = [suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES]
+    try:
+        images = ray.data.read_binary_files(
+            list(sources), include_paths=True, file_extensions=suffixes
+        )
+    except ValueError as error:  # it lists them here
+        raise ServingError(f"there is no image to detect in: {error}") from None
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    gpus = int(resources.get("GPU", 0))
+    return images.map_batches(
+        _Detector,
+        batch_size=batch_size,
+        batch_format="numpy",
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=gpus or int(resources["CPU"])),
+        fn_constructor_kwargs=detector,
+        num_gpus=1 if gpus else None,
+        num_cpus=None if gpus else 1,
+    )

@@ -38,6 +38,10 @@ def test_ray_finds_what_predict_finds(bundle: Path, picture: Encode, tmp_path: P
     (folder / "bad.png").write_bytes(b"no image")
     (folder / "notes.txt").write_text("no picture")
     words = ("predict", bundle, folder, "--ray", *common, tmp_path / "b")
+    without_engine = maskrcnn(*words, "--backend", "tensorrt")
+    assert without_engine.returncode == 1
+    assert "Ray could not go on" in without_engine.stderr.splitlines()[-1]
+    assert "no fp32 tensorrt artefact" in without_engine.stderr.splitlines()[-1]
     result = maskrcnn(*words)
     assert result.returncode == 1
     assert "1 of 7 images failed" in result.stderr
@@ -56,7 +60,7 @@ def test_ray_finds_what_predict_finds(bundle: Path, picture: Encode, tmp_path: P
 
     again = maskrcnn(*words)
     assert again.returncode == 1
-    assert "is there already; choose another folder" in again.stderr
+    assert "holds files already; choose another folder" in again.stderr
 
 
 def test_words_that_do_not_go_together(bundle: Path, tmp_path: Path) -> None:
