@@ -130,7 +130,8 @@ class InferenceService(GRPCInferenceServiceServicer):
     ) -> pb.RepositoryIndexResponse:
         """List the models."""
         ready = self._health.is_serving
-        state, reason = ("READY", "") if ready else ("UNAVAILABLE", "the server starts or stops")
+        why_not = "the server starts or stops, or its model broke and is loaded again"
+        state, reason = ("READY", "") if ready else ("UNAVAILABLE", why_not)
         index = pb.RepositoryIndexResponse.ModelIndex
         return pb.RepositoryIndexResponse(
             models=[
