@@ -15,7 +15,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
+from triton_requests import MODEL, images_of
+from tritonclient.grpc import InferenceServerClient, InferRequestedOutput
 from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
@@ -25,12 +26,6 @@ from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
-MODEL = "maskrcnn_resnet18_fpn"
-
-
-def images_of(*images: bytes) -> list[InferInput]:
-    array = np.array(images, np.object_)
-    return [InferInput("images", array.shape, "BYTES").set_data_from_numpy(array)]
 
 
 def statistics_of(client: InferenceServerClient, name: str = MODEL) -> Any:
