@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..model.images import MAX_PIXELS, ImageError
+from ..model.images import ImageError
 from ..model.manifest import Manifest, Precision, read_manifest
-from ..model.spec import ShapeBucket
+from ..model.spec import MAX_PIXELS, ShapeBucket
 from ..serving.backends.base import Backend
 from ..serving.backends.loading import load_backend, served_precision
 from ..serving.bulk import batch_steps, detect_many

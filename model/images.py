@@ -18,7 +18,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from .spec import ShapeBucket
+from .spec import MAX_PIXELS, ShapeBucket
 
 MIN_SIDE = 8
 """Pixels that an image must have on each side."""
@@ -26,9 +26,6 @@ MIN_SIDE = 8
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 """Endings, in lower case, of the files in a folder that are taken for images."""
 
-
-MAX_PIXELS = 64_000_000
-"""Pixels that an image may have where nobody says otherwise."""
 
 _END_OF_JPEG = b"\xff\xd9"
 _PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type exif")

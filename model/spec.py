@@ -16,6 +16,9 @@ class), masks [B, D, M, M] probabilities. Rows from num_detections on are zero."
 OPSET_DOMAIN, OPSET_VERSION = "maskrcnn", 1
 """ONNX domain of the custom operations, and its version."""
 
+MAX_PIXELS = 64_000_000
+"""Pixels that an image may have where nobody says otherwise."""
+
 
 class ShapeBucket(NamedTuple):
     """A fixed input size in pixels into which images are resized and padded."""

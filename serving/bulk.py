@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from ..model.images import MAX_PIXELS, ImageError
+from ..model.images import ImageError
 from ..model.manifest import Manifest
-from ..model.spec import ShapeBucket
+from ..model.spec import MAX_PIXELS, ShapeBucket
 from .backends.base import Backend
 from .detections import DEFAULT_OPTIONS, DetectionOptions
 from .preprocessing import EncodedImage, plan_image

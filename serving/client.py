@@ -10,7 +10,8 @@ import grpc
 
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from ..protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from .connection import MAX_RETRIES, Credentials, channel_options, error_from_rpc
+from .config import MAX_RETRIES
+from .connection import Credentials, channel_options, error_from_rpc
 from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections
 from .errors import RefusedError
 from .image_requests import (

@@ -1,4 +1,4 @@
-"""Configuration of the server."""
+"""Configuration of the server, and choices of the command line. Loads neither gRPC nor Pillow."""
 
 import os
 from typing import Literal
@@ -7,8 +7,13 @@ from pydantic import Field, model_validator
 
 from ..model.config import FrozenConfig
 from ..model.manifest import Precision
+from ..model.spec import MAX_PIXELS
 
 BackendName = Literal["auto", "onnxruntime", "torch", "tensorrt", "tensorrt-rtx"]
+ReportFormat = Literal["pictures", "coco", "numpy"]
+
+MAX_RETRIES = 4
+"""Of a client: gRPC tries no request more than five times."""
 
 
 class ServeConfig(FrozenConfig):
@@ -34,7 +39,7 @@ class ServeConfig(FrozenConfig):
     as are left for others."""
     timeout_s: float | None = Field(None, gt=0)
     """Seconds that a request may take, of which it may ask for less; none, any time."""
-    max_pixels: int = Field(64_000_000, ge=64)
+    max_pixels: int = Field(MAX_PIXELS, ge=64)
     """Pixels of an image."""
     max_message_mb: int = Field(64, ge=1, le=1024)
     """Mebibytes of a request."""

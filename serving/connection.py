@@ -7,10 +7,8 @@ from typing import Any
 import grpc
 
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
+from .config import MAX_RETRIES
 from .errors import AccessError, ClientError, DeadlineError, RefusedError, UnreachableError
-
-MAX_RETRIES = 4
-"""gRPC tries no request more than five times."""
 
 _LARGEST_MESSAGE = 2**31 - 1
 _SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name

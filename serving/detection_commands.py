@@ -3,16 +3,17 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.core import ParameterSource
 
 from ..model.manifest import Precision
-from .config import BackendName, ServeConfig
-from .connection import MAX_RETRIES, Credentials
-from .detections import DetectionOptions
-from .reports import ReportFormat, image_files, write_report
+from .config import MAX_RETRIES, BackendName, ReportFormat, ServeConfig
+
+if TYPE_CHECKING:
+    from .connection import Credentials
+    from .detections import DetectionOptions
 
 _Command = Callable[..., None]
 
@@ -100,6 +101,8 @@ def client(
     IMAGES are files and folders.
     """
     from .client import DetectorClient
+    from .detections import DetectionOptions
+    from .reports import image_files, write_report
 
     files = image_files(images)
     options = DetectionOptions(score_threshold=score_threshold)
@@ -118,8 +121,10 @@ def _credentials(
     certificate: Path | None,
     key: Path | None,
     token_file: Path | None,
-) -> Credentials | None:
+) -> "Credentials | None":
     """What the options say to show the server; None without TLS."""
+    from .connection import Credentials
+
     files = (root_certificate, certificate, key)
     if not (tls or token_file or any(files)):
         return None
@@ -175,6 +180,8 @@ def predict(
 
     IMAGES are files and folders.
     """
+    from .detections import DetectionOptions
+
     options = DetectionOptions(score_threshold=score_threshold)
     if with_ray:
         _predict_with_ray(
@@ -183,6 +190,7 @@ def predict(
         )  # fmt: skip
         return
     from .predictor import Predictor
+    from .reports import image_files, write_report
 
     for image in images:
         if isinstance(image, str):
@@ -197,7 +205,7 @@ def _predict_with_ray(
     bundle: Path,
     images: Sequence[Path | str],
     output: str,
-    options: DetectionOptions,
+    options: "DetectionOptions",
     **model: Any,
 ) -> None:
     """Detect in images by way of Ray, and say what came of it.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..model.images import MAX_PIXELS
 from ..model.manifest import Precision, read_manifest
+from ..model.spec import MAX_PIXELS
 from .backends.loading import load_backend, served_precision
 from .bulk import detect_many
 from .config import BackendName

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import numpy as np
@@ -13,14 +13,13 @@ from rich.progress import track
 
 from ..model.images import IMAGE_SUFFIXES, ImageError, decode_image
 from .coco_json import coco_results, image_id_from_path
+from .config import ReportFormat
 from .detections import Detections
 from .drawing import draw_detections
 from .errors import RefusedError
 from .numpy_arrays import arrays_from_detections
 
 RESULTS_NAME = "detections.json"
-
-ReportFormat = Literal["pictures", "coco", "numpy"]
 
 
 def image_files(sources: Sequence[Path]) -> list[Path]:
