@@ -29,6 +29,11 @@ def batch_sizes(max_batch: int) -> list[int]:
     return sorted({*(1 << n for n in range(max_batch.bit_length())), max_batch})
 
 
+def black_batch(bucket: ShapeBucket, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Black images [count, 3, H, W] that fill a bucket, and their sizes [count, 2]."""
+    return np.zeros((count, 3, *bucket), np.uint8), np.full((count, 2), bucket, np.int64)
+
+
 class Outputs(NamedTuple):
     """Outputs of the model for B images, in the order of `model.spec.OUTPUT_NAMES`."""
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...model.manifest import Manifest, Precision, verified_path
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
-from .base import Outputs, batch_sizes
+from .base import Outputs, batch_sizes, black_batch
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +64,7 @@ class OnnxRuntimeBackend:
         """Run every bucket once, on a GPU at every size that batches are then padded to."""
         for bucket in self.buckets:
             for batch in batch_sizes(max_batch if self.device == "cuda" else 1):
-                images = np.zeros((batch, 3, *bucket), np.uint8)
-                self.infer(bucket, images, np.full((batch, 2), bucket, np.int64))
+                self.infer(bucket, *black_batch(bucket, batch))
 
     def infer(
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]

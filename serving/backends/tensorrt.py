@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ...model.manifest import EngineKind, Manifest, Precision, verified_path
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
-from .base import Outputs
+from .base import Outputs, black_batch
 from .device import BatchRunner, DeviceMemory, current_gpu, free_memory, synchronize
 from .plan_checks import check_memory
 from .plans import Plan, PlanRuntime
@@ -62,9 +62,7 @@ class TensorRTBackend:
         """Run every bucket at each batch size that its plan is run at."""
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
-                count = min(batch, max_batch)
-                images = np.zeros((count, 3, *bucket), np.uint8)
-                self.infer(bucket, images, np.full((count, 2), bucket, np.int64))
+                self.infer(bucket, *black_batch(bucket, min(batch, max_batch)))
 
     def infer(
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]

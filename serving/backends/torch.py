@@ -15,7 +15,7 @@ from ...model.manifest import Artifact, Manifest, Precision, verified_path
 from ...model.program import Program, compile_target, load_compile_cache
 from ...model.spec import ShapeBucket
 from ..errors import BackendError
-from .base import Outputs, batch_sizes
+from .base import Outputs, batch_sizes, black_batch
 from .torch_batches import BatchSlots, DeviceOutputs, GraphedProgram
 
 _log = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ class TorchBackend:
         """Compile and capture every bucket at each batch size that it is run at."""
         for bucket in self.buckets:
             for batch in batch_sizes(max_batch) if self.device == "cuda" else [1]:
-                images = np.zeros((batch, 3, *bucket), np.uint8)
-                self.infer(bucket, images, np.full((batch, 2), bucket, np.int64))
+                self.infer(bucket, *black_batch(bucket, batch))
 
     def infer(
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
