@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from pycocotools import mask as coco_mask
+from run_length_cases import ROWS, padded, strings_of_pycocotools
 from torch import Tensor
 
 from maskrcnn_trt.plugins.compress_runs import compress_runs
@@ -9,18 +9,9 @@ from maskrcnn_trt.plugins.compress_runs import compress_runs
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def strings_of_pycocotools(rows: list[list[int]]) -> list[bytes]:
-    objects = [{"size": [sum(row), 1], "counts": row} for row in rows]
-    return [coco_mask.frPyObjects(o, *o["size"])["counts"] for o in objects]
-
-
-def padded(rows: list[list[int]], device: str) -> tuple[Tensor, Tensor]:
-    """Rows with rubbish where no run is."""
-    counts = np.full((len(rows), max(map(len, rows), default=0) + 3), 123456, np.int32)
-    for row, count in zip(rows, counts, strict=True):
-        count[: len(row)] = row
-    num_runs = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-    return torch.from_numpy(counts).to(device), num_runs.to(device)
+def on_device(rows: list[list[int]], device: str) -> tuple[Tensor, Tensor]:
+    counts, num_runs = (torch.from_numpy(array).to(device) for array in padded(rows))
+    return counts, num_runs
 
 
 def strings(text: Tensor, lengths: Tensor) -> list[bytes]:
@@ -29,20 +20,9 @@ def strings(text: Tensor, lengths: Tensor) -> list[bytes]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [[7]],
-        [[0, 5]],
-        [[1, 2, 3], [0], [4, 4, 4, 4, 4, 4]],
-        [[0, 15, 16, 31, 32, 511, 512, 1023, 1024, 16383, 16384, 1, 524287, 2, 524288, 1]],
-        [[2**31 - 1], [0, 2**31 - 1], [0, 0, 0, 2**30, 0, 0, 1]],
-        [[800 * 1333]] * 5,
-    ],
-)
+@pytest.mark.parametrize("rows", ROWS)
 def test_strings_are_those_of_pycocotools(rows: list[list[int]], device: str) -> None:
-    text, lengths = compress_runs(*padded(rows, device), 200)
+    text, lengths = compress_runs(*on_device(rows, device), 200)
     assert strings(text, lengths) == strings_of_pycocotools(rows)
 
 
@@ -51,14 +31,14 @@ def test_strings_are_those_of_pycocotools(rows: list[list[int]], device: str) ->
 def test_random_runs(longest: int, device: str) -> None:
     rng = np.random.default_rng(longest)
     rows = [rng.integers(1, 10**5, rng.integers(1, longest + 1)).tolist() for _ in range(20)]
-    text, lengths = compress_runs(*padded(rows, device), 7 * longest)
+    text, lengths = compress_runs(*on_device(rows, device), 7 * longest)
     assert strings(text, lengths) == strings_of_pycocotools(rows)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_finds_no_room_is_counted(device: str) -> None:
     rows = [[1, 2, 3], list(range(1, 60))]
-    text, lengths = compress_runs(*padded(rows, device), 10)
+    text, lengths = compress_runs(*on_device(rows, device), 10)
     expected = strings_of_pycocotools(rows)
     assert lengths.tolist() == list(map(len, expected))
     assert strings(text, lengths.clamp(max=10)) == [string[:10] for string in expected]
@@ -74,13 +54,13 @@ def test_more_runs_than_there_are_stay_in_bounds(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_operation_keeps_its_promises(device: str) -> None:
-    arguments = (*padded([[3, 4, 5], [1]], device), 16)
+    arguments = (*on_device([[3, 4, 5], [1]], device), 16)
     torch.library.opcheck(compress_runs, arguments, test_utils=["test_schema", "test_faketensor"])
 
 
 @pytest.mark.gpu
 def test_wrong_arguments_are_refused_on_a_gpu() -> None:
-    counts, num_runs = padded([[1, 2]], "cuda")
+    counts, num_runs = on_device([[1, 2]], "cuda")
     with pytest.raises(ValueError, match="counts must be"):
         compress_runs(counts.long(), num_runs, 16)
     with pytest.raises(ValueError, match="num_runs must be"):
