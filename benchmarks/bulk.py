@@ -19,8 +19,8 @@ from ..serving.backends.loading import load_backend, served_precision
 from ..serving.bulk import batch_steps, detect_many
 from ..serving.config import BackendName
 from ..serving.detections import DEFAULT_OPTIONS
-from ..serving.preprocessing import EncodedImage, plan_image
-from ..serving.steps import MODEL_STEP, Outcome, Step
+from ..serving.preprocessing import plan_image
+from ..serving.steps import MODEL_STEP, Job, Outcome, Step
 from .bulk_images import photo_like_jpegs
 from .timing import calls_per_second, durations_of
 
@@ -108,9 +108,9 @@ def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
 
 def _planned_batch(
     images: Sequence[bytes], backend: Backend, manifest: Manifest, batch: int
-) -> list[EncodedImage]:
-    """Images of the input size that most of them have, over and over if need be."""
-    by_bucket: dict[ShapeBucket, list[EncodedImage]] = defaultdict(list)
+) -> list[Job]:
+    """Jobs of the input size that most of them have, over and over if need be."""
+    by_bucket: dict[ShapeBucket, list[Job]] = defaultdict(list)
     for data in images:
         image = plan_image(
             data,
@@ -119,19 +119,19 @@ def _planned_batch(
             max_pixels=MAX_PIXELS,
             apply_orientation=True,
         )
-        by_bucket[image.bucket].append(image)
+        by_bucket[image.bucket].append(Job(image, DEFAULT_OPTIONS))
     most = max(by_bucket.values(), key=len)
     return list(itertools.islice(itertools.cycle(most), batch))
 
 
 def _measure_steps(
-    backend: Backend, manifest: Manifest, images: Sequence[EncodedImage], seconds: float
+    backend: Backend, manifest: Manifest, jobs: Sequence[Job], seconds: float
 ) -> tuple[float, dict[str, float]]:
     """Images a second of the model alone, and milliseconds of a batch in each step."""
-    work = batch_steps(backend, manifest, DEFAULT_OPTIONS, threads=1)
+    work = batch_steps(backend, manifest, threads=1)
     milliseconds: dict[str, float] = {}
     engine_rate = 0.0
-    value: Any = images
+    value: Any = jobs
     for step in work.steps:
 
         def complete(step: Step = step, value: Any = value) -> None:
@@ -144,7 +144,7 @@ def _measure_steps(
         if step.name == MODEL_STEP:
             queue = functools.partial(step.run, value)
             rate = calls_per_second(queue, work.synchronize, len(durations))
-            engine_rate = rate * len(images)
+            engine_rate = rate * len(jobs)
         value = step.run(value)
     return engine_rate, milliseconds
 

@@ -12,8 +12,8 @@ from ..model.manifest import Manifest
 from ..model.spec import MAX_PIXELS, ShapeBucket
 from .backends.base import Backend
 from .detections import DEFAULT_OPTIONS, DetectionOptions
-from .preprocessing import EncodedImage, plan_image
-from .steps import BatchSteps, HostSteps, Outcome, Source, Step
+from .preprocessing import plan_image
+from .steps import BatchSteps, HostSteps, Job, Outcome, Source, Step
 
 CORES: Final = len(os.sched_getaffinity(0))
 """Those that this process may use."""
@@ -56,7 +56,7 @@ def detect_many(
 
     def planned(data: bytes) -> Source:
         try:
-            return plan_image(
+            image = plan_image(
                 data,
                 manifest.preprocessing,
                 backend.buckets,
@@ -65,8 +65,9 @@ def detect_many(
             )
         except ImageError as error:
             return error
+        return Job(image, options)
 
-    work = batch_steps(backend, manifest, options, threads=threads)
+    work = batch_steps(backend, manifest, threads=threads)
     return outcomes_of(map(planned, images), work, max_batch)
 
 
@@ -94,17 +95,15 @@ def outcomes_of(
             yield queue.get()
 
 
-def batch_steps(
-    backend: Backend, manifest: Manifest, options: DetectionOptions, *, threads: int
-) -> BatchSteps:
+def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchSteps:
     """The fastest way from images to detections that a backend allows."""
     if backend.name == "torch" and backend.device == "cuda":
         from .backends.torch import TorchBackend
         from .device_steps import DeviceSteps
 
         assert isinstance(backend, TorchBackend)
-        return DeviceSteps(backend, manifest, options, threads=threads)
-    return HostSteps(backend, manifest, options, threads=threads)
+        return DeviceSteps(backend, manifest, threads=threads)
+    return HostSteps(backend, manifest, threads=threads)
 
 
 class _Pipeline:
@@ -126,10 +125,10 @@ class _Pipeline:
             executor.shutdown()
         self._work.synchronize()
 
-    def submit(self, images: Sequence[EncodedImage]) -> Future[list[Outcome]]:
+    def submit(self, jobs: Sequence[Job]) -> Future[list[Outcome]]:
         """Take a batch of one input size; its future holds an outcome for each image."""
         batch: Future[Any] = Future()
-        batch.set_result(images)
+        batch.set_result(jobs)
         for step, executor in zip(self._work.steps, self._executors, strict=True):
             batch = executor.submit(_run_after, batch, step)
         return batch
@@ -141,9 +140,9 @@ def _run_after(before: Future[Any], step: Step) -> Any:
 
 @dataclass(eq=False)
 class _Batch:
-    """Images of one input size, and once they are at work what is going to become of them."""
+    """Jobs of one input size, and once they are at work what is going to become of them."""
 
-    images: list[EncodedImage] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
     outcomes: Future[list[Outcome]] | None = None
 
 
@@ -171,11 +170,11 @@ class _BatchQueue:
         if isinstance(source, ImageError):
             self._waiting.append(source)
             return
-        batch = self._gathering.setdefault(source.bucket, _Batch())
-        self._waiting.append(_Place(batch, len(batch.images)))
-        batch.images.append(source)
-        if len(batch.images) == self._max_batch:
-            self._start(source.bucket)
+        batch = self._gathering.setdefault(source.image.bucket, _Batch())
+        self._waiting.append(_Place(batch, len(batch.jobs)))
+        batch.jobs.append(source)
+        if len(batch.jobs) == self._max_batch:
+            self._start(source.image.bucket)
 
     def flush(self) -> None:
         """Start all batches as they are."""
@@ -198,11 +197,11 @@ class _BatchQueue:
         if isinstance(place, ImageError):
             return place
         if place.batch.outcomes is None:
-            self._start(place.batch.images[0].bucket)
+            self._start(place.batch.jobs[0].image.bucket)
         assert place.batch.outcomes is not None
         return place.batch.outcomes.result()[place.row]
 
     def _start(self, bucket: ShapeBucket) -> None:
         batch = self._gathering.pop(bucket)
-        batch.outcomes = self._pipeline.submit(batch.images)
-        batch.images = []
+        batch.outcomes = self._pipeline.submit(batch.jobs)
+        batch.jobs = []

@@ -84,7 +84,7 @@ class Detections:
     mask_probabilities: NDArray[np.float32] | None = None
     """[N, M, M] probabilities over the boxes, if asked for."""
     timing: Timing = Timing()
-    """Zeros without a server."""
+    """Zeros where nothing was timed."""
 
     def __len__(self) -> int:
         return len(self.scores)

@@ -5,10 +5,13 @@ overlap. What it holds on the device is let go of when its last step is done, by
 stream uses it any more.
 """
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +23,7 @@ from ..model.spec import ShapeBucket
 from .backends.torch import TorchBackend
 from .backends.torch_batches import DeviceOutputs
 from .backends.waiting import wait_until
-from .detections import DetectionOptions, Detections, MaskFormat
+from .detections import Detections, MaskFormat, Timing
 from .device_masks import (
     Masks,
     MaskStrings,
@@ -28,9 +31,10 @@ from .device_masks import (
     chosen_strings,
     strings_of_masks,
 )
+from .marks import Mark
 from .postprocessing import detections_from_rows, kept_rows
-from .preprocessing import EncodedImage, resized_pixels
-from .steps import MODEL_STEP, Outcome, Source, Step
+from .preprocessing import PlannedImage, resized_pixels
+from .steps import MODEL_STEP, Job, Outcome, Source, Step
 
 _MAX_DEVICE_PIXELS: Final = 1 << 24
 """Larger images are decoded by the CPU, since a batch of them would take gigabytes of a GPU."""
@@ -44,7 +48,7 @@ _CHARACTERS_A_RUN: Final = 2
 
 
 class _Read(NamedTuple):
-    images: Sequence[EncodedImage]
+    jobs: Sequence[Job]
     files: Sequence[Tensor]
     """[bytes] uint8 each, of those that the device decodes."""
     from_host: Sequence[Tensor | ImageError | None]
@@ -62,14 +66,15 @@ class _Prepared(NamedTuple):
     """[B, 2] int64, height and width of the source images."""
     run_capacity: int
     """Runs of a mask to have room for: two a column, which a mask without holes needs."""
-    ready: Any
-    """Event after which the tensors can be used."""
+    begin: Mark
+    ready: Mark
+    """After which the tensors can be used."""
 
 
 class _Inferred(NamedTuple):
     prepared: _Prepared
     outputs: DeviceOutputs
-    ready: Any
+    ready: Mark
 
 
 class _Pasted(NamedTuple):
@@ -77,10 +82,10 @@ class _Pasted(NamedTuple):
     masks: Masks
     found: Sequence[Tensor]
     """On the host: number, boxes, scores and labels of detections; boxes in source pixels."""
-    encoded: Sequence[Tensor]
-    """On the host: strings and their lengths, or probabilities, or nothing."""
-    ready: Any
-    """Event after which what is on the host can be used."""
+    encoded: Mapping[MaskFormat, Sequence[Tensor]]
+    """On the host: strings and their lengths, probabilities, as they are wanted."""
+    ready: Mark
+    """After which what is on the host can be used."""
 
 
 class DeviceSteps:
@@ -90,7 +95,6 @@ class DeviceSteps:
         self,
         backend: TorchBackend,
         manifest: Manifest,
-        options: DetectionOptions,
         *,
         threads: int,
         max_run_capacity: int = _MAX_RUN_CAPACITY,
@@ -100,13 +104,11 @@ class DeviceSteps:
         Args:
             backend: Computes the model.
             manifest: Of the bundle that the backend was loaded from.
-            options: Which detections to keep, and the form of their masks.
             threads: Batches that the CPU works at, at once, before and after the device.
             max_run_capacity: Runs of a mask that there is room for at first, at most.
         """
         self._backend = backend
         self._manifest = manifest
-        self._options = options
         self._max_run_capacity = max_run_capacity
         self._device = torch.device(backend.device)
         # For the CPU this module has streams and events too, which do nothing.
@@ -124,16 +126,19 @@ class DeviceSteps:
         """Wait for the device."""
         self._module.synchronize()
 
-    def _read(self, images: Sequence[EncodedImage]) -> _Read:
+    def _read(self, jobs: Sequence[Job]) -> _Read:
+        images = [job.image for job in jobs]
         return _Read(
-            images,
-            [tensor_from_bytes(image.data) for image in images if _suits_device(image)],
-            [None if _suits_device(image) else _pixels_from_host(image) for image in images],
+            jobs,
+            [tensor_from_bytes(data) for data in map(_file_for_device, images) if data is not None],
+            [_pixels_from_host(i) if _file_for_device(i) is None else None for i in images],
         )
 
     def _prepare(self, batch: _Read) -> _Prepared:
-        images, bucket = batch.images, batch.images[0].bucket
+        images = [job.image for job in batch.jobs]
+        bucket = images[0].bucket
         with self._module.stream(self._decoding):
+            begin = Mark(self._device)
             pixels = self._pixels_of(batch)
             padded = torch.zeros(len(images), 3, *bucket, dtype=torch.uint8, device=self._device)
             for row, own in zip(padded, pixels, strict=True):
@@ -142,60 +147,79 @@ class DeviceSteps:
             all_sizes = torch.tensor([[i.size for i in images], [i.source_size for i in images]])
             sizes, source_sizes = all_sizes.to(self._device)
             sources = [
-                own if isinstance(own, ImageError) else image
-                for image, own in zip(images, pixels, strict=True)
+                own if isinstance(own, ImageError) else job
+                for job, own in zip(batch.jobs, pixels, strict=True)
             ]
             widest = max(width for _, width in (image.source_size for image in images))
             capacity = min(2 * widest + 1, self._max_run_capacity)
-            return _Prepared(bucket, sources, padded, sizes, source_sizes, capacity, self._record())
+            return _Prepared(
+                bucket, sources, padded, sizes, source_sizes, capacity, begin, Mark(self._device)
+            )
 
     def _pixels_of(self, batch: _Read) -> list[Tensor | ImageError]:
         """[3, h, w] uint8 of each image, at the size that the model wants."""
         decoded = iter(decode_jpegs(batch.files, self._device))
         return [
-            _pixels_from_device(image, next(decoded)) if own is None else own
-            for image, own in zip(batch.images, batch.from_host, strict=True)
+            _pixels_from_device(job.image, next(decoded)) if own is None else own
+            for job, own in zip(batch.jobs, batch.from_host, strict=True)
         ]
 
     def _infer(self, batch: _Prepared) -> _Inferred:
         with self._module.stream(self._computing):
-            self._computing.wait_event(batch.ready)
+            batch.ready.hold_back(self._computing)
             outputs = self._backend.infer_on_device(batch.bucket, batch.images, batch.sizes)
-            return _Inferred(batch, outputs, self._record())
+            return _Inferred(batch, outputs, Mark(self._device))
 
     def _paste(self, batch: _Inferred) -> _Pasted:
         prepared, outputs, ready = batch
         with self._module.stream(self._pasting):
-            self._pasting.wait_event(ready)
+            ready.hold_back(self._pasting)
             boxes = boxes_in_sources(outputs.boxes, prepared.sizes, prepared.source_sizes)
             masks = Masks(outputs.masks, boxes, prepared.source_sizes, self._manifest.mask_paste)
-            encoded: tuple[Tensor, ...] = ()
-            if self._options.mask_format is MaskFormat.RLE:
-                encoded = strings_of_masks(
+            wanted = {s.options.mask_format for s in prepared.sources if isinstance(s, Job)}
+            encoded: dict[MaskFormat, Sequence[Tensor]] = {}
+            if MaskFormat.RLE in wanted:
+                encoded[MaskFormat.RLE] = strings_of_masks(
                     masks, prepared.run_capacity, _CHARACTERS_A_RUN * prepared.run_capacity
                 )
-            elif self._options.mask_format is MaskFormat.PROBABILITIES:
-                encoded = (outputs.masks,)
+            if MaskFormat.PROBABILITIES in wanted:
+                encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
             found = (outputs.num_detections, boxes, outputs.scores, outputs.labels)
-            on_host = [list(map(self._fetched, tensors)) for tensors in (found, encoded)]
-            return _Pasted(batch, masks, on_host[0], on_host[1], self._record())
+            return _Pasted(
+                batch,
+                masks,
+                self._fetched(found),
+                {form: self._fetched(tensors) for form, tensors in encoded.items()},
+                Mark(self._device),
+            )
 
     def _encode(self, batch: _Pasted) -> list[Outcome]:
-        wait_until(batch.ready.query)
-        return [
+        wait_until(lambda: batch.ready.is_reached)
+        start = time.perf_counter()
+        sources = batch.inferred.prepared.sources
+        outcomes: list[Outcome] = [
             source if isinstance(source, ImageError) else self._detections(batch, place, source)
-            for place, source in enumerate(batch.inferred.prepared.sources)
+            for place, source in enumerate(sources)
+        ]
+        timing = _timing_of(batch, time.perf_counter() - start)
+        return [
+            outcome
+            if isinstance(outcome, ImageError)
+            else dataclasses.replace(outcome, timing=timing)
+            for outcome in outcomes
         ]
 
-    def _detections(self, batch: _Pasted, place: int, image: EncodedImage) -> Detections:
+    def _detections(self, batch: _Pasted, place: int, job: Job) -> Detections:
+        image, options = job
         count, boxes, scores, labels = (tensor[place].numpy() for tensor in batch.found)
-        kept = kept_rows(scores[: int(count)], self._options)
+        kept = kept_rows(scores[: int(count)], options)
         rles = probabilities = None
-        if self._options.mask_format is MaskFormat.RLE:
-            strings = chosen_strings(batch.masks, MaskStrings(*batch.encoded), place, kept)
+        if options.mask_format is MaskFormat.RLE:
+            encoded = MaskStrings(*batch.encoded[MaskFormat.RLE])
+            strings = chosen_strings(batch.masks, encoded, place, kept)
             rles = [Rle(*image.source_size, string) for string in strings]
-        elif self._options.mask_format is MaskFormat.PROBABILITIES:
-            probabilities = batch.encoded[0][place].numpy()[kept]
+        elif options.mask_format is MaskFormat.PROBABILITIES:
+            probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][place].numpy()[kept]
         return detections_from_rows(
             boxes[kept],
             scores[kept],
@@ -206,32 +230,42 @@ class DeviceSteps:
             probabilities=probabilities,
         )
 
-    def _fetched(self, tensor: Tensor) -> Tensor:
-        """A copy on the host, which is there when the current stream is done."""
+    def _fetched(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on the host, which are there when the current stream is done."""
         on_gpu = self._device.type == "cuda"
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-        return host.copy_(tensor, non_blocking=True)
-
-    def _record(self) -> Any:
-        """An event in the current stream."""
-        event = self._module.Event()
-        event.record()
-        return event
+        hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=on_gpu) for t in tensors]
+        return [h.copy_(t, non_blocking=True) for h, t in zip(hosts, tensors, strict=True)]
 
 
-def _suits_device(image: EncodedImage) -> bool:
-    return image.header.is_plain_jpeg and math.prod(image.source_size) <= _MAX_DEVICE_PIXELS
+def _timing_of(batch: _Pasted, host_s: float) -> Timing:
+    """Where the time of a batch went, at the end of which the host worked for so long."""
+    inferred = batch.inferred
+    prepared = inferred.prepared
+    return Timing(
+        decode_us=round(1e6 * prepared.ready.seconds_since(prepared.begin)),
+        infer_us=round(1e6 * inferred.ready.seconds_since(prepared.ready)),
+        encode_us=round(1e6 * (batch.ready.seconds_since(inferred.ready) + host_s)),
+        batch_size=len(prepared.sources),
+    )
 
 
-def _pixels_from_host(image: EncodedImage) -> Tensor | ImageError:
+def _file_for_device(image: PlannedImage) -> bytes | None:
+    """The file, if the device can decode it."""
+    suits = image.header.is_plain_jpeg and math.prod(image.source_size) <= _MAX_DEVICE_PIXELS
+    return image.source if suits and isinstance(image.source, bytes) else None
+
+
+def _pixels_from_host(image: PlannedImage) -> Tensor | ImageError:
     """[3, h, w] uint8 on the host."""
     try:
-        return torch.from_numpy(resized_pixels(image)).permute(2, 0, 1)
+        pixels = resized_pixels(image)
     except ImageError as error:
         return error
+    # What is not resized may lie in memory that torch must not write to.
+    return torch.from_numpy(np.require(pixels, requirements="W")).permute(2, 0, 1)
 
 
-def _pixels_from_device(image: EncodedImage, decoded: Tensor | ImageError) -> Tensor | ImageError:
+def _pixels_from_device(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor | ImageError:
     """[3, h, w] uint8 of what the device decoded; what it could not, the host may."""
     if isinstance(decoded, ImageError):
         return _pixels_from_host(image)

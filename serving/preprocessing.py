@@ -35,10 +35,10 @@ class ModelInput(NamedTuple):
     """Height and width of the source image in pixels."""
 
 
-class EncodedImage(NamedTuple):
+class PlannedImage(NamedTuple):
     """An image of which it is known how the model will take it."""
 
-    data: bytes
+    source: SourceImage
     header: ImageHeader
     bucket: ShapeBucket
     size: tuple[int, int]
@@ -63,41 +63,52 @@ def prepare_image(
     """
     if isinstance(source, bytes):
         image = decode_image(source, max_pixels=max_pixels)
+        source_size = image.shape[0], image.shape[1]
     else:
         image = source
-        check_size(image.shape[0], image.shape[1], max_pixels)
-    source_size = image.shape[0], image.shape[1]
+        source_size = _header_of_pixels(source, max_pixels).size
     bucket, size = _placement(source_size, preprocessing, buckets)
     return ModelInput(pad_to_bucket(resize_image(image, *size), bucket), bucket, size, source_size)
 
 
 def plan_image(
-    data: bytes,
+    source: SourceImage,
     preprocessing: Preprocessing,
     buckets: Sequence[ShapeBucket],
     *,
     max_pixels: int,
     apply_orientation: bool,
-) -> EncodedImage:
+) -> PlannedImage:
     """Find out from an image's header what `prepare_image` would do with it.
 
     Raises:
         ImageError: the image cannot be used.
     """
-    header = read_header(data, max_pixels=max_pixels, apply_orientation=apply_orientation)
-    return EncodedImage(data, header, *_placement(header.size, preprocessing, buckets))
+    if isinstance(source, bytes):
+        header = read_header(source, max_pixels=max_pixels, apply_orientation=apply_orientation)
+    else:
+        header = _header_of_pixels(source, max_pixels)
+    return PlannedImage(source, header, *_placement(header.size, preprocessing, buckets))
 
 
-def resized_pixels(image: EncodedImage) -> NDArray[np.uint8]:
+def resized_pixels(image: PlannedImage) -> NDArray[np.uint8]:
     """Decode an image that was planned, and resize it: [h, w, 3] RGB.
 
     Raises:
         ImageError: the image is damaged.
     """
-    height, width = image.source_size
-    turned = image.header.orientation != 1
-    pixels = decode_image(image.data, max_pixels=height * width, apply_orientation=turned)
+    pixels = image.source
+    if isinstance(pixels, bytes):
+        height, width = image.source_size
+        turned = image.header.orientation != 1
+        pixels = decode_image(pixels, max_pixels=height * width, apply_orientation=turned)
     return resize_image(pixels, *image.size)
+
+
+def _header_of_pixels(pixels: NDArray[np.uint8], max_pixels: int) -> ImageHeader:
+    height, width = pixels.shape[:2]
+    check_size(height, width, max_pixels)
+    return ImageHeader((height, width), orientation=1, is_plain_jpeg=False)
 
 
 def _placement(

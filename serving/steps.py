@@ -12,14 +12,21 @@ from ..model.spec import ShapeBucket
 from .backends.base import Backend, Outputs
 from .detections import DetectionOptions, Detections
 from .postprocessing import detections_from_outputs
-from .preprocessing import EncodedImage, resized_pixels
+from .preprocessing import PlannedImage, resized_pixels
 
 Outcome = Detections | ImageError
 """What became of an image."""
 
-Source = EncodedImage | ImageError
-"""An image of a batch; a damaged one leaves its place black, so that the others keep theirs."""
 
+class Job(NamedTuple):
+    """An image to detect in, and what to answer with."""
+
+    image: PlannedImage
+    options: DetectionOptions
+
+
+Source = Job | ImageError
+"""A place in a batch; a damaged image leaves it black, so that the others keep theirs."""
 
 MODEL_STEP = "model"
 """Name of the step in which the backend computes."""
@@ -30,7 +37,7 @@ class Step(NamedTuple):
 
     name: str
     run: Callable[[Any], Any]
-    """The first takes images of one bucket, the last gives the outcome of each."""
+    """The first takes jobs of one bucket, the last gives the outcome of each."""
     threads: int
     """Batches that it works at, at once; where it is one, they come in their order."""
 
@@ -63,12 +70,9 @@ class _Inferred(NamedTuple):
 class HostSteps:
     """Images and masks on the CPU, and whatever backend between."""
 
-    def __init__(
-        self, backend: Backend, manifest: Manifest, options: DetectionOptions, *, threads: int
-    ) -> None:
+    def __init__(self, backend: Backend, manifest: Manifest, *, threads: int) -> None:
         self._backend = backend
         self._manifest = manifest
-        self._options = options
         self.steps = (
             Step("images", self._prepare, threads),
             Step(MODEL_STEP, self._infer, backend.concurrency),
@@ -78,20 +82,20 @@ class HostSteps:
     def synchronize(self) -> None:
         """Nothing to wait for: each step ends with its work done."""
 
-    def _prepare(self, images: Sequence[EncodedImage]) -> _Prepared:
-        bucket = images[0].bucket
-        padded = np.zeros((len(images), 3, *bucket), np.uint8)
+    def _prepare(self, jobs: Sequence[Job]) -> _Prepared:
+        bucket = jobs[0].image.bucket
+        padded = np.zeros((len(jobs), 3, *bucket), np.uint8)
         sources: list[Source] = []
-        for row, image in zip(padded, images, strict=True):
+        for row, job in zip(padded, jobs, strict=True):
             try:
-                pixels = resized_pixels(image)
+                pixels = resized_pixels(job.image)
             except ImageError as error:
                 sources.append(error)
             else:
-                height, width = image.size
+                height, width = job.image.size
                 row[:, :height, :width] = pixels.transpose(2, 0, 1)
-                sources.append(image)
-        return _Prepared(sources, bucket, padded, np.array([i.size for i in images], np.int64))
+                sources.append(job)
+        return _Prepared(sources, bucket, padded, np.array([j.image.size for j in jobs], np.int64))
 
     def _infer(self, batch: _Prepared) -> _Inferred:
         outputs = self._backend.infer(batch.bucket, batch.images, batch.image_sizes)
@@ -101,6 +105,8 @@ class HostSteps:
         return [
             source
             if isinstance(source, ImageError)
-            else detections_from_outputs(batch.outputs, row, source, self._manifest, self._options)
+            else detections_from_outputs(
+                batch.outputs, row, source.image, self._manifest, source.options
+            )
             for row, source in enumerate(batch.sources)
         ]

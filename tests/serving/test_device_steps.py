@@ -22,8 +22,8 @@ from maskrcnn_trt.serving.detections import (
     MaskFormat,
 )
 from maskrcnn_trt.serving.device_steps import DeviceSteps
-from maskrcnn_trt.serving.preprocessing import EncodedImage, plan_image
-from maskrcnn_trt.serving.steps import HostSteps, Outcome
+from maskrcnn_trt.serving.preprocessing import SourceImage, plan_image
+from maskrcnn_trt.serving.steps import HostSteps, Job, Outcome
 
 LANDSCAPE, PORTRAIT = (120, 200), (200, 120)
 
@@ -50,23 +50,26 @@ def smooth(seed: int, size: tuple[int, int], codec: str = "JPEG", **options: obj
 
 
 def planned(
-    images: Sequence[bytes], backend: TorchBackend, manifest: Manifest
-) -> list[EncodedImage]:
+    images: Sequence[SourceImage],
+    backend: TorchBackend,
+    manifest: Manifest,
+    options: DetectionOptions,
+) -> list[Job]:
     plan = partial(plan_image, max_pixels=10**6, apply_orientation=True)
-    return [plan(data, manifest.preprocessing, backend.buckets) for data in images]
+    return [Job(plan(i, manifest.preprocessing, backend.buckets), options) for i in images]
 
 
 def both_ways(
-    images: Sequence[bytes],
+    images: Sequence[SourceImage],
     backend: TorchBackend,
     manifest: Manifest,
     options: DetectionOptions = DEFAULT_OPTIONS,
     **device_options: int,
 ) -> Iterator[tuple[Outcome, Outcome]]:
     """What the device's steps give, and the host's."""
-    sources = planned(images, backend, manifest)
-    on_device = DeviceSteps(backend, manifest, options, threads=2, **device_options)
-    on_host = HostSteps(backend, manifest, options, threads=2)
+    sources = planned(images, backend, manifest, options)
+    on_device = DeviceSteps(backend, manifest, threads=2, **device_options)
+    on_host = HostSteps(backend, manifest, threads=2)
     found = [list(outcomes_of(sources, steps, max_batch=4)) for steps in (on_device, on_host)]
     assert len(found[0]) == len(images)
     return zip(*found, strict=True)
@@ -166,6 +169,49 @@ def test_options_are_kept(backend: TorchBackend, manifest: Manifest, masks: Mask
             np.testing.assert_allclose(own.mask_probabilities, other.mask_probabilities, atol=1e-4)
 
 
+def test_each_image_of_a_batch_has_options_of_its_own(
+    backend: TorchBackend, manifest: Manifest
+) -> None:
+    several = [
+        DetectionOptions(max_detections=n, mask_format=m) for n, m in enumerate(MaskFormat, 1)
+    ]
+    images = [smooth(1, LANDSCAPE, "PNG")] * len(several)
+    jobs = [
+        Job(job.image, options)
+        for job, options in zip(
+            planned(images, backend, manifest, several[0]), several, strict=True
+        )
+    ]
+    steps = DeviceSteps(backend, manifest, threads=2)
+    mixed = list(outcomes_of(jobs, steps, max_batch=4))
+    for job, own in zip(jobs, mixed, strict=True):
+        (other,) = outcomes_of([job], steps, max_batch=4)
+        assert_same(own, other)
+        assert isinstance(own, Detections)
+        assert isinstance(other, Detections)
+        assert len(own) == job.options.max_detections
+        assert own.rles == other.rles
+        assert (own.mask_probabilities is None) == (other.mask_probabilities is None)
+
+
+def test_pixels_need_no_decoding(backend: TorchBackend, manifest: Manifest) -> None:
+    images = [
+        np.frombuffer(np.random.default_rng(0).bytes(h * w * 3), np.uint8).reshape(h, w, 3)
+        for h, w in ((120, 200), (96, 160))  # resized, and of the model's own size
+    ]
+    for own, other in both_ways(images, backend, manifest):
+        assert_same(own, other)
+
+
+def test_the_time_of_each_stage_is_told(backend: TorchBackend, manifest: Manifest) -> None:
+    jobs = planned([smooth(0, LANDSCAPE)] * 3, backend, manifest, DEFAULT_OPTIONS)
+    for outcome in outcomes_of(jobs, DeviceSteps(backend, manifest, threads=1), max_batch=4):
+        assert isinstance(outcome, Detections)
+        timing = outcome.timing
+        assert min(timing.decode_us, timing.infer_us, timing.encode_us) > 0
+        assert timing.batch_size == 3
+
+
 def test_no_detection_is_an_answer(backend: TorchBackend, manifest: Manifest) -> None:
     options = DetectionOptions(score_threshold=1)
     for own, _ in both_ways([smooth(0, LANDSCAPE)], backend, manifest, options):
@@ -177,7 +223,7 @@ def test_no_detection_is_an_answer(backend: TorchBackend, manifest: Manifest) ->
 @pytest.mark.gpu
 def test_many_batches_in_progress_do_not_mix(backend: TorchBackend, manifest: Manifest) -> None:
     images = [smooth(n % 7, (LANDSCAPE, PORTRAIT)[n % 3 == 0], subsampling=0) for n in range(210)]
-    assert isinstance(batch_steps(backend, manifest, DEFAULT_OPTIONS, threads=2), DeviceSteps)
+    assert isinstance(batch_steps(backend, manifest, threads=2), DeviceSteps)
     alone = [outcome for outcome, _ in both_ways(images[:21], backend, manifest)]
     for n, own in enumerate(detect_many(images, backend, manifest, max_batch=4)):
         assert_alike(own, alone[n % 21])
