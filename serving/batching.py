@@ -65,6 +65,8 @@ class Batcher:
         self._policy = policy
         self._backend: Backend | None = load()
         self.buckets = self._backend.buckets
+        self.backend_name = self._backend.name
+        self.device = self._backend.device
         self._schedule = Schedule[_Waiting](policy, self.buckets)
         self._changed = asyncio.Event()
         self._failures = 0
@@ -76,6 +78,11 @@ class Batcher:
     def is_up(self) -> bool:
         """Whether the backend is there; not while one that broke is loaded again."""
         return not self._down
+
+    @property
+    def waiting(self) -> int:
+        """Images that wait for a batch."""
+        return len(self._schedule)
 
     async def warm_up(self) -> None:
         """Warm the backend up; images that arrive meanwhile take their turn."""

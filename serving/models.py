@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +53,11 @@ class ServedModel:
     def precisions(self) -> tuple[str, ...]:
         """What requests may ask for; the first is the default."""
         return tuple(self._batchers)
+
+    @property
+    def batchers(self) -> Mapping[str, Batcher]:
+        """What computes, by precision."""
+        return self._batchers
 
     def batcher(self, precision: str | None = None) -> Batcher:
         """What computes in a precision, by default the first.

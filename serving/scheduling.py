@@ -97,6 +97,9 @@ class Schedule(Generic[T]):
         self._connections: dict[tuple[str, int], list[Ticket[T]]] = {}
         self._turn = 0
 
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
     def add(self, item: T, bucket: ShapeBucket, terms: RequestTerms, now: float) -> Ticket[T]:
         """Put something in its place among what waits for batches of a bucket."""
         mine = self._connections.setdefault((terms.peer, terms.priority), [])
