@@ -36,8 +36,8 @@ def detect_many(
 ) -> Generator[Outcome, None, None]:
     """Detect in encoded images, of which a bounded number is read ahead.
 
-    While a batch is decoded, others are at the model or becoming masks: on the GPU where the
-    backend is torch's on one, else in threads.
+    While a batch is decoded, others are at the model or becoming masks: where the backend is
+    torch's on its device, else in threads of the CPU.
 
     Args:
         images: JPEG, PNG or WebP files. They are taken in the thread that asks for results.
@@ -97,7 +97,7 @@ def outcomes_of(
 
 def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchSteps:
     """The fastest way from images to detections that a backend allows."""
-    if backend.name == "torch" and backend.device == "cuda":
+    if backend.name == "torch":
         from .backends.torch import TorchBackend
         from .device_steps import DeviceSteps
 

@@ -220,16 +220,15 @@ def test_no_detection_is_an_answer(backend: TorchBackend, manifest: Manifest) ->
         assert own.rles == ()
 
 
-@pytest.mark.gpu
 def test_many_batches_in_progress_do_not_mix(backend: TorchBackend, manifest: Manifest) -> None:
-    images = [smooth(n % 7, (LANDSCAPE, PORTRAIT)[n % 3 == 0], subsampling=0) for n in range(210)]
+    count = 210 if torch.cuda.is_available() else 42  # where nothing overlaps
+    images = [smooth(n % 7, (LANDSCAPE, PORTRAIT)[n % 3 == 0], subsampling=0) for n in range(count)]
     assert isinstance(batch_steps(backend, manifest, threads=2), DeviceSteps)
     alone = [outcome for outcome, _ in both_ways(images[:21], backend, manifest)]
     for n, own in enumerate(detect_many(images, backend, manifest, max_batch=4)):
         assert_alike(own, alone[n % 21])
 
 
-@pytest.mark.gpu
 def test_work_can_be_left_in_the_middle(backend: TorchBackend, manifest: Manifest) -> None:
     results = detect_many([smooth(0, LANDSCAPE)] * 100, backend, manifest, max_batch=4)
     first = next(iter(results))
