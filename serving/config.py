@@ -1,6 +1,7 @@
 """Configuration of the server, and choices of the command line. Loads neither gRPC nor Pillow."""
 
 import os
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -43,6 +44,28 @@ class ServeConfig(FrozenConfig):
     """Pixels of an image."""
     max_message_mb: int = Field(64, ge=1, le=1024)
     """Mebibytes of a request."""
+    max_connections: int = Field(4096, ge=1)
+    """Connections at once; more are closed."""
+    max_connection_age_s: float | None = Field(None, gt=0)
+    """Seconds after which a client is asked to connect anew, for load balancers to spread them;
+    none, it may stay."""
+    keepalive_s: float = Field(60.0, ge=1)
+    """Seconds of silence after which a client has 20 to show that it is still there."""
+    receive_timeout_s: float = Field(60.0, gt=0)
+    """Seconds that a request may take to arrive."""
+    tls_certificate: Path | None = None
+    """PEM of the server's certificate and those it rests on; connections are encrypted then. What
+    replaces it later holds for the connections that come then, and so do the files below."""
+    tls_key: Path | None = None
+    """PEM of the key of `tls_certificate`, not encrypted."""
+    tls_client_ca: Path | None = None
+    """PEM of the authorities of which clients must show a certificate."""
+    token_file: Path | None = None
+    """Tokens that clients must send as `authorization: Bearer TOKEN`, one a line, # begins a
+    comment; health and reflection need none. Read anew when it changes."""
+    admin_token_file: Path | None = None
+    """Tokens of those who may load models as well; without this and `token_file`, clients on the
+    server's own machine may."""
     threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
     """Threads that decode images and encode masks."""
     drain_delay_s: float = Field(0.25, ge=0)
@@ -58,4 +81,12 @@ class ServeConfig(FrozenConfig):
                 raise ValueError(
                     f"preferred_batch is {size}; allowed: 1 to max_batch, which is {self.max_batch}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> "ServeConfig":
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together; give both or none")
+        if self.tls_client_ca and not self.tls_certificate:
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         return self

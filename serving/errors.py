@@ -4,6 +4,8 @@
     ├── BackendError              nothing here computes the bundle, or it failed to
     │   └── BackendDownError      what computes broke, and is being loaded again
     ├── InvalidRequestError       an option that is out of range or not served
+    ├── UnauthenticatedError      a call without a token that the server knows
+    ├── ForbiddenError            a call that this client may not make
     ├── ModelNotFoundError        a model of a name or version that is not served
     ├── QueueFullError            more requests than the server has places for
     ├── ExpiredError              a request took longer than it may
@@ -37,6 +39,14 @@ class BackendDownError(BackendError):
 
 class InvalidRequestError(ServingError):
     """A request asks for something that is out of range or not served."""
+
+
+class UnauthenticatedError(ServingError):
+    """A call needs a token, and has none that the server knows."""
+
+
+class ForbiddenError(ServingError):
+    """A call is for other clients."""
 
 
 class ModelNotFoundError(ServingError):
@@ -86,6 +96,8 @@ class DeadlineError(ClientError):
 _STATUS: dict[type[Exception], grpc.StatusCode] = {
     ImageError: grpc.StatusCode.INVALID_ARGUMENT,
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     ModelNotFoundError: grpc.StatusCode.NOT_FOUND,
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ExpiredError: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -7,7 +7,6 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
@@ -19,6 +18,7 @@ from ..protos.maskrcnn.v1.detector_pb2_grpc import add_DetectorServicer_to_serve
 from .config import ServeConfig
 from .errors import ServingError
 from .health import HealthService
+from .listening import listening_server
 from .loop_lag import LoopLag
 from .open_inference.service import InferenceService
 from .pipeline import Pipeline
@@ -44,7 +44,7 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
     Raises:
         BundleError: the bundle is missing, damaged or lacks the precision.
         BackendError: the backend does not run here, or not with such batches.
-        ServingError: the address cannot be listened on.
+        ServingError: the address cannot be listened on, or certificates, keys or tokens not used.
     """
     stop, reload = asyncio.Event(), asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -79,10 +79,10 @@ async def detection_server(
     Raises:
         BundleError: the bundle is missing, damaged or lacks the precision.
         BackendError: the backend does not run here, or not with such batches.
-        ServingError: the address cannot be listened on.
+        ServingError: the address cannot be listened on, or certificates, keys or tokens not used.
     """
     with contextlib.closing(Pipeline(bundle, config)) as pipeline:
-        server, port = _listening_server(config)
+        server, port = listening_server(config)
         service = DetectorService(pipeline, config)
         add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         names = [service.full_name for service in _SERVICES]
@@ -141,20 +141,3 @@ async def _reload(pipeline: Pipeline, asked: asyncio.Event) -> None:
             )
         else:
             _log.info("the bundle is reloaded: %s", pipeline.model.manifest.model_name)
-
-
-def _listening_server(config: ServeConfig) -> tuple[grpc.aio.Server, int]:
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", config.max_message_mb << 20),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),  # otherwise two servers could share a port unnoticed
-        ]
-    )
-    try:
-        return server, server.add_insecure_port(f"{config.host}:{config.port}")
-    except RuntimeError:
-        raise ServingError(
-            f"cannot listen on {config.host}:{config.port}; "
-            "choose an address of this machine and a free port, or port 0"
-        ) from None

@@ -55,7 +55,18 @@ def test_settings_with_several_values() -> None:
 
 
 def test_every_setting_can_be_set_each_way(tmp_path: Path) -> None:
-    values = ServeConfig(precision=("fp32",), preferred_batch=(4,), timeout_s=5).model_dump()
+    settings: dict[str, Any] = {
+        "precision": ("fp32",),
+        "preferred_batch": (4,),
+        "timeout_s": 5,
+        "max_connection_age_s": 600,
+        "tls_certificate": "server.pem",
+        "tls_key": "server.key",
+        "tls_client_ca": "clients.pem",
+        "token_file": "tokens",
+        "admin_token_file": "admin-tokens",
+    }
+    values = ServeConfig(**settings).model_dump()
     words = [
         word
         for name, value in values.items()

@@ -1,0 +1,79 @@
+"""Transport security of the server: who it is, and whom it believes."""
+
+import ssl
+from pathlib import Path
+
+import grpc
+
+from .config import ServeConfig
+from .errors import ServingError
+from .renewal import Renewed
+
+
+def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
+    """What the server shows its clients, and asks of them; none without TLS.
+
+    Files that are replaced later hold for the connections that come then.
+
+    Raises:
+        ServingError: a file is missing or not usable.
+    """
+    certificate, key, client_ca = config.tls_certificate, config.tls_key, config.tls_client_ca
+    if certificate is None or key is None:
+        return None
+    files = [certificate, key, *([client_ca] if client_ca else [])]
+    renewed = Renewed(files, lambda: _configuration(certificate, key, client_ca))
+    current = renewed.latest()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal current
+        before, current = current, renewed.latest()
+        return None if current is before else current
+
+    return grpc.dynamic_ssl_server_credentials(
+        current,
+        changed,  # type: ignore[arg-type]  # the stubs forget that None means no change
+        require_client_authentication=client_ca is not None,
+    )
+
+
+def _configuration(
+    certificate: Path, key: Path, client_ca: Path | None
+) -> grpc.ServerCertificateConfiguration:
+    # gRPC would take anything, and refuse every connection.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _read(certificate, "tls_certificate")
+    _read(key, "tls_key")
+    try:
+        context.load_cert_chain(certificate, key, password=_refuse_password)
+    except ssl.SSLError as error:
+        raise ServingError(
+            f"{certificate} and {key} cannot be used together ({error.reason or error}); "
+            "give a certificate as PEM, and the key that it was made for"
+        ) from None
+    pair = _read(key, "tls_key"), _read(certificate, "tls_certificate")
+    if client_ca is None:
+        return grpc.ssl_server_certificate_configuration([pair])
+    authorities = _read(client_ca, "tls_client_ca")
+    try:
+        context.load_verify_locations(client_ca)
+    except ssl.SSLError:
+        raise ServingError(
+            f"{client_ca} holds no certificate as PEM; give that of the authority that signed "
+            "those of the clients"
+        ) from None
+    return grpc.ssl_server_certificate_configuration([pair], authorities)
+
+
+def _read(path: Path, setting: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ServingError(f"{setting} cannot be read: {path}: {error.strerror}") from None
+
+
+def _refuse_password() -> str:
+    raise ServingError(
+        "the key of tls_key is encrypted; decrypt it, as with `openssl pkey`: there is nobody to "
+        "give its password"
+    )

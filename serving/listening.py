@@ -1,0 +1,93 @@
+"""How the server listens: what it lets connections do before any request is looked at."""
+
+import logging
+import resource
+import sys
+
+import grpc
+
+from .access import AccessPolicy
+from .certificates import server_credentials
+from .config import ServeConfig
+from .errors import ServingError
+from .receiving import Reception
+
+_log = logging.getLogger(__name__)
+
+_HANDSHAKE_MS = 20_000
+"""For a connection to say that it speaks TLS and HTTP/2."""
+_PING_TIMEOUT_MS = 20_000
+"""For a connection to show that someone is still there."""
+_MIN_STREAMS = 100
+"""Calls at once that a connection may always have, as HTTP/2 recommends."""
+_CLIENT_PING_MS = 10_000
+"""For a client without calls to ping no more often than; one that does is sent away."""
+_OTHER_FILES = 256
+"""That the process has open, beside connections."""
+
+
+def listening_server(config: ServeConfig) -> tuple[grpc.aio.Server, int]:
+    """A server without services that is bound to its port, and the port.
+
+    Raises:
+        ServingError: the address cannot be listened on, or certificates, keys or tokens not used.
+    """
+    credentials = server_credentials(config)
+    reception = Reception(AccessPolicy(config), config)
+    server = grpc.aio.server(interceptors=[reception], options=_options(config))
+    address = f"{config.host}:{config.port}"
+    try:
+        if credentials is None:
+            return server, server.add_insecure_port(address)
+        return server, server.add_secure_port(address, credentials)
+    except RuntimeError:
+        raise ServingError(
+            f"cannot listen on {address}; "
+            "choose an address of this machine and a free port, or port 0"
+        ) from None
+
+
+def _options(config: ServeConfig) -> list[tuple[str, int]]:
+    options = {
+        "grpc.max_receive_message_length": config.max_message_mb << 20,
+        "grpc.max_send_message_length": -1,
+        "grpc.so_reuseport": 0,  # otherwise two servers could share a port unnoticed
+        "grpc.max_allowed_incoming_connections": _allowed_connections(config.max_connections),
+        # Twice the requests that one may have in progress: more are refused rather than kept back.
+        "grpc.max_concurrent_streams": max(_MIN_STREAMS, config.queue_size),
+        "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
+        "grpc.http2.settings_timeout": _HANDSHAKE_MS,
+        "grpc.keepalive_time_ms": _milliseconds(config.keepalive_s),
+        "grpc.keepalive_timeout_ms": _PING_TIMEOUT_MS,
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.http2.min_ping_interval_without_data_ms": _CLIENT_PING_MS,
+    }
+    if config.max_connection_age_s is not None:
+        options["grpc.max_connection_age_ms"] = _milliseconds(config.max_connection_age_s)
+        options["grpc.max_connection_age_grace_ms"] = _milliseconds(config.stop_grace_s)
+    return list(options.items())
+
+
+def _allowed_connections(wanted: int) -> int:
+    """As many connections as are wanted, or as the process may open files for."""
+    needed = wanted + _OTHER_FILES
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in limits)
+    if soft < needed:
+        soft = min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+    if soft >= needed:
+        return wanted
+    allowed = max(soft - _OTHER_FILES, soft // 2)
+    _log.warning(
+        "the process may open %d files, so it takes %d connections at once instead of %d; set a "
+        "lower max_connections, or a higher limit with ulimit -n",
+        soft,
+        allowed,
+        wanted,
+    )
+    return allowed
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(1000 * seconds)
