@@ -45,7 +45,7 @@ _VERBS = {
 # verb pays for the modules of another.
 _USER_ERRORS = frozenset(
     {
-        "maskrcnn_trt.benchmarks.serve.NoAnswerError",
+        "maskrcnn_trt.benchmarks.serve_results.NoAnswerError",
         "maskrcnn_trt.benchmarks.server_process.ServerStartError",
         "maskrcnn_trt.export.errors.EngineError",
         "maskrcnn_trt.export.verify.VerificationError",

@@ -164,7 +164,7 @@ def _serve_and_draw(console: Console, bundle: Path, config: "TrainConfig", pictu
     assert config.data.val is not None
     dataset = CocoDataset(config.data.val)
     contents = [record.path.read_bytes() for record in dataset.records[:64]]
-    with running_server(bundle) as address, DetectorClient(address) as client:
+    with running_server(bundle) as server, DetectorClient(server.address) as client:
         answers = list(client.detect_many(contents))
     predictor = Predictor(bundle)
     found = [answer for answer in answers if isinstance(answer, Detections)]
@@ -199,8 +199,9 @@ def _measure_engine(bundle: Path) -> "list[InferResult]":
 
 
 def _measure_server(bundle: Path, pictures: Path) -> "list[ServeResult]":
-    from .benchmarks.report import Report, serve_table, show
+    from .benchmarks.report import Report, show
     from .benchmarks.serve import ServeSettings, measure_bundle
+    from .benchmarks.serve_report import serve_table
 
     images = [path.read_bytes() for path in sorted(pictures.iterdir())[:_BENCH_IMAGES]]
     settings = ServeSettings(concurrencies=(1, 8), images=images, seconds=_BENCH_SECONDS)

@@ -12,6 +12,7 @@ from ..model.spec import ShapeBucket
 from ..serving.config import BackendName
 from .bulk_commands import bulk
 from .infer import Peer
+from .serve_commands import serve
 from .train import TrainPrecision
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def bench() -> None:
 
 
 bench.add_command(bulk)
+bench.add_command(serve)
 
 
 @bench.command(context_settings={"show_default": True})
@@ -242,41 +244,3 @@ def kernels(names: tuple[str, ...], json_path: Path | None, output: Path | None)
     show(report, kernel_table(results), json_path)
     if output is not None:
         click.echo(f"the record is {write_record(report, results, output)}")
-
-
-@bench.command(context_settings={"show_default": True})
-@click.argument("server")
-@click.option(
-    "--concurrency", "levels", multiple=True, type=click.IntRange(min=1), default=(1, 4, 16)
-)
-@_IMAGES
-@click.option("--seconds", type=_SECONDS, default=5.0, help="Length of each measurement.")
-@click.option("--warmup", type=click.FloatRange(min=0), default=1.0, help="Seconds not counted.")
-@click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
-def serve(
-    server: str,
-    levels: tuple[int, ...],
-    images: tuple[Path, ...],
-    seconds: float,
-    warmup: float,
-    json_path: Path | None,
-) -> None:
-    """Measure a server with so many requests in flight.
-
-    SERVER is the host:port of one that runs, or a bundle, for which one is started.
-    """
-    from .report import Report, serve_table, show
-    from .serve import ServeSettings, measure_bundle, measure_server
-
-    settings = ServeSettings(
-        concurrencies=levels,
-        images=_contents_of(images),
-        seconds=seconds,
-        warmup_seconds=warmup,
-    )
-    bundle = Path(server)
-    if bundle.is_dir():
-        results = measure_bundle(bundle, settings)
-    else:
-        results = measure_server(server, settings)
-    show(Report(results), serve_table(results), json_path)

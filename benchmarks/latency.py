@@ -12,6 +12,7 @@ class Latency:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
     max: float
 
@@ -29,6 +30,7 @@ def latency_from_seconds(seconds: Sequence[float]) -> Latency:
         mean=math.fsum(ordered) / len(ordered),
         p50=percentile(ordered, 50),
         p90=percentile(ordered, 90),
+        p95=percentile(ordered, 95),
         p99=percentile(ordered, 99),
         max=ordered[-1],
     )

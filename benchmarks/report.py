@@ -21,7 +21,7 @@ from .infer import Answer, InferFailure, InferResult
 from .kernels import Goal, KernelResult, PeerResult
 from .latency import Latency
 from .machine import Machine, describe_machine
-from .serve import ServeResult
+from .serve_results import ServeResult
 from .stages import StageTimes
 from .train import TrainResult
 
@@ -155,22 +155,6 @@ def answer_sentence(answer: Answer) -> str:
         place = ", from the host" if answer.data == "host" else ""
         said = f"{answer.images_per_second:.1f} images/s, p50 {answer.latency.p50:.2f} ms{place}"
     return f"{answer.engine} in {answer.precision}{where}: {said}"
-
-
-def serve_table(results: Sequence[ServeResult]) -> Table:
-    """One row a concurrency; the stages within the server are means."""
-    stages = ("decode", "queue", "infer", "encode")
-    title = "Serving, a closed loop of clients; latencies and mean stages in ms"
-    table = _table(title, "clients", "images/s", *_PERCENTILES, "batch", *stages)
-    for r in results:
-        means = (r.mean_batch_size, *(getattr(r.stages, stage) for stage in stages))
-        table.add_row(
-            str(r.concurrency),
-            f"{r.images_per_second:.1f}",
-            *_percentiles(r.latency),
-            *(f"{mean:.1f}" for mean in means),
-        )
-    return table
 
 
 TRAIN_COLUMNS = ("precision", "model", "images/s", *_PERCENTILES, "data", "MiB", "loss")

@@ -1,23 +1,33 @@
-"""Serving speed as clients see it: a closed loop over the real client."""
+"""Serving speed as clients see it, with so many requests in flight or at a rate of their own."""
 
-import asyncio
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-import numpy as np
-
 from ..model.spec import ShapeBucket
-from ..serving.client import AsyncDetectorClient
-from ..serving.detections import Timing
+from ..serving.client import DetectorClient
+from ..serving.detections import DetectionOptions, MaskFormat
+from ..serving.image_requests import request_from_image
 from .images import noise_jpeg
-from .latency import Latency, latency_from_seconds
+from .process_usage import usage_between
+from .serve_load import Arrivals, ClosedLoop, Load, LoadPart, OpenLoop, Span, send_part
+from .serve_results import ServeResult, result_from_logs
 from .server_process import running_server
 
-NOISE_SIZE = ShapeBucket(480, 640)
-"""Size of the picture that is sent where none is given: that of most in COCO."""
+_NOISE_SIZE = ShapeBucket(480, 640)
+NOISE = f"noise in a JPEG of {_NOISE_SIZE} pixels (height x width), as most pictures of COCO have"
+"""What is sent where no images are given."""
+
+_HEAD_START_S = 0.2
+"""For processes to get what they are to send."""
+_START_LIMIT_S = 120.0
+
+OnResult = Callable[[ServeResult], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,116 +35,125 @@ class ServeSettings:
     """How a server is measured."""
 
     concurrencies: Sequence[int] = (1, 4, 16)
-    """Requests kept in flight."""
+    """Requests kept in flight: clients, each of which waits for its answer."""
+    rates: Sequence[float] = ()
+    """Images a second that come whether or not those before them are answered."""
+    loads: Sequence[float] = ()
+    """Such rates as shares of the highest that was reached with `concurrencies`."""
+    arrivals: Arrivals = "poisson"
+    """How they come."""
     images: Sequence[bytes] = ()
-    """Encoded images, sent in turn; none, noise of `NOISE_SIZE`."""
+    """Encoded images, sent in turn; none, `NOISE`."""
+    masks: MaskFormat = MaskFormat.RLE
+    """Form of the masks that are asked for."""
     seconds: float = 5.0
     """Length of each measurement."""
     warmup_seconds: float = 1.0
     """Time before each during which requests are sent and not counted."""
+    timeout_s: float = 30.0
+    """Longest wait for an answer."""
+    processes: int = 1
+    """Those that send, each over a connection of its own."""
+    seed: int = 0
+    """Of the arrivals."""
+
+    def encoded_images(self) -> Sequence[bytes]:
+        """What is sent."""
+        return self.images or [noise_jpeg(_NOISE_SIZE)]
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """Mean milliseconds of a request in each stage of the server, as it reports them."""
-
-    decode: float
-    queue: float
-    infer: float
-    encode: float
-
-
-@dataclass(frozen=True)
-class ServeResult:
-    """One server at one concurrency."""
-
-    concurrency: int
-    """Clients, each of which sends its next image when it has the answer to the last."""
-    requests: int
-    images_per_second: float
-    latency: Latency
-    """Of a request, from the client's call to its result."""
-    mean_batch_size: float
-    """Size of the batch that a request was in, mean over requests."""
-    stages: StageTimes
-
-
-class NoAnswerError(Exception):
-    """Nothing was answered while it was measured."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    sent: float
-    received: float
-    timing: Timing
-
-
-def measure_bundle(bundle: Path, settings: ServeSettings) -> list[ServeResult]:
+def measure_bundle(
+    bundle: Path,
+    settings: ServeSettings,
+    options: Sequence[str] = (),
+    on_result: OnResult | None = None,
+) -> list[ServeResult]:
     """Measure a server of a bundle, which is started for it; raises as `measure_server`.
+
+    Args:
+        bundle: Folder that export wrote.
+        settings: How to measure.
+        options: Further words for `maskrcnn serve`.
+        on_result: Called with each result when it comes.
 
     Raises:
         ServerStartError: the server did not start.
     """
-    with running_server(bundle) as address:
-        return measure_server(address, settings)
+    with running_server(bundle, *options) as server:
+        return measure_server(server.address, settings, server.pid, on_result)
 
 
-def measure_server(address: str, settings: ServeSettings) -> list[ServeResult]:
-    """Measure the server at `host:port`, one concurrency after the other.
+def measure_server(
+    address: str,
+    settings: ServeSettings,
+    pid: int | None = None,
+    on_result: OnResult | None = None,
+) -> list[ServeResult]:
+    """Measure the server at `host:port` under one load after the other, closed loops first.
+
+    Args:
+        address: Where it is.
+        settings: How to measure.
+        pid: Its process, to be watched; none, it is not.
+        on_result: Called with each result when it comes.
 
     Raises:
-        ServingError: a request failed, which ends the measurement.
-        NoAnswerError: the time was too short for a single answer.
+        ServingError: the server does not answer, or refuses an image though it has no other.
+        NoAnswerError: under a load it answered nothing with detections.
     """
-    return [
-        asyncio.run(_measure(address, concurrency, settings))
-        for concurrency in settings.concurrencies
-    ]
+    options = DetectionOptions(mask_format=settings.masks)
+    images = settings.encoded_images()
+    with DetectorClient(address, retries=0) as client:
+        max_batch = client.model().limits.max_batch
+        client.detect(images[0], options)
+    requests = [request_from_image(image, options, None).SerializeToString() for image in images]
+    results: list[ServeResult] = []
+    with _client_processes(settings.processes) as pool:
+
+        def measure(load: Load) -> None:
+            span = _span_of(settings)
+            parts = [
+                LoadPart(
+                    address=address,
+                    load=load,
+                    index=index,
+                    count=settings.processes,
+                    requests=requests,
+                    span=span,
+                    timeout_s=settings.timeout_s,
+                    seed=settings.seed,
+                )
+                for index in range(settings.processes)
+            ]
+            logs = pool.map(send_part, parts)
+            server = None if pid is None else usage_between(pid, span.start, span.end)
+            result = result_from_logs(list(logs), load, span, max_batch, server)
+            results.append(result)
+            if on_result is not None:
+                on_result(result)
+
+        for clients in settings.concurrencies:
+            measure(ClosedLoop(clients))
+        capacity = max((result.images_per_second for result in results), default=0.0)
+        for rate in (*settings.rates, *(share * capacity for share in settings.loads)):
+            measure(OpenLoop(rate, settings.arrivals))
+    return results
 
 
-async def _measure(address: str, concurrency: int, settings: ServeSettings) -> ServeResult:
-    turns = itertools.cycle(settings.images or [noise_jpeg(NOISE_SIZE)])
-    start = time.perf_counter() + settings.warmup_seconds
-    end = start + settings.seconds
-    async with AsyncDetectorClient(address) as client:
-        try:
-            async with asyncio.TaskGroup() as group:
-                clients = [
-                    group.create_task(_send_until(end, client, turns)) for _ in range(concurrency)
-                ]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-    answers = [answer for task in clients for answer in task.result()]
-    counted = [answer for answer in answers if start <= answer.received <= end]
-    if not counted:
-        raise NoAnswerError(
-            f"no request was answered within {settings.seconds:g} s; measure longer with --seconds"
-        )
-    return _result_from(counted, concurrency, settings.seconds)
+def _span_of(settings: ServeSettings) -> Span:
+    begin = time.monotonic() + _HEAD_START_S
+    start = begin + settings.warmup_seconds
+    return Span(begin, start, start + settings.seconds)
 
 
-async def _send_until(
-    end: float, client: AsyncDetectorClient, turns: Iterator[bytes]
-) -> list[_Answer]:
-    answers = []
-    while (sent := time.perf_counter()) < end:
-        detections = await client.detect(next(turns))
-        assert detections.timing is not None  # servers always give it
-        answers.append(_Answer(sent, time.perf_counter(), detections.timing))
-    return answers
+@contextmanager
+def _client_processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """So many processes, each of which is up, and free for one piece of work."""
+    context = get_context("spawn")
+    with ProcessPoolExecutor(count, context, _meet, (context.Barrier(count),)) as pool:
+        list(pool.map(abs, range(count)))
+        yield pool
 
 
-def _result_from(answers: Sequence[_Answer], concurrency: int, seconds: float) -> ServeResult:
-    timings = [answer.timing for answer in answers]
-    means = np.mean(
-        [(t.decode_us, t.queue_us, t.infer_us, t.encode_us, t.batch_size) for t in timings], axis=0
-    ).tolist()
-    return ServeResult(
-        concurrency=concurrency,
-        requests=len(answers),
-        images_per_second=len(answers) / seconds,
-        latency=latency_from_seconds([answer.received - answer.sent for answer in answers]),
-        mean_batch_size=means[4],
-        stages=StageTimes(*(us / 1000 for us in means[:4])),
-    )
+def _meet(others: Barrier) -> None:
+    others.wait(_START_LIMIT_S)

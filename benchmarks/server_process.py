@@ -6,25 +6,31 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 
 class ServerStartError(Exception):
     """The server ended before it was ready; its own message is on the error stream."""
 
 
+class ServerProcess(NamedTuple):
+    """A server that is ready."""
+
+    address: str
+    """`host:port`."""
+    pid: int
+
+
 @contextmanager
-def running_server(bundle: Path, *options: str) -> Iterator[str]:
+def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
     """Serve a bundle on a free port for as long as the context lasts.
 
     Args:
         bundle: Folder that export wrote.
         options: Further words for `maskrcnn serve`.
 
-    Yields:
-        The address, `host:port`, of a server that is ready.
-
     Raises:
-        ServerStartError: it is not going to be.
+        ServerStartError: it is not going to be ready.
     """
     command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -33,6 +39,6 @@ def running_server(bundle: Path, *options: str) -> Iterator[str]:
             ready = re.search(r"\S+:\d+", process.stdout.readline())
             if ready is None:
                 raise ServerStartError(f"the server of {bundle} did not start")
-            yield ready[0]
+            yield ServerProcess(ready[0], process.pid)
         finally:
             process.terminate()

@@ -40,7 +40,7 @@ def made_up(
         batch=batch,
         iterations=100,
         images_per_second=speed,
-        latency=Latency(*([1000 * batch / speed] * 5)),
+        latency=Latency(*([1000 * batch / speed] * 6)),
         peak_memory_mib=500.0 * batch,
         memory="driver" if engine == "onnxruntime" else "torch",
     )

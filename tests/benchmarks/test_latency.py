@@ -13,7 +13,7 @@ def test_percentiles_are_numpys_inverted_cdf(count: int):
 
 
 def test_summary_is_in_milliseconds_and_does_not_depend_on_order():
-    expected = Latency(mean=50.5, p50=50.0, p90=90.0, p99=99.0, max=100.0)
+    expected = Latency(mean=50.5, p50=50.0, p90=90.0, p95=95.0, p99=99.0, max=100.0)
     seconds = [value / 1000 for value in range(1, 101)]
     found = latency_from_seconds(seconds[::-1])
     assert vars(found) == pytest.approx(vars(expected))

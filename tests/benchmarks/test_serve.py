@@ -1,55 +1,126 @@
 """Serving benchmarks against a real server of the tiny bundle."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from maskrcnn_trt.benchmarks.commands import bench
-from maskrcnn_trt.benchmarks.serve import NoAnswerError, ServeSettings, measure_server
-from maskrcnn_trt.benchmarks.server_process import ServerStartError, running_server
+from maskrcnn_trt.benchmarks.serve import ServeSettings, measure_server
+from maskrcnn_trt.benchmarks.serve_load import ClosedLoop, OpenLoop
+from maskrcnn_trt.benchmarks.serve_results import NoAnswerError, ServeResult
+from maskrcnn_trt.benchmarks.server_process import ServerProcess, ServerStartError, running_server
 from maskrcnn_trt.serving.errors import RefusedError, UnreachableError
 
 
+def run(*words: object) -> Result:
+    return CliRunner().invoke(bench, ["serve", *map(str, words)])
+
+
 @pytest.fixture(scope="module")
-def server(bundle: Path):
-    with running_server(bundle) as address:
-        yield address
+def server(bundle: Path) -> Iterator[ServerProcess]:
+    """One that takes six requests at a time, of a connection half as many."""
+    with running_server(bundle, "--queue-size", "6", "--max-batch", "4") as server:
+        yield server
 
 
-def test_server_of_a_bundle_is_measured_and_stopped(bundle: Path, tmp_path: Path):
+def test_server_of_a_bundle_is_measured_and_stopped(bundle: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    options = ("--concurrency", "1", "--concurrency", "6", "--seconds", "1", "--warmup", "0.2")
-    result = CliRunner().invoke(bench, ["serve", str(bundle), *options, "--json", str(record)])
+    levels = ("--concurrency", 1, "--concurrency", 6, "--load", 0.5, "--processes", 2)
+    times = ("--seconds", 1, "--warmup", 0.2)
+    extras = ("--engine-rate", "--peer", "unbatched", "--json", record, "--output", tmp_path)
+    result = run(bundle, *levels, *times, *extras, "--", "--max-batch", 3, "--threads", 1)
     assert result.exit_code == 0, result.output
-    one, six = json.loads(record.read_text())["results"]
-    assert (one["concurrency"], six["concurrency"]) == (1, 6)
-    assert one["mean_batch_size"] == 1
-    assert 1 < six["mean_batch_size"] <= 6
-    for found in (one, six):
-        assert found["requests"] == found["images_per_second"] * 1.0
-        assert all(milliseconds >= 0 for milliseconds in found["stages"].values())
-        assert sum(found["stages"].values()) <= found["latency"]["mean"]
+    report = json.loads(record.read_text())
+    one, six, half, one_unbatched, six_unbatched = report["results"]
+    assert [r["max_batch"] for r in report["results"]] == [3, 3, 3, 1, 1]
+    assert [r["load"] for r in (one, six)] == [{"clients": 1}, {"clients": 6}]
+    best = max(one["images_per_second"], six["images_per_second"])
+    assert half["load"] == {"rate": best / 2, "arrivals": "poisson"}
+    assert one["mean_batch_size"] == one_unbatched["mean_batch_size"] == 1
+    assert six_unbatched["mean_batch_size"] == 1
+    assert 1 < six["mean_batch_size"] <= 3
+    for found in report["results"]:
+        assert not found["refusals"]
+        assert found["offered_per_second"] == found["requests"] / 1.0
+        assert sum(found["times"].values()) == pytest.approx(found["latency"]["mean"])
+        assert min(found["times"].values()) >= 0
+        assert found["server"]["cores"] > 0
+        assert all(20 < mib < 4000 for mib in found["server"]["memory_mib"])
+    assert report["bulk"]["batch"] == 3
+    assert report["max_delay_ms"] == 2.0
+    (page,) = tmp_path.glob("serve-*.md")
+    assert "of the engine's own" in page.read_text()
 
 
-def test_refused_image_ends_the_measurement(server: str):
+def refused(result: ServeResult) -> dict[str, int]:
+    return {refusals.status: refusals.requests for refusals in result.refusals}
+
+
+def test_what_a_busy_server_refuses_is_counted_apart(server: ServerProcess) -> None:
+    settings = ServeSettings(
+        concurrencies=(12,), rates=(400,), arrivals="constant", seconds=1, warmup_seconds=0.5
+    )
+    seen: list[ServeResult] = []
+    closed, opened = measure_server(server.address, settings, server.pid, seen.append)
+    assert seen == [closed, opened]
+    assert (closed.load, opened.load) == (ClosedLoop(12), OpenLoop(400, "constant"))
+    assert refused(closed).keys() == refused(opened).keys() == {"RESOURCE_EXHAUSTED"}
+    assert refused(opened)["RESOURCE_EXHAUSTED"] + opened.requests == 400
+    assert opened.offered_per_second == 400
+
+
+def test_late_answers_are_refusals(server: ServerProcess) -> None:
+    settings = ServeSettings(concurrencies=(), rates=(100,), seconds=1, timeout_s=1e-4)
+    with pytest.raises(NoAnswerError, match="only with DEADLINE_EXCEEDED"):
+        measure_server(server.address, settings)
+
+
+def test_refused_image_ends_the_measurement(server: ServerProcess) -> None:
     settings = ServeSettings(concurrencies=(2,), images=[b"no image"], seconds=0.5)
     with pytest.raises(RefusedError, match="JPEG, PNG or WebP"):
-        measure_server(server, settings)
+        measure_server(server.address, settings)
 
 
-def test_too_short_a_time_is_an_error(server: str):
+def test_too_short_a_time_is_an_error(server: ServerProcess) -> None:
     settings = ServeSettings(concurrencies=(1,), seconds=1e-9, warmup_seconds=0)
     with pytest.raises(NoAnswerError, match="measure longer with --seconds"):
-        measure_server(server, settings)
+        measure_server(server.address, settings)
 
 
-def test_absent_server_is_an_error():
+def test_absent_server_is_an_error() -> None:
     with pytest.raises(UnreachableError):
         measure_server("127.0.0.1:1", ServeSettings(concurrencies=(1,), seconds=0.1))
 
 
-def test_server_that_does_not_start_is_an_error(tmp_path: Path):
+def test_server_that_does_not_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ServerStartError, match="did not start"), running_server(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["127.0.0.1:1", "--engine-rate"], "127.0.0.1:1 is no bundle"),
+        (["127.0.0.1:1", "--", "--max-batch", "2"], "127.0.0.1:1 is no bundle"),
+        (["BUNDLE", "--", "--max-batch", "0"], "--max-batch is 0"),
+        (["BUNDLE", "--", "--max-bach", "1"], "--max-bach"),
+        (["BUNDLE", "--rate", "0"], "--rate"),
+    ],
+)
+def test_misuse_is_named(bundle: Path, words: list[str], sentence: str) -> None:
+    result = run(*(bundle if word == "BUNDLE" else word for word in words))
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+
+
+def test_rates_alone_need_no_closed_loop(server: ServerProcess, tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    words = ("--rate", 5, "--seconds", 1, "--warmup", 0, "--masks", "none", "--json", path)
+    result = run(server.address, *words)
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(path.read_text())["results"]
+    assert found["load"] == {"rate": 5.0, "arrivals": "poisson"}
+    assert found["server"] is None

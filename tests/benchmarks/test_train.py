@@ -58,7 +58,7 @@ def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made_up(engine: Engine, precision: TrainPrecision) -> TrainResult:
     losses = [[5 / step, 0, 0, 0, 1] for step in range(6, 26)]
     losses[-2:] = [[0.25, 0, 0, 0, 1], [0.2, 0, 0, 0, 1]]
-    latency = Latency(1, 1, 1, 1, 1)
+    latency = Latency(1, 1, 1, 1, 1, 1)
     return TrainResult(engine, precision, "cpu", 2, 20, 1, 1.0, latency, 0.1, 1.0, losses)
 
 

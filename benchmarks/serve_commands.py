@@ -1,0 +1,180 @@
+"""The verb `maskrcnn bench serve`."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from .serve_load import Arrivals
+
+if TYPE_CHECKING:
+    from ..serving.config import ServeConfig
+    from .bulk import BulkResult
+    from .serve import ServeSettings
+    from .serve_results import ServeResult
+
+_CONCURRENCIES = (1, 4, 16)
+_SECONDS = click.FloatRange(min=0, min_open=True)
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("server")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--concurrency", "concurrencies", multiple=True, type=click.IntRange(min=1),
+    help="Requests in flight, each followed by the next when it is answered; may be given several "
+    f"times. The default is {', '.join(map(str, _CONCURRENCIES))}, but with --rate alone none.",
+)  # fmt: skip
+@click.option(
+    "--rate", "rates", multiple=True, type=_SECONDS,
+    help="Images a second that come whether or not those before are answered; may be given "
+    "several times.",
+)  # fmt: skip
+@click.option(
+    "--load", "loads", multiple=True, type=_SECONDS,
+    help="Such a rate as a share of the highest that --concurrency reached; may be given several "
+    "times.",
+)  # fmt: skip
+@click.option(
+    "--arrivals", type=click.Choice(get_args(Arrivals)), default="poisson",
+    help="Whether images at a rate come at random or at equal distances.",
+)  # fmt: skip
+@click.option(
+    "--images", "sources", multiple=True, type=click.Path(exists=True, path_type=Path),
+    help="Image or folder of images to use in place of noise.",
+)  # fmt: skip
+@click.option(
+    "--masks", type=click.Choice(["rle", "probabilities", "none"]), default="rle",
+    help="Form of the masks that are asked for.",
+)  # fmt: skip
+@click.option("--seconds", type=_SECONDS, default=5.0, help="Length of each measurement.")
+@click.option(
+    "--warmup", "warmup_seconds", type=click.FloatRange(min=0), default=1.0,
+    help="Seconds before each that are not counted.",
+)  # fmt: skip
+@click.option(
+    "--timeout", "timeout_s", type=_SECONDS, default=30.0, help="Seconds to wait for an answer."
+)
+@click.option(
+    "--processes", type=click.IntRange(min=1), default=1,
+    help="Processes that send, each over a connection of its own.",
+)  # fmt: skip
+@click.option("--seed", type=int, default=0, help="Of the times at which images come.")
+@click.option("--engine-rate", is_flag=True, help="Measure BUNDLE without a server first.")
+@click.option(
+    "--peer", type=click.Choice(["unbatched"]),
+    help="Measure at --concurrency a server with batches of one, too.",
+)  # fmt: skip
+@click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
+@click.option("--output", type=_FOLDER, help="Folder for a record: a page, pictures and JSON.")
+def serve(
+    server: str,
+    options: tuple[str, ...],
+    sources: tuple[Path, ...],
+    masks: str,
+    engine_rate: bool,
+    peer: str | None,
+    json_path: Path | None,
+    output: Path | None,
+    **values: Any,
+) -> None:
+    """Measure a server with so many requests in flight, or at so many images a second.
+
+    SERVER is the host:port of one that runs, or a bundle, for which one is started with OPTIONS,
+    which are those of `maskrcnn serve` and stand behind `--`.
+    """
+    from ..serving.detections import MaskFormat
+    from ..serving.reports import image_files
+    from .report import show
+    from .serve import NOISE, ServeSettings, measure_server
+    from .serve_report import ServeReport, serve_table
+
+    files = image_files(sources) if sources else []
+    settings = ServeSettings(
+        images=[path.read_bytes() for path in files],
+        masks=MaskFormat(masks),
+        **_with_levels(values),
+    )
+    bundle = Path(server)
+    if bundle.is_dir():
+        config = _config_from_words(bundle, options)
+        bulk = _measure_bulk(bundle, config, settings) if engine_rate else None
+        results = _measure_servers(bundle, settings, options, with_unbatched=peer is not None)
+        report = ServeReport(results, max_delay_ms=config.max_delay_ms, bulk=bulk)
+    elif options or engine_rate or peer:
+        raise click.UsageError(f"{server} is no bundle, of which a server could be started")
+    else:
+        report = ServeReport(measure_server(server, settings, on_result=_say))
+    show(report, serve_table(report.results), json_path)
+    if output is not None:
+        from .serve_record import write_record
+
+        names = ", ".join(map(str, sources))
+        images = f"{len(files)} files of {names}" if files else NOISE
+        click.echo(f"the record is {write_record(report, images, output)}")
+
+
+def _with_levels(values: dict[str, Any]) -> dict[str, Any]:
+    """Values with the default concurrencies where these are wanted and none are given."""
+    if not values["concurrencies"] and (values["loads"] or not values["rates"]):
+        return values | {"concurrencies": _CONCURRENCIES}
+    return values
+
+
+def _config_from_words(bundle: Path, words: Sequence[str]) -> "ServeConfig":
+    """The configuration of a server that is started with words.
+
+    Raises:
+        click.UsageError: there is no such option, or a value is not allowed.
+    """
+    from ..serving.commands import serve as command
+    from ..serving.config import ServeConfig
+    from ..serving.serve_options import config_from_options
+
+    with command.make_context("maskrcnn serve", [str(bundle), *words]) as context:
+        return config_from_options(
+            {name: context.params[name] for name in ServeConfig.model_fields}
+        )
+
+
+def _measure_bulk(bundle: Path, config: "ServeConfig", settings: "ServeSettings") -> "BulkResult":
+    """What the backend computes without a server, in a process that then gives its memory back."""
+    from .bulk import BulkSettings, measure_bulk
+    from .processes import answers_from_process
+
+    bulk_settings = BulkSettings(
+        precision=next(iter(config.precision), None),
+        backend=config.backend,
+        batches=(config.max_batch,),
+        images=settings.encoded_images(),
+        seconds=settings.seconds,
+    )
+    (result,) = answers_from_process(measure_bulk, bundle, bulk_settings)
+    click.echo(
+        f"without a server: {result.images_per_second:.1f} images/s, the engine alone "
+        f"{result.engine_images_per_second:.1f}",
+        err=True,
+    )
+    return result
+
+
+def _measure_servers(
+    bundle: Path, settings: "ServeSettings", options: Sequence[str], *, with_unbatched: bool
+) -> "list[ServeResult]":
+    from .serve import measure_bundle
+
+    results = measure_bundle(bundle, settings, options, _say)
+    if with_unbatched:
+        closed = dataclasses.replace(settings, rates=(), loads=())
+        results += measure_bundle(bundle, closed, (*options, "--max-batch", "1"), _say)
+    return results
+
+
+def _say(result: "ServeResult") -> None:
+    from .serve_report import result_sentence
+
+    click.echo(result_sentence(result), err=True)

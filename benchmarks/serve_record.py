@@ -1,0 +1,227 @@
+"""The record of a serving benchmark: a page, pictures of it, and all numbers as JSON."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+
+from .bulk import BulkResult
+from .record import begin_record, machine_table, markdown_table
+from .serve_load import ClosedLoop, OpenLoop
+from .serve_report import (
+    SPEED_COLUMNS,
+    TIME_COLUMNS,
+    TIMES,
+    USE_COLUMNS,
+    ServeReport,
+    fastest,
+    load_name,
+    memory_mib,
+    refusal_sentences,
+    refused_requests,
+    speed_rows,
+    time_rows,
+    use_rows,
+)
+from .serve_results import ServeResult
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+_GOAL = 0.7
+"""Share of the engine's own rate."""
+_PERCENTILES = ("p50", "p90", "p95", "p99")
+
+_COUNTED = """\
+Images are {images}. Clients are a closed loop: each sends its next image when it has the answer to
+the last. Other loads are open: images come at a rate, in poisson loads at random, whatever becomes
+of those before, and the latency of each counts from the moment at which it was to be sent; in
+brackets is the rate as a share of the highest that clients reached. "images/s" are those whose
+detections came within the time. Latencies are of answers with detections; "refused" are the others.
+"""
+_TIME = """\
+Means over the requests. Decode, queue, infer and encode are stages of the server, as it reports
+them: a request is in "queue" while a batch fills and the model is busy with others, and in "infer"
+as long as its whole batch. "rest" is what lies around them: network, gRPC, the event loop, and the
+client. "outside" is the share of the latency in which a request neither waits for the model nor is
+in it. "batch" is the size of the batch that a request was in, and "batches" how many the backend
+had at a time, mean over time.
+"""
+_USE = """\
+"cores" is the CPU time of the server and its children by time, "MiB" their resident memory in the
+first and the last fifth of the time. "client cores" is the CPU time of the busiest client process,
+and "client lag" the 99th percentile of the time by which requests were sent too late.
+"""
+
+
+def write_record(report: ServeReport, images: str, folder: Path) -> Path:
+    """Write `serve-<gpu>-<yyyymm>.md`, and `.png` and `.json` beside it.
+
+    Args:
+        report: what was measured, where, when and how; at least one result.
+        images: what the images were, in words.
+        folder: made if it does not exist.
+
+    Returns:
+        The page.
+    """
+    page = begin_record("serve", report, folder)
+    picture = page.with_suffix(".png")
+    plot_serving(report, picture)
+    page.write_text(_page(report, images, picture.name))
+    return page
+
+
+def plot_serving(report: ServeReport, picture: Path) -> None:
+    """Draw throughput, latency and where the time goes, closed loops apart from open ones."""
+    closed = [r for r in report.results if isinstance(r.load, ClosedLoop)]
+    opened = [r for r in report.results if isinstance(r.load, OpenLoop)]
+    plots = [
+        (_plot_throughput, closed),
+        (_plot_latency, closed),
+        (_plot_latency, opened),
+        (_plot_times, report.results),
+    ]
+    drawn = [(plot, results) for plot, results in plots if results]
+    rows = math.ceil(len(drawn) / 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(12, 4.5 * rows), layout="constrained")
+    for place, (plot, results) in zip(axes.flat, drawn, strict=False):
+        plot(place, results, report)
+    for place in axes.flat[len(drawn) :]:
+        place.remove()
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
+def goal_sentences(report: ServeReport) -> list[str]:
+    """What was reached of what was wanted, as far as it was measured."""
+    own = [r for r in report.results if r.max_batch == report.results[0].max_batch]
+    unbatched = [r for r in report.results if r not in own]
+    best = fastest(own)
+    if best is None:
+        return []
+    sentences = []
+    if report.bulk is not None:
+        sentences.append(_engine_sentence(best, report.bulk))
+    if (alone := fastest(unbatched)) is not None:
+        sentences.append(
+            f"Batches of up to {best.max_batch} give {best.images_per_second:.1f} images/s, "
+            f"batches of one {alone.images_per_second:.1f}: "
+            f"{best.images_per_second / alone.images_per_second:.2f} times as many."
+        )
+    return sentences + [
+        _load_sentence(result, result.load, best, report.max_delay_ms)
+        for result in own
+        if isinstance(result.load, OpenLoop)
+    ]
+
+
+def _engine_sentence(best: ServeResult, bulk: BulkResult) -> str:
+    engine_rate = bulk.engine_images_per_second
+    share = best.images_per_second / engine_rate
+    verdict = ""
+    if bulk.device == "cuda":
+        verdict = f"; the bar of {_GOAL:.0%} is {_verdict(share >= _GOAL)}"
+    return (
+        f"{best.images_per_second:.1f} images/s are {share:.0%} of the engine's own "
+        f"{engine_rate:.1f}, and {best.images_per_second / bulk.images_per_second:.0%} of the "
+        f"{bulk.images_per_second:.1f} that go without a server{verdict}."
+    )
+
+
+def _load_sentence(
+    result: ServeResult, load: OpenLoop, best: ServeResult, max_delay_ms: float | None
+) -> str:
+    """What an open loop did to latency, refusals and memory."""
+    refused = refused_requests(result)
+    slowest = max((refusals.latency.p99 for refusals in result.refusals), default=0.0)
+    said = [
+        f"{load_name(load, best)}: {refused} of {refused + result.requests} "
+        f"refused{f' with a p99 of {slowest:.1f} ms' if refused else ''}",
+        f"p99 of the others {result.latency.p99:.1f} ms",
+    ]
+    if max_delay_ms is not None and load.rate < best.images_per_second:
+        bar = max_delay_ms + 3 * best.times.infer
+        said.append(f"the bar of {bar:.1f} ms is {_verdict(result.latency.p99 <= bar)}")
+    if (memory := memory_mib(result)) is not None:
+        said.append(f"memory from {memory[0]:.0f} to {memory[1]:.0f} MiB")
+    return "; ".join(said) + "."
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "missed"
+
+
+def _plot_throughput(axes: Axes, results: Sequence[ServeResult], report: ServeReport) -> None:
+    for size in dict.fromkeys(r.max_batch for r in results):
+        own = [r for r in results if r.max_batch == size]
+        rates = [r.images_per_second for r in own]
+        axes.plot(_ticks(own), rates, "o-", label=f"batches up to {size}")
+    if report.bulk is not None:
+        axes.axhline(report.bulk.engine_images_per_second, color="black", label="the engine, alone")
+    axes.set(xlabel="clients", ylabel="images a second", title="Throughput", ylim=(0, None))
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _plot_latency(axes: Axes, results: Sequence[ServeResult], report: ServeReport) -> None:
+    own = [r for r in results if r.max_batch == report.results[0].max_batch]
+    closed = isinstance(own[0].load, ClosedLoop)
+    loads = _ticks(own)
+    for name in _PERCENTILES:
+        axes.plot(loads, [getattr(r.latency, name) for r in own], "o-", label=name)
+    if any(r.refusals for r in own):
+        slowest = [max((f.latency.p99 for f in r.refusals), default=math.nan) for r in own]
+        axes.plot(loads, slowest, "kx", label="p99 of refusals")
+    axes.set_yscale("log")
+    axes.set(xlabel="clients" if closed else "images a second, offered", ylabel="ms")
+    axes.set_title("Latency of clients" if closed else "Latency at a given rate")
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+
+
+def _plot_times(axes: Axes, results: Sequence[ServeResult], report: ServeReport) -> None:
+    own = [r for r in results if r.max_batch == report.results[0].max_batch]
+    labels = [load_name(r.load).replace(" ", "\n") for r in own]
+    bottoms = [0.0] * len(own)
+    for name in TIMES:
+        shares = [getattr(r.times, name) / r.latency.mean for r in own]
+        axes.bar(labels, shares, bottom=bottoms, width=0.6, label=name)
+        bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
+    axes.set(ylabel="share of the mean latency", title="Where a request's time goes", ylim=(0, 1))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5)
+
+
+def _ticks(results: Sequence[ServeResult]) -> list[str]:
+    """Clients, or images a second."""
+    loads = [r.load for r in results]
+    return [f"{o.rate:.1f}" if isinstance(o, OpenLoop) else f"{o.clients}" for o in loads]
+
+
+def _page(report: ServeReport, images: str, picture: str) -> str:
+    results = report.results
+    on_gpu = report.bulk.device == "cuda" if report.bulk else bool(report.machine.gpus)
+    goals = "\n".join(f"- {sentence}" for sentence in goal_sentences(report))
+    refused = refusal_sentences(results)
+    texts = (_COUNTED.format(images=images), _TIME, _USE)
+    return "\n".join(
+        [
+            "# Serving over gRPC",
+            f"\n```sh\n{report.command}\n```\n",
+            machine_table(report, on_gpu=on_gpu),
+            *(["\n## Goals\n", goals] if goals else []),
+            "\n## Speed, latencies in ms\n",
+            markdown_table(SPEED_COLUMNS, speed_rows(results)),
+            *(["", *(f"- {sentence}" for sentence in refused)] if refused else []),
+            "\n## Where a request's time goes, in ms\n",
+            markdown_table(TIME_COLUMNS, time_rows(results)),
+            "\n## What the server and the clients take\n",
+            markdown_table(USE_COLUMNS, use_rows(results)),
+            f"\n![Throughput, latency and where the time goes]({picture})\n",
+            "## What is counted\n",
+            "\n\n".join(textwrap.fill(text, 100) for text in texts) + "\n",
+        ]
+    )
