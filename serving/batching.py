@@ -4,104 +4,123 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
-from .backends.base import Backend, Outputs
-from .errors import BackendDownError, BackendError
-from .preprocessing import ModelInput
+from ..model.spec import ShapeBucket
+from .engine_process import EngineProcess
+from .errors import BackendDownError
 from .scheduling import DEFAULT_TERMS, BatchPolicy, RequestTerms, Schedule, Ticket
 
 _log = logging.getLogger(__name__)
 
 _FAILURES = 3
-"""Batches that fail one after the other before the backend counts as broken."""
+"""Batches that fail one after the other before an engine counts as broken."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
 
-class BatchResult(NamedTuple):
-    """What a batch gave, from the point of view of one of its images."""
+class _HasBucket(Protocol):
+    @property
+    def bucket(self) -> ShapeBucket: ...
 
-    outputs: Outputs
-    """Outputs of the whole batch."""
-    row: int
-    """The image's place in it."""
+
+Item = TypeVar("Item", bound=_HasBucket)
+Result = TypeVar("Result")
+
+
+class BatchResult(NamedTuple, Generic[Result]):
+    """What a batch gave, from the point of view of one of its items."""
+
+    value: Result
     queue_s: float
-    """Seconds between the image's arrival and the start of the batch."""
+    """Seconds between the item's arrival and the start of the batch."""
     infer_s: float
-    """Seconds of the batch, its wait for those before it on a backend that overlaps included."""
+    """Seconds of the batch, its wait for those before it on an engine that overlaps included."""
     batch_size: int
 
 
 @dataclass(frozen=True, eq=False)
-class _Waiting:
-    image: ModelInput
-    result: asyncio.Future[BatchResult]
+class _Waiting(Generic[Item, Result]):
+    item: Item
+    result: asyncio.Future[BatchResult[Result]]
 
 
-_Batch = Sequence[Ticket[_Waiting]]
+_Batch = Sequence[Ticket[_Waiting[Item, Result]]]
 
 
-class Batcher:
-    """Computes batches on one backend, as many at once as it overlaps, and reloads one that broke.
+@dataclass(eq=False)
+class _Worker(Generic[Item, Result]):
+    """One life of an engine's process."""
 
-    A batch that fails fails its images. When several fail one after the other the backend is
-    loaded again, and until that succeeds all images are refused.
+    engine: EngineProcess[Item, Result]
+    is_up: bool
+    """Whether it takes batches."""
+    failures: int = 0
+    """Batches that failed since one was good."""
+
+
+class Batcher(Generic[Item, Result]):
+    """Computes the batches of one queue on one or several engines, and restarts those that break.
+
+    A batch that fails fails its items. When several fail one after the other on an engine, or its
+    process ends, it is started again; while none is up, all items are refused.
     """
 
-    def __init__(self, load: Callable[[], Backend], policy: BatchPolicy) -> None:
-        """Load the backend.
+    def __init__(self, engines: Sequence[EngineProcess[Item, Result]], policy: BatchPolicy) -> None:
+        """Take over engines.
 
         Args:
-            load: Loads it; called again when it breaks, from another thread.
-            policy: How many images make a batch.
+            engines: At least one, loaded and alike.
+            policy: How many items make a batch.
         """
-        self._load = load
+        info = engines[0].info
+        self.backend_name, self.device, self.buckets = info.backend, info.device, info.buckets
         self._policy = policy
-        self._backend: Backend | None = load()
-        self.buckets = self._backend.buckets
-        self.backend_name = self._backend.name
-        self.device = self._backend.device
-        self._schedule = Schedule[_Waiting](policy, self.buckets)
+        self._schedule = Schedule[_Waiting[Item, Result]](policy, self.buckets)
+        self._workers = [_Worker(engine, is_up=True) for engine in engines]
+        self._free: deque[_Worker[Item, Result]] = deque()
+        """An entry for each batch that may begin."""
         self._changed = asyncio.Event()
-        self._failures = 0
-        self._down = False
-        self._places = asyncio.Semaphore(self._backend.concurrency)
-        self._threads = ThreadPoolExecutor(self._backend.concurrency, thread_name_prefix="backend")
+        self._threads = ThreadPoolExecutor(
+            sum(engine.info.concurrency for engine in engines), thread_name_prefix="engine"
+        )
 
     @property
     def is_up(self) -> bool:
-        """Whether the backend is there; not while one that broke is loaded again."""
-        return not self._down
+        """Whether an engine is there; not while all are started again."""
+        return any(worker.is_up for worker in self._workers)
 
     @property
     def waiting(self) -> int:
-        """Images that wait for a batch."""
+        """Items that wait for a batch."""
         return len(self._schedule)
 
     async def warm_up(self) -> None:
-        """Warm the backend up; images that arrive meanwhile take their turn."""
-        assert self._backend is not None
+        """Warm the engines up; items that arrive meanwhile wait."""
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, self._backend.warm_up, self._policy.max_batch)
+        await asyncio.gather(
+            *(
+                loop.run_in_executor(self._threads, worker.engine.warm_up, self._policy.max_batch)
+                for worker in self._workers
+            )
+        )
 
-    async def infer(self, image: ModelInput, terms: RequestTerms = DEFAULT_TERMS) -> BatchResult:
-        """Compute one image in a batch of its bucket.
+    async def infer(self, item: Item, terms: RequestTerms = DEFAULT_TERMS) -> BatchResult[Result]:
+        """Compute one item in a batch of its bucket.
 
-        If the caller is cancelled while the image waits, the image leaves the queue.
+        If the caller is cancelled while the item waits, it leaves the queue.
 
         Raises:
-            BackendDownError: the backend broke and is not there again yet.
+            BackendDownError: no engine is there, or the one that computed it ended.
         """
-        if self._down:
+        if not self.is_up:
             raise _down_error()
-        waiting = _Waiting(image, asyncio.get_running_loop().create_future())
-        ticket = self._schedule.add(waiting, image.bucket, terms, time.monotonic())
+        waiting = _Waiting[Item, Result](item, asyncio.get_running_loop().create_future())
+        ticket = self._schedule.add(waiting, item.bucket, terms, time.monotonic())
         self._changed.set()
         try:
             return await waiting.result
@@ -110,102 +129,104 @@ class Batcher:
 
     async def run(self) -> None:
         """Compute batches until cancelled."""
-        while True:
-            async with asyncio.TaskGroup() as batches:
-                while not self._down:
-                    await self._places.acquire()
-                    if batch := await self._next_batch():
-                        batches.create_task(self._compute(batch))
-                    else:
-                        self._places.release()
-            await self._restart()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(len(self._workers)):
+                tasks.create_task(self._keep_up(number))
+            while True:
+                worker, batch = await self._next_batch()
+                tasks.create_task(self._compute(worker, batch))
 
     def close(self) -> None:
-        """Wait for the last batches and release the backend."""
+        """Wait for the last batches and end the engines."""
+        list(self._threads.map(_end, self._workers))
         self._threads.shutdown()
-        self._release()
 
-    async def _next_batch(self) -> _Batch:
-        """The next batch; none once the backend is down."""
-        while not self._down:
+    async def _next_batch(self) -> tuple[_Worker[Item, Result], _Batch[Item, Result]]:
+        """The next batch, and who is to compute it."""
+        while True:
             self._changed.clear()
             now = time.monotonic()
-            if batch := self._schedule.take(now):
-                return batch
-            due = self._schedule.due()
+            if self._free and (batch := self._schedule.take(now)):
+                return self._free.popleft(), batch
+            due = self._schedule.due() if self._free else None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), None if due is None else due - now)
-        return []
 
-    async def _compute(self, batch: _Batch) -> None:
+    async def _compute(self, worker: _Worker[Item, Result], batch: _Batch[Item, Result]) -> None:
         start = time.monotonic()
-        images = [ticket.item.image for ticket in batch]
+        items = [ticket.item.item for ticket in batch]
         loop = asyncio.get_running_loop()
         try:
-            outputs = await loop.run_in_executor(self._threads, self._infer, images)
+            values = await loop.run_in_executor(self._threads, worker.engine.compute, items)
         except Exception as error:
             _fail(batch, error)
-            self._count_failure()
-            return
-        finally:
-            self._places.release()
-        self._failures = 0
-        infer_s = time.monotonic() - start
-        for row, ticket in enumerate(batch):
-            if not ticket.item.result.done():
-                queue_s = start - ticket.arrival
-                result = BatchResult(outputs, row, queue_s, infer_s, len(batch))
-                ticket.item.result.set_result(result)
+            worker.failures += 1
+            if isinstance(error, BackendDownError) or worker.failures == _FAILURES:
+                self._take_down(worker)
+        else:
+            worker.failures = 0
+            infer_s = time.monotonic() - start
+            for ticket, value in zip(batch, values, strict=True):
+                if not ticket.item.result.done():
+                    queue_s = start - ticket.arrival
+                    ticket.item.result.set_result(BatchResult(value, queue_s, infer_s, len(batch)))
+        if worker.is_up:
+            self._offer(worker)
 
-    def _infer(self, images: Sequence[ModelInput]) -> Outputs:
-        assert self._backend is not None
-        pixels = np.stack([image.pixels for image in images])
-        sizes = np.array([image.size for image in images], np.int64)
-        try:
-            return self._backend.infer(images[0].bucket, pixels, sizes)
-        except SystemExit as error:  # which would end the event loop
-            raise BackendError("the backend ended its thread") from error
+    async def _keep_up(self, number: int) -> None:
+        """Let a worker take batches, and replace it when its process has ended, time and again."""
+        while True:
+            worker = self._workers[number]
+            self._offer(worker, places=worker.engine.info.concurrency)
+            how = await asyncio.wrap_future(worker.engine.exited)
+            self._take_down(worker)
+            _log.error("the process of an engine %s, and is started again", how)
+            await self._replace(number)
+            _log.warning("the engine is there again")
 
-    def _count_failure(self) -> None:
-        self._failures += 1
-        if self._failures == _FAILURES:
-            self._down = True
-            self._changed.set()
+    def _offer(self, worker: _Worker[Item, Result], places: int = 1) -> None:
+        self._free.extend([worker] * places)
+        self._changed.set()
+
+    def _take_down(self, worker: _Worker[Item, Result]) -> None:
+        """End a worker, and refuse all that waits if it was the last."""
+        worker.is_up = False
+        worker.engine.kill()
+        self._free = deque(other for other in self._free if other is not worker)
+        if not self.is_up:
             _fail(self._schedule.take_all(), _down_error())
 
-    async def _restart(self) -> None:
-        """Load the backend again, however often that takes."""
-        _log.error("%d batches in a row failed; the model is loaded again", _FAILURES)
+    async def _replace(self, number: int) -> None:
+        """Start an engine again, however often that takes."""
         loop = asyncio.get_running_loop()
         pause_s = _FIRST_PAUSE_S
         while True:
+            engine = self._workers[number].engine.successor()
+            self._workers[number] = worker = _Worker(engine, is_up=False)
             try:
-                await loop.run_in_executor(self._threads, self._replace)
+                await loop.run_in_executor(self._threads, self._prepare, engine)
             except Exception:
-                _log.exception("the model does not load; next try in %g s", pause_s)
+                _log.exception("the engine does not start; next try in %g s", pause_s)
+                engine.kill()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             else:
-                break
-        self._failures = 0
-        self._down = False
-        _log.warning("the model is loaded again, and computes")
+                worker.is_up = True
+                return
 
-    def _replace(self) -> None:
-        try:
-            self._release()  # first: there may be no memory for two
-        except Exception:
-            _log.exception("the broken model could not be released")
-        self._backend = self._load()
-        self._backend.warm_up(self._policy.max_batch)
-
-    def _release(self) -> None:
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.close()
+    def _prepare(self, engine: EngineProcess[Item, Result]) -> None:
+        engine.load()
+        engine.warm_up(self._policy.max_batch)
 
 
-def _fail(batch: _Batch, error: Exception) -> None:
+def _end(worker: _Worker[Item, Result]) -> None:
+    if worker.is_up:
+        worker.engine.close()
+    else:
+        worker.engine.kill()
+
+
+def _fail(batch: _Batch[Item, Result], error: Exception) -> None:
     for ticket in batch:
         if not ticket.item.result.done():
             ticket.item.result.set_exception(error)

@@ -29,6 +29,11 @@ class ServeConfig(FrozenConfig):
     none, the backend's first in the bundle."""
     backend: BackendName = "auto"
     """What computes; auto takes the fastest that the bundle has artefacts for and runs here."""
+    workers: int | None = Field(None, ge=1)
+    """Processes that compute, for each precision, spread over the GPUs; none, one a GPU, or one
+    where there is none."""
+    hang_timeout_s: float = Field(60.0, gt=0)
+    """Time after which a batch counts as hung, and the process that computes it is replaced."""
     max_batch: int = Field(8, ge=1)
     """Images that the model computes at once."""
     max_delay_ms: float = Field(2.0, ge=0)

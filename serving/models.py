@@ -3,19 +3,24 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 from ..model.manifest import read_manifest
-from .backends.loading import load_backend, served_precision
+from .backends.base import Outputs
+from .backends.loading import served_precision
 from .batching import Batcher
 from .config import ServeConfig
+from .engine_process import load_engines
+from .engines import HostEngine
 from .errors import InvalidRequestError
+from .preprocessing import ModelInput
 from .scheduling import BatchPolicy
+
+ModelBatcher = Batcher[ModelInput, Outputs]
 
 
 class ServedModel:
-    """One model; each of its precisions has a backend and queues of its own."""
+    """One model; each of its precisions has engines and queues of its own."""
 
     def __init__(self, bundle: Path, config: ServeConfig) -> None:
         """Load a bundle, which takes a while.
@@ -31,21 +36,17 @@ class ServedModel:
         self.manifest = read_manifest(bundle)
         policy = BatchPolicy(config.max_batch, config.max_delay_ms / 1000, config.preferred_batch)
         precisions = config.precision or (served_precision(self.manifest, config.backend),)
-        self._batchers: dict[str, Batcher] = {}
+        self._batchers: dict[str, ModelBatcher] = {}
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
         with contextlib.ExitStack() as loaded:
             for precision in precisions:
-                load = partial(
-                    load_backend,
-                    bundle,
-                    self.manifest,
-                    precision,
-                    config.backend,
-                    config.max_batch,
+                engine = HostEngine(
+                    bundle, self.manifest, precision, config.backend, config.max_batch
                 )
-                self._batchers[precision] = batcher = Batcher(load, policy)
+                engines = load_engines(engine, config.workers, config.hang_timeout_s)
+                self._batchers[precision] = batcher = Batcher(engines, policy)
                 loaded.callback(batcher.close)
             self._loaded = loaded.pop_all()
 
@@ -55,11 +56,17 @@ class ServedModel:
         return tuple(self._batchers)
 
     @property
-    def batchers(self) -> Mapping[str, Batcher]:
+    def names(self) -> dict[str, str | None]:
+        """The names that clients may call it by, and the precisions that they ask for so."""
+        name = self.manifest.model_name
+        return {name: None} | {f"{name}-{precision}": precision for precision in self.precisions}
+
+    @property
+    def batchers(self) -> Mapping[str, ModelBatcher]:
         """What computes, by precision."""
         return self._batchers
 
-    def batcher(self, precision: str | None = None) -> Batcher:
+    def batcher(self, precision: str | None = None) -> ModelBatcher:
         """What computes in a precision, by default the first.
 
         Raises:
@@ -101,5 +108,5 @@ class ServedModel:
                 tasks.create_task(batcher.run())
 
     def close(self) -> None:
-        """Wait for the last batches and release the backends."""
+        """Wait for the last batches and end the engines."""
         self._loaded.close()

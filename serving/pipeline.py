@@ -133,8 +133,8 @@ class Pipeline:
         detections = await loop.run_in_executor(
             self._threads,
             detections_from_outputs,
-            result.outputs,
-            result.row,
+            result.value,
+            0,
             image,
             model.manifest,
             options,

@@ -1,26 +1,30 @@
 import asyncio
 import contextlib
-import threading
-from collections.abc import AsyncIterator, Callable
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from maskrcnn_trt.model.manifest import read_manifest
+from maskrcnn_trt.model.spec import ShapeBucket
 from maskrcnn_trt.serving.backends.base import Backend, Outputs
 from maskrcnn_trt.serving.backends.loading import load_backend
-from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend
 from maskrcnn_trt.serving.batching import Batcher, BatchResult
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import DEFAULT_OPTIONS, Detections
+from maskrcnn_trt.serving.engine_process import EngineProcess, load_engines
+from maskrcnn_trt.serving.engines import EngineInfo, HostEngine
 from maskrcnn_trt.serving.errors import QueueFullError
 from maskrcnn_trt.serving.pipeline import Pipeline
 from maskrcnn_trt.serving.preprocessing import ModelInput, prepare_image
 from maskrcnn_trt.serving.scheduling import BatchPolicy
 
 Encode = Callable[..., bytes]
+Loaded = EngineProcess[ModelInput, Outputs]
 
 
 @pytest.fixture
@@ -38,66 +42,98 @@ def model_input(bundle: Path, backend: Backend, picture: Encode) -> Callable[...
     return prepare
 
 
-def batcher_of(backend: Backend, max_batch: int, max_delay_s: float = 0.0) -> Batcher:
-    return Batcher(lambda: backend, BatchPolicy(max_batch, max_delay_s))
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> Iterator[Loaded]:
+    description = HostEngine(bundle, read_manifest(bundle), "fp32", "onnxruntime", 4)
+    (engine,) = load_engines(description, 1, 60)
+    yield engine
+    engine.close()
+
+
+def batcher_of(engine: Any, max_batch: int, max_delay_s: float = 0.0) -> Batcher[Any, Any]:
+    return Batcher([engine], BatchPolicy(max_batch, max_delay_s))
 
 
 @contextlib.asynccontextmanager
-async def running(batcher: Batcher) -> AsyncIterator[None]:
+async def running(batcher: Batcher[Any, Any]) -> AsyncIterator[None]:
     task = asyncio.create_task(batcher.run())
     try:
         yield
     finally:
         task.cancel()
         await asyncio.wait([task])
-        batcher.close()
 
 
 def test_images_of_a_bucket_share_batches(
-    backend: Backend, model_input: Callable[..., ModelInput]
+    engine: Loaded, backend: Backend, model_input: Callable[..., ModelInput]
 ) -> None:
     images = [model_input(i) for i in range(10)]
     alone = [backend.infer(i.bucket, i.pixels[None], np.array([i.size])) for i in images]
 
-    async def compute() -> list[BatchResult]:
-        batcher = batcher_of(backend, 4, 0.05)
+    async def compute() -> list[BatchResult[Outputs]]:
+        batcher = batcher_of(engine, 4, 0.05)
         async with running(batcher):
             return await asyncio.gather(*map(batcher.infer, images))
 
     results = asyncio.run(compute())
     assert [r.batch_size for r in results] == [4] * 8 + [2] * 2
     for result, expected in zip(results, alone, strict=True):
-        np.testing.assert_allclose(
-            result.outputs.boxes[result.row], expected.boxes[0], rtol=0, atol=1e-2
-        )
+        np.testing.assert_allclose(result.value.boxes, expected.boxes, rtol=0, atol=1e-2)
 
 
-def test_batches_overlap_as_far_as_the_backend_lets_them(
-    bundle: Path, model_input: Callable[..., ModelInput]
+class Meeting:
+    """An engine whose batches go on only in pairs, and that says which process it is in."""
+
+    def __init__(self, folder: Path, concurrency: int) -> None:
+        self._folder = folder
+        self._info = EngineInfo("none", "cpu", concurrency, (ShapeBucket(8, 8),))
+
+    def load(self) -> EngineInfo:
+        return self._info
+
+    def warm_up(self, max_batch: int) -> None:
+        """Nothing is cold."""
+
+    def compute(self, items: Sequence["Guest"]) -> list[int]:
+        """The process of each guest, once it has met another."""
+        own, others = (self._folder / name for name in items[0].pair)
+        own.touch()
+        while not others.exists():
+            time.sleep(0.01)
+        return [os.getpid()] * len(items)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Guest(NamedTuple):
+    pair: tuple[str, str]
+    """Its name, and that of whom it waits for."""
+    bucket: ShapeBucket = ShapeBucket(8, 8)
+
+
+@pytest.mark.parametrize(("workers", "concurrency"), [(1, 2), (2, 1)])
+def test_batches_overlap_on_an_engine_and_on_several(
+    tmp_path: Path, workers: int, concurrency: int
 ) -> None:
-    both_there = threading.Barrier(2, timeout=60)
+    engines = load_engines(Meeting(tmp_path, concurrency), workers, 60)
 
-    class Overlapping(OnnxRuntimeBackend):
-        concurrency = 2
-
-        def infer(self, *batch: Any) -> Outputs:
-            both_there.wait()
-            return super().infer(*batch)
-
-    async def compute() -> list[BatchResult]:
-        overlapping = Overlapping(bundle, read_manifest(bundle), "fp32")
-        batcher = batcher_of(overlapping, 1)
+    async def compute() -> set[int]:
+        batcher = Batcher(engines, BatchPolicy(1, 0))
         async with running(batcher):
-            return await asyncio.gather(*(batcher.infer(model_input(i)) for i in range(4)))
+            pairs = [("a", "b"), ("b", "a"), ("c", "d"), ("d", "c")]
+            results = await asyncio.gather(*(batcher.infer(Guest(pair)) for pair in pairs))
+        batcher.close()
+        return {result.value for result in results}
 
-    assert [result.batch_size for result in asyncio.run(compute())] == [1] * 4
+    assert len(asyncio.run(compute())) == workers
 
 
 def test_delay_lets_a_single_image_go(
-    backend: Backend, model_input: Callable[..., ModelInput]
+    engine: Loaded, model_input: Callable[..., ModelInput]
 ) -> None:
-    async def compute() -> BatchResult:
-        batcher = batcher_of(backend, 4, 0.03)
+    async def compute() -> BatchResult[Outputs]:
+        batcher = batcher_of(engine, 4, 0.03)
         async with running(batcher):
             return await batcher.infer(model_input())
 
@@ -107,19 +143,19 @@ def test_delay_lets_a_single_image_go(
 
 
 def test_buckets_do_not_starve_each_other(
-    backend: Backend, model_input: Callable[..., ModelInput]
+    engine: Loaded, model_input: Callable[..., ModelInput]
 ) -> None:
     wide = [model_input(i) for i in range(8)]
     tall = model_input(size=(200, 120))
     assert tall.bucket != wide[0].bucket
     order: list[str] = []
 
-    async def note(batcher: Batcher, image: ModelInput, name: str) -> None:
+    async def note(batcher: Batcher[Any, Any], image: ModelInput, name: str) -> None:
         await batcher.infer(image)
         order.append(name)
 
     async def compute() -> None:
-        batcher = batcher_of(backend, 2)
+        batcher = batcher_of(engine, 2)
         async with asyncio.TaskGroup() as tasks:
             for image in wide[:4]:
                 tasks.create_task(note(batcher, image, "wide"))
@@ -136,10 +172,10 @@ def test_buckets_do_not_starve_each_other(
 
 
 def test_cancelled_images_leave_the_queue(
-    backend: Backend, model_input: Callable[..., ModelInput]
+    engine: Loaded, model_input: Callable[..., ModelInput]
 ) -> None:
-    async def compute() -> BatchResult:
-        batcher = batcher_of(backend, 8)
+    async def compute() -> BatchResult[Outputs]:
+        batcher = batcher_of(engine, 8)
         tasks = [asyncio.create_task(batcher.infer(model_input(i))) for i in range(3)]
         await asyncio.sleep(0)
         tasks[0].cancel()
@@ -152,19 +188,19 @@ def test_cancelled_images_leave_the_queue(
 
 
 def test_failed_batch_fails_its_images_only(
-    backend: Backend, model_input: Callable[..., ModelInput]
+    engine: Loaded, model_input: Callable[..., ModelInput]
 ) -> None:
     good = model_input()
     bad = good._replace(pixels=good.pixels[:, :-1])
 
-    async def compute() -> BatchResult:
-        batcher = batcher_of(backend, 1)
+    async def compute() -> BatchResult[Outputs]:
+        batcher = batcher_of(engine, 1)
         async with running(batcher):
             with pytest.raises(Exception, match="invalid dimensions"):
                 await batcher.infer(bad)
             return await batcher.infer(good)
 
-    assert asyncio.run(compute()).outputs.num_detections[0] > 0
+    assert asyncio.run(compute()).value.num_detections[0] > 0
 
 
 def test_full_pipeline_refuses_until_a_place_is_free(bundle: Path, picture: Encode) -> None:

@@ -2,21 +2,21 @@
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from gated_engine import Gate, GatedEngine
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving.backends.base import Outputs
-from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend
+from maskrcnn_trt.serving import models
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import BackendError
 from maskrcnn_trt.serving.server import detection_server
@@ -24,42 +24,19 @@ from maskrcnn_trt.serving.server import detection_server
 Encode = Callable[..., bytes]
 
 
-class Gate:
-    """Before the backend of every server of the test."""
-
-    def __init__(self) -> None:
-        self.is_open = threading.Event()
-        self.fault: BaseException | None = None
-        """What batches are to fail with."""
-        self.computed = 0
-        """Batches that have come, those of warming up included."""
-
-    def pass_through(self) -> None:
-        self.computed += 1
-        assert self.is_open.wait(60)
-        if self.fault is not None:
-            raise self.fault
-
-    async def batches(self, number: int) -> None:
-        """Return when so many batches have come."""
-        async with asyncio.timeout(60):
-            while self.computed < number:
-                await asyncio.sleep(0.01)
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate()
-    gate.is_open.set()
-    infer = OnnxRuntimeBackend.infer
-
-    def infer_behind_gate(backend: OnnxRuntimeBackend, *batch: Any) -> Outputs:
-        gate.pass_through()
-        return infer(backend, *batch)
-
-    monkeypatch.setattr(OnnxRuntimeBackend, "infer", infer_behind_gate)
+def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path)
+    monkeypatch.setattr(models, "HostEngine", partial(GatedEngine, gate))
     yield gate
-    gate.is_open.set()
+    gate.open()
+
+
+async def batches(gate: Gate, number: int) -> None:
+    """Return when so many batches have come."""
+    async with asyncio.timeout(60):
+        while gate.count < number:
+            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -89,10 +66,10 @@ def test_what_is_given_up_in_the_queue_is_never_computed(
 ) -> None:
     async def ask() -> None:
         async with served(bundle) as address, connected(address) as stub:
-            warm = gate.computed
-            gate.is_open.clear()
+            warm = gate.count
+            gate.close()
             first = stub.Detect(pb.DetectRequest(image=picture()))
-            await gate.batches(warm + 1)
+            await batches(gate, warm + 1)
             late = stub.Detect(pb.DetectRequest(image=picture(), timeout_us=200_000))
             impatient = stub.Detect(pb.DetectRequest(image=picture()), timeout=0.2)
             cancelled = stub.Detect(pb.DetectRequest(image=picture()))
@@ -102,10 +79,10 @@ def test_what_is_given_up_in_the_queue_is_never_computed(
             assert (await status_of(impatient))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
             cancelled.cancel()
             last = stub.Detect(pb.DetectRequest(image=picture()))
-            gate.is_open.set()
+            gate.open()
             assert (await first).detections
             assert (await last).detections
-            assert gate.computed == warm + 2
+            assert gate.count == warm + 2
 
     asyncio.run(ask())
 
@@ -119,11 +96,11 @@ def test_what_is_given_up_at_the_model_frees_its_place(
             served(bundle, queue_size=1, timeout_s=0.5 if way == "expired" else None) as address,
             connected(address) as stub,
         ):
-            warm = gate.computed
-            gate.is_open.clear()
+            warm = gate.count
+            gate.close()
             async with connected(address) as other:
                 call = other.Detect(pb.DetectRequest(image=picture()))
-                await gate.batches(warm + 1)
+                await batches(gate, warm + 1)
                 refused = stub.Detect(pb.DetectRequest(image=picture()))
                 assert (await status_of(refused))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
                 if way == "cancelled":
@@ -135,7 +112,7 @@ def test_what_is_given_up_at_the_model_frees_its_place(
                 await asyncio.wait([asyncio.ensure_future(accepted.code())], timeout=0.1)
                 if not accepted.done():
                     break
-            gate.is_open.set()
+            gate.open()
             assert (await accepted).detections
 
     asyncio.run(ask())
@@ -158,15 +135,15 @@ def test_a_client_with_many_requests_does_not_shut_another_out(
             connected(address) as modest,
             asyncio.TaskGroup() as tasks,
         ):
-            warm = gate.computed
-            gate.is_open.clear()
+            warm = gate.count
+            gate.close()
             for _ in range(40):
                 tasks.create_task(ask(greedy, "greedy"))
-            await gate.batches(warm + 1)
+            await batches(gate, warm + 1)
             await asyncio.sleep(0.5)  # for all of them to be there
             tasks.create_task(ask(modest, "modest"))
             await asyncio.sleep(0.5)
-            gate.is_open.set()
+            gate.open()
 
     asyncio.run(ask_both())
     assert len(order) == 9
@@ -190,15 +167,15 @@ def test_a_backend_that_breaks_is_loaded_again(
                 return (await status_of(stub.Detect(pb.DetectRequest(image=picture()))))[0]
 
             for faulty in (True, True, False, True, True):  # never three in a row
-                gate.fault = fault if faulty else None
+                gate.break_with(fault if faulty else None)
                 expected = grpc.StatusCode.INTERNAL if faulty else grpc.StatusCode.OK
                 assert await status() is expected
             assert await status() is grpc.StatusCode.INTERNAL
-            gate.is_open.clear()  # for the new one to take its time
+            gate.close()  # for the new one to take its time
             assert await status() is grpc.StatusCode.UNAVAILABLE
             assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
-            gate.fault = None
-            gate.is_open.set()
+            gate.break_with(None)
+            gate.open()
             assert (await watch.read()).status == HealthCheckResponse.SERVING
             assert await status() is grpc.StatusCode.OK
 
@@ -210,11 +187,11 @@ def test_a_backend_that_stays_broken_is_tried_again(
 ) -> None:
     async def ask() -> None:
         async with served(bundle) as address, connected(address) as stub:
-            gate.fault = RuntimeError("no memory")
+            gate.break_with(RuntimeError("no memory"))
             for _ in range(3):
                 await status_of(stub.Detect(pb.DetectRequest(image=picture())))
-            await gate.batches(gate.computed + 1)
-            gate.fault = None
+            await batches(gate, gate.count + 1)
+            gate.break_with(None)
             start = time.monotonic()
             while time.monotonic() < start + 60:
                 call = stub.Detect(pb.DetectRequest(image=picture()))

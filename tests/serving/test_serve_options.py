@@ -59,6 +59,7 @@ def test_every_setting_can_be_set_each_way(tmp_path: Path) -> None:
         "precision": ("fp32",),
         "preferred_batch": (4,),
         "timeout_s": 5,
+        "workers": 2,
         "max_connection_age_s": 600,
         "tls_certificate": "server.pem",
         "tls_key": "server.key",

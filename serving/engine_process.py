@@ -1,0 +1,216 @@
+"""An engine in a process of its own: whatever becomes of it, the server goes on."""
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Generic, Self, TypeVar
+
+from .channels import Channel
+from .engine_worker import run_worker
+from .engines import Engine, EngineInfo
+from .errors import BackendDownError, BackendError
+from .placement import Place, places_for
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
+
+_CLOSING_S = 10.0
+"""Time that a process has to finish its batches and close its engine."""
+
+
+class EngineProcess(Generic[Item, Result]):
+    """One life of such a process, which begins at once.
+
+    It ends with the server, however that ends, and only by the server's will or its own fault: it
+    does not get the signals that are meant for the server, as those of a terminal.
+    """
+
+    def __init__(self, engine: Engine[Item, Result], place: Place, hang_timeout_s: float) -> None:
+        """Start the process, in which the engine is loaded.
+
+        Args:
+            engine: Not loaded.
+            place: What the process may use.
+            hang_timeout_s: Time after which a batch is given up, and the process killed.
+        """
+        self._engine = engine
+        self._place = place
+        self._hang_timeout_s = hang_timeout_s
+        self.info: EngineInfo
+        """What the engine is, once it is loaded."""
+        self._channels: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._control, control = Pipe()
+        self._log, log = Pipe()
+        self._process = _started_process((control, log), place)
+        level = logging.getLogger(__package__).getEffectiveLevel()
+        with contextlib.suppress(OSError):  # `load` finds out why
+            self._control.send((place.cores, level))
+            self._control.send(engine)
+        self.exited: Future[str] = Future()
+        """How the process ended, once it has."""
+        self.exited.set_running_or_notify_cancel()  # who waits for it must not cancel it
+        threading.Thread(target=self._pass_log_on, name="engine log").start()
+
+    def successor(self) -> Self:
+        """A new process with the same engine in the same place."""
+        return type(self)(self._engine, self._place, self._hang_timeout_s)
+
+    def load(self) -> None:
+        """Wait for the engine.
+
+        Raises:
+            BundleError: the bundle is damaged or lacks the precision.
+            BackendError: the backend does not run here, or not with such batches, or the process
+                ended.
+        """
+        try:
+            answer = self._control.recv()
+            if isinstance(answer, Exception):
+                raise answer
+            self.info = answer
+            for _ in range(self.info.concurrency):
+                self._channels.put(Channel.take(self._control))
+        except (EOFError, OSError):
+            how = self.exited.result()
+            raise BackendError(f"the process that was to load the model {how}") from None
+
+    def warm_up(self, max_batch: int) -> None:
+        """Warm the engine up, however long it takes.
+
+        Raises:
+            BackendError: the engine does not compute, or ended the process.
+        """
+        self._call("warm_up", max_batch, timeout_s=None)
+
+    def compute(self, items: Sequence[Item]) -> Sequence[Result]:
+        """A result for each item of a batch, which are of one bucket.
+
+        Raises:
+            BackendDownError: the process has ended, or is ended for taking too long.
+            BackendError: the engine failed on the batch.
+        """
+        results: Sequence[Result] = self._call("compute", items, timeout_s=self._hang_timeout_s)
+        return results
+
+    def close(self) -> None:
+        """End the process, which is loaded, when its batches are computed and its engine closed."""
+        try:
+            for _ in range(self.info.concurrency):
+                self._channels.get(timeout=_CLOSING_S).send(None)
+            self._process.wait(_CLOSING_S)
+        except (queue.Empty, OSError, subprocess.TimeoutExpired):
+            self.kill()
+        self.exited.result()
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does; what waits for it raises."""
+        self._process.kill()
+
+    def _call(self, method: str, argument: Any, *, timeout_s: float | None) -> Any:
+        channel = self._channels.get()
+        try:
+            channel.send((method, argument))
+            if not channel.poll(timeout_s):
+                _log.error("a batch takes longer than hang_timeout_s; its process is killed")
+                self.kill()
+                raise EOFError
+            answer = channel.receive(copy=True)
+        except (EOFError, OSError):
+            raise BackendDownError(
+                "the process that computed the batch ended; try again in a while"
+            ) from None
+        finally:
+            self._channels.put(channel)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _pass_log_on(self) -> None:
+        """Let the server's log have what the process logs, until it ends."""
+        try:
+            while True:
+                record = self._log.recv()
+                logger = logging.getLogger(record.name)
+                if logger.isEnabledFor(record.levelno):
+                    logger.handle(record)
+        except (EOFError, OSError):
+            pass
+        finally:
+            status = self._process.wait()
+            self.exited.set_result(
+                f"was killed by {signal.Signals(-status).name}"
+                if status < 0
+                else f"ended with status {status}"
+            )
+
+
+def load_engines(
+    engine: Engine[Item, Result], workers: int | None, hang_timeout_s: float
+) -> list[EngineProcess[Item, Result]]:
+    """Load an engine in as many processes as there are to be.
+
+    Args:
+        engine: Not loaded.
+        workers: Processes; none, one a GPU, or one on the CPU.
+        hang_timeout_s: As in `EngineProcess`.
+
+    Raises:
+        BundleError: the bundle is damaged or lacks the precision.
+        BackendError: the backend does not run here, or not with such batches.
+    """
+    with contextlib.ExitStack() as started:
+        engines = []
+        for place in places_for(workers):
+            engines.append(EngineProcess(engine, place, hang_timeout_s))
+            started.callback(engines[-1].kill)
+        for process in engines:
+            process.load()
+        started.pop_all()
+    if workers is None and engines[0].info.device == "cpu":  # though there are GPUs
+        for process in engines[1:]:
+            process.close()
+        del engines[1:]
+    return engines
+
+
+def _started_process(connections: Sequence[Connection], place: Place) -> subprocess.Popen[bytes]:
+    """A process that `run_worker`s with connections, which are closed here."""
+    handles = [connection.fileno() for connection in connections]
+    program = (
+        f"import sys; sys.path[:] = {sys.path}; "
+        f"from {run_worker.__module__} import run_worker; run_worker(*{handles})"
+    )
+    with _server_signals_blocked():
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, **place.environment},
+            pass_fds=handles,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),  # which is not for the output of libraries
+        )
+    for connection in connections:
+        connection.close()
+    return process
+
+
+@contextlib.contextmanager
+def _server_signals_blocked() -> Iterator[None]:
+    """Let processes that start within the context never get the signals that stop a server."""
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    )
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,85 @@
+"""The process of an engine, as seen from within.
+
+It begins with a control connection, over which it gets an engine and answers what that is and a
+channel for each batch that may be in flight; and with a log connection, over which it sends
+records, and whose end tells it that the server is gone.
+"""
+
+import logging
+import os
+import threading
+from logging.handlers import QueueHandler
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ..model.images import ImageError
+from ..model.manifest import BundleError
+from .channels import Channel
+from .errors import BackendError, ServingError
+
+_log = logging.getLogger(__name__)
+
+
+def run_worker(control_handle: int, log_handle: int) -> None:
+    """Serve an engine until the server is done with it, or gone."""
+    control, log = Connection(control_handle), Connection(log_handle)
+    cores, level = control.recv()
+    os.sched_setaffinity(0, cores)  # before a library counts them
+    logging.root.addHandler(_LogSender(log))
+    logging.getLogger(__package__).setLevel(level)
+    threading.Thread(target=_end_with_server, args=(log,), daemon=True).start()
+    try:
+        engine = control.recv()
+        info = engine.load()
+    except Exception as error:
+        control.send(_portable(error, "the engine could not be loaded"))
+        return
+    control.send(info)
+    threads = [
+        threading.Thread(target=_serve, args=(engine, _opened_channel(control)))
+        for _ in range(info.concurrency)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engine.close()
+
+
+class _LogSender(QueueHandler):
+    def __init__(self, log: Any) -> None:  # which sends as a queue puts
+        super().__init__(log)
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        self.queue.send(record)  # type: ignore[attr-defined]
+
+
+def _end_with_server(log: Connection) -> None:
+    """End the process when the server has ended, however that did."""
+    log.poll(None)  # nothing ever comes but the end
+    os._exit(1)
+
+
+def _opened_channel(control: Connection) -> Channel:
+    here, there = Channel.pair()
+    there.give(control)
+    return here
+
+
+def _serve(engine: Any, channel: Channel) -> None:
+    """Do what comes over a channel: the name of a method and its arguments, or none to stop."""
+    while (call := channel.receive(copy=False)) is not None:
+        method, *arguments = call
+        try:
+            answer = getattr(engine, method)(*arguments)
+        except BaseException as error:  # SystemExit too: the thread has to answer
+            answer = _portable(error, "a batch failed")
+        channel.send(answer)
+
+
+def _portable(error: BaseException, what: str) -> Exception:
+    """An error that means the same in the server; what is no sentence of ours goes to the log."""
+    if isinstance(error, (BundleError, ImageError, ServingError)):
+        return error
+    _log.error("%s", what, exc_info=error)
+    return BackendError(f"{what} with {type(error).__name__}: {error}")
