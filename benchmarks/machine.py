@@ -2,11 +2,10 @@
 
 import os
 import platform
-import subprocess
-from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+
+from ..serving.host import gpu_names, installed_versions
 
 _PACKAGES = (
     "maskrcnn-trt",
@@ -41,9 +40,9 @@ def describe_machine() -> Machine:
     return Machine(
         cpu=_cpu_name(),
         cores=len(os.sched_getaffinity(0)),
-        gpus=_gpu_names(),
+        gpus=gpu_names(),
         python=platform.python_version(),
-        packages=dict(_installed(_PACKAGES)),
+        packages=installed_versions(_PACKAGES),
     )
 
 
@@ -53,21 +52,3 @@ def _cpu_name() -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.machine()
-
-
-def _gpu_names() -> tuple[str, ...]:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, check=True, text=True, timeout=30)
-    except (FileNotFoundError, subprocess.SubprocessError):
-        return ()
-    names = (line.rsplit(", ", 1) for line in answer.stdout.splitlines())
-    return tuple(f"{name} (driver {driver})" for name, driver in names)
-
-
-def _installed(packages: Iterable[str]) -> Iterable[tuple[str, str]]:
-    for package in packages:
-        try:
-            yield package, metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue

@@ -1,9 +1,9 @@
 """The choice of a backend."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...model.manifest import ArtifactKind, Manifest, Precision
 from ..config import BackendName
@@ -21,6 +21,19 @@ _KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
     "onnxruntime": "onnx",
 }
 """What each backend loads, the fastest first."""
+
+
+BACKENDS: Final = tuple(_KINDS)
+"""The fastest first."""
+
+
+class BackendChoice(NamedTuple):
+    """The backend to compute with, and why."""
+
+    backend: BackendName
+    """One of `BACKENDS`."""
+    faults: tuple[str, ...]
+    """Why none of the faster ones that the bundle has artefacts for."""
 
 
 def served_precision(manifest: Manifest, backend: BackendName) -> Precision:
@@ -51,12 +64,10 @@ def load_backend(
         BundleError: the bundle is damaged or lacks the precision.
         BackendError: the backend does not run here, or not with such batches.
     """
+    choice = choose_backend(bundle, manifest, precision, name)
     if name == "auto":
-        kind = _fastest(bundle, manifest, precision)
-    else:
-        kind = _KINDS[name]
-        if kind != "torch":  # it also runs without a GPU, but slowly
-            _check_fit(bundle, manifest, precision, kind)
+        _log_choice(choice)
+    kind = _KINDS[choice.backend]
     # Imported when chosen: a backend may need what another install does not have.
     if kind == "onnx":
         from .onnxruntime import OnnxRuntimeBackend
@@ -85,33 +96,47 @@ def _missing_for_torch(error: ModuleNotFoundError) -> BackendError:
     )
 
 
-def _fastest(bundle: Path, manifest: Manifest, precision: Precision) -> ArtifactKind:
-    """The kind of artefact to compute with, and a line in the log that says why."""
+def choose_backend(
+    bundle: Path, manifest: Manifest, precision: Precision, name: BackendName
+) -> BackendChoice:
+    """What `load_backend` loads for the same arguments; raises as it does before it loads."""
+    if name != "auto":
+        if name != "torch":  # it also runs without a GPU, but slowly
+            check_backend(bundle, manifest, precision, name)
+        return BackendChoice(name, ())
     faults: list[str] = []
-    for name, kind in _KINDS.items():
+    for candidate, kind in _KINDS.items():
         if not any((a.precision, a.kind) == (precision, kind) for a in manifest.artifacts):
             continue
         try:
-            _check_fit(bundle, manifest, precision, kind)
+            check_backend(bundle, manifest, precision, candidate)
         except BackendError as error:
-            faults.append(f"{name}: {error}")
+            faults.append(f"{candidate}: {error}")
         else:
-            _log_choice(name, faults)
-            return kind
+            return BackendChoice(candidate, tuple(faults))
     if faults:
         raise BackendError("; ".join(faults))
-    return "onnx"
+    return BackendChoice("onnxruntime", ())
 
 
-def _log_choice(name: BackendName, faults: Sequence[str]) -> None:
+def _log_choice(choice: BackendChoice) -> None:
+    name, faults = choice
     if faults:
         _log.warning("computing with %s, as nothing faster runs: %s", name, "; ".join(faults))
     else:
         _log.info("computing with %s", name)
 
 
-def _check_fit(bundle: Path, manifest: Manifest, precision: Precision, kind: ArtifactKind) -> None:
-    """Refuse artefacts that do not run here, which ONNX Runtime's all do."""
+def check_backend(
+    bundle: Path, manifest: Manifest, precision: Precision, name: BackendName
+) -> None:
+    """Refuse a backend other than auto that does not run here, or not as fast as it is to.
+
+    Raises:
+        BundleError: the bundle has nothing for it in the precision.
+        BackendError: what it has does not run on this machine.
+    """
+    kind = _KINDS[name]
     artifacts = manifest.artifacts_for(precision, kind)
     if kind == "onnx":
         return
