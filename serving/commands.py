@@ -1,5 +1,7 @@
 """The verb `serve`."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,21 @@ def serve(bundle: Path, **values: Any) -> None:
     On SIGHUP the server loads BUNDLE anew, and serves it once it is warm.
     """
     import asyncio
-    import logging
 
+    from .logs import configure_logs
     from .server import serve as serve_bundle
 
     config = config_from_options(values)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger(__package__).setLevel(logging.INFO)
+    configure_logs(config.log_format, config.log_level)
     asyncio.run(
-        serve_bundle(
-            bundle, config, lambda address: click.echo(f"Ready at {address}, serving {bundle}")
-        )
+        serve_bundle(bundle, config, lambda address: _say(f"Ready at {address}, serving {bundle}"))
     )
+
+
+def _say(line: str) -> None:
+    """Print a line; that nobody can read it is no reason to stop."""
+    try:
+        click.echo(line)
+    except OSError:
+        # What is left of it would fail again when the process exits, and make that a failure.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,6 +11,8 @@ from ..model.manifest import Precision
 from ..model.spec import MAX_PIXELS
 
 BackendName = Literal["auto", "onnxruntime", "torch", "tensorrt", "tensorrt-rtx"]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 ReportFormat = Literal["pictures", "coco", "numpy"]
 
 MAX_RETRIES = 4
@@ -78,6 +80,14 @@ class ServeConfig(FrozenConfig):
     that wait in gRPC, which would cancel them, to be taken up."""
     stop_grace_s: float = Field(30.0, ge=0)
     """Time that requests in progress have to finish when the server stops."""
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    """Port to listen on for Prometheus, at /metrics; 0 picks a free one, none leaves it."""
+    log_format: LogFormat = "text"
+    """Form of the log: lines of text, or a JSON object a line."""
+    log_level: LogLevel = "info"
+    """Least level of what is logged; on debug each request is, with where its time went."""
+    tracing: bool = False
+    """Send spans by OpenTelemetry, as its own variables in the environment say, OTEL_... ."""
 
     @model_validator(mode="after")
     def _check_preferred_batch(self) -> "ServeConfig":

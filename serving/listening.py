@@ -7,10 +7,12 @@ import sys
 import grpc
 
 from .access import AccessPolicy
+from .calls import CallWatch
 from .certificates import server_credentials
 from .config import ServeConfig
 from .errors import ServingError
 from .receiving import Reception
+from .telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
@@ -26,15 +28,20 @@ _OTHER_FILES = 256
 """That the process has open, beside connections."""
 
 
-def listening_server(config: ServeConfig) -> tuple[grpc.aio.Server, int]:
+def listening_server(config: ServeConfig, telemetry: Telemetry) -> tuple[grpc.aio.Server, int]:
     """A server without services that is bound to its port, and the port.
+
+    Args:
+        config: What it lets its clients do.
+        telemetry: What watches calls.
 
     Raises:
         ServingError: the address cannot be listened on, or certificates, keys or tokens not used.
     """
     credentials = server_credentials(config)
-    reception = Reception(AccessPolicy(config), config)
-    server = grpc.aio.server(interceptors=[reception], options=_options(config))
+    reception = Reception(AccessPolicy(config), config, telemetry.metrics)
+    interceptors = [CallWatch(telemetry.tracer), reception]
+    server = grpc.aio.server(interceptors=interceptors, options=_options(config))
     address = f"{config.host}:{config.port}"
     try:
         if credentials is None:

@@ -15,15 +15,26 @@ from .models import ServedModel
 from .postprocessing import detections_from_outputs
 from .preprocessing import SourceImage, prepare_image
 from .scheduling import DEFAULT_TERMS, Places, RequestTerms
+from .telemetry import Telemetry
 
 
 class Pipeline:
     """Takes many requests at once, which are answered while `running` is entered."""
 
-    def __init__(self, bundle: Path, config: ServeConfig) -> None:
-        """Load a bundle; raises as `ServedModel` does."""
+    def __init__(
+        self, bundle: Path, config: ServeConfig, telemetry: Telemetry | None = None
+    ) -> None:
+        """Load a bundle; raises as `ServedModel` does.
+
+        Args:
+            bundle: Folder that export wrote.
+            config: How to serve it.
+            telemetry: What watches requests; none, one of its own.
+        """
         self.model = ServedModel(bundle, config)
         """What serves requests that come now."""
+        self.telemetry = telemetry or Telemetry()
+        """What watches them."""
         self._bundle = bundle
         self._config = config
         self._places = Places(config.queue_size)
@@ -53,12 +64,13 @@ class Pipeline:
             BackendError: a backend does not run, or not beside the old one; the old one serves on.
         """
         async with self._reloading:
-            model = await asyncio.to_thread(ServedModel, self._bundle, self._config)
-            try:
-                await model.warm_up()
-            except BaseException:
-                await asyncio.to_thread(model.close)
-                raise
+            with self.telemetry.metrics.reloading():
+                model = await asyncio.to_thread(ServedModel, self._bundle, self._config)
+                try:
+                    await model.warm_up()
+                except BaseException:
+                    await asyncio.to_thread(model.close)
+                    raise
             old, self.model = self.model, model
             old_computing = self._computing
             self._computing = self._tasks.create_task(model.run())
@@ -100,14 +112,19 @@ class Pipeline:
         limits = [s for s in (terms.timeout_s, self._config.timeout_s) if s is not None]
         timeout_s = min(limits, default=None)
         model = model or self.model
-        with self._places.hold(terms.peer), model.use():
+        watch = self.telemetry.image(
+            model.manifest.model_name, terms.precision or model.precisions[0]
+        )
+        with self._places.hold(terms.peer), model.use(), watch as answered:
             try:
                 async with asyncio.timeout(timeout_s) as limit:
-                    return await self._detect(model, source, options, terms)
+                    detections = await self._detect(model, source, options, terms)
             except TimeoutError:
                 if not limit.expired():
                     raise
                 raise ExpiredError(f"the request took longer than its {timeout_s:g} s") from None
+            answered(detections.timing)
+            return detections
 
     async def _detect(
         self,

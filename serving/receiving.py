@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from .access import AccessPolicy, is_open
 from .config import ServeConfig
 from .errors import ExpiredError, InvalidRequestError, ServingError
+from .metrics import Metrics
 from .scheduling import Places
 from .service import refusal_from_error
 
@@ -30,9 +31,10 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
     for each that does not parse.
     """
 
-    def __init__(self, access: AccessPolicy, config: ServeConfig) -> None:
-        """Let in what the settings allow."""
+    def __init__(self, access: AccessPolicy, config: ServeConfig, metrics: Metrics) -> None:
+        """Let in what the settings allow, and count what they do not."""
         self._access = access
+        self._metrics = metrics
         self._timeout_s = config.receive_timeout_s
         # More than requests in progress, whose refusals say more. Streams may be silent for long
         # and must not keep others out.
@@ -60,6 +62,7 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
                 with contextlib.nullcontext() if is_open(method) else places.hold(peer):
                     return await reply(messages, context)
             except ServingError as error:
+                self._metrics.count_refusal(error)
                 await context.abort(*refusal_from_error(error))
 
         adapt: Callable[..., _Handler] = (

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from grpc_health.v1 import health_pb2
@@ -22,8 +22,11 @@ from .listening import listening_server
 from .loop_lag import LoopLag
 from .open_inference.service import InferenceService
 from .pipeline import Pipeline
+from .prometheus import add_server_metrics, metrics_server
 from .reflection import add_reflection
 from .service import DetectorService
+from .telemetry import Telemetry
+from .tracing import load_tracer
 
 _log = logging.getLogger(__name__)
 
@@ -81,8 +84,13 @@ async def detection_server(
         BackendError: the backend does not run here, or not with such batches.
         ServingError: the address cannot be listened on, or certificates, keys or tokens not used.
     """
-    with contextlib.closing(Pipeline(bundle, config)) as pipeline:
-        server, port = listening_server(config)
+    telemetry, lag = Telemetry(load_tracer(config.tracing)), LoopLag()
+    with (
+        contextlib.closing(telemetry.tracer),
+        contextlib.closing(Pipeline(bundle, config, telemetry)) as pipeline,
+        _metrics_server(pipeline, lag, config),
+    ):
+        server, port = listening_server(config, telemetry)
         service = DetectorService(pipeline, config)
         add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         names = [service.full_name for service in _SERVICES]
@@ -99,7 +107,7 @@ async def detection_server(
         try:
             # Before the groups, which would wrap what is raised.
             await pipeline.model.warm_up()
-            async with pipeline.running(), _background(pipeline, reload or asyncio.Event()):
+            async with pipeline.running(), _background(pipeline, lag, reload or asyncio.Event()):
                 health.set_ready()
                 try:
                     yield f"{config.host}:{port}"
@@ -113,11 +121,26 @@ async def detection_server(
             await server.stop(None)
 
 
+@contextlib.contextmanager
+def _metrics_server(pipeline: Pipeline, lag: LoopLag, config: ServeConfig) -> Iterator[None]:
+    """Publish metrics within the context, if that is asked for."""
+    if config.metrics_port is None:
+        yield
+        return
+    registry = pipeline.telemetry.metrics.registry
+    add_server_metrics(registry, pipeline, lag)
+    with metrics_server(registry, config.host, config.metrics_port) as url:
+        _log.info("metrics at %s", url)
+        yield
+
+
 @contextlib.asynccontextmanager
-async def _background(pipeline: Pipeline, reload: asyncio.Event) -> AsyncIterator[None]:
+async def _background(
+    pipeline: Pipeline, lag: LoopLag, reload: asyncio.Event
+) -> AsyncIterator[None]:
     """Do within the context what no request asks for."""
     async with asyncio.TaskGroup() as tasks:
-        work = [tasks.create_task(w) for w in (_reload(pipeline, reload), LoopLag().run())]
+        work = [tasks.create_task(w) for w in (_reload(pipeline, reload), lag.run())]
         try:
             yield
         finally:

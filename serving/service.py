@@ -99,10 +99,16 @@ class DetectorService(pb_grpc.DetectorServicer):
         return pb.DetectStreamResponse(id=request.id, response=response)
 
     async def _response_to(self, request: pb.DetectRequest, peer: str) -> pb.DetectResponse:
-        options = options_from_request(request)
-        terms = terms_from_request(request, peer)
-        detections = await self._pipeline.detect(request.image, options, terms)
-        return response_from_detections(detections, request.id)
+        model = self._pipeline.model
+        name = model.manifest.model_name
+        if request.HasField("precision"):
+            name = f"{name}-{request.precision}"
+        with self._pipeline.telemetry.request(model, name, request.id, peer) as timings:
+            options = options_from_request(request)
+            terms = terms_from_request(request, peer)
+            detections = await self._pipeline.detect(request.image, options, terms, model)
+            timings.append(detections.timing)
+            return response_from_detections(detections, request.id)
 
 
 def refusal_from_error(error: Exception) -> tuple[grpc.StatusCode, str]:

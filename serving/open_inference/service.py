@@ -2,8 +2,6 @@
 
 import asyncio
 import functools
-import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -26,7 +24,6 @@ from ..service import refusal_from_error
 from .inference import infer
 from .metadata import model_config, model_metadata, server_metadata
 from .responses import MODEL_VERSION
-from .statistics import Statistics
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _StreamContext = grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse]
@@ -63,7 +60,6 @@ class InferenceService(GRPCInferenceServiceServicer):
         self._pipeline = pipeline
         self._config = config
         self._health = health
-        self._statistics: defaultdict[str, Statistics] = defaultdict(Statistics)
         self._readers: set[asyncio.Task[None]] = set()
         self._reloads: set[asyncio.Task[None]] = set()
 
@@ -88,7 +84,10 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.ModelReadyRequest, context: _Context
     ) -> pb.ModelReadyResponse:
         """Whether a model can; it is not if it is not served at all."""
-        served = request.name in self._precisions() and request.version in ("", MODEL_VERSION)
+        served = request.name in self._pipeline.model.names and request.version in (
+            "",
+            MODEL_VERSION,
+        )
         return pb.ModelReadyResponse(ready=served and self._health.is_serving)
 
     async def ServerMetadata(  # noqa: N802
@@ -120,9 +119,10 @@ class InferenceService(GRPCInferenceServiceServicer):
         """Tell what became of the requests for a model, or for each."""
         if request.name:
             self._precision_of(request.name, request.version)
-        names = [request.name] if request.name else list(self._precisions())
+        names = [request.name] if request.name else list(self._pipeline.model.names)
+        statistics = self._pipeline.telemetry.metrics.statistics
         return pb.ModelStatisticsResponse(
-            model_stats=[self._statistics[name].message(name, MODEL_VERSION) for name in names]
+            model_stats=[statistics[name].message(name, MODEL_VERSION) for name in names]
         )
 
     async def RepositoryIndex(  # noqa: N802
@@ -136,7 +136,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         return pb.RepositoryIndexResponse(
             models=[
                 index(name=name, version=MODEL_VERSION, state=state, reason=reason)
-                for name in self._precisions()
+                for name in self._pipeline.model.names
                 if ready or not request.ready
             ]
         )
@@ -219,31 +219,19 @@ class InferenceService(GRPCInferenceServiceServicer):
         return pb.ModelStreamInferResponse(infer_response=response)
 
     async def _response_to(self, request: pb.ModelInferRequest, peer: str) -> pb.ModelInferResponse:
-        precision = self._precision_of(request.model_name, request.model_version)
-        statistics = self._statistics[request.model_name]
-        start = time.monotonic()
         model = self._pipeline.model  # for all images, though the bundle be loaded anew meanwhile
-        try:
-            with model.use():
-                response, timings = await infer(
-                    request,
-                    self._pipeline,
-                    model,
-                    precision=precision,
-                    peer=peer,
-                    max_batch=self._config.max_batch,
-                )
-        except Exception:
-            statistics.count_failure(time.monotonic() - start)
-            raise
-        statistics.count_success(timings, time.monotonic() - start)
+        watch = self._pipeline.telemetry.request(model, request.model_name, request.id, peer)
+        with watch as timings, model.use():
+            response, found = await infer(
+                request,
+                self._pipeline,
+                model,
+                precision=self._precision_of(request.model_name, request.model_version),
+                peer=peer,
+                max_batch=self._config.max_batch,
+            )
+            timings += found
         return response
-
-    def _precisions(self) -> dict[str, str | None]:
-        """The names of the models, and the precisions that they ask for."""
-        model = self._pipeline.model
-        name = model.manifest.model_name
-        return {name: None} | {f"{name}-{precision}": precision for precision in model.precisions}
 
     def _precision_of(self, name: str, version: str) -> str | None:
         """The precision that a model's name asks for, none for the default.
@@ -251,7 +239,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         Raises:
             ModelNotFoundError: the model is not served.
         """
-        precisions = self._precisions()
+        precisions = self._pipeline.model.names
         if name not in precisions:
             raise ModelNotFoundError(
                 f"model {name!r} is not served; served are {', '.join(precisions)}"

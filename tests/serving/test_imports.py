@@ -14,6 +14,7 @@ WITH_EXTRAS = {
         "backends.torch_batches",
         "device_masks",
         "device_steps",
+        "opentelemetry_tracing",
         "ray_prediction",
     )
 }

@@ -61,6 +61,7 @@ def test_every_setting_can_be_set_each_way(tmp_path: Path) -> None:
         "timeout_s": 5,
         "workers": 2,
         "max_connection_age_s": 600,
+        "metrics_port": 9000,
         "tls_certificate": "server.pem",
         "tls_key": "server.key",
         "tls_client_ca": "clients.pem",

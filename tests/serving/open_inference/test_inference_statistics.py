@@ -40,7 +40,9 @@ def test_request_takes_as_long_as_its_slowest_image() -> None:
 
 def test_failures_are_counted_apart() -> None:
     statistics = Statistics()
-    statistics.count_failure(0.002)
+    statistics.count_failure(0.001, "OTHER")
+    statistics.count_failure(0.001, "REJECTED")
     message = statistics.message("model", "1")
-    assert (message.inference_stats.fail.count, message.inference_stats.fail.ns) == (1, 2_000_000)
+    assert (message.inference_stats.fail.count, message.inference_stats.fail.ns) == (2, 2_000_000)
+    assert statistics.failures == {"OTHER": 1, "REJECTED": 1}
     assert message.inference_stats.success.count == message.inference_count == 0

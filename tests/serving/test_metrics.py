@@ -1,0 +1,259 @@
+"""What Prometheus reads off a real server, over HTTP and with its own parsers."""
+
+import asyncio
+import contextlib
+import re
+import shutil
+import socket
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
+from prometheus_client.parser import text_string_to_metric_families as text_families
+
+from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
+from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.errors import ServingError
+from maskrcnn_trt.serving.server import detection_server
+
+Encode = Callable[..., bytes]
+
+MODEL = "maskrcnn_resnet18_fpn"
+OWN = {"model": MODEL, "version": "1"}
+FORMATS = {
+    "text/plain": text_families,
+    "application/openmetrics-text; version=1.0.0": openmetrics_families,
+}
+
+
+def read(url: str, accept: str = "text/plain") -> str:
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept})) as answer:
+        assert answer.headers["Content-Type"].startswith(accept.partition(";")[0])
+        return answer.read().decode()
+
+
+class Metrics:
+    """The metrics at a URL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    async def value(self, name: str, **labels: str) -> float:
+        """The value of a sample that is there once."""
+        text = await asyncio.to_thread(read, self.url)
+        samples = [sample for family in text_families(text) for sample in family.samples]
+        (value,) = (s.value for s in samples if (s.name, s.labels) == (name, labels))
+        return value
+
+    async def becomes(self, expected: float, name: str, **labels: str) -> None:
+        """Return when a sample has a value."""
+        async with asyncio.timeout(60):
+            while await self.value(name, **labels) != expected:
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def served(bundle: Path, caplog: pytest.LogCaptureFixture) -> Any:
+    """The address of a server, and its metrics."""
+
+    @contextlib.asynccontextmanager
+    async def serve(
+        path: Path = bundle, reload: asyncio.Event | None = None, **settings: Any
+    ) -> AsyncIterator[tuple[str, Metrics]]:
+        config = ServeConfig(port=0, metrics_port=0, drain_delay_s=0, **settings)
+        caplog.set_level("INFO")
+        async with detection_server(path, config, reload) as address:
+            match = re.search(r"metrics at (http://\S+/metrics)", caplog.text)
+            assert match
+            yield address, Metrics(match[1])
+
+    return serve
+
+
+def detect_request(image: bytes, **fields: Any) -> pb.DetectRequest:
+    return pb.DetectRequest(image=image, **fields)
+
+
+def infer_request(model: str, *images: bytes) -> inference.ModelInferRequest:
+    tensor = inference.ModelInferRequest.InferInputTensor(
+        name="images",
+        datatype="BYTES",
+        shape=[len(images)],
+        contents=inference.InferTensorContents(bytes_contents=images),
+    )
+    return inference.ModelInferRequest(model_name=model, inputs=[tensor])
+
+
+def test_requests_of_both_protocols_are_counted(served: Any, picture: Encode) -> None:
+    wide, tall = picture(), picture(size=(200, 120))
+    settings = {"max_batch": 2, "max_delay_ms": 60_000, "queue_size": 3}
+
+    async def ask() -> None:
+        async with (
+            served(**settings) as (address, metrics),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            detector: Any = DetectorStub(channel)
+            triton: Any = GRPCInferenceServiceStub(channel)
+
+            # Batches of two, as nothing else would come to be in less than a minute.
+            await asyncio.gather(*(detector.Detect(detect_request(wide)) for _ in range(2)))
+            await triton.ModelInfer(infer_request(MODEL, wide, wide))
+            await triton.ModelInfer(infer_request(f"{MODEL}-fp32", tall, tall))
+            for call, code in (
+                (detector.Detect(detect_request(b"no image")), "INVALID_ARGUMENT"),
+                (detector.Detect(detect_request(wide, precision="fp16")), "INVALID_ARGUMENT"),
+                (triton.ModelInfer(infer_request("other", wide)), "NOT_FOUND"),
+                (detector.Detect(detect_request(wide, timeout_us=100_000)), "DEADLINE_EXCEEDED"),
+            ):
+                assert (await call.code()).name == code
+            waiting = [detector.Detect(detect_request(image)) for image in (wide, tall)]
+            await metrics.becomes(2, "nv_inference_pending_request_count", **OWN)
+            assert await metrics.value("maskrcnn_requests_in_progress") == 2
+            refused = detector.Detect(detect_request(wide))
+            assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            for call in waiting:
+                call.cancel()
+            await metrics.becomes(0, "maskrcnn_requests_in_progress")
+            await check(metrics)
+            stats = await triton.ModelStatistics(inference.ModelStatisticsRequest(name=MODEL))
+            counts = stats.model_stats[0].inference_stats
+            assert (counts.success.count, counts.fail.count) == (3, 7)
+
+    async def check(metrics: Metrics) -> None:
+        by_name = {"model": f"{MODEL}-fp32", "version": "1"}
+        expected = {
+            ("request_success", 3, 1),
+            ("count", 4, 2),
+            ("exec_count", 2, 1),
+        }
+        for name, own, other in expected:
+            assert await metrics.value(f"nv_inference_{name}", **OWN) == own
+            assert await metrics.value(f"nv_inference_{name}", **by_name) == other
+        for reason, count in (("OTHER", 3), ("REJECTED", 2), ("CANCELED", 2), ("BACKEND", 0)):
+            name = "nv_inference_request_failure"
+            assert await metrics.value(name, **OWN, reason=reason) == count
+            assert await metrics.value(name, **by_name, reason=reason) == 0
+        assert await metrics.value("nv_inference_pending_request_count", **OWN) == 0
+        parts = ("queue", "compute_input", "compute_infer", "compute_output")
+        us = [await metrics.value(f"nv_inference_{part}_duration_us", **OWN) for part in parts]
+        assert 0 < sum(us) <= await metrics.value("nv_inference_request_duration_us", **OWN)
+
+        image = {"model": MODEL, "precision": "fp32"}
+        for stage in ("decode", "queue", "infer", "encode", "request"):
+            assert await metrics.value(f"maskrcnn_{stage}_seconds_count", **image) == 6
+        total = await metrics.value("maskrcnn_request_seconds_sum", **image)
+        assert 0 < await metrics.value("maskrcnn_infer_seconds_sum", **image) < total
+        for size, images in (("1.0", 0), ("2.0", 6), ("+Inf", 6)):
+            name = "maskrcnn_batch_size_bucket"
+            assert await metrics.value(name, **image, le=size) == images
+        reasons = {"invalid": 2, "not_found": 1, "expired": 1, "queue_full": 1, "cancelled": 2}
+        for reason in ("failed", "backend_down", "stopping", "unauthenticated", *reasons):
+            count = await metrics.value("maskrcnn_rejected_total", reason=reason)
+            assert count == reasons.get(reason, 0)
+        await metrics.value("maskrcnn_model_info", **image, backend="onnxruntime", device="cpu")
+        assert await metrics.value("process_resident_memory_bytes") > 1e6
+        assert await metrics.value("maskrcnn_event_loop_lag_seconds") >= 0
+        assert await metrics.value("maskrcnn_event_loop_lag_worst_seconds") >= 0
+
+    asyncio.run(ask())
+
+
+def test_what_never_came_to_a_model_is_counted(
+    served: Any, picture: Encode, tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("secret")
+
+    async def ask() -> None:
+        async with (
+            served(token_file=tokens) as (address, metrics),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            detector: Any = DetectorStub(channel)
+            call = detector.Detect(detect_request(picture()))
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert await metrics.value("maskrcnn_rejected_total", reason="unauthenticated") == 1
+            assert await metrics.value("nv_inference_request_success", **OWN) == 0
+
+    asyncio.run(ask())
+
+
+def test_messages_of_streams_are_requests(served: Any, picture: Encode) -> None:
+    async def ask() -> None:
+        async with (
+            served() as (address, metrics),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            detector: Any = DetectorStub(channel)
+            images = (picture(), b"no image", picture())
+            stream = detector.DetectStream(detect_request(image) for image in images)
+            assert len([answer async for answer in stream]) == 3
+            assert await metrics.value("nv_inference_request_success", **OWN) == 2
+            assert await metrics.value("maskrcnn_rejected_total", reason="invalid") == 1
+
+    asyncio.run(ask())
+
+
+def test_reloads_are_counted_by_their_end(served: Any, bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bundle"
+    shutil.copytree(bundle, path)
+
+    async def ask() -> None:
+        reload = asyncio.Event()
+        async with served(path, reload) as (_, metrics):
+            reload.set()
+            await metrics.becomes(1, "maskrcnn_reloads_total", result="success")
+            (path / "manifest.json").unlink()
+            reload.set()
+            await metrics.becomes(1, "maskrcnn_reloads_total", result="failure")
+            assert await metrics.value("maskrcnn_reloads_total", result="success") == 1
+
+    asyncio.run(ask())
+
+
+def test_both_formats_have_the_same_names(served: Any) -> None:
+    async def texts() -> list[str]:
+        async with served() as (_, metrics):
+            return [await asyncio.to_thread(read, metrics.url, f) for f in FORMATS]
+
+    plain, other = (
+        {s.name for family in parse(text) for s in family.samples if "_created" not in s.name}
+        for parse, text in zip(FORMATS.values(), asyncio.run(texts()), strict=True)
+    )
+    assert plain == other
+    assert {"nv_inference_count", "maskrcnn_rejected_total"} <= plain
+
+
+def test_silent_clients_hold_up_neither_others_nor_the_end(served: Any) -> None:
+    async def ask() -> None:
+        with contextlib.ExitStack() as silent:
+            async with served() as (_, metrics):
+                address = urlsplit(metrics.url)
+                for _ in range(5):
+                    silent.enter_context(socket.create_connection((address.hostname, address.port)))
+                assert await metrics.value("maskrcnn_requests_in_progress") == 0
+
+    asyncio.run(ask())
+
+
+def test_port_in_use_is_one_sentence(bundle: Path) -> None:
+    async def start(port: int) -> None:
+        async with detection_server(bundle, ServeConfig(port=0, metrics_port=port)):
+            pass
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ServingError, match=r"cannot listen on 127.0.0.1:\d+ for metrics"):
+            asyncio.run(start(taken.getsockname()[1]))
