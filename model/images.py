@@ -5,16 +5,17 @@ and prediction all prepare images here, so that they see the same pixels.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from io import BytesIO
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, ImageOps
-from PIL.Image import Image, Resampling, fromarray
+from PIL import ExifTags
+from PIL.Image import Resampling, Transpose, fromarray
 from PIL.ImageFile import ImageFile
-from PIL.JpegImagePlugin import JpegImageFile
+from PIL.JpegImagePlugin import MARKER, JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
@@ -28,6 +29,26 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 
 
 _END_OF_JPEG = b"\xff\xd9"
+_START_OF_SCAN = b"\xff\xda"
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
+_MAX_SCANS = 100
+"""Of a JPEG, each of which is a pass over all its pixels; progressive ones have about ten."""
+_MAX_SEGMENTS = 2000
+"""Before the first scan of a JPEG; a large profile or description takes some hundred."""
+_MAX_JUNK = 4096
+"""Bytes between the segments."""
+_MAX_CHUNKS = 100_000
+"""Of a PNG, for which the largest image needs no more, with the usual 8 KiB in each."""
+_TURNS = {
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
+"""What makes an image of an EXIF orientation upright."""
 _PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type exif")
 
 
@@ -62,8 +83,9 @@ def decode_image(
 ) -> NDArray[np.uint8]:
     """Decode a JPEG, PNG or WebP image.
 
-    Grey, palette and CMYK images become RGB, 16-bit ones keep their high bytes, and transparency
-    is dropped.
+    Grey, palette and CMYK images become RGB, 16-bit ones keep their high bytes, transparency is
+    dropped, and of an animation the first picture is taken. Time and memory are bounded by the
+    number of pixels and bytes, whatever the data says.
 
     Args:
         data: The encoded image.
@@ -78,8 +100,9 @@ def decode_image(
         ImageError: no image of these formats, a damaged one, or one of unusable size.
     """
     image = _opened(data, max_pixels)
+    orientation = _orientation_of(image, data) if apply_orientation else 1
     try:
-        return _rgb_from_image(image, apply_orientation)
+        return _rgb_from_image(image, orientation)
     except Exception as error:
         raise ImageError(f"the image is truncated or damaged: {error}") from error
 
@@ -140,10 +163,15 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
     """The image, of which only the header was read, if its size can be used."""
     # The plugins are called rather than PIL.Image.open, whose own limit on pixels is a global.
     plugin = _plugin_for(data)
+    if plugin is JpegImageFile:
+        _check_jpeg(data)
+    elif plugin is PngImageFile:
+        _check_png(data)
     try:
         image = plugin(BytesIO(data))
     except Exception as error:  # codecs answer hostile bytes with anything but one exception type
         raise ImageError(f"the image's header is damaged: {error}") from error
+    image.decodermaxblock = len(data)  # else what a codec cannot use yet is copied for each block
     check_size(image.height, image.width, max_pixels)
     return image
 
@@ -176,12 +204,46 @@ def _plugin_for(data: bytes) -> type[ImageFile]:
     raise ImageError("the data is no JPEG, PNG or WebP image" if data else "the image is empty")
 
 
-def _rgb_from_image(image: Image, apply_orientation: bool) -> NDArray[np.uint8]:
+def _check_jpeg(data: bytes) -> None:
+    """Refuse a JPEG that takes far longer to read than others of its size.
+
+    Pillow goes through the header in Python, byte by byte where it finds none of the segments.
+    """
+    scans = data.count(_START_OF_SCAN)
+    if scans > _MAX_SCANS:
+        raise ImageError(f"the image has {scans} scans, more than the {_MAX_SCANS} allowed")
+    position, junk = 2, 0
+    for _ in range(_MAX_SEGMENTS):
+        match = _JPEG_MARKER.search(data, position)
+        start = match.start() if match else len(data)
+        junk += start - position
+        if junk > _MAX_JUNK:
+            raise ImageError(f"the image's header has more than {_MAX_JUNK} bytes of no meaning")
+        marker = data[start : start + 2]
+        if match is None or marker == _START_OF_SCAN:
+            return
+        position = start + 2
+        *_, segment = MARKER.get(int.from_bytes(marker), (None,))
+        if segment is not None:  # which begins with its length
+            position += max(2, int.from_bytes(data[position : position + 2]))
+    raise ImageError(f"the image's header has more than {_MAX_SEGMENTS} segments")
+
+
+def _check_png(data: bytes) -> None:
+    """Refuse a PNG of more chunks than any needs; Pillow reads each in Python."""
+    position = 8
+    for _ in range(_MAX_CHUNKS):
+        if position >= len(data):
+            return
+        position += 12 + int.from_bytes(data[position : position + 4])
+    raise ImageError(f"the image has more than {_MAX_CHUNKS} chunks")
+
+
+def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
     image.load()
-    if apply_orientation:
-        ImageOps.exif_transpose(image, in_place=True)
-    if image.mode.startswith("I;16"):
-        image = fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif image.mode == "P":  # by way of RGBA, since palettes with transparency need it
-        image = image.convert("RGBA")
-    return np.array(image.convert("RGB"))
+    upright = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
+    if upright.mode.startswith("I;16"):
+        upright = fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    elif upright.mode == "P":  # by way of RGBA, since palettes with transparency need it
+        upright = upright.convert("RGBA")
+    return np.array(upright if upright.mode == "RGB" else upright.convert("RGB"))
