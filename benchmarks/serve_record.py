@@ -47,13 +47,13 @@ Means over the requests. Decode, queue, infer and encode are stages of the serve
 them: a request is in "queue" while a batch fills and the model is busy with others, and in "infer"
 as long as its whole batch. "rest" is what lies around them: network, gRPC, the event loop, and the
 client. "outside" is the share of the latency in which a request neither waits for the model nor is
-in it. "batch" is the size of the batch that a request was in, and "batches" how many the backend
-had at a time, mean over time.
+in it. "batch" is the size of the batch that a request was in.
 """
 _USE = """\
-"cores" is the CPU time of the server and its children by time, "MiB" their resident memory in the
-first and the last fifth of the time. "client cores" is the CPU time of the busiest client process,
-and "client lag" the 99th percentile of the time by which requests were sent too late.
+"batches" are those that the backend had at a time, mean over time. "cores" is the CPU time of the
+server and its children by time, "MiB" their resident memory in the first and the last fifth of the
+time. "client cores" is the CPU time of the busiest client process, and "client lag" the 99th
+percentile of the time by which requests were sent too late.
 """
 
 

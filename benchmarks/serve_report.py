@@ -17,8 +17,8 @@ from .serve_results import ServeResult
 _LATENCIES = ("p50", "p90", "p95", "p99", "max")
 SPEED_COLUMNS = ("load", "max batch", "images/s", *_LATENCIES, "refused")
 TIMES = ("decode", "queue", "infer", "encode", "rest")
-TIME_COLUMNS = ("load", "max batch", "batch", *TIMES, "outside", "batches")
-USE_COLUMNS = ("load", "max batch", "cores", "MiB", "client cores", "client lag")
+TIME_COLUMNS = ("load", "max batch", "batch", *TIMES, "outside")
+USE_COLUMNS = ("load", "max batch", "batches", "cores", "MiB", "client cores", "client lag")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ def time_rows(results: Sequence[ServeResult]) -> list[tuple[str, ...]]:
             f"{r.mean_batch_size:.1f}",
             *(_milliseconds(getattr(r.times, name)) for name in TIMES),
             f"{outside_share(r):.1%}",
-            f"{r.batches_at_once:.2f}",
         )
         for names, r in _named(results)
     ]
@@ -90,7 +89,7 @@ def use_rows(results: Sequence[ServeResult]) -> list[tuple[str, ...]]:
         memory = memory_mib(r)
         held = "" if memory is None else f"{memory[0]:.0f} to {memory[1]:.0f}"
         client = (f"{r.client.cores:.2f}", _milliseconds(r.client.lag))
-        rows.append((*names, cores, held, *client))
+        rows.append((*names, f"{r.batches_at_once:.2f}", cores, held, *client))
     return rows
 
 
