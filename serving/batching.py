@@ -78,9 +78,10 @@ class Batcher(Generic[Item, Result]):
             policy: How many items make a batch.
         """
         info = engines[0].info
-        self.backend_name, self.device, self.buckets = info.backend, info.device, info.buckets
+        self.info = info
+        """What the engines are."""
         self._policy = policy
-        self._schedule = Schedule[_Waiting[Item, Result]](policy, self.buckets)
+        self._schedule = Schedule[_Waiting[Item, Result]](policy, info.buckets)
         self._workers = [_Worker(engine, is_up=True) for engine in engines]
         self._free: deque[_Worker[Item, Result]] = deque()
         """An entry for each batch that may begin."""
@@ -158,6 +159,7 @@ class Batcher(Generic[Item, Result]):
         loop = asyncio.get_running_loop()
         try:
             values = await loop.run_in_executor(self._threads, worker.engine.compute, items)
+            answered = list(zip(batch, values, strict=True))
         except Exception as error:
             _fail(batch, error)
             worker.failures += 1
@@ -166,7 +168,7 @@ class Batcher(Generic[Item, Result]):
         else:
             worker.failures = 0
             infer_s = time.monotonic() - start
-            for ticket, value in zip(batch, values, strict=True):
+            for ticket, value in answered:
                 if not ticket.item.result.done():
                     queue_s = start - ticket.arrival
                     ticket.item.result.set_result(BatchResult(value, queue_s, infer_s, len(batch)))
@@ -201,13 +203,13 @@ class Batcher(Generic[Item, Result]):
         loop = asyncio.get_running_loop()
         pause_s = _FIRST_PAUSE_S
         while True:
-            engine = self._workers[number].engine.successor()
-            self._workers[number] = worker = _Worker(engine, is_up=False)
             try:
+                engine = self._workers[number].engine.successor()
+                self._workers[number] = worker = _Worker(engine, is_up=False)
                 await loop.run_in_executor(self._threads, self._prepare, engine)
             except Exception:
                 _log.exception("the engine does not start; next try in %g s", pause_s)
-                engine.kill()
+                self._workers[number].engine.kill()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             else:

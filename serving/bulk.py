@@ -170,11 +170,11 @@ class _BatchQueue:
         if isinstance(source, ImageError):
             self._waiting.append(source)
             return
-        batch = self._gathering.setdefault(source.image.bucket, _Batch())
+        batch = self._gathering.setdefault(source.bucket, _Batch())
         self._waiting.append(_Place(batch, len(batch.jobs)))
         batch.jobs.append(source)
         if len(batch.jobs) == self._max_batch:
-            self._start(source.image.bucket)
+            self._start(source.bucket)
 
     def flush(self) -> None:
         """Start all batches as they are."""
@@ -197,7 +197,7 @@ class _BatchQueue:
         if isinstance(place, ImageError):
             return place
         if place.batch.outcomes is None:
-            self._start(place.batch.jobs[0].image.bucket)
+            self._start(place.batch.jobs[0].bucket)
         assert place.batch.outcomes is not None
         return place.batch.outcomes.result()[place.row]
 

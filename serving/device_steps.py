@@ -24,6 +24,7 @@ from .backends.torch import TorchBackend
 from .backends.torch_batches import DeviceOutputs
 from .backends.waiting import wait_until
 from .detections import Detections, MaskFormat, Timing
+from .device_marks import Mark
 from .device_masks import (
     Masks,
     MaskStrings,
@@ -31,7 +32,6 @@ from .device_masks import (
     chosen_strings,
     strings_of_masks,
 )
-from .marks import Mark
 from .postprocessing import detections_from_rows, kept_rows
 from .preprocessing import PlannedImage, resized_pixels
 from .steps import MODEL_STEP, Job, Outcome, Source, Step

@@ -1,8 +1,8 @@
-"""What computes batches: the one interface of it, and the one for any backend."""
+"""What computes batches: the interface of it, and the engine of a bundle."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,10 @@ from .backends.base import Backend, Outputs
 from .backends.loading import load_backend
 from .config import BackendName
 from .preprocessing import ModelInput
+from .steps import Job, Outcome
+
+EngineItem = ModelInput | Job
+EngineResult = Outputs | Outcome
 
 Item = TypeVar("Item", contravariant=True)
 Result = TypeVar("Result", covariant=True)
@@ -28,6 +32,10 @@ class EngineInfo(NamedTuple):
     """Threads that may call it at once, which is how batches overlap."""
     buckets: tuple[ShapeBucket, ...]
     """Input sizes of the items that it takes."""
+    takes_jobs: bool
+    """Whether its items are jobs and its results their outcomes, which is when its device decodes
+    images and encodes masks; else they are images that the CPU prepared, and the model's outputs
+    for a batch of one."""
 
 
 class Engine(Protocol[Item, Result]):
@@ -57,8 +65,38 @@ class Engine(Protocol[Item, Result]):
         """Release what it holds; it is not used after."""
 
 
-class HostEngine:
-    """Any backend: it takes images that the CPU prepared, and gives the model's outputs."""
+class _Batches(Protocol):
+    """What a backend makes of the items of a batch."""
+
+    @property
+    def takes_jobs(self) -> bool: ...
+    @property
+    def concurrency(self) -> int: ...
+    def warm_up(self, max_batch: int) -> None: ...
+    def compute(self, items: Any) -> Sequence[EngineResult]: ...
+
+
+class _InputBatches:
+    """Images that the CPU prepared, for any backend."""
+
+    takes_jobs: ClassVar = False
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.concurrency = backend.concurrency
+        self.warm_up = backend.warm_up
+
+    def compute(self, items: Sequence[ModelInput]) -> list[Outputs]:
+        pixels = np.stack([item.pixels for item in items])
+        sizes = np.array([item.size for item in items], np.int64)
+        outputs = self._backend.infer(items[0].bucket, pixels, sizes)
+        return [
+            Outputs._make(output[row : row + 1] for output in outputs) for row in range(len(items))
+        ]
+
+
+class BundleEngine:
+    """A bundle in one precision, on the backend that fits."""
 
     def __init__(
         self,
@@ -70,26 +108,40 @@ class HostEngine:
     ) -> None:
         """Describe what to load, in the terms of `load_backend`."""
         self._description = bundle, manifest, precision, backend, max_batch
+        self._manifest = manifest
         self._backend: Backend
+        self._batches: _Batches
 
     def load(self) -> EngineInfo:
         """Load the backend; raises as `load_backend` does."""
         self._backend = backend = load_backend(*self._description)
-        return EngineInfo(backend.name, backend.device, backend.concurrency, backend.buckets)
+        self._batches = batches = _batches_of(backend, self._manifest)
+        return EngineInfo(
+            backend=backend.name,
+            device=backend.device,
+            concurrency=batches.concurrency,
+            buckets=backend.buckets,
+            takes_jobs=batches.takes_jobs,
+        )
 
     def warm_up(self, max_batch: int) -> None:
-        """Warm the backend up."""
-        self._backend.warm_up(max_batch)
+        """Compute batches of black images."""
+        self._batches.warm_up(max_batch)
 
-    def compute(self, items: Sequence[ModelInput]) -> list[Outputs]:
-        """The outputs for each image, as those of a batch of one."""
-        pixels = np.stack([item.pixels for item in items])
-        sizes = np.array([item.size for item in items], np.int64)
-        outputs = self._backend.infer(items[0].bucket, pixels, sizes)
-        return [
-            Outputs._make(output[row : row + 1] for output in outputs) for row in range(len(items))
-        ]
+    def compute(self, items: Sequence[EngineItem]) -> Sequence[EngineResult]:
+        """A result for each item of a batch."""
+        return self._batches.compute(items)
 
     def close(self) -> None:
         """Release the backend."""
         self._backend.close()
+
+
+def _batches_of(backend: Backend, manifest: Manifest) -> _Batches:
+    if backend.name == "torch":
+        from .backends.torch import TorchBackend
+        from .device_engine import JobBatches
+
+        assert isinstance(backend, TorchBackend)
+        return JobBatches(backend, manifest)
+    return _InputBatches(backend)

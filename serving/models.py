@@ -6,17 +6,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..model.manifest import read_manifest
-from .backends.base import Outputs
 from .backends.loading import served_precision
 from .batching import Batcher
 from .config import ServeConfig
 from .engine_process import load_engines
-from .engines import HostEngine
+from .engines import BundleEngine, EngineItem, EngineResult
 from .errors import InvalidRequestError
-from .preprocessing import ModelInput
 from .scheduling import BatchPolicy
 
-ModelBatcher = Batcher[ModelInput, Outputs]
+ModelBatcher = Batcher[EngineItem, EngineResult]
 
 
 class ServedModel:
@@ -35,20 +33,20 @@ class ServedModel:
         """
         self.manifest = read_manifest(bundle)
         policy = BatchPolicy(config.max_batch, config.max_delay_ms / 1000, config.preferred_batch)
-        precisions = config.precision or (served_precision(self.manifest, config.backend),)
-        self._batchers: dict[str, ModelBatcher] = {}
+        asked = config.precision or (served_precision(self.manifest, config.backend),)
+        precisions = tuple(dict.fromkeys(asked))
+        engines = [
+            BundleEngine(bundle, self.manifest, precision, config.backend, config.max_batch)
+            for precision in precisions
+        ]
+        loaded = load_engines(engines, config.workers, config.hang_timeout_s)
+        self._batchers: dict[str, ModelBatcher] = {
+            precision: Batcher(processes, policy)
+            for precision, processes in zip(precisions, loaded, strict=True)
+        }
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
-        with contextlib.ExitStack() as loaded:
-            for precision in precisions:
-                engine = HostEngine(
-                    bundle, self.manifest, precision, config.backend, config.max_batch
-                )
-                engines = load_engines(engine, config.workers, config.hang_timeout_s)
-                self._batchers[precision] = batcher = Batcher(engines, policy)
-                loaded.callback(batcher.close)
-            self._loaded = loaded.pop_all()
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -109,4 +107,5 @@ class ServedModel:
 
     def close(self) -> None:
         """Wait for the last batches and end the engines."""
-        self._loaded.close()
+        for batcher in self._batchers.values():
+            batcher.close()

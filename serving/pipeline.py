@@ -11,9 +11,9 @@ from pathlib import Path
 from .config import ServeConfig
 from .detections import DetectionOptions, Detections, Timing
 from .errors import ExpiredError
+from .host_work import detections_from_result, item_from_image
 from .models import ServedModel
-from .postprocessing import detections_from_outputs
-from .preprocessing import SourceImage, prepare_image
+from .preprocessing import SourceImage
 from .scheduling import DEFAULT_TERMS, Places, RequestTerms
 from .telemetry import Telemetry
 
@@ -136,31 +136,28 @@ class Pipeline:
         batcher = model.batcher(terms.precision)
         loop = asyncio.get_running_loop()
         start = time.monotonic()
-        image = await loop.run_in_executor(
+        item = await loop.run_in_executor(
             self._threads,
-            prepare_image,
+            item_from_image,
             source,
-            model.manifest.preprocessing,
-            batcher.buckets,
+            options,
+            model.manifest,
+            batcher.info,
             self._config.max_pixels,
         )
         decode_s = time.monotonic() - start
-        result = await batcher.infer(image, terms)
+        result = await batcher.infer(item, terms)
         start = time.monotonic()
         detections = await loop.run_in_executor(
-            self._threads,
-            detections_from_outputs,
-            result.value,
-            0,
-            image,
-            model.manifest,
-            options,
+            self._threads, detections_from_result, result.value, item, options, model.manifest
         )
+        encode_s = time.monotonic() - start
+        in_engine = detections.timing
         timing = Timing(
-            decode_us=_microseconds(decode_s),
+            decode_us=_microseconds(decode_s) + in_engine.decode_us,
             queue_us=_microseconds(result.queue_s),
-            infer_us=_microseconds(result.infer_s),
-            encode_us=_microseconds(time.monotonic() - start),
+            infer_us=in_engine.infer_us or _microseconds(result.infer_s),
+            encode_us=_microseconds(encode_s) + in_engine.encode_us,
             batch_size=result.batch_size,
         )
         return dataclasses.replace(detections, timing=timing)

@@ -102,7 +102,7 @@ def _info(model: ServedModel) -> Metric:
     labels = ("model", "precision", "backend", "device")
     family = GaugeMetricFamily("maskrcnn_model_info", "What computes; always 1.", labels=labels)
     for precision, batcher in model.batchers.items():
-        values = (model.manifest.model_name, precision, batcher.backend_name, batcher.device)
+        values = (model.manifest.model_name, precision, batcher.info.backend, batcher.info.device)
         family.add_metric(values, 1)
     return family
 

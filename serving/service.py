@@ -64,7 +64,7 @@ class DetectorService(pb_grpc.DetectorServicer):
     ) -> pb.GetModelResponse:
         """Describe the model."""
         model = self._pipeline.model
-        buckets = model.batcher().buckets
+        buckets = model.batcher().info.buckets
         return model_response(model.manifest, buckets, model.precisions, self._config)
 
     async def _answer_stream(

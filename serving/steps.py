@@ -24,6 +24,11 @@ class Job(NamedTuple):
     image: PlannedImage
     options: DetectionOptions
 
+    @property
+    def bucket(self) -> ShapeBucket:
+        """Input size that the image is padded to."""
+        return self.image.bucket
+
 
 Source = Job | ImageError
 """A place in a batch; a damaged image leaves it black, so that the others keep theirs."""
@@ -83,7 +88,7 @@ class HostSteps:
         """Nothing to wait for: each step ends with its work done."""
 
     def _prepare(self, jobs: Sequence[Job]) -> _Prepared:
-        bucket = jobs[0].image.bucket
+        bucket = jobs[0].bucket
         padded = np.zeros((len(jobs), 3, *bucket), np.uint8)
         sources: list[Source] = []
         for row, job in zip(padded, jobs, strict=True):

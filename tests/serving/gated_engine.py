@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maskrcnn_trt.serving.backends.base import Outputs
-from maskrcnn_trt.serving.engines import HostEngine
-from maskrcnn_trt.serving.preprocessing import ModelInput
+from maskrcnn_trt.serving.engines import BundleEngine, EngineItem, EngineResult
 
 
 class Gate:
@@ -49,7 +47,7 @@ class Gate:
                 raise fault
 
 
-class GatedEngine(HostEngine):
+class GatedEngine(BundleEngine):
     def __init__(self, gate: Gate, *description: Any) -> None:
         super().__init__(*description)
         self._gate = gate
@@ -58,6 +56,6 @@ class GatedEngine(HostEngine):
         self._gate.pass_through()
         super().warm_up(max_batch)
 
-    def compute(self, items: Sequence[ModelInput]) -> list[Outputs]:
+    def compute(self, items: Sequence[EngineItem]) -> Sequence[EngineResult]:
         self._gate.pass_through()
         return super().compute(items)

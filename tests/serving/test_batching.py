@@ -1,23 +1,22 @@
 import asyncio
 import contextlib
-import os
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import faulty_engines as deeds
 import numpy as np
 import pytest
 
 from maskrcnn_trt.model.manifest import read_manifest
-from maskrcnn_trt.model.spec import ShapeBucket
 from maskrcnn_trt.serving.backends.base import Backend, Outputs
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.batching import Batcher, BatchResult
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import DEFAULT_OPTIONS, Detections
 from maskrcnn_trt.serving.engine_process import EngineProcess, load_engines
-from maskrcnn_trt.serving.engines import EngineInfo, HostEngine
+from maskrcnn_trt.serving.engines import BundleEngine
 from maskrcnn_trt.serving.errors import QueueFullError
 from maskrcnn_trt.serving.pipeline import Pipeline
 from maskrcnn_trt.serving.preprocessing import ModelInput, prepare_image
@@ -44,8 +43,8 @@ def model_input(bundle: Path, backend: Backend, picture: Encode) -> Callable[...
 
 @pytest.fixture(scope="module")
 def engine(bundle: Path) -> Iterator[Loaded]:
-    description = HostEngine(bundle, read_manifest(bundle), "fp32", "onnxruntime", 4)
-    (engine,) = load_engines(description, 1, 60)
+    description = BundleEngine(bundle, read_manifest(bundle), "fp32", "onnxruntime", 4)
+    ((engine,),) = load_engines([description], 1, 60)
     yield engine
     engine.close()
 
@@ -81,48 +80,22 @@ def test_images_of_a_bucket_share_batches(
         np.testing.assert_allclose(result.value.boxes, expected.boxes, rtol=0, atol=1e-2)
 
 
-class Meeting:
-    """An engine whose batches go on only in pairs, and that says which process it is in."""
-
-    def __init__(self, folder: Path, concurrency: int) -> None:
-        self._folder = folder
-        self._info = EngineInfo("none", "cpu", concurrency, (ShapeBucket(8, 8),))
-
-    def load(self) -> EngineInfo:
-        return self._info
-
-    def warm_up(self, max_batch: int) -> None:
-        """Nothing is cold."""
-
-    def compute(self, items: Sequence["Guest"]) -> list[int]:
-        """The process of each guest, once it has met another."""
-        own, others = (self._folder / name for name in items[0].pair)
-        own.touch()
-        while not others.exists():
-            time.sleep(0.01)
-        return [os.getpid()] * len(items)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class Guest(NamedTuple):
-    pair: tuple[str, str]
-    """Its name, and that of whom it waits for."""
-    bucket: ShapeBucket = ShapeBucket(8, 8)
+class Deed(partial[Any]):
+    bucket = deeds.BUCKET
 
 
 @pytest.mark.parametrize(("workers", "concurrency"), [(1, 2), (2, 1)])
 def test_batches_overlap_on_an_engine_and_on_several(
     tmp_path: Path, workers: int, concurrency: int
 ) -> None:
-    engines = load_engines(Meeting(tmp_path, concurrency), workers, 60)
+    (engines,) = load_engines([deeds.ObedientEngine(concurrency=concurrency)], workers, 60)
+    a, b, c, d = (tmp_path / name for name in "abcd")
+    meetings = [Deed(deeds.meet, *pair) for pair in ((a, b), (b, a), (c, d), (d, c))]
 
     async def compute() -> set[int]:
         batcher = Batcher(engines, BatchPolicy(1, 0))
         async with running(batcher):
-            pairs = [("a", "b"), ("b", "a"), ("c", "d"), ("d", "c")]
-            results = await asyncio.gather(*(batcher.infer(Guest(pair)) for pair in pairs))
+            results = await asyncio.gather(*map(batcher.infer, meetings))
         batcher.close()
         return {result.value for result in results}
 

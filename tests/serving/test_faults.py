@@ -27,7 +27,7 @@ Encode = Callable[..., bytes]
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gate]:
     gate = Gate(tmp_path)
-    monkeypatch.setattr(models, "HostEngine", partial(GatedEngine, gate))
+    monkeypatch.setattr(models, "BundleEngine", partial(GatedEngine, gate))
     yield gate
     gate.open()
 

@@ -132,7 +132,7 @@ def test_failed_warm_up_is_one_error(
         async with detection_server(bundle, ServeConfig(port=0)):
             pass
 
-    monkeypatch.setattr(models, "HostEngine", partial(GatedEngine, gate))
+    monkeypatch.setattr(models, "BundleEngine", partial(GatedEngine, gate))
     with pytest.raises(BackendError, match="does not compute"):
         asyncio.run(start())
 

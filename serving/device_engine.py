@@ -1,0 +1,64 @@
+"""The engine whose device does all the work on an image, from its file to its encoded masks."""
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any, ClassVar, Final
+
+from PIL import Image
+
+from ..model.images import read_header
+from ..model.manifest import Manifest
+from ..model.spec import ShapeBucket
+from .backends.torch import TorchBackend
+from .detections import DEFAULT_OPTIONS
+from .device_steps import DeviceSteps
+from .preprocessing import PlannedImage
+from .steps import Job, Outcome
+
+
+class JobBatches:
+    """Batches of jobs, each of which goes through all steps in the thread that brings it."""
+
+    takes_jobs: ClassVar = True
+    concurrency: Final = 3
+    """One batch before the model, one at it and one behind it: with more, batches would begin
+    before they are full, and wait for the model instead."""
+
+    def __init__(self, backend: TorchBackend, manifest: Manifest) -> None:
+        """Prepare the steps of a backend.
+
+        Args:
+            backend: Computes the model.
+            manifest: Of the bundle that the backend was loaded from.
+        """
+        self._backend = backend
+        self._steps = [
+            (step.run, threading.Lock() if step.threads == 1 else contextlib.nullcontext())
+            for step in DeviceSteps(backend, manifest, threads=self.concurrency).steps
+        ]
+
+    def warm_up(self, max_batch: int) -> None:
+        """Warm the backend up, and each step."""
+        self._backend.warm_up(max_batch)
+        batch = 1 if self._backend.device == "cpu" else max_batch
+        for bucket in self._backend.buckets:
+            self.compute([Job(_black_image(bucket), DEFAULT_OPTIONS)] * batch)
+
+    def compute(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """What became of each image."""
+        batch: Any = jobs
+        for run, lock in self._steps:
+            with lock:
+                batch = run(batch)
+        outcomes: list[Outcome] = batch
+        return outcomes
+
+
+def _black_image(bucket: ShapeBucket) -> PlannedImage:
+    """A JPEG that fills a bucket."""
+    file = BytesIO()
+    Image.new("RGB", (bucket.width, bucket.height)).save(file, "JPEG")
+    data = file.getvalue()
+    return PlannedImage(data, read_header(data), bucket, bucket)
