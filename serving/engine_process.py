@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -156,32 +156,37 @@ class EngineProcess(Generic[Item, Result]):
 
 
 def load_engines(
-    engine: Engine[Item, Result], workers: int | None, hang_timeout_s: float
-) -> list[EngineProcess[Item, Result]]:
-    """Load an engine in as many processes as there are to be.
+    engines: Iterable[Engine[Item, Result]], workers: int | None, hang_timeout_s: float
+) -> list[list[EngineProcess[Item, Result]]]:
+    """Load each engine in as many processes as it is to have, all at once.
 
     Args:
-        engine: Not loaded.
-        workers: Processes; none, one a GPU, or one on the CPU.
+        engines: Not loaded.
+        workers: Processes of each; none, one a GPU, or one on the CPU.
         hang_timeout_s: As in `EngineProcess`.
 
     Raises:
         BundleError: the bundle is damaged or lacks the precision.
-        BackendError: the backend does not run here, or not with such batches.
+        BackendError: a backend does not run here, or not with such batches.
     """
-    with contextlib.ExitStack() as started:
-        engines = []
-        for place in places_for(workers):
-            engines.append(EngineProcess(engine, place, hang_timeout_s))
-            started.callback(engines[-1].kill)
-        for process in engines:
-            process.load()
-        started.pop_all()
-    if workers is None and engines[0].info.device == "cpu":  # though there are GPUs
-        for process in engines[1:]:
-            process.close()
-        del engines[1:]
-    return engines
+    places = places_for(workers)
+    with contextlib.ExitStack() as unfinished:
+
+        def started(engine: Engine[Item, Result], place: Place) -> EngineProcess[Item, Result]:
+            process = EngineProcess(engine, place, hang_timeout_s)
+            unfinished.callback(process.kill)
+            return process
+
+        groups = [[started(engine, place) for place in places] for engine in engines]
+        for group in groups:
+            for process in group:
+                process.load()
+            if workers is None and group[0].info.device == "cpu":  # although there are GPUs
+                for process in group[1:]:
+                    process.kill()
+                del group[1:]
+        unfinished.pop_all()
+    return groups
 
 
 def _started_process(connections: Sequence[Connection], place: Place) -> subprocess.Popen[bytes]:
@@ -197,7 +202,7 @@ def _started_process(connections: Sequence[Connection], place: Place) -> subproc
             env={**os.environ, **place.environment},
             pass_fds=handles,
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),  # which is not for the output of libraries
+            stdout=2,  # the server's own is not for what libraries print
         )
     for connection in connections:
         connection.close()

@@ -1,6 +1,7 @@
 """ONNX Runtime, on a GPU where its CUDA provider is installed and on the CPU otherwise."""
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -130,6 +131,10 @@ class OnnxRuntimeBackend:
         options.log_severity_level = 3
         # Threads that spin between runs would take the cores from decoding and encoding.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        cores = len(os.sched_getaffinity(0))
+        if cores < (os.cpu_count() or cores):
+            # ONNX Runtime itself takes all of the machine, those that are not for this process too.
+            options.intra_op_num_threads = cores
         if size != _ANY:
             options.add_free_dimension_override_by_name(_BATCH_AXIS, size)
         providers: list[Any] = ["CPUExecutionProvider"]
