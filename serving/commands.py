@@ -7,13 +7,19 @@ from typing import Any
 
 import click
 
-from .serve_options import config_from_options, config_options
+from .serve_options import config_from_options, config_options, setting_sources
 
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @config_options
-def serve(bundle: Path, **values: Any) -> None:
+@click.option(
+    "--doctor",
+    is_flag=True,
+    help="Tell what would be served here, with what and why, in place of serving; the exit code is "
+    "1 where nothing would.",
+)
+def serve(bundle: Path, doctor: bool, **values: Any) -> None:
     """Serve BUNDLE over gRPC until SIGTERM or Ctrl+C, then finish the requests in progress.
 
     On SIGHUP the server loads BUNDLE anew, and serves it once it is warm.
@@ -24,6 +30,11 @@ def serve(bundle: Path, **values: Any) -> None:
     from .server import serve as serve_bundle
 
     config = config_from_options(values)
+    if doctor:
+        from .doctor import diagnose, show
+
+        healthy = show(diagnose(bundle, config, setting_sources()))
+        click.get_current_context().exit(0 if healthy else 1)
     configure_logs(config.log_format, config.log_level)
     asyncio.run(
         serve_bundle(bundle, config, lambda address: _say(f"Ready at {address}, serving {bundle}"))

@@ -56,6 +56,21 @@ def config_from_options(values: dict[str, Any]) -> ServeConfig:
         raise click.UsageError(sentence) from None
 
 
+def setting_sources() -> dict[str, str]:
+    """Where each setting of the command in progress comes from, in words."""
+    context = click.get_current_context()
+    words = {
+        ParameterSource.COMMANDLINE: "by option",
+        ParameterSource.DEFAULT_MAP: "from the file",
+        ParameterSource.DEFAULT: "the default",
+    }
+    return {
+        name: words.get(source, f"from {_variable(name)}")
+        for name in ServeConfig.model_fields
+        if (source := context.get_parameter_source(name)) is not None
+    }
+
+
 def _option(name: str, field: FieldInfo) -> Callable[[_Command], _Command]:
     several = get_origin(field.annotation) is tuple
     kind = get_args(field.annotation)[0] if several else field.annotation
