@@ -5,6 +5,7 @@ channel for each batch that may be in flight; and with a log connection, over wh
 records, and whose end tells it that the server is gone.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -20,14 +21,23 @@ from .errors import BackendError, ServingError
 _log = logging.getLogger(__name__)
 
 
+_SERVER_GONE = (EOFError, ConnectionError)
+"""What connections raise then."""
+
+
 def run_worker(control_handle: int, log_handle: int) -> None:
     """Serve an engine until the server is done with it, or gone."""
-    control, log = Connection(control_handle), Connection(log_handle)
-    cores, level = control.recv()
-    os.sched_setaffinity(0, cores)  # before a library counts them
-    logging.root.addHandler(_LogSender(log))
-    logging.getLogger(__package__).setLevel(level)
-    threading.Thread(target=_end_with_server, args=(log,), daemon=True).start()
+    with contextlib.suppress(*_SERVER_GONE):
+        control, log = Connection(control_handle), Connection(log_handle)
+        cores, level = control.recv()
+        os.sched_setaffinity(0, cores)  # before a library counts them
+        logging.root.addHandler(_LogSender(log))
+        logging.getLogger(__package__).setLevel(level)
+        threading.Thread(target=_end_with_server, args=(log,), daemon=True).start()
+        _run_engine(control)
+
+
+def _run_engine(control: Connection) -> None:
     try:
         engine = control.recv()
         info = engine.load()
@@ -51,7 +61,8 @@ class _LogSender(QueueHandler):
         super().__init__(log)
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        self.queue.send(record)  # type: ignore[attr-defined]
+        with contextlib.suppress(*_SERVER_GONE):
+            self.queue.send(record)  # type: ignore[attr-defined]
 
 
 def _end_with_server(log: Connection) -> None:
@@ -68,13 +79,14 @@ def _opened_channel(control: Connection) -> Channel:
 
 def _serve(engine: Any, channel: Channel) -> None:
     """Do what comes over a channel: the name of a method and its arguments, or none to stop."""
-    while (call := channel.receive(copy=False)) is not None:
-        method, *arguments = call
-        try:
-            answer = getattr(engine, method)(*arguments)
-        except BaseException as error:  # SystemExit too: the thread has to answer
-            answer = _portable(error, "a batch failed")
-        channel.send(answer)
+    with contextlib.suppress(*_SERVER_GONE):
+        while (call := channel.receive(copy=False)) is not None:
+            method, *arguments = call
+            try:
+                answer = getattr(engine, method)(*arguments)
+            except BaseException as error:  # SystemExit too: the thread has to answer
+                answer = _portable(error, "a batch failed")
+            channel.send(answer)
 
 
 def _portable(error: BaseException, what: str) -> Exception:

@@ -1,15 +1,9 @@
 """Bundles that change and servers that stop, while a real client asks without a pause."""
 
-import contextlib
 import os
-import re
 import shutil
 import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +11,16 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from server_load import Load, server_process, wait_until, worker_pids
 
 from maskrcnn_trt.model.manifest import read_manifest, write_manifest
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 
 Encode = Callable[..., bytes]
-Process = subprocess.Popen[str]
+
+PRECISIONS = "--precision", "fp32", "--precision", "tf32"
+BOTH = "fp32", "tf32", "fp32"
 
 
 @pytest.fixture
@@ -37,74 +34,12 @@ def own_bundle(bundle: Path, tmp_path: Path) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def server_process(bundle: Path, log: Path) -> Iterator[tuple[Process, str]]:
-    """A server of both precisions, its address, and its log in a file."""
-    command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0"]
-    options = ["--precision", "fp32", "--precision", "tf32", "--drain-delay-s", "2"]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            command + options, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        assert process.stdout is not None
-        match = re.search(r"Ready at (\S+:\d+)", process.stdout.readline())
-        assert match, log.read_text()
-        yield process, match[1]
-        process.kill()
-
-
-class Load:
-    """Clients in threads that ask without a pause, in both precisions."""
-
-    def __init__(self, stub: Any, image: bytes) -> None:
-        self.answered = 0
-        self.failures: list[grpc.RpcError] = []
-        self._stub = stub
-        self._image = image
-        self._stopping = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._ask, args=(precision,))
-            for precision in ("fp32", "tf32", "fp32")
-        ]
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join()
-
-    def goes_on(self) -> None:
-        """Wait for some more answers."""
-        enough = self.answered + 10
-        wait_until(lambda: bool(self.failures) or self.answered >= enough)
-
-    def _ask(self, precision: str) -> None:
-        while not self._stopping.is_set():
-            request = pb.DetectRequest(image=self._image, precision=precision)
-            try:
-                assert self._stub.Detect(request, timeout=60).detections
-                self.answered += 1
-            except grpc.RpcError as error:
-                self.failures.append(error)
-                return
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_reload_under_load(own_bundle: Path, tmp_path: Path, picture: Encode) -> None:
     log = tmp_path / "log"
-    with server_process(own_bundle, log) as (process, address), grpc.insecure_channel(address) as c:
+    with (
+        server_process(own_bundle, log, *PRECISIONS) as (process, address),
+        grpc.insecure_channel(address) as c,
+    ):
         stub: Any = DetectorStub(c)
 
         def model() -> pb.GetModelResponse:
@@ -114,7 +49,7 @@ def test_reload_under_load(own_bundle: Path, tmp_path: Path, picture: Encode) ->
         with pytest.raises(grpc.RpcError, match="computes in fp32, tf32"):
             stub.Detect(pb.DetectRequest(image=picture(), precision="fp16"), timeout=60)
         manifest = read_manifest(own_bundle)
-        with Load(stub, picture()) as load:
+        with Load(stub, picture(), BOTH) as load:
             load.goes_on()
             write_manifest(own_bundle, manifest.model_copy(update={"model_name": "newer"}))
             process.send_signal(signal.SIGHUP)
@@ -133,15 +68,28 @@ def test_reload_under_load(own_bundle: Path, tmp_path: Path, picture: Encode) ->
     assert "Traceback" not in log.read_text()
 
 
-def test_stop_under_load(own_bundle: Path, tmp_path: Path, picture: Encode) -> None:
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_stop_under_load(
+    own_bundle: Path, tmp_path: Path, picture: Encode, whole_group: bool
+) -> None:
     log = tmp_path / "log"
-    with server_process(own_bundle, log) as (process, address), grpc.insecure_channel(address) as c:
+    options = *PRECISIONS, "--drain-delay-s", "2"
+    with (
+        server_process(own_bundle, log, *options) as (process, address),
+        grpc.insecure_channel(address) as c,
+    ):
+        workers = worker_pids(process.pid)
+        assert len(workers) == 2
         health = HealthStub(c).Watch(HealthCheckRequest(), timeout=60)
         assert next(health).status == HealthCheckResponse.SERVING
-        with Load(DetectorStub(c), picture()) as load:
+        with Load(DetectorStub(c), picture(), BOTH) as load:
             load.goes_on()
-            process.send_signal(signal.SIGTERM)
+            if whole_group:
+                os.killpg(process.pid, signal.SIGTERM)
+            else:
+                process.send_signal(signal.SIGTERM)
             assert next(health).status == HealthCheckResponse.NOT_SERVING
         assert load.failures == []
         assert process.wait(timeout=60) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert "Traceback" not in log.read_text()

@@ -1,0 +1,103 @@
+"""Servers in processes of their own, and clients that ask them without a pause."""
+
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+
+Process = subprocess.Popen[str]
+
+
+@contextlib.contextmanager
+def server_process(bundle: Path, log: Path, *options: str) -> Iterator[tuple[Process, str]]:
+    """A server, at the head of a process group, and its address; its log goes into a file."""
+    command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0", *options]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0
+        ) as process,
+    ):
+        assert process.stdout is not None
+        match = re.search(r"Ready at (\S+:\d+)", process.stdout.readline())
+        assert match, log.read_text()
+        try:
+            yield process, match[1]
+        finally:
+            process.kill()
+
+
+def worker_pids(server: int) -> set[int]:
+    """The processes that compute for a server."""
+    return {
+        int(folder.name)
+        for folder in Path("/proc").glob("[0-9]*")
+        if _is_worker(folder) and _parent_of(folder) == server
+    }
+
+
+def _is_worker(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return b"run_worker" in (folder / "cmdline").read_bytes()
+    return False
+
+
+def _parent_of(folder: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+class Load:
+    """Clients in threads that ask without a pause, each in a precision."""
+
+    def __init__(self, stub: Any, image: bytes, precisions: Sequence[str] = ("fp32",) * 3) -> None:
+        self.answered = 0
+        self.failures: list[grpc.RpcError] = []
+        self._stub = stub
+        self._image = image
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(precision,)) for precision in precisions
+        ]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def goes_on(self) -> None:
+        """Wait for some more answers."""
+        enough = self.answered + 10
+        wait_until(lambda: self.answered >= enough)
+
+    def _ask(self, precision: str) -> None:
+        while not self._stopping.is_set():
+            request = pb.DetectRequest(image=self._image, precision=precision)
+            try:
+                assert self._stub.Detect(request, timeout=60).detections
+                self.answered += 1
+            except grpc.RpcError as error:
+                self.failures.append(error)
+                time.sleep(0.05)
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)

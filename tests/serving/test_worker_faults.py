@@ -1,0 +1,86 @@
+"""Workers that end, hang and are killed, under servers in processes of their own."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from server_load import Load, server_process, wait_until, worker_pids
+
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.client import DetectorClient
+
+Encode = Callable[..., bytes]
+
+
+def is_serving(channel: grpc.Channel) -> bool:
+    answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=60)
+    return bool(answer.status == HealthCheckResponse.SERVING)
+
+
+def test_one_worker_that_is_killed_or_hangs(bundle: Path, tmp_path: Path, picture: Encode) -> None:
+    log = tmp_path / "log"
+    with (
+        server_process(bundle, log, "--hang-timeout-s", "3") as (process, address),
+        grpc.insecure_channel(address) as channel,
+        DetectorClient(address) as client,
+    ):
+        stub: Any = DetectorStub(channel)
+        with Load(stub, picture()) as load:
+            load.goes_on()
+            for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP):
+                (pid,) = worker_pids(process.pid)
+                os.kill(pid, number)
+                wait_until(lambda: not is_serving(channel))
+                assert client.detect(picture())  # with as many tries as it takes
+                assert is_serving(channel)
+                load.goes_on()
+        assert {error.code() for error in load.failures} == {grpc.StatusCode.UNAVAILABLE}
+        assert {error.details() for error in load.failures} == {
+            "the process that computed the batch ended; try again in a while",
+            "the model failed and is being loaded again; try again in a while",
+        }
+
+        (pid,) = worker_pids(process.pid)  # idle now
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: worker_pids(process.pid) - {pid})
+        wait_until(lambda: is_serving(channel))
+        assert stub.Detect(pb.DetectRequest(image=picture()), timeout=60).detections
+    text = log.read_text()
+    assert text.count("was killed by SIGKILL") == 3
+    assert text.count("was killed by SIGSEGV") == 1
+    assert text.count("takes longer than hang_timeout_s") == 1
+
+
+def test_one_of_two_workers_serves_on(bundle: Path, tmp_path: Path, picture: Encode) -> None:
+    with (
+        server_process(bundle, tmp_path / "log", "--workers", "2") as (process, address),
+        grpc.insecure_channel(address) as channel,
+    ):
+        with Load(DetectorStub(channel), picture()) as load:
+            load.goes_on()
+            killed, other = worker_pids(process.pid)
+            os.kill(killed, signal.SIGKILL)
+            while worker_pids(process.pid) == {other}:
+                assert is_serving(channel)
+            load.goes_on()
+        # Those that were in the killed one's batch, and not one more.
+        assert len(load.failures) <= 3
+        assert {error.code() for error in load.failures} <= {grpc.StatusCode.UNAVAILABLE}
+        wait_until(lambda: len(worker_pids(process.pid)) == 2)
+
+
+def test_workers_end_with_a_server_that_is_killed(bundle: Path, tmp_path: Path) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    with server_process(bundle, tmp_path / "log", "--workers", "2") as (process, _):
+        workers = worker_pids(process.pid)
+        assert len(workers) == 2
+        process.kill()
+        process.wait()
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    assert set(os.listdir("/dev/shm")) <= shared
