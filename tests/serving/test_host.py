@@ -1,0 +1,63 @@
+import os
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from maskrcnn_trt.serving import host
+from maskrcnn_trt.serving.host import (
+    available_cores,
+    available_memory,
+    gpu_names,
+    installed_versions,
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "names"),
+    [
+        (
+            "echo 'NVIDIA H100, 80GB, 580.1'; echo 'NVIDIA L4, 550.2'",
+            ("NVIDIA H100, 80GB (driver 580.1)", "NVIDIA L4 (driver 550.2)"),
+        ),
+        ("echo 'no devices were found'; exit 6", ()),
+        (None, ()),
+    ],
+)
+def test_gpus_are_those_that_nvidia_smi_names(
+    program: str | None,
+    names: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if program is not None:
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{program}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    assert gpu_names() == names
+
+
+def test_versions_are_those_of_what_is_installed() -> None:
+    expected = {"grpcio": metadata.version("grpcio")}
+    assert installed_versions(["grpcio", "no-such-distribution"]) == expected
+
+
+def test_what_is_available_is_part_of_what_there_is() -> None:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < available_memory() <= pages
+    assert 0 < available_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    ("memory", "cpu", "cores"),
+    [("1048576\n", "50000 100000\n", 0.5), ("max\n", "max 100000\n", None)],
+)
+def test_limits_of_a_container_hold(
+    memory: str, cpu: str, cores: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text(memory)
+    (tmp_path / "cpu.max").write_text(cpu)
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    assert (available_memory() == 1 << 20) == (memory == "1048576\n")
+    assert available_cores() == (cores or len(os.sched_getaffinity(0)))
