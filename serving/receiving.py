@@ -1,6 +1,5 @@
 """How calls come in: who may make them, how many at once, how slowly, and whether they parse."""
 
-import asyncio
 import contextlib
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,8 +9,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from .access import AccessPolicy, is_open
+from .arrivals import Arrivals
 from .config import ServeConfig
-from .errors import ExpiredError, InvalidRequestError, ServingError
+from .errors import InvalidRequestError, ServingError
 from .metrics import Metrics
 from .scheduling import Places
 from .service import refusal_from_error
@@ -19,7 +19,6 @@ from .service import refusal_from_error
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Messages = AsyncIterator[bytes]
-_Reply = Callable[[_Messages, _Context], Awaitable[Any]]
 _Parse = Callable[[bytes], Any]
 
 
@@ -36,10 +35,10 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         self._access = access
         self._metrics = metrics
         self._timeout_s = config.receive_timeout_s
-        # More than requests in progress, whose refusals say more. Streams may be silent for long
-        # and must not keep others out.
-        self._calls = Places(2 * config.queue_size)
-        self._streams = Places(2 * config.queue_size)
+        self._arrivals = Arrivals(2 * config.queue_size)
+        # Far more than requests in progress, whose refusals say more: what this bounds is answers
+        # that clients do not take.
+        self._places = Places(16 * config.queue_size)
 
     async def intercept_service(
         self,
@@ -50,17 +49,16 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         handler = await continuation(handler_call_details)
         if handler is None:  # gRPC says then that there is no such method
             return handler
-        streaming = handler.request_streaming
-        reply = _reply_to_stream(handler) if streaming else _reply_to_one(handler, self._timeout_s)
-        places = self._streams if streaming else self._calls
+        reply = self._reply_to_stream if handler.request_streaming else self._reply_to_one
         method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
 
         async def guarded(messages: _Messages, context: _Context) -> Any:
             peer = context.peer()
             try:
                 self._access.check(method, metadata, peer)
-                with contextlib.nullcontext() if is_open(method) else places.hold(peer):
-                    return await reply(messages, context)
+                if not is_open(method):
+                    self._hold_place(peer, context)
+                return await reply(handler, messages, context)
             except ServingError as error:
                 self._metrics.count_refusal(error)
                 await context.abort(*refusal_from_error(error))
@@ -72,58 +70,54 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         )
         return adapt(guarded, None, handler.response_serializer)
 
+    def _hold_place(self, peer: str, context: _Context) -> None:
+        """Hold a place until the call's answer is taken, or the client is gone."""
+        held = contextlib.ExitStack()
+        held.enter_context(self._places.hold(peer))
+        context.add_done_callback(lambda _: held.close())  # type: ignore[arg-type]  # in stubs, no Protocol
 
-def _reply_to_one(handler: Any, timeout_s: float) -> _Reply:
-    """What replies to the first message, as the handler does to one request."""
-    behaviour = handler.unary_unary or handler.unary_stream
-
-    async def reply(messages: _Messages, context: _Context) -> Any:
-        request = await _first_request(messages, handler.request_deserializer, timeout_s)
+    async def _reply_to_one(self, handler: Any, messages: _Messages, context: _Context) -> Any:
+        """Reply to the first message as the handler does to one request."""
+        message = await self._arrivals.next(messages, self._timeout_s)
+        if message is None:
+            raise InvalidRequestError("the call ended before its request")
+        request = _parsed(message, handler.request_deserializer)
+        del message
+        behaviour = handler.unary_unary or handler.unary_stream
         return await behaviour(request, context)
 
-    return reply
-
-
-async def _first_request(messages: _Messages, parse: _Parse, timeout_s: float) -> Any:
-    try:
-        async with asyncio.timeout(timeout_s):
-            message = await anext(messages)
-    except TimeoutError:
-        raise ExpiredError(f"the request did not arrive within {timeout_s:g} s") from None
-    except StopAsyncIteration:
-        raise InvalidRequestError("the call ended before its request") from None
-    return _parsed(message, parse)
-
-
-def _reply_to_stream(handler: Any) -> _Reply:
-    """What replies to the messages as the handler does to requests, up to one that is none."""
-    behaviour = handler.stream_stream
-
-    async def reply(messages: _Messages, context: _Context) -> None:
-        requests = _Requests(messages, handler.request_deserializer)
-        if inspect.isasyncgenfunction(behaviour):
-            async for response in behaviour(aiter(requests), context):
-                await context.write(response)
-        else:
-            await behaviour(aiter(requests), context)
+    async def _reply_to_stream(self, handler: Any, messages: _Messages, context: _Context) -> None:
+        """Reply to the messages as the handler does to requests, up to one that is none."""
+        requests = _Requests(messages, self._arrivals, handler.request_deserializer)
+        behaviour = handler.stream_stream
+        try:
+            if inspect.isasyncgenfunction(behaviour):
+                async for response in behaviour(aiter(requests), context):
+                    await context.write(response)
+            else:
+                await behaviour(aiter(requests), context)
+        except ExceptionGroup as failures:  # of tasks; gRPC knows when the client is to blame
+            raise failures.exceptions[0] from None
         requests.check()
-
-    return reply
 
 
 class _Requests:
-    """The requests in messages; they end before a message that is none."""
+    """The requests in messages; they end before one that is none, or is not waited for."""
 
-    def __init__(self, messages: _Messages, parse: _Parse) -> None:
+    def __init__(self, messages: _Messages, arrivals: Arrivals, parse: _Parse) -> None:
         self._messages = messages
+        self._arrivals = arrivals
         self._parse = parse
-        self._failure: InvalidRequestError | None = None
+        self._failure: ServingError | None = None
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        async for message in self._messages:
+        while True:
             try:
+                message = await self._arrivals.next(self._messages, None)
+                if message is None:
+                    return
                 request = _parsed(message, self._parse)
-            except InvalidRequestError as error:
+            except ServingError as error:
                 self._failure = error
                 return
             yield request
