@@ -11,7 +11,7 @@ from .calls import CallWatch
 from .certificates import server_credentials
 from .config import ServeConfig
 from .errors import ServingError
-from .receiving import Reception
+from .receiving import CALLS_PER_PLACE, Reception
 from .telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
@@ -20,8 +20,8 @@ _HANDSHAKE_MS = 20_000
 """For a connection to say that it speaks TLS and HTTP/2."""
 _PING_TIMEOUT_MS = 20_000
 """For a connection to show that someone is still there."""
-_MIN_STREAMS = 100
-"""Calls at once that a connection may always have, as HTTP/2 recommends."""
+_MIN_STREAMS = 1000
+"""Calls at once that a connection may always begin."""
 _CLIENT_PING_MS = 10_000
 """For a client without calls to ping no more often than; one that does is sent away."""
 _OTHER_FILES = 256
@@ -60,8 +60,8 @@ def _options(config: ServeConfig) -> list[tuple[str, int]]:
         "grpc.max_send_message_length": -1,
         "grpc.so_reuseport": 0,  # otherwise two servers could share a port unnoticed
         "grpc.max_allowed_incoming_connections": _allowed_connections(config.max_connections),
-        # Twice the requests that one may have in progress: more are refused rather than kept back.
-        "grpc.max_concurrent_streams": max(_MIN_STREAMS, config.queue_size),
+        # Far more than are given places: gRPC refuses some of what it said it would take.
+        "grpc.max_concurrent_streams": max(_MIN_STREAMS, CALLS_PER_PLACE * config.queue_size),
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
         "grpc.http2.settings_timeout": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _milliseconds(config.keepalive_s),

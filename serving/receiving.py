@@ -21,6 +21,10 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Messages = AsyncIterator[bytes]
 _Parse = Callable[[bytes], Any]
 
+CALLS_PER_PLACE = 16
+"""Calls that may be open for each request in progress. More requests than are computed are refused
+for that; what this bounds is answers that clients do not take."""
+
 
 class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic, but in stubs
     """Refuses calls before their messages are read, and messages before a service gets them.
@@ -36,9 +40,7 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         self._metrics = metrics
         self._timeout_s = config.receive_timeout_s
         self._arrivals = Arrivals(2 * config.queue_size)
-        # Far more than requests in progress, whose refusals say more: what this bounds is answers
-        # that clients do not take.
-        self._places = Places(16 * config.queue_size)
+        self._places = Places(CALLS_PER_PLACE * config.queue_size)
 
     async def intercept_service(
         self,

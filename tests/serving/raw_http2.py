@@ -1,0 +1,88 @@
+"""HTTP/2 by hand, for what no well-behaved client does."""
+
+import socket
+
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+ACK = END_STREAM = 1
+END_HEADERS = 4
+REFUSED_STREAM = 7
+"""Code of an RST_STREAM."""
+
+_FRAME_HEADER = 9
+_LARGEST_FRAME = 16384
+
+
+def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
+    head = len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4)
+    return head + payload
+
+
+def call(stream: int, method: str = "Detect") -> bytes:
+    """The beginning of a call of a stream, which has an odd number above the last."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": f"/maskrcnn.v1.Detector/{method}",
+        ":authority": "localhost",
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    literals = [
+        bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in fields.items()
+    ]
+    return frame(HEADERS, END_HEADERS, stream, b"".join(literals))
+
+
+def message(stream: int, image: bytes) -> bytes:
+    """A request of a call."""
+    body = pb.DetectRequest(image=image).SerializeToString()
+    data = b"\0" + len(body).to_bytes(4) + body
+    parts = [data[at : at + _LARGEST_FRAME] for at in range(0, len(data), _LARGEST_FRAME)]
+    return b"".join(frame(DATA, 0, stream, part) for part in parts)
+
+
+def message_that_stops(stream: int) -> bytes:
+    """The beginning of a request of 1 MiB."""
+    return frame(DATA, 0, stream, b"\0" + (1 << 20).to_bytes(4) + b"begun")
+
+
+def connect(address: str) -> socket.socket:
+    """A connection that has agreed on HTTP/2."""
+    connection = open_socket(address)
+    connection.sendall(PREFACE + frame(SETTINGS) + frame(SETTINGS, ACK))
+    return connection
+
+
+def open_socket(address: str) -> socket.socket:
+    """A connection over which nothing was said yet."""
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.settimeout(60)
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Wait for the other side to close a connection."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def frames_until(connection: socket.socket, kind: int) -> list[tuple[int, int, bytes]]:
+    """What comes by a connection until a frame of a kind, as kinds, streams and payloads."""
+    frames: list[tuple[int, int, bytes]] = []
+    with connection.makefile("rb") as file:
+        while not frames or frames[-1][0] != kind:
+            head = file.read(_FRAME_HEADER)
+            length, stream = int.from_bytes(head[:3]), int.from_bytes(head[5:])
+            frames.append((head[3], stream, file.read(length)))
+    return frames
