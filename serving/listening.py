@@ -66,6 +66,7 @@ def _options(config: ServeConfig) -> list[tuple[str, int]]:
         "grpc.http2.settings_timeout": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _milliseconds(config.keepalive_s),
         "grpc.keepalive_timeout_ms": _PING_TIMEOUT_MS,
+        "grpc.http2.ping_timeout_ms": _PING_TIMEOUT_MS,  # counts where nothing is to be sent
         "grpc.keepalive_permit_without_calls": 1,
         "grpc.http2.min_ping_interval_without_data_ms": _CLIENT_PING_MS,
     }
