@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import sys
 from contextvars import ContextVar
@@ -41,11 +42,22 @@ def name_request(message_id: str) -> None:
 
 def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
     """Log what this package says from a level on, and warnings of others, to standard error."""
+    _reopen_closed_streams()
     handler = _Handler()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     handler.addFilter(_add_request_id)
     logging.basicConfig(handlers=[handler])
     logging.getLogger(__package__).setLevel(level.upper())
+
+
+def _reopen_closed_streams() -> None:
+    """Let standard streams that were closed lead nowhere.
+
+    Otherwise connections would get their numbers, and what libraries have to say.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115 (for good)
 
 
 class _Handler(logging.StreamHandler[TextIOWrapper]):
@@ -55,7 +67,7 @@ class _Handler(logging.StreamHandler[TextIOWrapper]):
     """
 
     def __init__(self) -> None:
-        raw: Any = FileIO(sys.__stderr__.fileno() if sys.__stderr__ else 2, "w", closefd=False)
+        raw: Any = FileIO(sys.stderr.fileno(), "w", closefd=False)
         super().__init__(TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (named by the library)

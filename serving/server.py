@@ -109,6 +109,7 @@ async def detection_server(
             await pipeline.model.warm_up()
             async with pipeline.running(), _background(pipeline, lag, reload or asyncio.Event()):
                 health.set_ready()
+                _log.info("ready at %s:%d", config.host, port)
                 try:
                     yield f"{config.host}:{port}"
                 finally:
