@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -60,7 +60,7 @@ class EngineProcess(Generic[Item, Result]):
         self.exited: Future[str] = Future()
         """How the process ended, once it has."""
         self.exited.set_running_or_notify_cancel()  # who waits for it must not cancel it
-        threading.Thread(target=self._pass_log_on, name="engine log").start()
+        threading.Thread(target=self._pass_log_on, name="engine log", daemon=True).start()
 
     def successor(self) -> Self:
         """A new process with the same engine in the same place."""
@@ -84,6 +84,11 @@ class EngineProcess(Generic[Item, Result]):
         except (EOFError, OSError):
             how = self.exited.result()
             raise BackendError(f"the process that was to load the model {how}") from None
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether the engine was meant for one of several GPUs, but computes on the CPU."""
+        return self._place.is_for_gpu and self.info.device == "cpu"
 
     def warm_up(self, max_batch: int) -> None:
         """Warm the engine up, however long it takes.
@@ -155,38 +160,23 @@ class EngineProcess(Generic[Item, Result]):
             )
 
 
-def load_engines(
-    engines: Iterable[Engine[Item, Result]], workers: int | None, hang_timeout_s: float
-) -> list[list[EngineProcess[Item, Result]]]:
-    """Load each engine in as many processes as it is to have, all at once.
+def start_engines(
+    engine: Engine[Item, Result], workers: int | None, hang_timeout_s: float
+) -> list[EngineProcess[Item, Result]]:
+    """Start the processes of an engine.
 
     Args:
-        engines: Not loaded.
-        workers: Processes of each; none, one a GPU, or one on the CPU.
+        engine: Not loaded.
+        workers: How many; none, one a GPU, or one where there is none.
         hang_timeout_s: As in `EngineProcess`.
-
-    Raises:
-        BundleError: the bundle is damaged or lacks the precision.
-        BackendError: a backend does not run here, or not with such batches.
     """
-    places = places_for(workers)
-    with contextlib.ExitStack() as unfinished:
-
-        def started(engine: Engine[Item, Result], place: Place) -> EngineProcess[Item, Result]:
-            process = EngineProcess(engine, place, hang_timeout_s)
-            unfinished.callback(process.kill)
-            return process
-
-        groups = [[started(engine, place) for place in places] for engine in engines]
-        for group in groups:
-            for process in group:
-                process.load()
-            if workers is None and group[0].info.device == "cpu":  # although there are GPUs
-                for process in group[1:]:
-                    process.kill()
-                del group[1:]
-        unfinished.pop_all()
-    return groups
+    with contextlib.ExitStack() as started:
+        processes = []
+        for place in places_for(workers):
+            processes.append(EngineProcess(engine, place, hang_timeout_s))
+            started.callback(processes[-1].kill)
+        started.pop_all()
+    return processes
 
 
 def _started_process(connections: Sequence[Connection], place: Place) -> subprocess.Popen[bytes]:

@@ -9,44 +9,63 @@ from ..model.manifest import read_manifest
 from .backends.loading import served_precision
 from .batching import Batcher
 from .config import ServeConfig
-from .engine_process import load_engines
+from .engine_process import EngineProcess, start_engines
 from .engines import BundleEngine, EngineItem, EngineResult
 from .errors import InvalidRequestError
 from .scheduling import BatchPolicy
 
 ModelBatcher = Batcher[EngineItem, EngineResult]
+ModelProcess = EngineProcess[EngineItem, EngineResult]
 
 
 class ServedModel:
     """One model; each of its precisions has engines and queues of its own."""
 
     def __init__(self, bundle: Path, config: ServeConfig) -> None:
-        """Load a bundle, which takes a while.
+        """Read what the bundle is.
 
         Args:
             bundle: Folder that export wrote.
             config: What to load of it, and how batches are made.
 
         Raises:
-            BundleError: the bundle is missing, damaged or lacks a precision.
-            BackendError: a backend does not run here, or not with such batches.
+            BundleError: the bundle is missing.
         """
         self.manifest = read_manifest(bundle)
-        policy = BatchPolicy(config.max_batch, config.max_delay_ms / 1000, config.preferred_batch)
-        asked = config.precision or (served_precision(self.manifest, config.backend),)
-        precisions = tuple(dict.fromkeys(asked))
-        engines = [
-            BundleEngine(bundle, self.manifest, precision, config.backend, config.max_batch)
-            for precision in precisions
-        ]
-        loaded = load_engines(engines, config.workers, config.hang_timeout_s)
-        self._batchers: dict[str, ModelBatcher] = {
-            precision: Batcher(processes, policy)
-            for precision, processes in zip(precisions, loaded, strict=True)
-        }
+        self._bundle = bundle
+        self._config = config
+        self._processes: dict[str, list[ModelProcess]] = {}
+        self._batchers: dict[str, ModelBatcher] = {}
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
+
+    async def load(self) -> None:
+        """Load the bundle, before anything is asked of it; however that ends, `close` is due.
+
+        Raises:
+            BundleError: the bundle is damaged or lacks a precision.
+            BackendError: a backend does not run here, or not with such batches.
+        """
+        config = self._config
+        precisions = config.precision or (served_precision(self.manifest, config.backend),)
+        for precision in dict.fromkeys(precisions):
+            engine = BundleEngine(
+                self._bundle, self.manifest, precision, config.backend, config.max_batch
+            )
+            self._processes[precision] = start_engines(
+                engine, config.workers, config.hang_timeout_s
+            )
+        processes = [process for group in self._processes.values() for process in group]
+        await asyncio.gather(*(asyncio.to_thread(process.load) for process in processes))
+        for process in processes:
+            if process.is_spare:
+                process.kill()
+        policy = BatchPolicy(config.max_batch, config.max_delay_ms / 1000, config.preferred_batch)
+        self._batchers = {
+            precision: Batcher([process for process in group if not process.is_spare], policy)
+            for precision, group in self._processes.items()
+        }
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -109,3 +128,6 @@ class ServedModel:
         """Wait for the last batches and end the engines."""
         for batcher in self._batchers.values():
             batcher.close()
+        for group in self._processes.values():  # what a load that failed has left
+            for process in group:
+                process.kill()

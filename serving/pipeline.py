@@ -24,7 +24,7 @@ class Pipeline:
     def __init__(
         self, bundle: Path, config: ServeConfig, telemetry: Telemetry | None = None
     ) -> None:
-        """Load a bundle; raises as `ServedModel` does.
+        """Take a bundle, whose model is to be loaded first; raises as `ServedModel` does.
 
         Args:
             bundle: Folder that export wrote.
@@ -65,8 +65,9 @@ class Pipeline:
         """
         async with self._reloading:
             with self.telemetry.metrics.reloading():
-                model = await asyncio.to_thread(ServedModel, self._bundle, self._config)
+                model = ServedModel(self._bundle, self._config)
                 try:
+                    await model.load()
                     await model.warm_up()
                 except BaseException:
                     await asyncio.to_thread(model.close)

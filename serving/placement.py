@@ -1,5 +1,6 @@
 """Where engines compute: which GPU or which cores each of several gets."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -31,6 +32,8 @@ class Place(NamedTuple):
     """Variables that tell libraries so."""
     cores: Set[int]
     """CPUs, by number."""
+    is_for_gpu: bool = False
+    """Whether there is a place only because there are several GPUs."""
 
 
 def places_for(workers: int | None) -> list[Place]:
@@ -40,7 +43,11 @@ def places_for(workers: int | None) -> list[Place]:
     if gpus:
         # Their threads do little, and go wherever a core is free.
         return [
-            Place({_CUDA_VISIBLE_DEVICES: gpus[index % len(gpus)]}, frozenset(cores))
+            Place(
+                {_CUDA_VISIBLE_DEVICES: gpus[index % len(gpus)]},
+                frozenset(cores),
+                is_for_gpu=workers is None and index > 0,
+            )
             for index in range(workers or len(gpus))
         ]
     count = workers or 1
@@ -49,8 +56,13 @@ def places_for(workers: int | None) -> list[Place]:
 
 def visible_gpus() -> list[str]:
     """The GPUs that CUDA finds, as its environment variable names them."""
-    command = [sys.executable, "-I", "-S", "-c", _COUNT]
-    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    count = int(found.stdout or 0)
+    count = _count_gpus()
     names = os.environ.get(_CUDA_VISIBLE_DEVICES)
     return names.split(",")[:count] if names else [str(index) for index in range(count)]
+
+
+@functools.cache  # it takes a while, and GPUs stay
+def _count_gpus() -> int:
+    command = [sys.executable, "-I", "-S", "-c", _COUNT]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return int(found.stdout or 0)

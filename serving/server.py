@@ -90,6 +90,7 @@ async def detection_server(
         contextlib.closing(Pipeline(bundle, config, telemetry)) as pipeline,
         _metrics_server(pipeline, lag, config),
     ):
+        await pipeline.model.load()
         server, port = listening_server(config, telemetry)
         service = DetectorService(pipeline, config)
         add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]

@@ -68,14 +68,3 @@ def meet(own: Path, other: Path) -> int:
     while not other.exists():
         time.sleep(0.01)
     return os.getpid()
-
-
-def write_pid(file: Path) -> None:
-    file.write_text(str(os.getpid()))
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)

@@ -15,7 +15,7 @@ from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.batching import Batcher, BatchResult
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import DEFAULT_OPTIONS, Detections
-from maskrcnn_trt.serving.engine_process import EngineProcess, load_engines
+from maskrcnn_trt.serving.engine_process import EngineProcess, start_engines
 from maskrcnn_trt.serving.engines import BundleEngine
 from maskrcnn_trt.serving.errors import QueueFullError
 from maskrcnn_trt.serving.pipeline import Pipeline
@@ -41,10 +41,17 @@ def model_input(bundle: Path, backend: Backend, picture: Encode) -> Callable[...
     return prepare
 
 
+def loaded(engine: Any, workers: int = 1) -> list[EngineProcess[Any, Any]]:
+    processes = start_engines(engine, workers, 60)
+    for process in processes:
+        process.load()
+    return processes
+
+
 @pytest.fixture(scope="module")
 def engine(bundle: Path) -> Iterator[Loaded]:
     description = BundleEngine(bundle, read_manifest(bundle), "fp32", "onnxruntime", 4)
-    ((engine,),) = load_engines([description], 1, 60)
+    (engine,) = loaded(description)
     yield engine
     engine.close()
 
@@ -88,7 +95,7 @@ class Deed(partial[Any]):
 def test_batches_overlap_on_an_engine_and_on_several(
     tmp_path: Path, workers: int, concurrency: int
 ) -> None:
-    (engines,) = load_engines([deeds.ObedientEngine(concurrency=concurrency)], workers, 60)
+    engines = loaded(deeds.ObedientEngine(concurrency=concurrency), workers)
     a, b, c, d = (tmp_path / name for name in "abcd")
     meetings = [Deed(deeds.meet, *pair) for pair in ((a, b), (b, a), (c, d), (d, c))]
 
@@ -179,6 +186,7 @@ def test_failed_batch_fails_its_images_only(
 def test_full_pipeline_refuses_until_a_place_is_free(bundle: Path, picture: Encode) -> None:
     async def compute() -> int:
         pipeline = Pipeline(bundle, ServeConfig(queue_size=4))
+        await pipeline.model.load()
 
         def ask() -> asyncio.Task[Detections]:
             return asyncio.create_task(pipeline.detect(picture(), DEFAULT_OPTIONS))

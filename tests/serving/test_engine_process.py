@@ -13,7 +13,7 @@ from faulty_engines import ObedientEngine
 from maskrcnn_trt.model.images import ImageError
 from maskrcnn_trt.model.manifest import BundleError, read_manifest
 from maskrcnn_trt.serving.backends.loading import load_backend
-from maskrcnn_trt.serving.engine_process import EngineProcess, load_engines
+from maskrcnn_trt.serving.engine_process import EngineProcess, start_engines
 from maskrcnn_trt.serving.engines import BundleEngine
 from maskrcnn_trt.serving.errors import BackendDownError, BackendError
 from maskrcnn_trt.serving.placement import Place
@@ -52,7 +52,8 @@ def test_outputs_are_those_of_the_backend(bundle: Path, picture: Encode) -> None
         np.array([image.size for image in images]),
     )
     engine = BundleEngine(bundle, manifest, "fp32", "onnxruntime", 4)
-    ((process,),) = load_engines([engine], 1, 60)
+    (process,) = start_engines(engine, 1, 60)
+    process.load()
     process.warm_up(4)
     results = process.compute(images)
     process.compute(images[:1])  # in memory where the results of the last batch were
@@ -141,12 +142,3 @@ def test_a_process_that_ends_or_hangs_has_a_successor(deed: Any) -> None:
     successor.load()
     assert successor.compute([partial(abs, -1)]) == [1]
     successor.close()
-
-
-def test_one_that_does_not_load_takes_the_others_with_it(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    good = ObedientEngine(partial(deeds.write_pid, file))
-    bad = ObedientEngine(partial(deeds.raise_error, BackendError("no")))
-    with pytest.raises(BackendError, match=r"^no$"):
-        load_engines([good, bad], 1, 60)
-    deeds.wait_until(lambda: not Path("/proc", file.read_text()).exists())
