@@ -12,6 +12,8 @@ WITH_EXTRAS = {
         "backends.tensorrt",
         "backends.torch",
         "backends.torch_batches",
+        "device_engine",
+        "device_marks",
         "device_masks",
         "device_steps",
         "opentelemetry_tracing",
