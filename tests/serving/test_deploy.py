@@ -21,6 +21,7 @@ DEPLOYMENT = MANIFESTS["deployment.yaml"]["spec"]
 POD = DEPLOYMENT["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 LABELS = DEPLOYMENT["template"]["metadata"]["labels"]
+METRICS_SETTING = "metrics_port"
 PATCHES = ("metrics/deployment-port.yaml", "metrics/service-port.yaml")
 
 
@@ -74,6 +75,10 @@ def test_ports_meet() -> None:
         assert CONTAINER[probe]["grpc"]["port"] == container["grpc"]["containerPort"]
     (endpoint,) = MANIFESTS["metrics/service-monitor.yaml"]["spec"]["endpoints"]
     assert endpoint["port"] in service
+    (patched,) = MANIFESTS[PATCHES[0]]["spec"]["template"]["spec"]["containers"]
+    (variable,) = patched["env"]
+    assert variable["name"] == f"MASKRCNN_{METRICS_SETTING.upper()}"
+    assert int(variable["value"]) == container["metrics"]["containerPort"]
 
 
 def test_names_meet() -> None:
@@ -98,7 +103,7 @@ def test_server_understands_its_words_and_has_the_time_to_stop() -> None:
     assert verb == serve.name
     assert bundle in {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
     known = {name for option in serve.params if isinstance(option, Option) for name in option.opts}
-    assert set(options[::2]) <= known
+    assert {*options[::2], f"--{METRICS_SETTING.replace('_', '-')}"} <= known
     assert POD["enableServiceLinks"] is False  # MASKRCNN_PORT would be taken for a setting
     config = ServeConfig()
     waiting = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"] + config.drain_delay_s
