@@ -93,7 +93,12 @@ class Batcher(Generic[Item, Result]):
     @property
     def is_up(self) -> bool:
         """Whether an engine is there; not while all are started again."""
-        return any(worker.is_up for worker in self._workers)
+        return self.engines_up > 0
+
+    @property
+    def engines_up(self) -> int:
+        """Engines that take batches."""
+        return sum(worker.is_up for worker in self._workers)
 
     @property
     def waiting(self) -> int:
@@ -102,13 +107,15 @@ class Batcher(Generic[Item, Result]):
 
     async def warm_up(self) -> None:
         """Warm the engines up; items that arrive meanwhile wait."""
-        loop = asyncio.get_running_loop()
-        await asyncio.gather(
-            *(
-                loop.run_in_executor(self._threads, worker.engine.warm_up, self._policy.max_batch)
-                for worker in self._workers
-            )
-        )
+        loop, max_batch = asyncio.get_running_loop(), self._policy.max_batch
+        engines = [worker.engine for worker in self._workers]
+        warming = (loop.run_in_executor(self._threads, e.warm_up, max_batch) for e in engines)
+        try:
+            await asyncio.gather(*warming)
+        except BaseException:
+            for engine in engines:  # which `close` would wait for
+                engine.kill()
+            raise
 
     async def infer(self, item: Item, terms: RequestTerms = DEFAULT_TERMS) -> BatchResult[Result]:
         """Compute one item in a batch of its bucket.

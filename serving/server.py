@@ -51,15 +51,27 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
     """
     stop, reload = asyncio.Event(), asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
-    loop = asyncio.get_running_loop()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    is_ready = False
+
+    def ask_to_stop() -> None:
+        stop.set()
+        if task and not is_ready:  # which may take minutes
+            task.cancel()
+
     for number in signals:
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, ask_to_stop)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
-    async with detection_server(bundle, config, reload) as address:
-        on_ready(address)
-        await stop.wait()
-        for number in signals:  # a second signal ends the process at once
-            loop.remove_signal_handler(number)
+    try:
+        async with detection_server(bundle, config, reload) as address:
+            is_ready = True
+            on_ready(address)
+            await stop.wait()
+            for number in signals:  # a second signal ends the process at once
+                loop.remove_signal_handler(number)
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
 
 
 @contextlib.asynccontextmanager

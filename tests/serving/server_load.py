@@ -18,8 +18,8 @@ Process = subprocess.Popen[str]
 
 
 @contextlib.contextmanager
-def server_process(bundle: Path, log: Path, *options: str) -> Iterator[tuple[Process, str]]:
-    """A server, at the head of a process group, and its address; its log goes into a file."""
+def starting_server(bundle: Path, log: Path, *options: str) -> Iterator[Process]:
+    """A server at the head of a process group; its log goes into a file."""
     command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0", *options]
     with (
         log.open("w") as errors,
@@ -27,13 +27,20 @@ def server_process(bundle: Path, log: Path, *options: str) -> Iterator[tuple[Pro
             command, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0
         ) as process,
     ):
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def server_process(bundle: Path, log: Path, *options: str) -> Iterator[tuple[Process, str]]:
+    """A server that is ready, and its address."""
+    with starting_server(bundle, log, *options) as process:
         assert process.stdout is not None
         match = re.search(r"Ready at (\S+:\d+)", process.stdout.readline())
         assert match, log.read_text()
-        try:
-            yield process, match[1]
-        finally:
-            process.kill()
+        yield process, match[1]
 
 
 def worker_pids(server: int) -> set[int]:

@@ -1,15 +1,18 @@
 """Workers that end, hang and are killed, under servers in processes of their own."""
 
 import os
+import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from server_load import Load, server_process, wait_until, worker_pids
+from server_load import Load, server_process, starting_server, wait_until, worker_pids
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
@@ -84,3 +87,31 @@ def test_workers_end_with_a_server_that_is_killed(bundle: Path, tmp_path: Path) 
         process.wait()
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_can_be_stopped_while_it_loads(
+    bundle: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    log = tmp_path / "log"
+    with starting_server(bundle, log) as process:
+        wait_until(lambda: worker_pids(process.pid))
+        workers = worker_pids(process.pid)
+        os.killpg(process.pid, number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert output == ""
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_model_that_does_not_load_is_one_sentence(bundle: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "bundle"
+    shutil.copytree(bundle, damaged)
+    for model in damaged.glob("*.onnx"):
+        model.write_bytes(model.read_bytes()[:-100])
+    log = tmp_path / "log"
+    with starting_server(damaged, log, "--workers", "2") as process:
+        assert process.wait(timeout=60) == 1
+    assert re.search(r"\nError: .*\.onnx is not the file that was exported .*\n\Z", log.read_text())
+    assert "Traceback" not in log.read_text()
