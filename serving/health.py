@@ -5,7 +5,7 @@ The library's own leaves its watches open, and a server that stops gracefully wa
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import grpc
 from grpc_health.v1 import health_pb2 as pb
@@ -20,14 +20,21 @@ _Context = grpc.aio.ServicerContext[pb.HealthCheckRequest, pb.HealthCheckRespons
 class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
     """NOT_SERVING until the server is ready, once it stops, and while it is not up."""
 
-    def __init__(self, *services: str, is_up: Callable[[], bool]) -> None:
-        """Speak for these services, and for the server as a whole.
+    def __init__(
+        self,
+        *services: str,
+        models: Callable[[], Collection[str]],
+        is_up: Callable[[], bool],
+    ) -> None:
+        """Speak for the server as a whole, for services and for models.
 
         Args:
             services: Their full names.
+            models: The names of those that are served at the moment.
             is_up: Whether a server that is ready can answer requests at the moment.
         """
         self._services = frozenset({"", *services})
+        self._models = models
         self._is_up = is_up
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -55,7 +62,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
         self, request: pb.HealthCheckRequest, context: _Context
     ) -> pb.HealthCheckResponse:
         """The status of a service."""
-        if request.service not in self._services:
+        if not self._knows(request.service):
             await context.abort(
                 grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r} here"
             )
@@ -78,8 +85,11 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(change.wait(), _PERIOD_S)
 
+    def _knows(self, service: str) -> bool:
+        return service in self._services or service in self._models()
+
     def _response_to(self, request: pb.HealthCheckRequest) -> pb.HealthCheckResponse:
-        if request.service not in self._services:
+        if not self._knows(request.service):
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
         if self.is_serving:
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVING)

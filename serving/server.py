@@ -109,7 +109,7 @@ async def detection_server(
         names = [service.full_name for service in _SERVICES]
         health = HealthService(
             *names,
-            pipeline.model.manifest.model_name,
+            models=lambda: pipeline.model.names,
             is_up=lambda: pipeline.model.batcher().is_up,
         )
         add_HealthServicer_to_server(health, server)

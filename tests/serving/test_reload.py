@@ -21,6 +21,7 @@ Encode = Callable[..., bytes]
 
 PRECISIONS = "--precision", "fp32", "--precision", "tf32"
 BOTH = "fp32", "tf32", "fp32"
+SERVING = HealthCheckResponse.SERVING
 
 
 @pytest.fixture
@@ -45,7 +46,11 @@ def test_reload_under_load(own_bundle: Path, tmp_path: Path, picture: Encode) ->
         def model() -> pb.GetModelResponse:
             return stub.GetModel(pb.GetModelRequest(), timeout=60)
 
+        def health(name: str) -> HealthCheckResponse:
+            return HealthStub(c).Check(HealthCheckRequest(service=name), timeout=60)
+
         assert model().precisions == ["fp32", "tf32"]
+        assert health(model().name).status == SERVING
         with pytest.raises(grpc.RpcError, match="computes in fp32, tf32"):
             stub.Detect(pb.DetectRequest(image=picture(), precision="fp16"), timeout=60)
         manifest = read_manifest(own_bundle)
@@ -54,6 +59,9 @@ def test_reload_under_load(own_bundle: Path, tmp_path: Path, picture: Encode) ->
             write_manifest(own_bundle, manifest.model_copy(update={"model_name": "newer"}))
             process.send_signal(signal.SIGHUP)
             wait_until(lambda: model().name == "newer")
+            assert health("newer").status == health("newer-tf32").status == SERVING
+            with pytest.raises(grpc.RpcError, match="there is no service"):
+                health(manifest.model_name)
             load.goes_on()
 
             damaged = own_bundle / "damaged"
@@ -81,7 +89,7 @@ def test_stop_under_load(
         workers = worker_pids(process.pid)
         assert len(workers) == 2
         health = HealthStub(c).Watch(HealthCheckRequest(), timeout=60)
-        assert next(health).status == HealthCheckResponse.SERVING
+        assert next(health).status == SERVING
         with Load(DetectorStub(c), picture(), BOTH) as load:
             load.goes_on()
             if whole_group:
