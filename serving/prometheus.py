@@ -62,6 +62,7 @@ class PipelineCollector(Collector):
         yield from _durations_and_counts(statistics)
         yield _failures(statistics)
         yield _pending(model)
+        yield _engines(model)
         yield _info(model)
 
 
@@ -95,6 +96,14 @@ def _pending(model: ServedModel) -> Metric:
     family = GaugeMetricFamily(name, documentation, labels=_LABELS)
     waiting = sum(batcher.waiting for batcher in model.batchers.values())
     family.add_metric((model.manifest.model_name, MODEL_VERSION), waiting)
+    return family
+
+
+def _engines(model: ServedModel) -> Metric:
+    name, documentation = "maskrcnn_engines_up", "Engines that take batches."
+    family = GaugeMetricFamily(name, documentation, labels=("model", "precision"))
+    for precision, batcher in model.batchers.items():
+        family.add_metric((model.manifest.model_name, precision), batcher.engines_up)
     return family
 
 

@@ -7,12 +7,14 @@ import shutil
 import socket
 import urllib.request
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 import pytest
+from gated_engine import Gate, GatedEngine
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as openmetrics_families,
 )
@@ -22,6 +24,7 @@ from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving import models, prometheus
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import ServingError
 from maskrcnn_trt.serving.server import detection_server
@@ -233,6 +236,53 @@ def test_both_formats_have_the_same_names(served: Any) -> None:
     )
     assert plain == other
     assert {"nv_inference_count", "maskrcnn_rejected_total"} <= plain
+
+
+def test_the_documentation_has_them_all(served: Any) -> None:
+    async def text() -> str:
+        async with served() as (_, metrics):
+            return await asyncio.to_thread(read, metrics.url)
+
+    families = {
+        family.name
+        for family in text_families(asyncio.run(text()))
+        if not re.match("process_|.*_created", family.name)
+    }
+    page = (Path(prometheus.__file__).parent / "deploy" / "README.md").read_text()
+    documented = set()
+    for name in re.findall(r"`((?:nv|maskrcnn)_[a-z_,{}]+)`", page):
+        before, words, after = re.fullmatch(r"([^{]*){?([^}]*)}?(.*)", name).groups()
+        documented |= {f"{before}{word}{after}".removesuffix("_total") for word in words.split(",")}
+    assert documented == families
+
+
+def test_faults_of_the_backend_are_counted(
+    served: Any, picture: Encode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path)
+    monkeypatch.setattr(models, "BundleEngine", partial(GatedEngine, gate))
+
+    async def ask() -> None:
+        async with (
+            served() as (address, metrics),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            detector: Any = DetectorStub(channel)
+            engines = {"model": MODEL, "precision": "fp32"}
+            assert await metrics.value("maskrcnn_engines_up", **engines) == 1
+            gate.break_with(RuntimeError("no memory"))
+            for _ in range(3):
+                call = detector.Detect(detect_request(picture()))
+                assert await call.code() is grpc.StatusCode.INTERNAL
+            assert await metrics.value("maskrcnn_engines_up", **engines) == 0
+            call = detector.Detect(detect_request(picture()))
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            assert await metrics.value("maskrcnn_rejected_total", reason="failed") == 3
+            assert await metrics.value("maskrcnn_rejected_total", reason="backend_down") == 1
+            failures = {"name": "nv_inference_request_failure", "reason": "BACKEND", **OWN}
+            assert await metrics.value(**failures) == 4
+
+    asyncio.run(ask())
 
 
 def test_silent_clients_hold_up_neither_others_nor_the_end(served: Any) -> None:
