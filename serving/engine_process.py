@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -18,7 +18,7 @@ from .channels import Channel
 from .engine_worker import run_worker
 from .engines import Engine, EngineInfo
 from .errors import BackendDownError, BackendError
-from .placement import Place, places_for
+from .placement import Place
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -161,18 +161,12 @@ class EngineProcess(Generic[Item, Result]):
 
 
 def start_engines(
-    engine: Engine[Item, Result], workers: int | None, hang_timeout_s: float
+    engine: Engine[Item, Result], places: Iterable[Place], hang_timeout_s: float
 ) -> list[EngineProcess[Item, Result]]:
-    """Start the processes of an engine.
-
-    Args:
-        engine: Not loaded.
-        workers: How many; none, one a GPU, or one where there is none.
-        hang_timeout_s: As in `EngineProcess`.
-    """
+    """Start a process in each place; the arguments are those of `EngineProcess`."""
     with contextlib.ExitStack() as started:
         processes = []
-        for place in places_for(workers):
+        for place in places:
             processes.append(EngineProcess(engine, place, hang_timeout_s))
             started.callback(processes[-1].kill)
         started.pop_all()

@@ -12,6 +12,7 @@ from .config import ServeConfig
 from .engine_process import EngineProcess, start_engines
 from .engines import BundleEngine, EngineItem, EngineResult
 from .errors import InvalidRequestError
+from .placement import places_for
 from .scheduling import BatchPolicy
 
 ModelBatcher = Batcher[EngineItem, EngineResult]
@@ -48,14 +49,13 @@ class ServedModel:
             BackendError: a backend does not run here, or not with such batches.
         """
         config = self._config
+        places = await asyncio.to_thread(places_for, config.workers)
         precisions = config.precision or (served_precision(self.manifest, config.backend),)
         for precision in dict.fromkeys(precisions):
             engine = BundleEngine(
                 self._bundle, self.manifest, precision, config.backend, config.max_batch
             )
-            self._processes[precision] = start_engines(
-                engine, config.workers, config.hang_timeout_s
-            )
+            self._processes[precision] = start_engines(engine, places, config.hang_timeout_s)
         processes = [process for group in self._processes.values() for process in group]
         await asyncio.gather(*(asyncio.to_thread(process.load) for process in processes))
         for process in processes:

@@ -1,6 +1,5 @@
 """Where engines compute: which GPU or which cores each of several gets."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -56,13 +55,8 @@ def places_for(workers: int | None) -> list[Place]:
 
 def visible_gpus() -> list[str]:
     """The GPUs that CUDA finds, as its environment variable names them."""
-    count = _count_gpus()
-    names = os.environ.get(_CUDA_VISIBLE_DEVICES)
-    return names.split(",")[:count] if names else [str(index) for index in range(count)]
-
-
-@functools.cache  # it takes a while, and GPUs stay
-def _count_gpus() -> int:
     command = [sys.executable, "-I", "-S", "-c", _COUNT]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    return int(found.stdout or 0)
+    count = int(found.stdout or 0)
+    names = os.environ.get(_CUDA_VISIBLE_DEVICES)
+    return names.split(",")[:count] if names else [str(index) for index in range(count)]

@@ -19,6 +19,7 @@ from maskrcnn_trt.serving.engine_process import EngineProcess, start_engines
 from maskrcnn_trt.serving.engines import BundleEngine
 from maskrcnn_trt.serving.errors import QueueFullError
 from maskrcnn_trt.serving.pipeline import Pipeline
+from maskrcnn_trt.serving.placement import places_for
 from maskrcnn_trt.serving.preprocessing import ModelInput, prepare_image
 from maskrcnn_trt.serving.scheduling import BatchPolicy
 
@@ -42,7 +43,7 @@ def model_input(bundle: Path, backend: Backend, picture: Encode) -> Callable[...
 
 
 def loaded(engine: Any, workers: int = 1) -> list[EngineProcess[Any, Any]]:
-    processes = start_engines(engine, workers, 60)
+    processes = start_engines(engine, places_for(workers), 60)
     for process in processes:
         process.load()
     return processes

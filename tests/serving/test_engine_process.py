@@ -16,7 +16,7 @@ from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.engine_process import EngineProcess, start_engines
 from maskrcnn_trt.serving.engines import BundleEngine
 from maskrcnn_trt.serving.errors import BackendDownError, BackendError
-from maskrcnn_trt.serving.placement import Place
+from maskrcnn_trt.serving.placement import Place, places_for
 from maskrcnn_trt.serving.preprocessing import prepare_image
 
 Encode = Callable[..., bytes]
@@ -52,7 +52,7 @@ def test_outputs_are_those_of_the_backend(bundle: Path, picture: Encode) -> None
         np.array([image.size for image in images]),
     )
     engine = BundleEngine(bundle, manifest, "fp32", "onnxruntime", 4)
-    (process,) = start_engines(engine, 1, 60)
+    (process,) = start_engines(engine, places_for(1), 60)
     process.load()
     process.warm_up(4)
     results = process.compute(images)
