@@ -15,7 +15,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from .benchmarks.infer import InferResult
-    from .benchmarks.serve import ServeResult
+    from .benchmarks.serve_results import ServeResult
     from .serving.detections import Detections
     from .training.config import TrainConfig
 
@@ -25,6 +25,8 @@ _CLASSES = ("circle", "square", "triangle", "star", "ring")
 _TRAIN_PER_VAL = 15
 _BENCH_SECONDS = 4.0
 _BENCH_IMAGES = 32
+_CLIENTS = (1, 8)
+"""That measure the server, at once."""
 _STEPS = 7
 _SHOWN_METRICS = [
     f"{kind}/{metric}" for kind in ("bbox", "segm") for metric in ("AP", "AP50", "AP75", "AR100")
@@ -204,8 +206,8 @@ def _measure_server(bundle: Path, pictures: Path) -> "list[ServeResult]":
     from .benchmarks.serve_report import serve_table
 
     images = [path.read_bytes() for path in sorted(pictures.iterdir())[:_BENCH_IMAGES]]
-    settings = ServeSettings(concurrencies=(1, 8), images=images, seconds=_BENCH_SECONDS)
-    results = measure_bundle(bundle, settings)
+    settings = ServeSettings(concurrencies=_CLIENTS, images=images, seconds=_BENCH_SECONDS)
+    results = list(measure_bundle(bundle, settings))
     show(Report(results), serve_table(results), bundle.parent / "bench" / "serve.json")
     return results
 
@@ -219,7 +221,7 @@ def _metrics_from(
     metrics = dict(load_checkpoint(checkpoint).metrics)
     named: list[tuple[str, InferResult | ServeResult]] = [
         *((f"infer/batch_{r.batch}", r) for r in engine),
-        *((f"serve/clients_{r.concurrency}", r) for r in server),
+        *((f"serve/clients_{n}", r) for n, r in zip(_CLIENTS, server, strict=True)),
     ]
     for name, result in named:
         metrics[f"{name}/images_per_second"] = result.images_per_second

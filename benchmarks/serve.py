@@ -1,13 +1,14 @@
 """Serving speed as clients see it, with so many requests in flight or at a rate of their own."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import NamedTuple
 
 from ..model.spec import ShapeBucket
 from ..serving.client import DetectorClient
@@ -26,8 +27,6 @@ NOISE = f"noise in a JPEG of {_NOISE_SIZE} pixels (height x width), as most pict
 _HEAD_START_S = 0.2
 """For processes to get what they are to send."""
 _START_LIMIT_S = 120.0
-
-OnResult = Callable[[ServeResult], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,87 +62,93 @@ class ServeSettings:
 
 
 def measure_bundle(
-    bundle: Path,
-    settings: ServeSettings,
-    options: Sequence[str] = (),
-    on_result: OnResult | None = None,
-) -> list[ServeResult]:
-    """Measure a server of a bundle, which is started for it; raises as `measure_server`.
+    bundle: Path, settings: ServeSettings, options: Sequence[str] = ()
+) -> Iterator[ServeResult]:
+    """Measure a server of a bundle, which is started for it, as `measure_server` does.
 
     Args:
         bundle: Folder that export wrote.
         settings: How to measure.
         options: Further words for `maskrcnn serve`.
-        on_result: Called with each result when it comes.
 
     Raises:
         ServerStartError: the server did not start.
     """
     with running_server(bundle, *options) as server:
-        return measure_server(server.address, settings, server.pid, on_result)
+        yield from measure_server(server.address, settings, server.pid)
 
 
 def measure_server(
-    address: str,
-    settings: ServeSettings,
-    pid: int | None = None,
-    on_result: OnResult | None = None,
-) -> list[ServeResult]:
+    address: str, settings: ServeSettings, pid: int | None = None
+) -> Iterator[ServeResult]:
     """Measure the server at `host:port` under one load after the other, closed loops first.
 
     Args:
         address: Where it is.
         settings: How to measure.
         pid: Its process, to be watched; none, it is not.
-        on_result: Called with each result when it comes.
+
+    Yields:
+        A result a load, when it is there.
 
     Raises:
         ServingError: the server does not answer, or refuses an image though it has no other.
         NoAnswerError: under a load it answered nothing with detections.
     """
+    target = _target_at(address, settings, pid)
+    capacity = 0.0
+    with _client_processes(settings.processes) as pool:
+        for clients in settings.concurrencies:
+            result = _measure(pool, target, ClosedLoop(clients), settings)
+            capacity = max(capacity, result.images_per_second)
+            yield result
+        for rate in (*settings.rates, *(share * capacity for share in settings.loads)):
+            yield _measure(pool, target, OpenLoop(rate, settings.arrivals), settings)
+
+
+class _Target(NamedTuple):
+    """What load is sent to."""
+
+    address: str
+    requests: Sequence[bytes]
+    """What is sent, in turn."""
+    max_batch: int
+    pid: int | None
+
+
+def _target_at(address: str, settings: ServeSettings, pid: int | None) -> _Target:
+    """The server at an address, which has answered a request."""
     options = DetectionOptions(mask_format=settings.masks)
     images = settings.encoded_images()
     with DetectorClient(address, retries=0) as client:
         max_batch = client.model().limits.max_batch
         client.detect(images[0], options)
     requests = [request_from_image(image, options, None).SerializeToString() for image in images]
-    results: list[ServeResult] = []
-    with _client_processes(settings.processes) as pool:
-
-        def measure(load: Load) -> None:
-            span = _span_of(settings)
-            parts = [
-                LoadPart(
-                    address=address,
-                    load=load,
-                    index=index,
-                    count=settings.processes,
-                    requests=requests,
-                    span=span,
-                    timeout_s=settings.timeout_s,
-                    seed=settings.seed,
-                )
-                for index in range(settings.processes)
-            ]
-            logs = pool.map(send_part, parts)
-            server = None if pid is None else usage_between(pid, span.start, span.end)
-            result = result_from_logs(list(logs), load, span, max_batch, server)
-            results.append(result)
-            if on_result is not None:
-                on_result(result)
-
-        for clients in settings.concurrencies:
-            measure(ClosedLoop(clients))
-        capacity = max((result.images_per_second for result in results), default=0.0)
-        for rate in (*settings.rates, *(share * capacity for share in settings.loads)):
-            measure(OpenLoop(rate, settings.arrivals))
-    return results
+    return _Target(address, requests, max_batch, pid)
 
 
-def _span_of(settings: ServeSettings) -> Span:
+def _measure(
+    pool: ProcessPoolExecutor, target: _Target, load: Load, settings: ServeSettings
+) -> ServeResult:
     begin = time.monotonic() + _HEAD_START_S
     start = begin + settings.warmup_seconds
-    return Span(begin, start, start + settings.seconds)
+    span = Span(begin, start, start + settings.seconds)
+    parts = [
+        LoadPart(
+            address=target.address,
+            load=load,
+            index=index,
+            count=settings.processes,
+            requests=target.requests,
+            span=span,
+            timeout_s=settings.timeout_s,
+            seed=settings.seed,
+        )
+        for index in range(settings.processes)
+    ]
+    logs = pool.map(send_part, parts)
+    server = None if target.pid is None else usage_between(target.pid, span.start, span.end)
+    return result_from_logs(list(logs), load, span, target.max_batch, server)
 
 
 @contextmanager

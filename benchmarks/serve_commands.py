@@ -1,7 +1,7 @@
 """The verb `maskrcnn bench serve`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -23,7 +23,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 @click.command(context_settings={"show_default": True})
 @click.argument("server")
-@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]...")
 @click.option(
     "--concurrency", "concurrencies", multiple=True, type=click.IntRange(min=1),
     help="Requests in flight, each followed by the next when it is answered; may be given several "
@@ -103,12 +103,14 @@ def serve(
     if bundle.is_dir():
         config = _config_from_words(bundle, options)
         bulk = _measure_bulk(bundle, config, settings) if engine_rate else None
+        if peer and config.max_batch == 1:
+            raise click.UsageError("--peer unbatched needs a server with larger batches")
         results = _measure_servers(bundle, settings, options, with_unbatched=peer is not None)
         report = ServeReport(results, max_delay_ms=config.max_delay_ms, bulk=bulk)
     elif options or engine_rate or peer:
         raise click.UsageError(f"{server} is no bundle, of which a server could be started")
     else:
-        report = ServeReport(measure_server(server, settings, on_result=_say))
+        report = ServeReport(_told(measure_server(server, settings)))
     show(report, serve_table(report.results), json_path)
     if output is not None:
         from .serve_record import write_record
@@ -167,14 +169,19 @@ def _measure_servers(
 ) -> "list[ServeResult]":
     from .serve import measure_bundle
 
-    results = measure_bundle(bundle, settings, options, _say)
+    results = _told(measure_bundle(bundle, settings, options))
     if with_unbatched:
         closed = dataclasses.replace(settings, rates=(), loads=())
-        results += measure_bundle(bundle, closed, (*options, "--max-batch", "1"), _say)
+        results += _told(measure_bundle(bundle, closed, (*options, "--max-batch", "1")))
     return results
 
 
-def _say(result: "ServeResult") -> None:
+def _told(results: "Iterable[ServeResult]") -> "list[ServeResult]":
+    """All results, each said when it comes."""
     from .serve_report import result_sentence
 
-    click.echo(result_sentence(result), err=True)
+    told = []
+    for result in results:
+        click.echo(result_sentence(result), err=True)
+        told.append(result)
+    return told

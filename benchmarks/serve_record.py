@@ -77,20 +77,19 @@ def write_record(report: ServeReport, images: str, folder: Path) -> Path:
 
 def plot_serving(report: ServeReport, picture: Path) -> None:
     """Draw throughput, latency and where the time goes, closed loops apart from open ones."""
-    closed = [r for r in report.results if isinstance(r.load, ClosedLoop)]
-    opened = [r for r in report.results if isinstance(r.load, OpenLoop)]
-    plots = [
-        (_plot_throughput, closed),
-        (_plot_latency, closed),
-        (_plot_latency, opened),
-        (_plot_times, report.results),
-    ]
-    drawn = [(plot, results) for plot, results in plots if results]
-    rows = math.ceil(len(drawn) / 2)
+    own = report.own_results
+    closed = [r for r in own if isinstance(r.load, ClosedLoop)]
+    opened = [r for r in own if isinstance(r.load, OpenLoop)]
+    rows = 2 if closed else 1
     figure, axes = plt.subplots(rows, 2, figsize=(12, 4.5 * rows), layout="constrained")
-    for place, (plot, results) in zip(axes.flat, drawn, strict=False):
-        plot(place, results, report)
-    for place in axes.flat[len(drawn) :]:
+    places = iter(axes.flat)
+    if closed:
+        _plot_throughput(next(places), report)
+        _plot_latency(next(places), closed)
+    if opened:
+        _plot_latency(next(places), opened)
+    _plot_times(next(places), own)
+    for place in places:
         place.remove()
     figure.savefig(picture, dpi=120)
     plt.close(figure)
@@ -98,7 +97,7 @@ def plot_serving(report: ServeReport, picture: Path) -> None:
 
 def goal_sentences(report: ServeReport) -> list[str]:
     """What was reached of what was wanted, as far as it was measured."""
-    own = [r for r in report.results if r.max_batch == report.results[0].max_batch]
+    own = report.own_results
     unbatched = [r for r in report.results if r not in own]
     best = fastest(own)
     if best is None:
@@ -155,26 +154,26 @@ def _verdict(met: bool) -> str:
     return "met" if met else "missed"
 
 
-def _plot_throughput(axes: Axes, results: Sequence[ServeResult], report: ServeReport) -> None:
-    for size in dict.fromkeys(r.max_batch for r in results):
-        own = [r for r in results if r.max_batch == size]
-        rates = [r.images_per_second for r in own]
-        axes.plot(_ticks(own), rates, "o-", label=f"batches up to {size}")
-    if report.bulk is not None:
-        axes.axhline(report.bulk.engine_images_per_second, color="black", label="the engine, alone")
+def _plot_throughput(axes: Axes, report: ServeReport) -> None:
+    closed = [r for r in report.results if isinstance(r.load, ClosedLoop)]
+    for size in dict.fromkeys(r.max_batch for r in closed):
+        curve = [r for r in closed if r.max_batch == size]
+        rates = [r.images_per_second for r in curve]
+        axes.plot(_ticks(curve), rates, "o-", label=f"batches up to {size}")
+    if (bulk := report.bulk) is not None:
+        axes.axhline(bulk.engine_images_per_second, color="black", label="the engine, alone")
     axes.set(xlabel="clients", ylabel="images a second", title="Throughput", ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)
 
 
-def _plot_latency(axes: Axes, results: Sequence[ServeResult], report: ServeReport) -> None:
-    own = [r for r in results if r.max_batch == report.results[0].max_batch]
-    closed = isinstance(own[0].load, ClosedLoop)
-    loads = _ticks(own)
+def _plot_latency(axes: Axes, results: Sequence[ServeResult]) -> None:
+    closed = isinstance(results[0].load, ClosedLoop)
+    loads = _ticks(results)
     for name in _PERCENTILES:
-        axes.plot(loads, [getattr(r.latency, name) for r in own], "o-", label=name)
-    if any(r.refusals for r in own):
-        slowest = [max((f.latency.p99 for f in r.refusals), default=math.nan) for r in own]
+        axes.plot(loads, [getattr(r.latency, name) for r in results], "o-", label=name)
+    if any(r.refusals for r in results):
+        slowest = [max((f.latency.p99 for f in r.refusals), default=math.nan) for r in results]
         axes.plot(loads, slowest, "kx", label="p99 of refusals")
     axes.set_yscale("log")
     axes.set(xlabel="clients" if closed else "images a second, offered", ylabel="ms")
@@ -183,12 +182,11 @@ def _plot_latency(axes: Axes, results: Sequence[ServeResult], report: ServeRepor
     axes.grid(alpha=0.3, which="both")
 
 
-def _plot_times(axes: Axes, results: Sequence[ServeResult], report: ServeReport) -> None:
-    own = [r for r in results if r.max_batch == report.results[0].max_batch]
-    labels = [load_name(r.load).replace(" ", "\n") for r in own]
-    bottoms = [0.0] * len(own)
+def _plot_times(axes: Axes, results: Sequence[ServeResult]) -> None:
+    labels = [load_name(r.load).replace(" ", "\n") for r in results]
+    bottoms = [0.0] * len(results)
     for name in TIMES:
-        shares = [getattr(r.times, name) / r.latency.mean for r in own]
+        shares = [getattr(r.times, name) / r.latency.mean for r in results]
         axes.bar(labels, shares, bottom=bottoms, width=0.6, label=name)
         bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
     axes.set(ylabel="share of the mean latency", title="Where a request's time goes", ylim=(0, 1))
@@ -203,13 +201,15 @@ def _ticks(results: Sequence[ServeResult]) -> list[str]:
 
 def _page(report: ServeReport, images: str, picture: str) -> str:
     results = report.results
-    on_gpu = report.bulk.device == "cuda" if report.bulk else bool(report.machine.gpus)
+    bulk = report.bulk
+    on_gpu = bulk.device == "cuda" if bulk else bool(report.machine.gpus)
+    engine = f", {bulk.engine} in {bulk.precision}" if bulk else ""
     goals = "\n".join(f"- {sentence}" for sentence in goal_sentences(report))
     refused = refusal_sentences(results)
     texts = (_COUNTED.format(images=images), _TIME, _USE)
     return "\n".join(
         [
-            "# Serving over gRPC",
+            f"# Serving over gRPC{engine}",
             f"\n```sh\n{report.command}\n```\n",
             machine_table(report, on_gpu=on_gpu),
             *(["\n## Goals\n", goals] if goals else []),

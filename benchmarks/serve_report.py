@@ -31,6 +31,11 @@ class ServeReport(Report):
     bulk: BulkResult | None = None
     """The same bundle without a server, at the server's largest batch."""
 
+    @property
+    def own_results(self) -> list[ServeResult]:
+        """Those of the server as it was asked for, which is measured first."""
+        return [r for r in self.results if r.max_batch == self.results[0].max_batch]
+
 
 def fastest(results: Sequence[ServeResult]) -> ServeResult | None:
     """The closed loop with the highest rate; none, there is none."""

@@ -63,9 +63,7 @@ def test_what_a_busy_server_refuses_is_counted_apart(server: ServerProcess) -> N
     settings = ServeSettings(
         concurrencies=(12,), rates=(400,), arrivals="constant", seconds=1, warmup_seconds=0.5
     )
-    seen: list[ServeResult] = []
-    closed, opened = measure_server(server.address, settings, server.pid, seen.append)
-    assert seen == [closed, opened]
+    closed, opened = measure_server(server.address, settings, server.pid)
     assert (closed.load, opened.load) == (ClosedLoop(12), OpenLoop(400, "constant"))
     assert refused(closed).keys() == refused(opened).keys() == {"RESOURCE_EXHAUSTED"}
     assert refused(opened)["RESOURCE_EXHAUSTED"] + opened.requests == 400
@@ -75,24 +73,24 @@ def test_what_a_busy_server_refuses_is_counted_apart(server: ServerProcess) -> N
 def test_late_answers_are_refusals(server: ServerProcess) -> None:
     settings = ServeSettings(concurrencies=(), rates=(100,), seconds=1, timeout_s=1e-4)
     with pytest.raises(NoAnswerError, match="only with DEADLINE_EXCEEDED"):
-        measure_server(server.address, settings)
+        list(measure_server(server.address, settings))
 
 
 def test_refused_image_ends_the_measurement(server: ServerProcess) -> None:
     settings = ServeSettings(concurrencies=(2,), images=[b"no image"], seconds=0.5)
     with pytest.raises(RefusedError, match="JPEG, PNG or WebP"):
-        measure_server(server.address, settings)
+        list(measure_server(server.address, settings))
 
 
 def test_too_short_a_time_is_an_error(server: ServerProcess) -> None:
     settings = ServeSettings(concurrencies=(1,), seconds=1e-9, warmup_seconds=0)
     with pytest.raises(NoAnswerError, match="measure longer with --seconds"):
-        measure_server(server.address, settings)
+        list(measure_server(server.address, settings))
 
 
 def test_absent_server_is_an_error() -> None:
     with pytest.raises(UnreachableError):
-        measure_server("127.0.0.1:1", ServeSettings(concurrencies=(1,), seconds=0.1))
+        list(measure_server("127.0.0.1:1", ServeSettings(concurrencies=(1,), seconds=0.1)))
 
 
 def test_server_that_does_not_start_is_an_error(tmp_path: Path) -> None:
@@ -108,6 +106,7 @@ def test_server_that_does_not_start_is_an_error(tmp_path: Path) -> None:
         (["BUNDLE", "--", "--max-batch", "0"], "--max-batch is 0"),
         (["BUNDLE", "--", "--max-bach", "1"], "--max-bach"),
         (["BUNDLE", "--rate", "0"], "--rate"),
+        (["BUNDLE", "--peer", "unbatched", "--", "--max-batch", "1"], "needs a server with larger"),
     ],
 )
 def test_misuse_is_named(bundle: Path, words: list[str], sentence: str) -> None:
