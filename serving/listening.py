@@ -11,7 +11,7 @@ from .calls import CallWatch
 from .certificates import server_credentials
 from .config import ServeConfig
 from .errors import ServingError
-from .receiving import CALLS_PER_PLACE, Reception
+from .receiving import Reception
 from .telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
@@ -20,8 +20,9 @@ _HANDSHAKE_MS = 20_000
 """For a connection to say that it speaks TLS and HTTP/2."""
 _PING_TIMEOUT_MS = 20_000
 """For a connection to show that someone is still there."""
-_MIN_STREAMS = 1000
-"""Calls at once that a connection may always begin."""
+_MAX_STREAMS = 1000
+"""Calls at once of a connection. More than that from all and not looked at yet, and gRPC refuses
+the next, whoever's it is; much fewer, and it refuses some of a burst."""
 _CLIENT_PING_MS = 10_000
 """For a client without calls to ping no more often than; one that does is sent away."""
 _OTHER_FILES = 256
@@ -38,6 +39,7 @@ def listening_server(config: ServeConfig, telemetry: Telemetry) -> tuple[grpc.ai
     Raises:
         ServingError: the address cannot be listened on, or certificates, keys or tokens not used.
     """
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     credentials = server_credentials(config)
     reception = Reception(AccessPolicy(config), config, telemetry.metrics)
     interceptors = [CallWatch(telemetry.tracer), reception]
@@ -54,14 +56,18 @@ def listening_server(config: ServeConfig, telemetry: Telemetry) -> tuple[grpc.ai
         ) from None
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record says more than that a client went before it had its answer."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], grpc.aio.InternalError)
+
+
 def _options(config: ServeConfig) -> list[tuple[str, int]]:
     options = {
         "grpc.max_receive_message_length": config.max_message_mb << 20,
         "grpc.max_send_message_length": -1,
         "grpc.so_reuseport": 0,  # otherwise two servers could share a port unnoticed
         "grpc.max_allowed_incoming_connections": _allowed_connections(config.max_connections),
-        # Far more than are given places: gRPC refuses some of what it said it would take.
-        "grpc.max_concurrent_streams": max(_MIN_STREAMS, CALLS_PER_PLACE * config.queue_size),
+        "grpc.max_concurrent_streams": _MAX_STREAMS,
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
         "grpc.http2.settings_timeout": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _milliseconds(config.keepalive_s),

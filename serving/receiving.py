@@ -21,7 +21,7 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Messages = AsyncIterator[bytes]
 _Parse = Callable[[bytes], Any]
 
-CALLS_PER_PLACE = 16
+_CALLS_PER_PLACE = 16
 """Calls that may be open for each request in progress. More requests than are computed are refused
 for that; what this bounds is answers that clients do not take."""
 
@@ -40,7 +40,7 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         self._metrics = metrics
         self._timeout_s = config.receive_timeout_s
         self._arrivals = Arrivals(2 * config.queue_size)
-        self._places = Places(CALLS_PER_PLACE * config.queue_size)
+        self._places = Places(_CALLS_PER_PLACE * config.queue_size)
 
     async def intercept_service(
         self,

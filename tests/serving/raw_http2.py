@@ -2,14 +2,19 @@
 
 import socket
 
-from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from google.protobuf.message import Message
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, CONTINUATION = 0, 1, 3, 4, 6, 7, 9
 ACK = END_STREAM = 1
 END_HEADERS = 4
 REFUSED_STREAM = 7
 """Code of an RST_STREAM."""
+NO_WINDOW = b"\0\4\0\0\0\0"
+"""Of SETTINGS: nothing may be sent to this client."""
+
+DETECT = "/maskrcnn.v1.Detector/Detect"
+DETECT_STREAM = "/maskrcnn.v1.Detector/DetectStream"
 
 _FRAME_HEADER = 9
 _LARGEST_FRAME = 16384
@@ -20,12 +25,12 @@ def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> b
     return head + payload
 
 
-def call(stream: int, method: str = "Detect") -> bytes:
+def call(stream: int, method: str = DETECT) -> bytes:
     """The beginning of a call of a stream, which has an odd number above the last."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
-        ":path": f"/maskrcnn.v1.Detector/{method}",
+        ":path": method,
         ":authority": "localhost",
         "te": "trailers",
         "content-type": "application/grpc",
@@ -37,9 +42,9 @@ def call(stream: int, method: str = "Detect") -> bytes:
     return frame(HEADERS, END_HEADERS, stream, b"".join(literals))
 
 
-def message(stream: int, image: bytes) -> bytes:
+def message(stream: int, request: Message) -> bytes:
     """A request of a call."""
-    body = pb.DetectRequest(image=image).SerializeToString()
+    body = request.SerializeToString()
     data = b"\0" + len(body).to_bytes(4) + body
     parts = [data[at : at + _LARGEST_FRAME] for at in range(0, len(data), _LARGEST_FRAME)]
     return b"".join(frame(DATA, 0, stream, part) for part in parts)
@@ -50,10 +55,10 @@ def message_that_stops(stream: int) -> bytes:
     return frame(DATA, 0, stream, b"\0" + (1 << 20).to_bytes(4) + b"begun")
 
 
-def connect(address: str) -> socket.socket:
+def connect(address: str, settings: bytes = b"") -> socket.socket:
     """A connection that has agreed on HTTP/2."""
     connection = open_socket(address)
-    connection.sendall(PREFACE + frame(SETTINGS) + frame(SETTINGS, ACK))
+    connection.sendall(PREFACE + frame(SETTINGS, payload=settings) + frame(SETTINGS, ACK))
     return connection
 
 

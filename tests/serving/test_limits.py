@@ -21,8 +21,6 @@ from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
-DETECT = "/maskrcnn.v1.Detector/Detect"
-STREAM = "/maskrcnn.v1.Detector/DetectStream"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 GARBAGE = b"\xff\xff\xff\xff"
 BAD, LATE, BUSY = (
@@ -60,17 +58,19 @@ def test_message_that_does_not_parse_is_the_clients_fault(
             served(bundle) as address,
             grpc.aio.insecure_channel(address) as channel,
         ):
-            unary = channel.unary_unary(DETECT)
+            unary = channel.unary_unary(http2.DETECT)
             calls = [unary(GARBAGE) for _ in range(1000)]
             for call in calls:
                 status, message = await status_of(call)
                 assert (status, message[:28]) == (BAD, "the message is no request of")
             watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(GARBAGE)
             assert (await status_of(watch))[0] is BAD
-            for method in (STREAM, REFLECTION):
+            for method in (http2.DETECT_STREAM, REFLECTION):
                 stream = channel.stream_stream(method)
                 good = pb.DetectRequest(id="1", image=picture()).SerializeToString()
-                call = stream(iter([good, GARBAGE, good] if method == STREAM else [GARBAGE]))
+                call = stream(
+                    iter([good, GARBAGE, good] if method == http2.DETECT_STREAM else [GARBAGE])
+                )
                 with contextlib.suppress(grpc.RpcError):
                     answers = [pb.DetectStreamResponse.FromString(a) async for a in call]
                     assert [answer.id for answer in answers] == ["1"]
@@ -85,9 +85,9 @@ def test_message_that_does_not_parse_is_the_clients_fault(
 def test_call_without_a_message(bundle: Path) -> None:
     async def ask() -> None:
         async with served(bundle) as address, grpc.aio.insecure_channel(address) as channel:
-            call = channel.stream_unary(DETECT)(iter([]))
+            call = channel.stream_unary(http2.DETECT)(iter([]))
             assert await status_of(call) == (BAD, "the call ended before its request")
-            answers = channel.stream_stream(STREAM)(iter([]))
+            answers = channel.stream_stream(http2.DETECT_STREAM)(iter([]))
             assert [answer async for answer in answers] == []
 
     asyncio.run(ask())
@@ -126,7 +126,7 @@ def test_request_that_does_not_arrive_is_not_waited_for(bundle: Path, picture: E
                 await never.wait()
                 yield b""
 
-            call = channel.stream_unary(DETECT)(nothing())
+            call = channel.stream_unary(http2.DETECT)(nothing())
             status, message = await status_of(call)
             assert (status, message) == (LATE, "the message did not arrive within 0.3 s")
             stream: Any = DetectorStub(channel).DetectStream()
@@ -138,7 +138,7 @@ def test_request_that_does_not_arrive_is_not_waited_for(bundle: Path, picture: E
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("method", ["Detect", "DetectStream"])
+@pytest.mark.parametrize("method", [http2.DETECT, http2.DETECT_STREAM])
 def test_messages_that_stop_half_way_keep_nobody_out(
     bundle: Path, picture: Encode, method: str
 ) -> None:

@@ -1,0 +1,201 @@
+"""Clients that mean harm, before one server in a process of its own, of which all must get well."""
+
+import contextlib
+import os
+import re
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import raw_http2 as http2
+from google.protobuf.message import Message
+from server_load import server_process, wait_until
+
+from maskrcnn_trt.protos.inference import open_inference_pb2
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.serving.client import DetectorClient
+
+Encode = Callable[..., bytes]
+INFER_STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+_SPARE_BYTES = 150 << 20
+"""By which the server's memory may differ from one moment to another."""
+_SPARE_FILES = 15
+"""That may stay open for a while: gRPC looks no further at a client for which much waits."""
+_CALLS = 50
+"""By one connection whose answers are not read."""
+
+
+class Server(NamedTuple):
+    pid: int
+    address: str
+    log: Path
+
+    def memory(self) -> int:
+        """Bytes that the process has for itself."""
+        text = Path(f"/proc/{self.pid}/smaps_rollup").read_text()
+        match = re.search(r"Anonymous:\s+(\d+) kB", text)
+        assert match
+        return int(match[1]) << 10
+
+    def files(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def assert_well(self, image: bytes) -> None:
+        """Have a new client answered rightly, which had to try only once."""
+        with DetectorClient(self.address, timeout_s=60, retries=0) as client:
+            found = client.detect(image)
+        assert (found.height, found.width) == (120, 200)
+        assert len(found)
+        assert found.rles
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("hostile") / "log"
+    with server_process(bundle, log, "--max-delay-ms", "0") as (process, address):
+        yield Server(process.pid, address, log)
+
+
+@contextmanager
+def a_thousand_connections(address: str, image: bytes) -> Iterator[None]:
+    with ExitStack() as connections:
+        for _ in range(1000):
+            connections.enter_context(http2.connect(address))
+        yield
+
+
+@contextmanager
+def connections_that_are_reset(address: str, image: bytes) -> Iterator[None]:
+    for index in range(500):
+        connection = http2.connect(address)
+        if index % 2:
+            connection.sendall(http2.call(1) + http2.message_that_stops(1))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+    yield
+
+
+@contextmanager
+def garbage(address: str, image: bytes) -> Iterator[None]:
+    random = np.random.default_rng(0)
+    beginnings = b"", b"GET / HTTP/1.1\r\n\r\n", http2.PREFACE, http2.PREFACE + http2.call(1)
+    for index in range(200):
+        with http2.open_socket(address) as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(beginnings[index % 4] + random.bytes(2000))
+    yield
+
+
+@contextmanager
+def messages_that_stop_half_way(address: str, image: bytes) -> Iterator[None]:
+    with ExitStack() as connections:
+        for _ in range(20):
+            connection = connections.enter_context(http2.connect(address))
+            for stream in range(1, 101, 2):
+                connection.sendall(http2.call(stream) + http2.message_that_stops(stream))
+        yield
+
+
+@contextmanager
+def bytes_that_come_one_by_one(address: str, image: bytes) -> Iterator[None]:
+    with http2.connect(address) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        whole = http2.call(1) + http2.message(1, pb.DetectRequest(image=image))
+        for byte in whole[:2000]:
+            connection.sendall(bytes([byte]))
+        yield
+
+
+@contextmanager
+def rapid_resets(address: str, image: bytes) -> Iterator[None]:
+    cancel = (8).to_bytes(4)
+    with http2.connect(address) as connection:
+        with contextlib.suppress(ConnectionError):
+            for stream in range(1, 40_000, 2):
+                reset = http2.frame(http2.RST_STREAM, 0, stream, cancel)
+                connection.sendall(http2.call(stream) + reset)
+        yield
+
+
+@contextmanager
+def headers_without_end(address: str, image: bytes) -> Iterator[None]:
+    more = http2.frame(http2.CONTINUATION, 0, 1, b"\0\1a\1b" * 3000)
+    with http2.connect(address) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(http2.frame(http2.HEADERS, 0, 1))
+        for _ in range(2000):
+            connection.sendall(more)
+    yield
+
+
+def answers_that_are_not_read(method: str, request: Callable[[bytes], Message]) -> Any:
+    @contextmanager
+    def attack(address: str, image: bytes) -> Iterator[None]:
+        with ExitStack() as connections:
+            for _ in range(10):
+                connection = connections.enter_context(http2.connect(address, http2.NO_WINDOW))
+                connection.settimeout(0.2)
+                with contextlib.suppress(TimeoutError):  # a stream that is read no further
+                    for call in _calls(method, request(image)):
+                        connection.sendall(call)
+            yield
+
+    return attack
+
+
+def _calls(method: str, request: Message) -> Iterator[bytes]:
+    """Bytes of one call after another, or of one stream with many requests."""
+    if method == http2.DETECT:
+        for stream in range(1, 2 * _CALLS, 2):
+            yield http2.call(stream, method) + http2.message(stream, request)
+    else:
+        yield http2.call(1, method)
+        for _ in range(100 * _CALLS):
+            yield http2.message(1, request)
+
+
+def inference(image: bytes) -> open_inference_pb2.ModelInferRequest:
+    request = open_inference_pb2.ModelInferRequest(model_name="maskrcnn_resnet18_fpn")
+    tensor = request.inputs.add(name="images", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(image)
+    request.outputs.add(name="mask_probabilities")
+    return request
+
+
+def detection(image: bytes) -> pb.DetectRequest:
+    return pb.DetectRequest(image=image, mask_format=pb.MASK_FORMAT_PROBABILITIES)
+
+
+_ATTACKS: dict[str, Callable[[str, bytes], AbstractContextManager[None]]] = {
+    attack.__name__: attack
+    for attack in (
+        a_thousand_connections,
+        connections_that_are_reset,
+        garbage,
+        messages_that_stop_half_way,
+        bytes_that_come_one_by_one,
+        rapid_resets,
+        headers_without_end,
+    )
+} | {
+    "answers_not_read": answers_that_are_not_read(http2.DETECT, detection),
+    "stream_not_read": answers_that_are_not_read(http2.DETECT_STREAM, detection),
+    "inference_stream_not_read": answers_that_are_not_read(INFER_STREAM, inference),
+}
+
+
+@pytest.mark.parametrize("name", _ATTACKS)
+def test_the_server_gets_well(server: Server, picture: Encode, name: str) -> None:
+    image = picture()
+    server.assert_well(image)
+    memory, files = server.memory(), server.files()
+    with _ATTACKS[name](server.address, image):
+        server.assert_well(image)
+        assert server.memory() < memory + _SPARE_BYTES
+    server.assert_well(image)
+    wait_until(lambda: server.files() <= files + _SPARE_FILES)
+    assert server.memory() < memory + _SPARE_BYTES
+    assert "Traceback" not in server.log.read_text()
