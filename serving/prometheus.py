@@ -3,14 +3,16 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from socketserver import ThreadingMixIn
-from typing import Final
+from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
-from prometheus_client.core import GaugeMetricFamily, Metric, UnknownMetricFamily
+from prometheus_client.core import GaugeMetricFamily as _Gauge
+from prometheus_client.core import Metric
+from prometheus_client.core import UnknownMetricFamily as _Untyped
 from prometheus_client.registry import Collector
 
 from .errors import ServingError
@@ -21,21 +23,20 @@ from .open_inference.responses import MODEL_VERSION
 from .open_inference.statistics import Statistics
 from .pipeline import Pipeline
 
-_COUNTS: Final = {
-    "request_success": ("Requests that were answered.", "inference_stats.success.count"),
+_STATS: Final = "inference_stats"
+_TRITON: Final = {
+    "request_success": ("Requests that were answered.", f"{_STATS}.success.count"),
     "count": ("Images that were answered.", "inference_count"),
     "exec_count": ("Batches that they were in.", "execution_count"),
+    "request_duration_us": ("Time that requests took which were answered.", f"{_STATS}.success.ns"),
+    "queue_duration_us": ("Time of it waiting for batches to start.", f"{_STATS}.queue.ns"),
+    "compute_input_duration_us": ("Time of it preparing images.", f"{_STATS}.compute_input.ns"),
+    "compute_infer_duration_us": ("Time of it computing batches.", f"{_STATS}.compute_infer.ns"),
+    "compute_output_duration_us": ("Time of it making answers.", f"{_STATS}.compute_output.ns"),
 }
-_DURATIONS: Final = {
-    "request": ("Time that requests took which were answered.", "success"),
-    "queue": ("Time of these in which they waited for batches to start.", "queue"),
-    "compute_input": ("Time of these in which images were prepared.", "compute_input"),
-    "compute_infer": ("Time of these in which batches were computed.", "compute_infer"),
-    "compute_output": ("Time of these in which detections were encoded.", "compute_output"),
-}
-"""Metrics of Triton, what they mean, and where they stand in ModelStatistics."""
+"""Metrics of Triton, what they mean, and where ModelStatistics has them."""
 
-_LABELS: Final = ("model", "version")
+_VERSIONED: Final = ("model", "version")
 _TIMEOUT_S = 5.0
 """Longest wait for a word of a client."""
 _POLL_S = 0.05
@@ -55,64 +56,55 @@ class PipelineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as they are now."""
-        model = self._pipeline.model
         counted = self._pipeline.telemetry.metrics.statistics
-        names = sorted({*model.names, *list(counted)})  # also those of models of the past
-        statistics = {name: counted.get(name, Statistics()) for name in names}
-        yield from _durations_and_counts(statistics)
-        yield _failures(statistics)
-        yield _pending(model)
-        yield _engines(model)
-        yield _info(model)
+        names = {*self._pipeline.model.names, *list(counted)}  # also of models of the past
+        yield from _triton_metrics({name: counted.get(name, Statistics()) for name in names})
+        yield from _model_metrics(self._pipeline.model)
 
 
-def _durations_and_counts(statistics: Mapping[str, Statistics]) -> Iterator[Metric]:
-    messages = [own.message(name, MODEL_VERSION) for name, own in statistics.items()]
-    for name, (documentation, path) in _COUNTS.items():
-        family = UnknownMetricFamily(f"nv_inference_{name}", documentation, labels=_LABELS)
-        for message in messages:
-            family.add_metric((message.name, message.version), attrgetter(path)(message))
-        yield family
-    for name, (documentation, field) in _DURATIONS.items():
-        name = f"nv_inference_{name}_duration_us"
-        family = UnknownMetricFamily(name, documentation, labels=_LABELS)
-        for message in messages:
-            ns = getattr(message.inference_stats, field).ns
-            family.add_metric((message.name, message.version), ns // 1000)
-        yield family
+def _triton_metrics(statistics: Mapping[str, Statistics]) -> Iterator[Metric]:
+    messages = {name: own.message(name, MODEL_VERSION) for name, own in statistics.items()}
+    for metric, (documentation, path) in _TRITON.items():
+        value = attrgetter(path)
+        unit = 1000 if path.endswith(".ns") else 1
+        values = {(name, MODEL_VERSION): value(own) // unit for name, own in messages.items()}
+        yield _family(_Untyped, f"nv_inference_{metric}", documentation, _VERSIONED, values)
+    failures = {
+        (name, MODEL_VERSION, reason): own.failures.get(reason, 0)
+        for name, own in statistics.items()
+        for reason in TRITON_REASONS
+    }
+    metric, documentation = "nv_inference_request_failure", "Requests that were not answered."
+    yield _family(_Untyped, metric, documentation, (*_VERSIONED, "reason"), failures)
 
 
-def _failures(statistics: Mapping[str, Statistics]) -> Metric:
-    name, documentation = "nv_inference_request_failure", "Requests that were not answered."
-    family = UnknownMetricFamily(name, documentation, labels=(*_LABELS, "reason"))
-    for name, own in statistics.items():
-        for reason in TRITON_REASONS:
-            family.add_metric((name, MODEL_VERSION, reason), own.failures.get(reason, 0))
-    return family
+def _model_metrics(model: ServedModel) -> Iterator[Metric]:
+    name, batchers = model.manifest.model_name, model.batchers
+    metric, documentation = "nv_inference_pending_request_count", "Images that wait for a batch."
+    pending = {(name, MODEL_VERSION): sum(batcher.waiting for batcher in batchers.values())}
+    yield _family(_Gauge, metric, documentation, _VERSIONED, pending)
 
+    metric, documentation = "maskrcnn_engines_up", "Engines that take batches."
+    up = {(name, precision): batcher.engines_up for precision, batcher in batchers.items()}
+    yield _family(_Gauge, metric, documentation, ("model", "precision"), up)
 
-def _pending(model: ServedModel) -> Metric:
-    name, documentation = "nv_inference_pending_request_count", "Images that wait for a batch."
-    family = GaugeMetricFamily(name, documentation, labels=_LABELS)
-    waiting = sum(batcher.waiting for batcher in model.batchers.values())
-    family.add_metric((model.manifest.model_name, MODEL_VERSION), waiting)
-    return family
-
-
-def _engines(model: ServedModel) -> Metric:
-    name, documentation = "maskrcnn_engines_up", "Engines that take batches."
-    family = GaugeMetricFamily(name, documentation, labels=("model", "precision"))
-    for precision, batcher in model.batchers.items():
-        family.add_metric((model.manifest.model_name, precision), batcher.engines_up)
-    return family
-
-
-def _info(model: ServedModel) -> Metric:
+    metric, documentation = "maskrcnn_model_info", "What computes; always 1."
     labels = ("model", "precision", "backend", "device")
-    family = GaugeMetricFamily("maskrcnn_model_info", "What computes; always 1.", labels=labels)
-    for precision, batcher in model.batchers.items():
-        values = (model.manifest.model_name, precision, batcher.info.backend, batcher.info.device)
-        family.add_metric(values, 1)
+    info = {(name, p, b.info.backend, b.info.device): 1 for p, b in batchers.items()}
+    yield _family(_Gauge, metric, documentation, labels, info)
+
+
+def _family(
+    kind: type[_Untyped] | type[_Gauge],
+    name: str,
+    documentation: str,
+    labels: Sequence[str],
+    values: Mapping[Any, float],
+) -> Metric:
+    """A metric of these values, whose keys are those of the labels."""
+    family = kind(name, documentation, labels=labels)
+    for key, value in sorted(values.items()):
+        family.add_metric(key, value)
     return family
 
 
@@ -120,12 +112,12 @@ def add_server_metrics(registry: CollectorRegistry, pipeline: Pipeline, lag: Loo
     """Add to what is counted what can be read off a pipeline, an event loop and the process."""
     registry.register(PipelineCollector(pipeline))
     ProcessCollector(registry=registry)
-    name, documentation = "maskrcnn_event_loop_lag", "Time by which the event loop was late, last."
-    Gauge(f"{name}_seconds", documentation, registry=registry).set_function(lambda: lag.last_s)
-    documentation = "The most of it in ten seconds or more."
-    Gauge(f"{name}_worst_seconds", documentation, registry=registry).set_function(
-        lambda: lag.worst_s
-    )
+    for name, documentation, value in (
+        ("lag", "Time by which the event loop woke too late, last.", lambda: lag.last_s),
+        ("lag_worst", "The most of it in ten seconds or a little more.", lambda: lag.worst_s),
+    ):
+        name = f"maskrcnn_event_loop_{name}_seconds"
+        Gauge(name, documentation, registry=registry).set_function(value)
 
 
 class _Handler(WSGIRequestHandler):
