@@ -1,5 +1,6 @@
 """The server's log: lines of text or of JSON, each of which names the request it is about."""
 
+import contextlib
 import json
 import logging
 import os
@@ -7,8 +8,10 @@ import re
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from io import FileIO, TextIOWrapper
-from typing import Any, Final
+from io import FileIO
+from queue import Full, Queue
+from threading import Thread
+from typing import Final
 from uuid import uuid4
 
 from .config import LogFormat, LogLevel
@@ -18,6 +21,10 @@ request_id: Final = ContextVar("request_id", default="")
 
 _ID: Final = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 """What is taken for the id of a request; the rest could write lines of its own into the log."""
+
+_BACKLOG: Final = 10_000
+"""Lines that wait to be written; more are dropped."""
+_FLUSH_S: Final = 1.0
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """What every record has; the rest was said to be logged."""
@@ -60,19 +67,38 @@ def _reopen_closed_streams() -> None:
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115 (for good)
 
 
-class _Handler(logging.StreamHandler[TextIOWrapper]):
-    """Writes to standard error without a buffer, and drops what it cannot write.
+class _Handler(logging.Handler):
+    """Writes to standard error in a thread of its own, and drops what it cannot write.
 
-    On a full disk nothing is kept for later, when it would fail again.
+    So neither a full disk nor a pipe that nobody reads holds up or ends the server.
     """
 
     def __init__(self) -> None:
-        raw: Any = FileIO(sys.stderr.fileno(), "w", closefd=False)
-        super().__init__(TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True))
+        super().__init__()
+        self._lines = Queue[bytes](_BACKLOG)
+        Thread(target=self._write, name="log", daemon=True).start()
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (named by the library)
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record).encode(errors="backslashreplace")
+        except Exception:
+            self.handleError(record)
+        else:
+            with contextlib.suppress(Full):
+                self._lines.put_nowait(line + b"\n")
+
+    def flush(self) -> None:
+        """Wait until all is written, but not for long; done when the process exits."""
+        written = self._lines.all_tasks_done
+        with written:
+            written.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
+
+    def _write(self) -> None:
+        with FileIO(sys.stderr.fileno(), "w", closefd=False) as file:
+            while True:
+                with contextlib.suppress(OSError):
+                    file.write(self._lines.get())
+                self._lines.task_done()
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -118,6 +119,19 @@ def test_a_server_that_cannot_write_a_word_answers(
         for _ in range(20):
             assert client.ask(picture())[0] is grpc.StatusCode.OK
             assert client.ask(b"no image")[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_log_that_nobody_reads_holds_nothing_up(bundle: Path, port: int, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with (
+        server(bundle, port, "--log-level", "debug", streams=f"2>{pipe}"),
+        Client(port) as client,
+    ):
+        for _ in range(1000):  # lines of more than 100 bytes; a pipe holds 65,536
+            assert client.ask(b"no image")[0] is grpc.StatusCode.INVALID_ARGUMENT
+    os.close(reader)
 
 
 PROGRAM = """
