@@ -21,7 +21,7 @@ def run(*words: object) -> Result:
 
 @pytest.fixture(scope="module")
 def server(bundle: Path) -> Iterator[ServerProcess]:
-    """One that takes six requests at a time, of a connection half as many."""
+    """One that takes few requests at a time."""
     with running_server(bundle, "--queue-size", "6", "--max-batch", "4") as server:
         yield server
 

@@ -21,7 +21,6 @@ _PICTURES = 4
 _BURSTS = 15
 _BURST = 8
 _PLACES = 8
-"""Of which one connection gets half."""
 
 
 def test_overload_is_answered_or_refused_to_the_last_request(bundle: Path, picture: Encode) -> None:
