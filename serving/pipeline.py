@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from pathlib import Path
 
 from .config import ServeConfig
@@ -74,7 +75,8 @@ class Pipeline:
                     raise
             old, self.model = self.model, model
             old_computing = self._computing
-            self._computing = self._tasks.create_task(model.run())
+            # In no context, as it would go on in that of the request that asked for this.
+            self._computing = self._tasks.create_task(model.run(), context=Context())
             try:
                 await old.unused()
             finally:
