@@ -43,8 +43,8 @@ class ServeConfig(FrozenConfig):
     preferred_batch: tuple[int, ...] = ()
     """Images that make a batch which need not wait for more, beside `max_batch`."""
     queue_size: int = Field(256, ge=1)
-    """Requests in progress; more are refused, and so are those of a connection that holds as many
-    as are left for others."""
+    """Images in progress; more are refused, and so are those of a connection that leaves others
+    less than one place for eight of its own."""
     timeout_s: float | None = Field(None, gt=0)
     """Seconds that a request may take, of which it may ask for less; none, any time."""
     max_pixels: int = Field(MAX_PIXELS, ge=64)

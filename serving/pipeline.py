@@ -38,7 +38,8 @@ class Pipeline:
         """What watches them."""
         self._bundle = bundle
         self._config = config
-        self._places = Places(config.queue_size)
+        self.places = Places(config.queue_size)
+        """Those of images in progress, of which who has one detected holds one."""
         self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="images")
         self._reloading = asyncio.Lock()
 
@@ -97,7 +98,7 @@ class Pipeline:
     ) -> Detections:
         """Detect in an image.
 
-        If the caller is cancelled, the request gives up its place at once.
+        If the caller is cancelled, the image leaves the queue at once.
 
         Args:
             source: The image.
@@ -108,7 +109,6 @@ class Pipeline:
         Raises:
             ImageError: the image cannot be used.
             InvalidRequestError: the precision is not served.
-            QueueFullError: too many requests are in progress.
             ExpiredError: the request took longer than it may.
             BackendDownError: the model broke and is not there again yet.
         """
@@ -118,7 +118,7 @@ class Pipeline:
         watch = self.telemetry.image(
             model.manifest.model_name, terms.precision or model.precisions[0]
         )
-        with self._places.hold(terms.peer), model.use(), watch as answered:
+        with model.use(), watch as answered:
             try:
                 async with asyncio.timeout(timeout_s) as limit:
                     detections = await self._detect(model, source, options, terms)

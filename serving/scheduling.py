@@ -21,6 +21,8 @@ PRIORITIES = (1, 2, 3)
 _DEFAULT_PRIORITY = 2
 _WEIGHT = 8
 """Images that a connection gets for one of another a priority lower."""
+_MOST_FOR_ONE_FREE = 8
+"""Places that a connection may hold for each that it leaves free."""
 
 T = TypeVar("T")
 
@@ -154,10 +156,10 @@ class Schedule(Generic[T]):
 
 
 class Places:
-    """The requests that may be in progress at once, shared out among connections.
+    """Places for the images in progress, shared out among connections.
 
-    A connection may hold as many places as it leaves free: alone half of them, and one that comes
-    when others hold many still finds some.
+    A connection may hold eight times as many as it leaves free: nearly all where it is alone, and
+    one that comes then still finds some, and soon as many (Choudhury and Hahne, 1998).
     """
 
     def __init__(self, number: int) -> None:
@@ -165,26 +167,28 @@ class Places:
         self._held: dict[str, int] = {}
 
     @contextmanager
-    def hold(self, peer: str) -> Iterator[None]:
-        """Hold one of the places within the context.
+    def hold(self, peer: str, number: int = 1) -> Iterator[None]:
+        """Hold places within the context.
+
+        Args:
+            peer: The connection that holds them.
+            number: How many. Where they are free, one that holds none gets them.
 
         Raises:
-            QueueFullError: the connection may hold no more.
+            QueueFullError: the connection may not hold so many.
         """
-        held = self._held.get(peer, 0)
-        if held >= self._free:
+        held, left = self._held.get(peer, 0), self._free - number
+        if left < 0 or (held and held + number - 1 > _MOST_FOR_ONE_FREE * left):
             raise QueueFullError(
-                f"{held} requests of this connection are in progress, and the server has places "
-                f"for {self._free} more, which it keeps for others; try again later"
-                if held
-                else "the server has as many requests in progress as it takes; try again later"
+                f"the request takes {number} of the places for images in progress, of which "
+                f"{self._free} are free and its connection holds {held}; try again later"
             )
-        self._free -= 1
-        self._held[peer] = held + 1
+        self._free = left
+        self._held[peer] = held + number
         try:
             yield
         finally:
-            self._free += 1
-            self._held[peer] -= 1
+            self._free += number
+            self._held[peer] -= number
             if not self._held[peer]:
                 del self._held[peer]

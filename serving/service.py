@@ -106,7 +106,8 @@ class DetectorService(pb_grpc.DetectorServicer):
         with self._pipeline.telemetry.request(model, name, request.id, peer) as timings:
             options = options_from_request(request)
             terms = terms_from_request(request, peer)
-            detections = await self._pipeline.detect(request.image, options, terms, model)
+            with self._pipeline.places.hold(peer):
+                detections = await self._pipeline.detect(request.image, options, terms, model)
             timings.append(detections.timing)
             return response_from_detections(detections, request.id)
 

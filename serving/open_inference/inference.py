@@ -43,6 +43,7 @@ async def infer(
     Raises:
         ImageError: an image cannot be used; the message names its index.
         InvalidRequestError: something else of the request cannot.
+        QueueFullError: too many images are in progress.
         ServingError: what else `Pipeline.detect` raises.
     """
     manifest = model.manifest
@@ -52,14 +53,15 @@ async def infer(
     terms = terms_from_request(request, precision, peer)
     # Megabytes are turned over in threads, not in the event loop.
     images = await asyncio.to_thread(images_from_request, request, max_batch)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            detecting = [
-                tasks.create_task(_detect(pipeline, model, index, image, options, terms))
-                for index, image in enumerate(images)
-            ]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+    with pipeline.places.hold(peer, len(images)):
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                detecting = [
+                    tasks.create_task(_detect(pipeline, model, index, image, options, terms))
+                    for index, image in enumerate(images)
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
     found = [task.result() for task in detecting]
     response = await asyncio.to_thread(response_from_detections, request, found, outputs, manifest)
     return response, [detections.timing for detections in found]

@@ -228,7 +228,7 @@ class InferenceService(GRPCInferenceServiceServicer):
                 model,
                 precision=self._precision_of(request.model_name, request.model_version),
                 peer=peer,
-                max_batch=self._config.max_batch,
+                max_batch=min(self._config.max_batch, self._config.queue_size),
             )
             timings += found
         return response

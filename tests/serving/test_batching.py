@@ -13,12 +13,8 @@ from maskrcnn_trt.model.manifest import read_manifest
 from maskrcnn_trt.serving.backends.base import Backend, Outputs
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.batching import Batcher, BatchResult
-from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.detections import DEFAULT_OPTIONS, Detections
 from maskrcnn_trt.serving.engine_process import EngineProcess, start_engines
 from maskrcnn_trt.serving.engines import BundleEngine
-from maskrcnn_trt.serving.errors import QueueFullError
-from maskrcnn_trt.serving.pipeline import Pipeline
 from maskrcnn_trt.serving.placement import places_for
 from maskrcnn_trt.serving.preprocessing import ModelInput, prepare_image
 from maskrcnn_trt.serving.scheduling import BatchPolicy
@@ -182,26 +178,3 @@ def test_failed_batch_fails_its_images_only(
             return await batcher.infer(good)
 
     assert asyncio.run(compute()).value.num_detections[0] > 0
-
-
-def test_full_pipeline_refuses_until_a_place_is_free(bundle: Path, picture: Encode) -> None:
-    async def compute() -> int:
-        pipeline = Pipeline(bundle, ServeConfig(queue_size=4))
-        await pipeline.model.load()
-
-        def ask() -> asyncio.Task[Detections]:
-            return asyncio.create_task(pipeline.detect(picture(), DEFAULT_OPTIONS))
-
-        waiting = [ask() for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="2 requests of this connection are in progress"):
-            await pipeline.detect(picture(), DEFAULT_OPTIONS)
-        waiting[0].cancel()
-        await asyncio.wait([waiting[0]])
-        waiting.append(ask())
-        async with pipeline.running():
-            found = [len(await task) for task in waiting[1:]]
-        pipeline.close()
-        return min(found)
-
-    assert asyncio.run(compute()) > 0

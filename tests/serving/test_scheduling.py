@@ -178,19 +178,60 @@ def test_terms_out_of_range_are_refused(terms: dict[str, float], words: str) -> 
         RequestTerms(**terms)  # type: ignore[arg-type]
 
 
-def test_places_are_shared_out() -> None:
-    places = Places(8)
+def taken_by(peer: str, places: Places, held: contextlib.ExitStack) -> int:
+    """Places that a connection gets until it is refused."""
+    number = 0
+    with contextlib.suppress(QueueFullError):
+        while True:
+            held.enter_context(places.hold(peer))
+            number += 1
+    return number
+
+
+@pytest.mark.parametrize(
+    ("number", "shares"),
+    [(1, [1, 0]), (2, [1, 1, 0]), (6, [5, 1, 0]), (16, [14, 1, 1, 0]), (256, [227, 25, 3, 1, 0])],
+)
+def test_places_are_shared_out(number: int, shares: list[int]) -> None:
+    places = Places(number)
     with contextlib.ExitStack() as held:
+        assert [taken_by(peer, places, held) for peer in "abcde"[: len(shares)]] == shares
 
-        def taken_by(peer: str) -> int:
-            number = 0
-            with contextlib.suppress(QueueFullError):
-                while True:
-                    held.enter_context(places.hold(peer))
-                    number += 1
-            return number
 
-        assert [taken_by(peer) for peer in "abcde"] == [4, 2, 1, 1, 0]
+def test_greedy_connections_come_to_hold_as_many_places() -> None:
+    places = Places(256)
+    held = {peer: [contextlib.ExitStack()] for peer in "ab"}
+
+    def grow(peer: str) -> None:
+        with contextlib.suppress(QueueFullError):
+            while True:
+                stack = contextlib.ExitStack()
+                stack.enter_context(places.hold(peer))
+                held[peer].append(stack)
+
+    for _ in range(1000):  # requests are answered in turn, and followed by as many as can be
+        for peer in held:
+            if held[peer]:
+                held[peer].pop().close()
+            grow(peer)
+    assert abs(len(held["a"]) - len(held["b"])) < 10
+    for stack in [*held["a"], *held["b"]]:
+        stack.close()
+
+
+def test_a_request_gets_all_its_places_or_none() -> None:
+    places = Places(8)
+    with places.hold("a", 8), pytest.raises(QueueFullError, match="takes 1 of"):
+        places.hold("b").__enter__()
+    with places.hold("a", 3):
+        with pytest.raises(QueueFullError, match="5 are free and its connection holds 3;"):
+            places.hold("a", 5).__enter__()
+        with places.hold("b", 5):
+            pass
+        with pytest.raises(QueueFullError, match=r"takes 6 of .* 5 are free"):
+            places.hold("b", 6).__enter__()
+    with places.hold("a", 8):
+        pass
 
 
 def test_places_come_back_whatever_happens() -> None:
@@ -198,5 +239,8 @@ def test_places_come_back_whatever_happens() -> None:
     for _ in range(3):
         with contextlib.suppress(ZeroDivisionError), places.hold("a"):
             raise ZeroDivisionError
-    with places.hold("a"), pytest.raises(QueueFullError, match="as it takes"):
+    with (
+        places.hold("a"),
+        pytest.raises(QueueFullError, match="0 are free and its connection holds 0;"),
+    ):
         places.hold("b").__enter__()
