@@ -81,13 +81,13 @@ class ServeConfig(FrozenConfig):
     stop_grace_s: float = Field(30.0, ge=0)
     """Time that requests in progress have to finish when the server stops."""
     metrics_port: int | None = Field(None, ge=0, le=65535)
-    """Port to listen on for Prometheus, at /metrics; 0 picks a free one, none leaves it."""
+    """Port at which Prometheus finds /metrics; 0 picks a free one, none publishes nothing."""
     log_format: LogFormat = "text"
     """Form of the log: lines of text, or a JSON object a line."""
     log_level: LogLevel = "info"
     """Least level of what is logged; on debug each request is, with where its time went."""
     tracing: bool = False
-    """Send spans by OpenTelemetry, as its own variables in the environment say, OTEL_... ."""
+    """Send spans to where OpenTelemetry's own variables in the environment say."""
 
     @model_validator(mode="after")
     def _check_preferred_batch(self) -> "ServeConfig":
