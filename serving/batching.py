@@ -189,7 +189,7 @@ class Batcher(Generic[Item, Result]):
             self._offer(worker, places=worker.engine.info.concurrency)
             how = await asyncio.wrap_future(worker.engine.exited)
             self._take_down(worker)
-            _log.error("the process of an engine %s, and is started again", how)
+            _log.error("%s; the engine is started again", how)
             await self._replace(number)
             _log.warning("the engine is there again")
 

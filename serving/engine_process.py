@@ -82,8 +82,9 @@ class EngineProcess(Generic[Item, Result]):
             for _ in range(self.info.concurrency):
                 self._channels.put(Channel.take(self._control))
         except (EOFError, OSError):
-            how = self.exited.result()
-            raise BackendError(f"the process that was to load the model {how}") from None
+            raise BackendError(
+                f"the model is not loaded, for {self.exited.result()}; the log may say why"
+            ) from None
 
     @property
     def is_spare(self) -> bool:
@@ -127,7 +128,11 @@ class EngineProcess(Generic[Item, Result]):
         try:
             channel.send((method, argument))
             if not channel.poll(timeout_s):
-                _log.error("a batch takes longer than hang_timeout_s; its process is killed")
+                _log.error(
+                    "process %d of the engine takes longer than hang_timeout_s for a batch, and is "
+                    "killed",
+                    self._process.pid,
+                )
                 self.kill()
                 raise EOFError
             answer = channel.receive(copy=True)
@@ -153,11 +158,8 @@ class EngineProcess(Generic[Item, Result]):
             pass
         finally:
             status = self._process.wait()
-            self.exited.set_result(
-                f"was killed by {signal.Signals(-status).name}"
-                if status < 0
-                else f"ended with status {status}"
-            )
+            how = f"exit status {status}" if status >= 0 else signal.strsignal(-status)
+            self.exited.set_result(f"process {self._process.pid} of the engine ended: {how}")
 
 
 def start_engines(

@@ -64,9 +64,9 @@ class InferenceService(GRPCInferenceServiceServicer):
         self._reloads: set[asyncio.Task[None]] = set()
 
     def stop_reading(self) -> None:
-        """End the streams when what they asked for so far is answered."""
-        for reader in self._readers:
-            reader.cancel()
+        """End the streams when what they asked for so far is answered, and give up reloads."""
+        for task in (*self._readers, *self._reloads):
+            task.cancel()
 
     async def ServerLive(  # noqa: N802 (named by the protocol)
         self, request: pb.ServerLiveRequest, context: _Context
@@ -158,6 +158,10 @@ class InferenceService(GRPCInferenceServiceServicer):
         reload.add_done_callback(self._reloads.discard)
         try:
             await asyncio.shield(reload)  # a client that goes does not stop it half way
+        except asyncio.CancelledError:
+            if reload.cancelled():
+                raise StoppingError("the server is stopping") from None
+            raise
         except (BundleError, BackendError) as error:
             raise ReloadError(str(error)) from error
         return pb.RepositoryModelLoadResponse()

@@ -14,6 +14,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from server_load import Load, server_process, wait_until, worker_pids
 
 from maskrcnn_trt.model.manifest import read_manifest, write_manifest
+from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
+from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 
@@ -100,4 +102,29 @@ def test_stop_under_load(
         assert load.failures == []
         assert process.wait(timeout=60) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("way", ["signal", "call"])
+def test_a_stop_does_not_wait_for_a_reload(own_bundle: Path, tmp_path: Path, way: str) -> None:
+    log = tmp_path / "log"
+    with (
+        server_process(own_bundle, log) as (process, address),
+        grpc.insecure_channel(address) as c,
+    ):
+        old = worker_pids(process.pid)
+        if way == "signal":
+            process.send_signal(signal.SIGHUP)
+        else:
+            stub: Any = GRPCInferenceServiceStub(c)
+            name = read_manifest(own_bundle).model_name
+            request = inference.RepositoryModelLoadRequest(model_name=name)
+            call = stub.RepositoryModelLoad.future(request, timeout=60)
+        wait_until(lambda: worker_pids(process.pid) - old)
+        (new,) = worker_pids(process.pid) - old
+        os.kill(new, signal.SIGSTOP)  # it would not be loaded before long
+        process.send_signal(signal.SIGTERM)
+        if way == "call":
+            assert call.code() is grpc.StatusCode.UNAVAILABLE
+        assert process.wait(timeout=60) == 0
     assert "Traceback" not in log.read_text()

@@ -55,9 +55,9 @@ def test_one_worker_that_is_killed_or_hangs(bundle: Path, tmp_path: Path, pictur
         wait_until(lambda: is_serving(channel))
         assert stub.Detect(pb.DetectRequest(image=picture()), timeout=60).detections
     text = log.read_text()
-    assert text.count("was killed by SIGKILL") == 3
-    assert text.count("was killed by SIGSEGV") == 1
-    assert text.count("takes longer than hang_timeout_s") == 1
+    assert text.count("ended: Killed; the engine is started again") == 3
+    assert text.count("ended: Segmentation fault") == 1
+    assert text.count("takes longer than hang_timeout_s for a batch") == 1
 
 
 def test_one_of_two_workers_serves_on(bundle: Path, tmp_path: Path, picture: Encode) -> None:
