@@ -1,0 +1,85 @@
+"""Damages encoded images at random, guided by what code that reaches, and sees what comes of them.
+
+    python tests/fuzzing/fuzz_images.py CORPUS -max_total_time=300 -timeout=10 -rss_limit_mb=2048
+
+goes on for five minutes, and keeps in the folder CORPUS, which begins with a few good images, what
+reached something new. What ends it is written to a file, whose path in place of CORPUS runs it
+again. The options are libFuzzer's.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import atheris
+from PIL import Image
+
+with atheris.instrument_imports(include=["PIL", "maskrcnn_trt"]):
+    from maskrcnn_trt.model.images import ImageError, decode_image, read_header
+    from maskrcnn_trt.model.manifest import Preprocessing
+    from maskrcnn_trt.model.spec import ShapeBucket
+    from maskrcnn_trt.serving.preprocessing import plan_image, prepare_image
+
+_MAX_PIXELS = 1 << 18
+_BUCKETS = (ShapeBucket(32, 48), ShapeBucket(48, 32))
+_PREPROCESSING = Preprocessing(
+    min_size=32, max_size=48, pixel_mean=(0.0, 0.0, 0.0), pixel_std=(1.0, 1.0, 1.0)
+)
+
+
+def check_image(data: bytes) -> None:
+    """Hold that an image is decoded as its header says, or refused in a sentence."""
+    refusal = None
+    try:
+        header = read_header(data, max_pixels=_MAX_PIXELS)
+        planned = plan_image(
+            data, _PREPROCESSING, _BUCKETS, max_pixels=_MAX_PIXELS, apply_orientation=True
+        )
+        pixels = decode_image(data, max_pixels=_MAX_PIXELS)
+        prepared = prepare_image(data, _PREPROCESSING, _BUCKETS, _MAX_PIXELS)
+    except ImageError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert "\n" not in refusal, refusal
+        return
+    assert pixels.shape == (*header.size, 3), (pixels.shape, header)
+    assert (prepared.bucket, prepared.size) == (planned.bucket, planned.size)
+
+
+def good_images() -> Iterator[bytes]:
+    """Small files of each format, and of what they may hold besides pixels."""
+    picture = Image.radial_gradient("L").resize((20, 12))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    modes = {
+        "JPEG": ("L", "RGB", "CMYK"),
+        "PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"),
+        "WEBP": ("RGB", "RGBA"),
+    }
+    for codec, mode in itertools.chain(*([(c, m) for m in ms] for c, ms in modes.items())):
+        image = picture.convert(mode)
+        for options in (
+            {},
+            {"exif": exif, "icc_profile": b"profile" * 20},
+            {"progressive": True, "comment": b"comment", "restart_marker_rows": 1},
+            {"save_all": codec != "JPEG", "append_images": [image], "lossless": True},
+        ):
+            file = BytesIO()
+            image.save(file, codec, **options)
+            yield file.getvalue()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    if not folder.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        for index, data in enumerate(good_images()):
+            (folder / f"good-{index:02}").write_bytes(data)
+    atheris.Setup(sys.argv, check_image)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

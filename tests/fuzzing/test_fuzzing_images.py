@@ -1,0 +1,18 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("fuzz_images.py")
+
+
+def test_damaged_images_are_decoded_or_refused(tmp_path: Path) -> None:
+    pytest.importorskip("atheris")
+    limits = ["-runs=10000", "-seed=1", "-timeout=60", "-rss_limit_mb=2048"]
+    run = subprocess.run(
+        [sys.executable, SCRIPT, tmp_path / "corpus", *limits],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "Done 10000 runs" in run.stderr
