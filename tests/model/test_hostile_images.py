@@ -1,0 +1,151 @@
+"""Images that are made to take long or much to decode."""
+
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any
+
+from PIL import Image
+
+from maskrcnn_trt.model.images import decode_image
+
+_MIB = 1 << 20
+
+
+def encoded(size: tuple[int, int], codec: str, **options: Any) -> bytes:
+    file = BytesIO()
+    Image.new("RGB", size, (200, 100, 50)).save(file, codec, **options)
+    return file.getvalue()
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png(before: bytes = b"", after: bytes = b"", pixels: bytes = bytes(301 * 100)) -> bytes:
+    """A black PNG of 100x100 with more chunks."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 100, 100, 8, 2, 0, 0, 0))
+    idat = chunk(b"IDAT", zlib.compress(pixels, 9))
+    return b"\x89PNG\r\n\x1a\n" + header + before + idat + after + chunk(b"IEND", b"")
+
+
+def jpeg(inserted: bytes) -> bytes:
+    """A JPEG of 64x64 with something after its first marker."""
+    data = encoded((64, 64), "JPEG")
+    return data[:2] + inserted + data[2:]
+
+
+def jpeg_of_many_scans(number: int) -> bytes:
+    """A progressive JPEG whose last scan, with no more than a byte, is repeated."""
+    data = encoded((800, 800), "JPEG", progressive=True)
+    start = data.rindex(b"\xff\xda")
+    header = data[start : start + 2 + int.from_bytes(data[start + 2 : start + 4])]
+    return data[:-2] + (header + b"\0") * number + data[-2:]
+
+
+def with_size(data: bytes, side: int) -> bytes:
+    """A JPEG that says it is a square of another size."""
+    place = data.index(b"\xff\xc0") + 5
+    return data[:place] + struct.pack(">HH", side, side) + data[place + 4 :]
+
+
+_BOMB = zlib.compress(bytes(500 * _MIB), 9)
+_EMPTY_EXIF = b"Exif\0\0MM\0*\0\0\0\x08\0\0"
+_HUGE_TAG = struct.pack(">HHII", 0x0112, 4, 1 << 28, 8)
+_HOSTILE_EXIF = b"MM\0*\0\0\0\x08\xff\xff" + _HUGE_TAG * 65535
+
+REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
+    "scans": (lambda: jpeg_of_many_scans(5000), "scans, more than the 100 allowed"),
+    "fill bytes": (lambda: jpeg(b"\xff" * 20 * _MIB), "more than 4096 bytes of no meaning"),
+    "junk": (lambda: jpeg(b"\xff\xe1\0\2" + bytes(20 * _MIB)), "bytes of no meaning"),
+    "escapes": (lambda: jpeg(b"\xff\xd0" + b"\xff\0" * 10 * _MIB), "bytes of no meaning"),
+    "segments": (lambda: jpeg(b"\xff\xe5\0\2" * 5 * _MIB), "more than 2000 segments"),
+    "markers": (lambda: jpeg(b"\xff\xd0" * 10 * _MIB), "more than 2000 segments"),
+    "reserved markers": (lambda: jpeg(b"\xff\xf0\xff\xff" * 5 * _MIB), "more than"),
+    "65500x65500": (lambda: with_size(encoded((64, 64), "JPEG"), 65500), "pixels allowed"),
+    "chunks": (lambda: png(before=chunk(b"tEXt", b"a\0b") * 500_000), "100000 chunks"),
+    "chunks behind": (lambda: png(after=chunk(b"tEXt", b"a\0b") * 500_000), "100000 chunks"),
+    "text bomb": (lambda: png(before=chunk(b"zTXt", b"k\0\0" + _BOMB)), "too large"),
+    "text bomb behind": (lambda: png(after=chunk(b"iTXt", b"k\0\1\0\0\0" + _BOMB)), "too large"),
+    "profile bomb": (lambda: png(before=chunk(b"iCCP", b"k\0\0" + _BOMB)), "too large"),
+}
+
+
+def between_scans(inserted: bytes) -> bytes:
+    data = encoded((64, 64), "JPEG", progressive=True)
+    place = data.rindex(b"\xff\xda")
+    return data[:place] + inserted + data[place:]
+
+
+def animation(codec: str) -> bytes:
+    """Sixty pictures in few bytes."""
+    frames = [Image.new("RGB", (500, 500), (shade, 0, 0)) for shade in range(60)]
+    file = BytesIO()
+    frames[0].save(file, codec, save_all=True, append_images=frames[1:])
+    return file.getvalue()
+
+
+READ: dict[str, Callable[[], bytes]] = {
+    "too many pixels of a PNG": lambda: png(pixels=bytes(500 * _MIB)),
+    "EXIF": lambda: png(before=chunk(b"eXIf", _HOSTILE_EXIF)),
+    "large EXIF of a WebP": lambda: encoded(
+        (100, 100), "WEBP", exif=_EMPTY_EXIF + bytes(30 * _MIB)
+    ),
+    "profile": lambda: jpeg((b"\xff\xe2\xff\xff" + bytes(65533)) * 500),
+    "fill bytes behind the pixels": lambda: (
+        encoded((64, 64), "JPEG")[:-2] + b"\xff" * 20 * _MIB + b"\xd9"
+    ),
+    "fill bytes between scans": lambda: between_scans(b"\xff" * 20 * _MIB),
+    "pictures of a JPEG": lambda: encoded(
+        (600, 600), "MPO", save_all=True, append_images=[Image.new("RGB", (600, 600))] * 50
+    ),
+    "pictures of a PNG": lambda: animation("PNG"),
+    "pictures of a WebP": lambda: animation("WEBP"),
+}
+
+LIMITED = """
+import json, pickle, resource, sys
+from maskrcnn_trt.model.images import ImageError, decode_image, read_header
+
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+
+
+def outcome(data):
+    try:
+        header = read_header(data)
+        return decode_image(data).shape[:2] == header.size
+    except ImageError as error:
+        return str(error)
+
+
+images = pickle.load(sys.stdin.buffer)
+print(json.dumps({name: outcome(data) for name, data in images.items()}))
+"""
+"""Reads images in little time and memory, or is ended."""
+
+
+def test_hostile_images_take_little_time_and_memory() -> None:
+    images = {name: make() for name, (make, _) in REFUSED.items()}
+    images |= {name: make() for name, make in READ.items()}
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED], input=pickle.dumps(images), capture_output=True
+    )
+    assert run.returncode == 0, run.stderr
+    outcomes = json.loads(run.stdout)
+    assert {name: outcomes[name] for name in READ} == dict.fromkeys(READ, True)
+    for name, (_, message) in REFUSED.items():
+        assert message in outcomes[name], name
+
+
+def test_usual_scans_and_segments_are_read() -> None:
+    assert decode_image(jpeg_of_many_scans(80)).shape == (800, 800, 3)
+    assert decode_image(jpeg((b"\xff\xe1\xff\xff" + bytes(65533)) * 300)).shape == (64, 64, 3)
+    assert decode_image(jpeg(b"\xff" * 1000)).shape == (64, 64, 3)
+    many = png(before=chunk(b"tEXt", b"a\0b") * 50_000)
+    assert decode_image(many).shape == (100, 100, 3)
