@@ -101,6 +101,11 @@ class Batcher(Generic[Item, Result]):
         return sum(worker.is_up for worker in self._workers)
 
     @property
+    def concurrency(self) -> int:
+        """Batches that may overlap, at least one."""
+        return max(1, self.engines_up * self.info.concurrency)
+
+    @property
     def waiting(self) -> int:
         """Items that wait for a batch."""
         return len(self._schedule)

@@ -45,6 +45,9 @@ class ServeConfig(FrozenConfig):
     queue_size: int = Field(256, ge=1)
     """Images in progress; more are refused, and so are those of a connection that leaves others
     less than one place for eight of its own."""
+    max_wait_s: float = Field(1.0, gt=0)
+    """Seconds in which, at the pace of late, all images in progress are to be computed: what would
+    wait longer is refused at once, unless there are only a few."""
     timeout_s: float | None = Field(None, gt=0)
     """Seconds that a request may take, of which it may ask for less; none, any time."""
     max_pixels: int = Field(MAX_PIXELS, ge=64)

@@ -18,6 +18,10 @@ from .preprocessing import SourceImage
 from .scheduling import DEFAULT_TERMS, Places, RequestTerms
 from .telemetry import Telemetry
 
+_LEAST_BATCHES, _LEAST_PLACES = 2, 16
+"""Places that there are however slow the model is: for one batch to be ready when another is done,
+and for a client that asks for a few images at once."""
+
 
 class Pipeline:
     """Takes many requests at once, which are answered while `running` is entered."""
@@ -38,7 +42,11 @@ class Pipeline:
         """What watches them."""
         self._bundle = bundle
         self._config = config
-        self.places = Places(config.queue_size)
+        self.places = Places(
+            config.queue_size,
+            config.max_wait_s,
+            least=max(_LEAST_PLACES, _LEAST_BATCHES * config.max_batch),
+        )
         """Those of images in progress, of which who has one detected holds one."""
         self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="images")
         self._reloading = asyncio.Lock()
@@ -150,6 +158,7 @@ class Pipeline:
         )
         decode_s = time.monotonic() - start
         result = await batcher.infer(item, terms)
+        self.places.observe(result.infer_s / result.batch_size / batcher.concurrency)
         start = time.monotonic()
         detections = await loop.run_in_executor(
             self._threads, detections_from_result, result.value, item, options, model.manifest

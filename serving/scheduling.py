@@ -6,6 +6,7 @@ times, so that of two connections with much to do the one gets eight images for 
 and neither waits for ever. This is self-clocked fair queueing (Golestani, 1994).
 """
 
+import math
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ PRIORITIES = (1, 2, 3)
 """Levels of urgency, the highest first."""
 
 _DEFAULT_PRIORITY = 2
+_PACE_WEIGHT = 0.05
+"""Of one image in the pace, a moving average."""
 _WEIGHT = 8
 """Images that a connection gets for one of another a priority lower."""
 _MOST_FOR_ONE_FREE = 8
@@ -159,12 +162,36 @@ class Places:
     """Places for the images in progress, shared out among connections.
 
     A connection may hold eight times as many as it leaves free: nearly all where it is alone, and
-    one that comes then still finds some, and soon as many (Choudhury and Hahne, 1998).
+    one that comes then still finds some, and soon as many (Choudhury and Hahne, 1998). There are no
+    more places than images that are computed in a given time by the pace of late, so that what
+    would have to wait for long is refused at once.
     """
 
-    def __init__(self, number: int) -> None:
-        self._free = number
+    def __init__(self, number: int, max_wait_s: float = math.inf, least: int = 1) -> None:
+        """Have places.
+
+        Args:
+            number: Places at most, and for what comes when all are free.
+            max_wait_s: Time in which as many images are computed as there are places.
+            least: Places that there are at any pace, if `number` is not smaller.
+        """
+        self._number = number
+        self._max_wait_s = max_wait_s
+        self._least = least
+        self._pace_s = 0.0
+        self._in_use = 0
         self._held: dict[str, int] = {}
+
+    @property
+    def number(self) -> int:
+        """The places that there are now."""
+        if not self._in_use or self._pace_s * self._number <= self._max_wait_s:
+            return self._number
+        return min(self._number, max(self._least, int(self._max_wait_s / self._pace_s)))
+
+    def observe(self, seconds: float) -> None:
+        """Learn how long an image kept what computes busy."""
+        self._pace_s += _PACE_WEIGHT * (seconds - self._pace_s)
 
     @contextmanager
     def hold(self, peer: str, number: int = 1) -> Iterator[None]:
@@ -177,18 +204,19 @@ class Places:
         Raises:
             QueueFullError: the connection may not hold so many.
         """
-        held, left = self._held.get(peer, 0), self._free - number
+        held, free = self._held.get(peer, 0), self.number - self._in_use
+        left = free - number
         if left < 0 or (held and held + number - 1 > _MOST_FOR_ONE_FREE * left):
             raise QueueFullError(
                 f"the request takes {number} of the places for images in progress, of which "
-                f"{self._free} are free and its connection holds {held}; try again later"
+                f"{max(0, free)} are free and its connection holds {held}; try again later"
             )
-        self._free = left
         self._held[peer] = held + number
+        self._in_use += number
         try:
             yield
         finally:
-            self._free += number
+            self._in_use -= number
             self._held[peer] -= number
             if not self._held[peer]:
                 del self._held[peer]

@@ -244,3 +244,29 @@ def test_places_come_back_whatever_happens() -> None:
         pytest.raises(QueueFullError, match="0 are free and its connection holds 0;"),
     ):
         places.hold("b").__enter__()
+
+
+def test_no_more_places_than_images_that_are_computed_in_time() -> None:
+    places = Places(100, max_wait_s=1.0, least=8)
+    with places.hold("a"):
+        assert places.number == 100
+        for _ in range(200):
+            places.observe(0.03)
+        assert places.number == 33
+        for _ in range(200):
+            places.observe(0.5)
+        assert places.number == 8
+        for _ in range(200):
+            places.observe(0.001)
+        assert places.number == 100
+
+
+def test_places_in_use_may_become_fewer() -> None:
+    places = Places(20, max_wait_s=1.0, least=2)
+    with places.hold("a", 10):
+        for _ in range(200):
+            places.observe(1.0)
+        with pytest.raises(QueueFullError, match="0 are free and its connection holds 0"):
+            places.hold("b").__enter__()
+    with places.hold("b", 20):  # nothing is in progress, so that this need not wait
+        pass
