@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 class Channel:
     """An end of a line, over which one message goes at a time, in one direction or the other.
 
-    It is closed with the last reference to it.
+    It is closed with the last reference to it, if not before.
     """
 
     def __init__(self, connection: Connection, outgoing: int, incoming: int) -> None:
@@ -62,7 +62,7 @@ class Channel:
         """Send what can be pickled; the memory of the message before is overwritten.
 
         Raises:
-            OSError: the other end is closed.
+            OSError: this end or the other is closed.
         """
         buffers: list[pickle.PickleBuffer] = []
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
@@ -86,13 +86,19 @@ class Channel:
         data, *buffers = self._incoming.read(self._connection.recv())
         return pickle.loads(data, buffers=map(bytearray, buffers) if copy else buffers)
 
+    def close(self) -> None:
+        """Close this end, if it is not; arrays that were received without copying stay."""
+        self._connection.close()
+        self._outgoing.close()
+        self._incoming.close()
+
 
 class _Memory:
     """Memory that two processes map, which grows with what is written into it."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
-        weakref.finalize(self, os.close, handle)
+        self._close_handle = weakref.finalize(self, os.close, handle)
         self._bytes = np.empty(0, np.uint8)
 
     def write(self, parts: Sequence[memoryview]) -> None:
@@ -114,6 +120,11 @@ class _Memory:
             self._bytes[start : start + length].data
             for start, length in zip(starts, lengths, strict=True)
         ]
+
+    def close(self) -> None:
+        self._close_handle()
+        self.handle = -1
+        self._bytes = np.empty(0, np.uint8)
 
     def _map(self) -> None:
         self._bytes = np.frombuffer(mmap.mmap(self.handle, 0), np.uint8)

@@ -81,6 +81,7 @@ class EngineProcess(Generic[Item, Result]):
             self.info = answer
             for _ in range(self.info.concurrency):
                 self._channels.put(Channel.take(self._control))
+            self._control.close()
         except (EOFError, OSError):
             raise BackendError(
                 f"the model is not loaded, for {self.exited.result()}; the log may say why"
@@ -142,6 +143,8 @@ class EngineProcess(Generic[Item, Result]):
             ) from None
         finally:
             self._channels.put(channel)
+            if self.exited.done():
+                self._close_channels()
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -149,17 +152,24 @@ class EngineProcess(Generic[Item, Result]):
     def _pass_log_on(self) -> None:
         """Let the server's log have what the process logs, until it ends."""
         try:
-            while True:
-                record = self._log.recv()
+            while record := self._log.recv():
                 logger = logging.getLogger(record.name)
                 if logger.isEnabledFor(record.levelno):
                     logger.handle(record)
         except (EOFError, OSError):
-            pass
+            self._log.close()
         finally:
             status = self._process.wait()
             how = f"exit status {status}" if status >= 0 else signal.strsignal(-status)
             self.exited.set_result(f"process {self._process.pid} of the engine ended: {how}")
+            self._close_channels()
+
+    def _close_channels(self) -> None:
+        """Close those that nobody uses, for errors may keep this object alive for a while."""
+        for _ in range(self._channels.qsize()):
+            channel = self._channels.get()
+            channel.close()
+            self._channels.put(channel)
 
 
 def start_engines(

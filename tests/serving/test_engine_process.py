@@ -138,6 +138,8 @@ def test_a_process_that_ends_or_hangs_has_a_successor(deed: Any) -> None:
     with pytest.raises(BackendDownError, match="process that computed the batch ended"):
         process.compute([deed])
     assert process.exited.result().endswith("ended: Killed")
+    with pytest.raises(BackendDownError):
+        process.compute([os.getpid])
     process.close()
     successor = process.successor()
     successor.load()
