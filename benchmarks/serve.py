@@ -123,7 +123,7 @@ def _target_at(address: str, settings: ServeSettings, pid: int | None) -> _Targe
     with DetectorClient(address, retries=0) as client:
         max_batch = client.model().limits.max_batch
         client.detect(images[0], options)
-    requests = [request_from_image(image, options, None).SerializeToString() for image in images]
+    requests = [request_from_image(image, options).SerializeToString() for image in images]
     return _Target(address, requests, max_batch, pid)
 
 

@@ -22,6 +22,7 @@ from .image_requests import (
     request_from_image,
 )
 from .messages import detections_from_response
+from .scheduling import DEFAULT_TERMS, RequestTerms
 
 
 class DetectorClient:
@@ -88,23 +89,28 @@ class DetectorClient:
         self,
         image: ImageSource,
         options: DetectionOptions = DEFAULT_OPTIONS,
-        *,
-        precision: str | None = None,
+        terms: RequestTerms = DEFAULT_TERMS,
     ) -> Detections:
         """Detect in one image.
 
+        Args:
+            image: The image.
+            options: What to answer with.
+            terms: How the server is to compute it: in which precision, how urgently, and how long
+                it may take to do so.
+
         Raises:
-            RefusedError: the server refused the image or the options.
+            RefusedError: the server refused the image, the options or the terms.
             ClientError: the server gave no answer.
         """
-        return self._result(self._send(image, options, precision), options)
+        return self._result(self._send(image, options, terms), options)
 
     def detect_many(
         self,
         images: Iterable[ImageSource],
         options: DetectionOptions = DEFAULT_OPTIONS,
+        terms: RequestTerms = DEFAULT_TERMS,
         *,
-        precision: str | None = None,
         concurrency: int = 8,
     ) -> Iterator[Detections | RefusedError]:
         """Detect in images, with `concurrency` requests in flight.
@@ -120,7 +126,7 @@ class DetectorClient:
             for image in images:
                 if len(calls) == concurrency:
                     yield self._outcome(calls.popleft(), options)
-                calls.append(self._send(image, options, precision))
+                calls.append(self._send(image, options, terms))
             while calls:
                 yield self._outcome(calls.popleft(), options)
         finally:
@@ -131,8 +137,7 @@ class DetectorClient:
         self,
         images: Iterable[ImageSource],
         options: DetectionOptions = DEFAULT_OPTIONS,
-        *,
-        precision: str | None = None,
+        terms: RequestTerms = DEFAULT_TERMS,
     ) -> Iterator[tuple[int, Detections | RefusedError]]:
         """Detect in images over one stream, which is read from another thread.
 
@@ -142,7 +147,7 @@ class DetectorClient:
         Raises:
             ClientError: the stream broke.
         """
-        requests = RequestStream(images, options, precision)
+        requests = RequestStream(images, options, terms)
         call = self._stub.DetectStream(iter(requests))
         try:
             for answer in call:
@@ -153,8 +158,8 @@ class DetectorClient:
         finally:
             call.cancel()
 
-    def _send(self, image: ImageSource, options: DetectionOptions, precision: str | None) -> Any:
-        request = request_from_image(image, options, precision)
+    def _send(self, image: ImageSource, options: DetectionOptions, terms: RequestTerms) -> Any:
+        request = request_from_image(image, options, terms)
         return self._stub.Detect.future(request, timeout=self._timeout_s)
 
     def _result(self, call: Any, options: DetectionOptions) -> Detections:
@@ -221,11 +226,10 @@ class AsyncDetectorClient:
         self,
         image: ImageSource,
         options: DetectionOptions = DEFAULT_OPTIONS,
-        *,
-        precision: str | None = None,
+        terms: RequestTerms = DEFAULT_TERMS,
     ) -> Detections:
         """Detect in one image; raises as `DetectorClient.detect` does."""
-        request = await asyncio.to_thread(request_from_image, image, options, precision)
+        request = await asyncio.to_thread(request_from_image, image, options, terms)
         try:
             response = await self._stub.Detect(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
@@ -236,8 +240,8 @@ class AsyncDetectorClient:
         self,
         images: Iterable[ImageSource] | AsyncIterable[ImageSource],
         options: DetectionOptions = DEFAULT_OPTIONS,
+        terms: RequestTerms = DEFAULT_TERMS,
         *,
-        precision: str | None = None,
         concurrency: int = 8,
     ) -> AsyncIterator[Detections | RefusedError]:
         """Detect in images as `DetectorClient.detect_many` does."""
@@ -246,7 +250,7 @@ class AsyncDetectorClient:
             async for image in async_images(images):
                 if len(tasks) == concurrency:
                     yield await _outcome(tasks.popleft())
-                tasks.append(asyncio.create_task(self.detect(image, options, precision=precision)))
+                tasks.append(asyncio.create_task(self.detect(image, options, terms)))
             while tasks:
                 yield await _outcome(tasks.popleft())
         finally:
@@ -257,11 +261,10 @@ class AsyncDetectorClient:
         self,
         images: Iterable[ImageSource] | AsyncIterable[ImageSource],
         options: DetectionOptions = DEFAULT_OPTIONS,
-        *,
-        precision: str | None = None,
+        terms: RequestTerms = DEFAULT_TERMS,
     ) -> AsyncIterator[tuple[int, Detections | RefusedError]]:
         """Detect in images over one stream as `DetectorClient.stream` does."""
-        requests = RequestStream(images, options, precision)
+        requests = RequestStream(images, options, terms)
         call = self._stub.DetectStream(aiter(requests))
         try:
             async for answer in call:

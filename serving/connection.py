@@ -11,6 +11,8 @@ from .config import MAX_RETRIES
 from .errors import AccessError, ClientError, DeadlineError, RefusedError, UnreachableError
 
 _LARGEST_MESSAGE = 2**31 - 1
+_OWN_DEADLINE = "Deadline Exceeded"
+"""What gRPC says where the client has waited long enough, be there a server or not."""
 _SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
 
 
@@ -80,8 +82,11 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> ClientError:
     status, details = error.code(), error.details() or ""
     if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):  # or as it stopped
         return UnreachableError(_unreachable(address, details))
-    if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineError(f"the server at {address} gave no answer in time")
+    if status is grpc.StatusCode.DEADLINE_EXCEEDED and details == _OWN_DEADLINE:
+        return DeadlineError(
+            f"no server answered at {address} in time; start one with `maskrcnn serve BUNDLE`, or "
+            "give the one that is there more time with --timeout"
+        )
     if status is grpc.StatusCode.UNIMPLEMENTED:
         return UnreachableError(f"what answers at {address} is no server of this kind ({details})")
     if status in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):

@@ -48,6 +48,20 @@ _REPORT_OPTIONS = (
         help="Leave out detections that score no higher.",
     ),
 )  # fmt: skip
+_TERMS_OPTIONS = (
+    click.option(
+        "--precision", type=click.Choice(get_args(Precision)),
+        help="One that the server computes in; its first is the default.",
+    ),
+    click.option(
+        "--priority", type=click.IntRange(1, 3), default=2, show_default=True,
+        help="How urgent it is; 1 goes first.",
+    ),
+    click.option(
+        "--server-timeout", "server_timeout_s", type=click.FloatRange(min=0, min_open=True),
+        help="Seconds after which the server gives an image up; it may have a limit of its own.",
+    ),
+)  # fmt: skip
 _CONNECTION_OPTIONS = (
     click.option(
         "--concurrency", type=click.IntRange(min=1), default=8, show_default=True,
@@ -84,13 +98,16 @@ def _options(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _
 @click.command()
 @click.argument("host")
 @click.argument("images", nargs=-1, required=True, type=_SOURCE)
-@_options(*_REPORT_OPTIONS, *_CONNECTION_OPTIONS)
+@_options(*_REPORT_OPTIONS, *_TERMS_OPTIONS, *_CONNECTION_OPTIONS)
 def client(
     host: str,
     images: Sequence[Path],
     output: str,
     formats: Sequence[ReportFormat],
     score_threshold: float,
+    precision: Precision | None,
+    priority: int,
+    server_timeout_s: float | None,
     concurrency: int,
     timeout_s: float,
     retries: int,
@@ -103,14 +120,16 @@ def client(
     from .client import DetectorClient
     from .detections import DetectionOptions
     from .reports import image_files, write_report
+    from .scheduling import RequestTerms
 
     files = image_files(images)
     options = DetectionOptions(score_threshold=score_threshold)
+    terms = RequestTerms(precision=precision, priority=priority, timeout_s=server_timeout_s)
     credentials = _credentials(**security)
     with DetectorClient(
         host, timeout_s=timeout_s, retries=retries, credentials=credentials
     ) as detector:
-        outcomes = detector.detect_many(files, options, concurrency=concurrency)
+        outcomes = detector.detect_many(files, options, terms, concurrency=concurrency)
         write_report(files, outcomes, Path(output), formats)
 
 

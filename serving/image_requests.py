@@ -14,6 +14,7 @@ from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from .detections import DetectionOptions, Detections, MaskFormat
 from .errors import RefusedError
 from .messages import detections_from_response, request_from_options
+from .scheduling import DEFAULT_TERMS, RequestTerms
 
 ImageSource = bytes | Path | NDArray[np.uint8]
 """The contents of a JPEG, PNG or WebP file, its path, or pixels [H, W, 3] RGB."""
@@ -22,14 +23,17 @@ _STATUS_FROM_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
 def request_from_image(
-    image: ImageSource, options: DetectionOptions, precision: str | None, request_id: str = ""
+    image: ImageSource,
+    options: DetectionOptions,
+    terms: RequestTerms = DEFAULT_TERMS,
+    request_id: str = "",
 ) -> pb.DetectRequest:
     """The request for an image; pixels travel as PNG.
 
     Raises:
         OSError: its file cannot be read.
     """
-    return request_from_options(_encoded(image), options, precision, request_id)
+    return request_from_options(_encoded(image), options, terms, request_id)
 
 
 class RequestStream:
@@ -43,19 +47,19 @@ class RequestStream:
         self,
         images: Iterable[ImageSource] | AsyncIterable[ImageSource],
         options: DetectionOptions,
-        precision: str | None,
+        terms: RequestTerms,
     ) -> None:
         """Ask for the same of all images."""
         self._images = images
         self._options = options
-        self._precision = precision
+        self._terms = terms
         self._failure: Exception | None = None
 
     def __iter__(self) -> Iterator[pb.DetectRequest]:
         assert isinstance(self._images, Iterable)
         try:
             for index, image in enumerate(self._images):
-                yield request_from_image(image, self._options, self._precision, str(index))
+                yield request_from_image(image, self._options, self._terms, str(index))
         except Exception as error:
             self._failure = error
 
@@ -64,7 +68,7 @@ class RequestStream:
         try:
             async for image in async_images(self._images):
                 yield await asyncio.to_thread(
-                    request_from_image, image, self._options, self._precision, str(index)
+                    request_from_image, image, self._options, self._terms, str(index)
                 )
                 index += 1
         except Exception as error:

@@ -27,16 +27,19 @@ _MASK_FORMAT_FROM_NUMBER = {
 
 
 def request_from_options(
-    image: bytes, options: DetectionOptions, precision: str | None, request_id: str
+    image: bytes, options: DetectionOptions, terms: RequestTerms, request_id: str
 ) -> pb.DetectRequest:
     """The request for an encoded image."""
+    timeout_s = terms.timeout_s
     return pb.DetectRequest(
         id=request_id,
         image=image,
         score_threshold=options.score_threshold,
         max_detections=options.max_detections,
         mask_format=_NUMBER_FROM_MASK_FORMAT[options.mask_format],
-        precision=precision,
+        precision=terms.precision,
+        priority=terms.priority,
+        timeout_us=None if timeout_s is None else max(1, round(timeout_s * 1e6)),
     )
 
 

@@ -29,6 +29,7 @@ from maskrcnn_trt.serving.errors import (
     RefusedError,
     UnreachableError,
 )
+from maskrcnn_trt.serving.scheduling import RequestTerms
 
 IMAGE = b"an image" * 100_000
 BUSY, AWAY = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE
@@ -41,9 +42,11 @@ class Detector(DetectorServicer):  # type: ignore[misc]  # generated, it has no 
     refusals: list[grpc.StatusCode] = field(default_factory=list)
     token: str | None = None
     calls: int = 0
+    asked: pb.DetectRequest | None = None
 
     def Detect(self, request: pb.DetectRequest, context: Any) -> pb.DetectResponse:  # noqa: N802
         self.calls += 1
+        self.asked = request
         sent = dict(context.invocation_metadata()).get("authorization")
         if self.token is not None and sent != f"Bearer {self.token}":
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
@@ -56,6 +59,7 @@ class Detector(DetectorServicer):  # type: ignore[misc]  # generated, it has no 
     ) -> Iterator[pb.DetectStreamResponse]:
         for request in requests:
             self.calls += 1
+            self.asked = request
             response = pb.DetectResponse(height=len(request.image))
             if self.refusals:
                 refusal = pb.Error(code=self.refusals.pop(0).value[0], message="not now")
@@ -128,9 +132,55 @@ def test_fault_of_the_request_is_not_sent_again(ask: Callable[..., Detections]) 
 
 def test_deadline_is_over_all_tries(ask: Callable[..., Detections]) -> None:
     detector = Detector([AWAY] * 9)
-    with serving(detector) as address, pytest.raises(DeadlineError, match="no answer in time"):
+    with serving(detector) as address, pytest.raises(DeadlineError, match="no server answered"):
         ask(address, timeout_s=0.3)
     assert 1 < detector.calls < 5
+
+
+def test_no_server_is_told_from_one_that_gives_up(ask: Callable[..., Detections]) -> None:
+    with pytest.raises(DeadlineError, match=r"no server answered at .*; start one with"):
+        ask("localhost:1", timeout_s=0.5)
+    gives_up = Detector([grpc.StatusCode.DEADLINE_EXCEEDED])
+    with serving(gives_up) as address, pytest.raises(RefusedError, match="not now") as caught:
+        ask(address)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_terms_reach_the_server(tmp_path: Path) -> None:
+    terms = RequestTerms(precision="fp16", priority=1, timeout_s=0.25)
+    expected = pb.DetectRequest(precision="fp16", priority=1, timeout_us=250_000)
+    fields = "precision", "priority", "timeout_us"
+
+    def check(detector: Detector) -> None:
+        asked, detector.asked = detector.asked, None
+        assert [getattr(asked, f) for f in fields] == [getattr(expected, f) for f in fields]
+
+    async def ask(address: str) -> None:
+        async with AsyncDetectorClient(address) as client:
+            await client.detect(IMAGE, terms=terms)
+            check(detector)
+            assert [found async for found in client.detect_many([IMAGE], terms=terms)]
+            check(detector)
+            assert [found async for found in client.stream([IMAGE], terms=terms)]
+            check(detector)
+
+    detector = Detector()
+    with serving(detector) as address:
+        asyncio.run(ask(address))
+        with DetectorClient(address) as sync:
+            sync.detect(IMAGE, terms=terms)
+            check(detector)
+            assert list(sync.detect_many([IMAGE], terms=terms))
+            check(detector)
+            assert list(sync.stream([IMAGE], terms=terms))
+            check(detector)
+        image, output = tmp_path / "a.jpg", str(tmp_path / "found")
+        image.write_bytes(IMAGE)
+        words = [address, str(image), "-o", output, "--format", "coco", "--precision", "fp16"]
+        words += ["--priority", "1", "--server-timeout", "0.25"]
+        result = CliRunner().invoke(client, words)
+        assert result.exit_code == 0, result.output
+        check(detector)
 
 
 def test_refusals_of_some_images_leave_the_others() -> None:
