@@ -76,7 +76,7 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         """Hold a place until the call's answer is taken, or the client is gone."""
         held = contextlib.ExitStack()
         held.enter_context(self._places.hold(peer))
-        context.add_done_callback(lambda _: held.close())  # type: ignore[arg-type]  # in stubs, no Protocol
+        context.add_done_callback(lambda _: held.close())  # type: ignore[arg-type]  # by stubs
 
     async def _reply_to_one(self, handler: Any, messages: _Messages, context: _Context) -> Any:
         """Reply to the first message as the handler does to one request."""
