@@ -112,12 +112,11 @@ class EngineProcess(Generic[Item, Result]):
 
     def close(self) -> None:
         """End the process, which is loaded, when its batches are computed and its engine closed."""
-        try:
+        with contextlib.suppress(queue.Empty, OSError):  # of which TimeoutError is one
             for _ in range(self.info.concurrency):
                 self._channels.get(timeout=_CLOSING_S).send(None)
-            self._process.wait(_CLOSING_S)
-        except (queue.Empty, OSError, subprocess.TimeoutExpired):
-            self.kill()
+            self.exited.result(_CLOSING_S)
+        self.kill()
         self.exited.result()
 
     def kill(self) -> None:
