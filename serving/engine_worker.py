@@ -20,7 +20,6 @@ from .errors import BackendError, ServingError
 
 _log = logging.getLogger(__name__)
 
-
 _SERVER_GONE = (EOFError, ConnectionError)
 """What connections raise then."""
 
