@@ -85,6 +85,8 @@ class Batcher(Generic[Item, Result]):
         self._workers = [_Worker(engine, is_up=True) for engine in engines]
         self._free: deque[_Worker[Item, Result]] = deque()
         """An entry for each batch that may begin."""
+        self.restarts = 0
+        """Engines that were replaced."""
         self._changed = asyncio.Event()
         self._threads = ThreadPoolExecutor(
             sum(engine.info.concurrency for engine in engines), thread_name_prefix="engine"
@@ -196,6 +198,7 @@ class Batcher(Generic[Item, Result]):
             self._take_down(worker)
             _log.error("%s; the engine is started again", how)
             await self._replace(number)
+            self.restarts += 1
             _log.warning("the engine is there again")
 
     def _offer(self, worker: _Worker[Item, Result], places: int = 1) -> None:

@@ -19,6 +19,9 @@ from .config import LogFormat, LogLevel
 request_id: Final = ContextVar("request_id", default="")
 """Of the request in progress; empty where there is none."""
 
+_STANDARD_ERROR: Final = 2
+"""Handle of the stream; `sys.stderr` may have been replaced."""
+
 _ID: Final = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 """What is taken for the id of a request; the rest could write lines of its own into the log."""
 
@@ -94,7 +97,7 @@ class _Handler(logging.Handler):
             written.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
 
     def _write(self) -> None:
-        with FileIO(sys.stderr.fileno(), "w", closefd=False) as file:
+        with FileIO(_STANDARD_ERROR, "w", closefd=False) as file:
             while True:
                 with contextlib.suppress(OSError):
                     file.write(self._lines.get())

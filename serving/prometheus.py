@@ -10,6 +10,7 @@ from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily as _Counter
 from prometheus_client.core import GaugeMetricFamily as _Gauge
 from prometheus_client.core import Metric
 from prometheus_client.core import UnknownMetricFamily as _Untyped
@@ -88,6 +89,10 @@ def _model_metrics(model: ServedModel) -> Iterator[Metric]:
     up = {(name, precision): batcher.engines_up for precision, batcher in batchers.items()}
     yield _family(_Gauge, metric, documentation, ("model", "precision"), up)
 
+    metric, documentation = "maskrcnn_engine_restarts", "Engines replaced since the model's load."
+    restarts = {(name, precision): batcher.restarts for precision, batcher in batchers.items()}
+    yield _family(_Counter, metric, documentation, ("model", "precision"), restarts)
+
     metric, documentation = "maskrcnn_model_info", "What computes; always 1."
     labels = ("model", "precision", "backend", "device")
     info = {(name, p, b.info.backend, b.info.device): 1 for p, b in batchers.items()}
@@ -95,7 +100,7 @@ def _model_metrics(model: ServedModel) -> Iterator[Metric]:
 
 
 def _family(
-    kind: type[_Untyped] | type[_Gauge],
+    kind: type[_Untyped] | type[_Gauge] | type[_Counter],
     name: str,
     documentation: str,
     labels: Sequence[str],

@@ -281,6 +281,12 @@ def test_faults_of_the_backend_are_counted(
             assert await metrics.value("maskrcnn_rejected_total", reason="backend_down") == 1
             failures = {"name": "nv_inference_request_failure", "reason": "BACKEND", **OWN}
             assert await metrics.value(**failures) == 4
+            assert await metrics.value("maskrcnn_engine_restarts_total", **engines) == 0
+            gate.break_with(None)
+            async with asyncio.timeout(60):
+                while await metrics.value("maskrcnn_engine_restarts_total", **engines) < 1:
+                    await asyncio.sleep(0.1)
+            assert await metrics.value("maskrcnn_engines_up", **engines) == 1
 
     asyncio.run(ask())
 
