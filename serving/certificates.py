@@ -40,18 +40,15 @@ def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
 def _configuration(
     certificate: Path, key: Path, client_ca: Path | None
 ) -> grpc.ServerCertificateConfiguration:
-    # gRPC would take anything, and refuse every connection.
+    pair = _read(key, "tls_key"), _read(certificate, "tls_certificate")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _read(certificate, "tls_certificate")
-    _read(key, "tls_key")
-    try:
+    try:  # gRPC would take anything, and refuse every connection
         context.load_cert_chain(certificate, key, password=_refuse_password)
     except ssl.SSLError as error:
         raise ServingError(
             f"{certificate} and {key} cannot be used together ({error.reason or error}); "
             "give a certificate as PEM, and the key that it was made for"
         ) from None
-    pair = _read(key, "tls_key"), _read(certificate, "tls_certificate")
     if client_ca is None:
         return grpc.ssl_server_certificate_configuration([pair])
     authorities = _read(client_ca, "tls_client_ca")
