@@ -44,9 +44,10 @@ def _configuration(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:  # gRPC would take anything, and refuse every connection
         context.load_cert_chain(certificate, key, password=_refuse_password)
-    except ssl.SSLError as error:
+    except OSError as error:  # of OpenSSL, or as files were replaced meanwhile
+        reason = getattr(error, "reason", None) or error
         raise ServingError(
-            f"{certificate} and {key} cannot be used together ({error.reason or error}); "
+            f"{certificate} and {key} cannot be used together ({reason}); "
             "give a certificate as PEM, and the key that it was made for"
         ) from None
     if client_ca is None:
@@ -54,7 +55,7 @@ def _configuration(
     authorities = _read(client_ca, "tls_client_ca")
     try:
         context.load_verify_locations(client_ca)
-    except ssl.SSLError:
+    except OSError:
         raise ServingError(
             f"{client_ca} holds no certificate as PEM; give that of the authority that signed "
             "those of the clients"
