@@ -8,7 +8,6 @@ import grpc
 
 from .access import AccessPolicy
 from .calls import CallWatch
-from .certificates import server_credentials
 from .config import ServeConfig
 from .errors import ServingError
 from .receiving import Reception
@@ -29,19 +28,25 @@ _OTHER_FILES = 256
 """That the process has open, beside connections."""
 
 
-def listening_server(config: ServeConfig, telemetry: Telemetry) -> tuple[grpc.aio.Server, int]:
+def listening_server(
+    config: ServeConfig,
+    access: AccessPolicy,
+    credentials: grpc.ServerCredentials | None,
+    telemetry: Telemetry,
+) -> tuple[grpc.aio.Server, int]:
     """A server without services that is bound to its port, and the port.
 
     Args:
         config: What it lets its clients do.
+        access: Who may call what.
+        credentials: What it shows its clients; none, it does not encrypt.
         telemetry: What watches calls.
 
     Raises:
-        ServingError: the address cannot be listened on, or certificates, keys or tokens not used.
+        ServingError: the address cannot be listened on.
     """
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
-    credentials = server_credentials(config)
-    reception = Reception(AccessPolicy(config), config, telemetry.metrics)
+    reception = Reception(access, config, telemetry.metrics)
     interceptors = [CallWatch(telemetry.tracer), reception]
     server = grpc.aio.server(interceptors=interceptors, options=_options(config))
     address = f"{config.host}:{config.port}"

@@ -15,6 +15,8 @@ from ..protos.inference import open_inference_pb2
 from ..protos.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from ..protos.maskrcnn.v1 import detector_pb2
 from ..protos.maskrcnn.v1.detector_pb2_grpc import add_DetectorServicer_to_server
+from .access import AccessPolicy
+from .certificates import server_credentials
 from .config import ServeConfig
 from .errors import ServingError
 from .health import HealthService
@@ -96,6 +98,8 @@ async def detection_server(
         BackendError: the backend does not run here, or not with such batches.
         ServingError: the address cannot be listened on, or certificates, keys or tokens not used.
     """
+    # Before the model, which takes a while.
+    access, credentials = AccessPolicy(config), server_credentials(config)
     telemetry, lag = Telemetry(load_tracer(config.tracing)), LoopLag()
     with (
         contextlib.closing(telemetry.tracer),
@@ -103,7 +107,7 @@ async def detection_server(
         _metrics_server(pipeline, lag, config),
     ):
         await pipeline.model.load()
-        server, port = listening_server(config, telemetry)
+        server, port = listening_server(config, access, credentials, telemetry)
         service = DetectorService(pipeline, config)
         add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         names = [service.full_name for service in _SERVICES]
