@@ -18,8 +18,9 @@ help: ## Say what can be made
 quickstart: $(STAMP) ## Draw data, train, export, serve and measure; results in runs/quickstart
 	$(BIN)/maskrcnn quickstart $(ARGS)
 
+# Files in parallel; more processes than that would take too much memory.
 test: $(STAMP) ## Run the tests; ARGS="-k masks" picks some
-	$(BIN)/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## Check style, types and the layers between folders
 	$(BIN)/ruff check

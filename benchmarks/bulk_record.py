@@ -1,6 +1,5 @@
 """The record of a benchmark in bulk: a page, a picture of the steps, and all numbers as JSON."""
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import matplotlib as mpl
 
 from .bulk import BulkResult
 from .bulk_report import SPEED_COLUMNS, speed_rows, step_rows
-from .record import begin_record, machine_table, markdown_table
+from .record import begin_record, markdown_table, record_page
 from .report import Report
 
 mpl.use("Agg")
@@ -85,20 +84,17 @@ def goal_sentences(results: Sequence[BulkResult]) -> list[str]:
 def _page(report: Report, results: Sequence[BulkResult], images: str, picture: str) -> str:
     first = results[0]
     by_step = [(str(r.batch), *row) for r, row in zip(results, step_rows(results), strict=True)]
-    goals = "\n".join(f"- {sentence}" for sentence in goal_sentences(results))
-    texts = (_COUNTED.format(images=images), _STEPS)
-    return "\n".join(
-        [
-            f"# From files to masks, {first.engine} in {first.precision}",
-            f"\n```sh\n{report.command}\n```\n",
-            machine_table(report, on_gpu=first.device == "cuda"),
-            *(["\n## Goals\n", goals] if goals else []),
+    return record_page(
+        f"From files to masks, {first.engine} in {first.precision}",
+        report,
+        on_gpu=first.device == "cuda",
+        goals=goal_sentences(results),
+        body=[
             "\n## Speed\n",
             markdown_table(SPEED_COLUMNS, speed_rows(results)),
             "\n## Steps of a batch, in ms\n",
             markdown_table(("batch", *first.step_milliseconds), by_step),
-            f"\n![Time of an image by step]({picture})\n",
-            "## What is counted\n",
-            "\n\n".join(textwrap.fill(text, 100) for text in texts) + "\n",
-        ]
+            f"\n![Time of an image by step]({picture})",
+        ],
+        counted=[_COUNTED.format(images=images), _STEPS],
     )

@@ -1,7 +1,6 @@
 """The record of an inference benchmark: a page, a picture of the speed, and all numbers as JSON."""
 
 import re
-import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from ..model.manifest import Precision
 from .infer import InferResult
-from .record import begin_record, machine_table, markdown_table
+from .record import begin_record, markdown_table, paragraphs, record_page
 from .report import (
     INFER_COLUMNS,
     InferReport,
@@ -195,7 +194,6 @@ def _verdict(met: bool) -> str:
 
 def _page(report: InferReport, picture: str) -> str:
     precisions = asked_precisions(report.results, report.failures)
-    goals = "\n".join(f"- {sentence}" for sentence in goal_sentences(report))
     failures = "\n".join(f"- {sentence}" for sentence in failure_sentences(report.failures))
     tables = [
         f"\n### {precision}\n\n"
@@ -204,20 +202,19 @@ def _page(report: InferReport, picture: str) -> str:
         )
         for precision in precisions
     ]
-    return "\n".join(
-        [
-            f"# Inference in {', '.join(precisions)} at {report.results[0].bucket} pixels",
-            f"\n```sh\n{report.command}\n```\n",
-            machine_table(report, on_gpu=any(r.device == "cuda" for r in report.results)),
-            *(["\n## Goals\n", goals] if goals else []),
+    return record_page(
+        f"Inference in {', '.join(precisions)} at {report.results[0].bucket} pixels",
+        report,
+        on_gpu=any(r.device == "cuda" for r in report.results),
+        goals=goal_sentences(report),
+        body=[
             "\n## Speed",
             *tables,
             f"\n![Throughput over batch size]({picture})",
             *(["\n## Not measured\n", failures] if failures else []),
             *(_stage_parts(report.stages) if report.stages else []),
-            "\n## What is counted\n",
-            "\n\n".join(textwrap.fill(text, 100) for text in _texts(report)) + "\n",
-        ]
+        ],
+        counted=_texts(report),
     )
 
 
@@ -231,7 +228,7 @@ def _stage_parts(measured: Sequence[StageTimes]) -> list[str]:
     return [
         "\n## Time by stage, in ms\n",
         markdown_table(("batch", *names), rows),
-        f"\n{textwrap.fill(text, 100)}",
+        f"\n{paragraphs(text)}",
         f"\n## Costliest kernels of a batch of {shown.batch}\n",
         markdown_table(("kernel", "calls", "ms"), kernels),
     ]

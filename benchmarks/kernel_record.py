@@ -1,13 +1,12 @@
 """The record of a kernel benchmark: a page, a picture of the ratios, and all numbers as JSON."""
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 
 from .kernels import KernelResult
-from .record import begin_record, machine_table, markdown_table
+from .record import begin_record, markdown_table, record_page
 from .report import KERNEL_COLUMNS, Report, goal_text, in_figures, kernel_rows
 
 mpl.use("Agg")
@@ -101,20 +100,17 @@ def _goal_sentence(result: KernelResult) -> str:
 def _page(report: Report, results: Sequence[KernelResult], picture: str) -> str:
     limits = dict.fromkeys((result.kernel, result.limit) for result in results)
     copying = in_figures(results[0].copy_gigabytes_per_second)
-    goals = "\n".join(f"- {sentence}" for sentence in goal_sentences(results))
-    texts = (_COLUMNS.format(copying=copying), _CLOCK, _PEERS)
-    return "\n".join(
-        [
-            "# CUDA kernels at working sizes",
-            f"\n```sh\n{report.command}\n```\n",
-            machine_table(report, on_gpu=True),
-            *(["\n## Goals\n", goals] if goals else []),
+    return record_page(
+        "CUDA kernels at working sizes",
+        report,
+        on_gpu=True,
+        goals=goal_sentences(results),
+        body=[
             "\n## Times\n",
             markdown_table(KERNEL_COLUMNS, kernel_rows(results)),
             f"\n![How many times as fast as its peers each kernel is]({picture})\n",
             "## What binds each kernel\n",
             markdown_table(("kernel", "bound by"), [(f"`{k}`", limit) for k, limit in limits]),
-            "\n## What is counted\n",
-            "\n\n".join(textwrap.fill(text, 100) for text in texts) + "\n",
-        ]
+        ],
+        counted=[_COLUMNS.format(copying=copying), _CLOCK, _PEERS],
     )

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,43 @@ def begin_record(subject: str, report: Report, folder: Path) -> Path:
     return page
 
 
-def machine_table(report: Report, *, on_gpu: bool) -> str:
+def record_page(
+    title: str,
+    report: Report,
+    *,
+    on_gpu: bool,
+    body: Sequence[str],
+    counted: Sequence[str],
+    goals: Sequence[str] = (),
+) -> str:
+    """The page of a record, in Markdown.
+
+    Args:
+        title: Its heading.
+        report: What was measured.
+        on_gpu: Whether a GPU did that.
+        body: What was found, part after part, as they stand below each other.
+        counted: Paragraphs that say what the numbers mean.
+        goals: Sentences that say what was reached.
+    """
+    parts = [
+        f"# {title}",
+        f"\n```sh\n{report.command}\n```\n",
+        _machine_table(report, on_gpu=on_gpu),
+        *(["\n## Goals\n", *(f"- {goal}" for goal in goals)] if goals else []),
+        *body,
+        "\n## What is counted\n",
+        paragraphs(*counted),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def paragraphs(*texts: str) -> str:
+    """Text in lines of a hundred columns."""
+    return "\n\n".join(textwrap.fill(text, 100, break_on_hyphens=False) for text in texts)
+
+
+def _machine_table(report: Report, *, on_gpu: bool) -> str:
     """Hardware, versions, commit and date, in Markdown."""
     machine = report.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items())

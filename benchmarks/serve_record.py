@@ -1,7 +1,6 @@
 """The record of a serving benchmark: a page, pictures of it, and all numbers as JSON."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 
 from .bulk import BulkResult
-from .record import begin_record, machine_table, markdown_table
+from .record import begin_record, markdown_table, record_page
 from .serve_load import ClosedLoop, OpenLoop
 from .serve_report import (
     SPEED_COLUMNS,
@@ -204,15 +203,13 @@ def _page(report: ServeReport, images: str, picture: str) -> str:
     bulk = report.bulk
     on_gpu = bulk.device == "cuda" if bulk else bool(report.machine.gpus)
     engine = f", {bulk.engine} in {bulk.precision}" if bulk else ""
-    goals = "\n".join(f"- {sentence}" for sentence in goal_sentences(report))
     refused = refusal_sentences(results)
-    texts = (_COUNTED.format(images=images), _TIME, _USE)
-    return "\n".join(
-        [
-            f"# Serving over gRPC{engine}",
-            f"\n```sh\n{report.command}\n```\n",
-            machine_table(report, on_gpu=on_gpu),
-            *(["\n## Goals\n", goals] if goals else []),
+    return record_page(
+        f"Serving over gRPC{engine}",
+        report,
+        on_gpu=on_gpu,
+        goals=goal_sentences(report),
+        body=[
             "\n## Speed, latencies in ms\n",
             markdown_table(SPEED_COLUMNS, speed_rows(results)),
             *(["", *(f"- {sentence}" for sentence in refused)] if refused else []),
@@ -220,8 +217,7 @@ def _page(report: ServeReport, images: str, picture: str) -> str:
             markdown_table(TIME_COLUMNS, time_rows(results)),
             "\n## What the server and the clients take\n",
             markdown_table(USE_COLUMNS, use_rows(results)),
-            f"\n![Throughput, latency and where the time goes]({picture})\n",
-            "## What is counted\n",
-            "\n\n".join(textwrap.fill(text, 100) for text in texts) + "\n",
-        ]
+            f"\n![Throughput, latency and where the time goes]({picture})",
+        ],
+        counted=[_COUNTED.format(images=images), _TIME, _USE],
     )

@@ -1,6 +1,5 @@
 """The record of a training benchmark: a page, a picture of the losses, and all numbers as JSON."""
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from ..model.losses import LOSS_NAMES
-from .record import begin_record, machine_table, markdown_table
+from .record import begin_record, markdown_table, record_page
 from .report import TRAIN_COLUMNS, Report, train_rows
 from .train import TrainResult
 
@@ -99,14 +98,14 @@ def _page(report: Report, results: Sequence[TrainResult], picture: str) -> str:
     )
     if any(result.engine == "torchvision" for result in results):
         counted += _PEER
-    return "\n".join(
-        [
-            f"# Training in {', '.join(dict.fromkeys(r.precision for r in results))}",
-            f"\n```sh\n{report.command}\n```\n",
-            machine_table(report, on_gpu=on_gpu),
+    return record_page(
+        f"Training in {', '.join(dict.fromkeys(r.precision for r in results))}",
+        report,
+        on_gpu=on_gpu,
+        body=[
             f"\n{first.batch} images a step, {first.iterations} steps a run.\n",
             markdown_table(TRAIN_COLUMNS, train_rows(results)),
-            f"\n![Loss curves side by side]({picture})\n\n## What is counted\n",
-            textwrap.fill(counted, 100) + "\n",
-        ]
+            f"\n![Loss curves side by side]({picture})",
+        ],
+        counted=[counted],
     )

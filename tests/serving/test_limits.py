@@ -55,7 +55,7 @@ def test_message_that_does_not_parse_is_the_clients_fault(
 
     caplog.set_level(logging.WARNING, "grpc")
     asyncio.run(ask())
-    assert not caplog.records
+    assert not [record for record in caplog.records if "loop_lag" not in record.name]
 
 
 def test_call_without_a_message(bundle: Path) -> None:
