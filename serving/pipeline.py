@@ -92,6 +92,11 @@ class Pipeline:
                 old_computing.cancel()
                 await asyncio.to_thread(old.close)
 
+    @property
+    def stream_window(self) -> int:
+        """Images of a stream to be in progress: those of all batches that overlap, and one more."""
+        return (self.model.batcher().concurrency + 1) * self._config.max_batch
+
     def close(self) -> None:
         """Release threads and model."""
         self._threads.shutdown()

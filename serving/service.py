@@ -73,8 +73,8 @@ class DetectorService(pb_grpc.DetectorServicer):
         context: _StreamContext,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        # A stream is read no faster than it is answered, but so that two batches are under way.
-        places = asyncio.Semaphore(2 * self._config.max_batch)
+        # A stream is read no faster than it is answered.
+        places = asyncio.Semaphore(self._pipeline.stream_window)
         writing = asyncio.Lock()  # gRPC takes one message at a time
 
         async def answer(request: pb.DetectRequest) -> None:

@@ -187,8 +187,8 @@ class InferenceService(GRPCInferenceServiceServicer):
     ) -> None:
         """Answer the requests of a stream in their order, several at once."""
         answers: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
-        # A stream is read no faster than it is answered, but so that two batches are under way.
-        places = asyncio.Semaphore(2 * self._config.max_batch)
+        # A stream is read no faster than it is answered.
+        places = asyncio.Semaphore(self._pipeline.stream_window)
         peer = context.peer()
 
         async def read() -> None:
