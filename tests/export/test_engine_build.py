@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,9 @@ def test_interrupt_stops_the_builder(models: dict[Precision, Path], tmp_path: Pa
         "builder = builder_for('tensorrt-rtx', EngineOptions(), BuildLog(folder / 'build.log'))\n"
         "print('ready', flush=True)\n"
         "try:\n"
-        "    builder.build(Path(sys.argv[2]), folder / 'x.rtx', 'fp32')\n"
+        "    while True:  # until the signal has come\n"
+        "        builder.build(Path(sys.argv[2]), folder / 'x.rtx', 'fp32')\n"
+        "        (folder / 'x.rtx').unlink()\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted')\n"
     )
@@ -255,6 +258,7 @@ def test_interrupt_stops_the_builder(models: dict[Precision, Path], tmp_path: Pa
         log = tmp_path / "build.log"
         while not (log.exists() and "GRAPH NODES" in log.read_text(errors="ignore")):
             assert process.poll() is None
+            time.sleep(0.01)
         os.kill(process.pid, signal.SIGINT)
         assert process.stdout.read() == "interrupted\n"
     assert "BuildCanceled" in log.read_text()
