@@ -81,9 +81,21 @@ class EngineBuilder(ABC):
             KeyboardInterrupt: the user interrupted; the builder has stopped.
         """
         model, plugins = self._model_from(onnx_path)
-        with self._log.section(plan_path.name):
-            plan = self._plan_from(model, plan_path.name, precision)
-            check_precision(self._layers_of(plan), precision, plan_path.name)
+        console = Console(stderr=True)
+        with (
+            self._log.section(plan_path.name),
+            Progress(console=console, transient=True, disable=not console.is_terminal) as bars,
+            ThreadPoolExecutor(max_workers=1) as pool,
+        ):
+            progress = BuildProgress(bars)
+            try:
+                # In a thread of its own: an interrupt that came up where TensorRT calls back, to
+                # log or to show its progress, would be lost there.
+                building = pool.submit(self._plan_from, model, plan_path.name, precision, progress)
+                plan = building.result()
+            except KeyboardInterrupt:
+                progress.cancel()
+                raise
         plan_path.write_bytes(plan)
         return EngineBuild(
             runtime_version=self._trt.__version__,
@@ -113,7 +125,10 @@ class EngineBuilder(ABC):
         """The model as the parser gets it, and versions of the plugins that it needs."""
         return onnx_path.read_bytes(), {}
 
-    def _plan_from(self, model: bytes, name: str, precision: Precision) -> Any:
+    def _plan_from(
+        self, model: bytes, name: str, precision: Precision, progress: BuildProgress
+    ) -> Any:
+        """The serialised engine, whose types were checked."""
         builder = self._trt.Builder(self._logger)
         network = builder.create_network(self._network_flags())
         # The network's weights are the parser's.
@@ -121,9 +136,11 @@ class EngineBuilder(ABC):
         if not parser.parse(model):
             raise EngineError(self._refusal(parser, name))
         config = self._config_for(builder, network, precision)
+        config.progress_monitor = monitor_into(self._trt, progress)
         plan = self._run(builder, network, config)
         if plan is None:
             raise EngineError(self._failure(name))
+        check_precision(self._layers_of(plan), precision, name)
         return plan
 
     def _config_for(self, builder: Any, network: Any, precision: Precision) -> Any:
@@ -149,20 +166,7 @@ class EngineBuilder(ABC):
 
     def _run(self, builder: Any, network: Any, config: Any) -> Any:
         """The serialised engine, or None where the builder failed."""
-        console = Console(stderr=True)
-        with (
-            Progress(console=console, transient=True, disable=not console.is_terminal) as bars,
-            ThreadPoolExecutor(max_workers=1) as pool,
-        ):
-            progress = BuildProgress(bars)
-            config.progress_monitor = monitor_into(self._trt, progress)
-            # In a thread of its own, since an interrupt must not come up in the middle of C++.
-            plan = pool.submit(builder.build_serialized_network, network, config)
-            try:
-                return plan.result()
-            except KeyboardInterrupt:
-                progress.cancel()
-                raise
+        return builder.build_serialized_network(network, config)
 
     def _refusal(self, parser: Any, name: str) -> str:
         """Why the parser does not take the model, in a sentence."""
