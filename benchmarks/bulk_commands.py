@@ -7,6 +7,14 @@ import click
 
 from ..model.manifest import Precision
 from ..serving.config import BackendName
+from .options import (
+    images_in_words,
+    images_option,
+    json_option,
+    output_option,
+    read_images,
+    seconds_option,
+)
 
 
 @click.command(context_settings={"show_default": True})
@@ -20,22 +28,10 @@ from ..serving.config import BackendName
     "--backend", type=click.Choice(get_args(BackendName)), default="auto",
     help="What computes; auto takes the fastest that runs here.",
 )  # fmt: skip
-@click.option(
-    "--images", "sources", multiple=True, type=click.Path(exists=True, path_type=Path),
-    help="Image or folder of images to use in place of drawn ones.",
-)  # fmt: skip
-@click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), default=5.0,
-    help="Length of each measurement.",
-)  # fmt: skip
-@click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write results and versions here.",
-)  # fmt: skip
-@click.option(
-    "--output", type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for a record: a page, a picture of the steps, and JSON.",
-)  # fmt: skip
+@images_option("drawn ones")
+@seconds_option
+@json_option
+@output_option("a page, a picture of the steps")
 def bulk(
     bundle: Path,
     batches: tuple[int, ...],
@@ -47,18 +43,17 @@ def bulk(
     output: Path | None,
 ) -> None:
     """Measure BUNDLE from image files to run-length encoded masks, by step and as a whole."""
-    from ..serving.reports import image_files
     from .bulk import BulkSettings, measure_bulk
     from .bulk_images import PHOTO_LIKE
     from .bulk_report import bulk_table
     from .report import Report, show
 
-    files = image_files(sources) if sources else []
+    images = read_images(sources)
     settings = BulkSettings(
         precision=precision,
         backend=backend,
         batches=batches,
-        images=[path.read_bytes() for path in files],
+        images=images,
         seconds=seconds,
     )
     results = measure_bulk(bundle, settings)
@@ -67,6 +62,5 @@ def bulk(
     if output is not None:
         from .bulk_record import write_record
 
-        names = ", ".join(map(str, sources))
-        images = f"{len(files)} files of {names}" if files else PHOTO_LIKE
-        click.echo(f"the record is {write_record(report, results, images, output)}")
+        what = images_in_words(images, sources, PHOTO_LIKE)
+        click.echo(f"the record is {write_record(report, results, what, output)}")

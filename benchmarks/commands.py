@@ -12,28 +12,13 @@ from ..model.spec import ShapeBucket
 from ..serving.config import BackendName
 from .bulk_commands import bulk
 from .infer import Peer
+from .options import images_option, json_option, output_option, read_images, seconds_option
 from .serve_commands import serve
 from .train import TrainPrecision
 
 if TYPE_CHECKING:
     from .infer import InferSettings
     from .report import InferReport
-
-_FILE = click.Path(dir_okay=False, path_type=Path)
-_FOLDER = click.Path(file_okay=False, path_type=Path)
-_SECONDS = click.FloatRange(min=0, min_open=True)
-_IMAGES = click.option(
-    "--images",
-    multiple=True,
-    type=click.Path(exists=True, path_type=Path),
-    help="Image or folder of images to use in place of noise.",
-)
-
-
-def _contents_of(sources: Sequence[Path]) -> list[bytes]:
-    from ..serving.reports import image_files
-
-    return [path.read_bytes() for path in image_files(sources)] if sources else []
 
 
 @click.group()
@@ -61,14 +46,11 @@ bench.add_command(serve)
     "--peer", "peers", multiple=True, type=click.Choice(get_args(Peer)),
     help="Measure it too; torchvision takes the weights of a checkpoint.",
 )  # fmt: skip
-@_IMAGES
-@click.option("--seconds", type=_SECONDS, default=5.0, help="Length of each measurement.")
+@images_option("noise")
+@seconds_option
 @click.option("--warmup", type=click.IntRange(min=0), default=3, help="Batches not counted.")
-@click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
-@click.option(
-    "--output", type=_FOLDER,
-    help="Folder for a record: a page, time by stage included, a picture, and JSON.",
-)  # fmt: skip
+@json_option
+@output_option("a page, time by stage included, a picture")
 def infer(
     models: tuple[Path, ...],
     batches: tuple[int, ...],
@@ -76,7 +58,7 @@ def infer(
     backend: BackendName,
     bucket: ShapeBucket | None,
     peers: tuple[Peer, ...],
-    images: tuple[Path, ...],
+    sources: tuple[Path, ...],
     seconds: float,
     warmup: int,
     json_path: Path | None,
@@ -101,7 +83,7 @@ def infer(
         backend=backend,
         peers=peers,
         bucket=bucket,
-        images=_contents_of(images),
+        images=read_images(sources),
         seconds=seconds,
         warmup=warmup,
         with_stages=output is not None,
@@ -152,11 +134,7 @@ def _infer_report(models: Sequence[Path], settings: "InferSettings") -> "InferRe
 @click.option("--use-synthetic-data", is_flag=True, help="Train on drawn pictures.")
 @click.option("--iterations", type=click.IntRange(min=1), default=100, help="Steps of each run.")
 @click.option("--warmup", type=click.IntRange(min=0), default=10, help="First steps, not timed.")
-@click.option(
-    "--output",
-    type=_FOLDER,
-    help="Folder for a record: a page, a picture of the losses, and JSON.",
-)
+@output_option("a page, a picture of the losses")
 def train(
     config: str,
     overrides: tuple[str, ...],
@@ -208,12 +186,8 @@ def train(
     metavar="NAME",
     help="Measure this one only; may be given several times.",
 )
-@click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
-@click.option(
-    "--output",
-    type=_FOLDER,
-    help="Folder for a record: a page, a picture of the ratios, and JSON.",
-)
+@json_option
+@output_option("a page, a picture of the ratios")
 def kernels(names: tuple[str, ...], json_path: Path | None, output: Path | None) -> None:
     """Measure the CUDA kernels at working sizes, and what others offer for the same tasks.
 

@@ -7,6 +7,16 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from ..serving.detections import MaskFormat
+from .options import (
+    SECONDS,
+    images_in_words,
+    images_option,
+    json_option,
+    output_option,
+    read_images,
+    seconds_option,
+)
 from .serve_load import Arrivals
 
 if TYPE_CHECKING:
@@ -16,9 +26,6 @@ if TYPE_CHECKING:
     from .serve_results import ServeResult
 
 _CONCURRENCIES = (1, 4, 16)
-_SECONDS = click.FloatRange(min=0, min_open=True)
-_FILE = click.Path(dir_okay=False, path_type=Path)
-_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 @click.command(context_settings={"show_default": True})
@@ -30,12 +37,12 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     f"times. The default is {', '.join(map(str, _CONCURRENCIES))}, but with --rate alone none.",
 )  # fmt: skip
 @click.option(
-    "--rate", "rates", multiple=True, type=_SECONDS,
+    "--rate", "rates", multiple=True, type=SECONDS,
     help="Images a second that come whether or not those before are answered; may be given "
     "several times.",
 )  # fmt: skip
 @click.option(
-    "--load", "loads", multiple=True, type=_SECONDS,
+    "--load", "loads", multiple=True, type=SECONDS,
     help="Such a rate as a share of the highest that --concurrency reached; may be given several "
     "times.",
 )  # fmt: skip
@@ -43,21 +50,18 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     "--arrivals", type=click.Choice(get_args(Arrivals)), default="poisson",
     help="Whether images at a rate come at random or at equal distances.",
 )  # fmt: skip
+@images_option("noise")
 @click.option(
-    "--images", "sources", multiple=True, type=click.Path(exists=True, path_type=Path),
-    help="Image or folder of images to use in place of noise.",
-)  # fmt: skip
-@click.option(
-    "--masks", type=click.Choice(["rle", "probabilities", "none"]), default="rle",
+    "--masks", type=click.Choice([form.value for form in MaskFormat]), default="rle",
     help="Form of the masks that are asked for.",
 )  # fmt: skip
-@click.option("--seconds", type=_SECONDS, default=5.0, help="Length of each measurement.")
+@seconds_option
 @click.option(
     "--warmup", "warmup_seconds", type=click.FloatRange(min=0), default=1.0,
     help="Seconds before each that are not counted.",
 )  # fmt: skip
 @click.option(
-    "--timeout", "timeout_s", type=_SECONDS, default=30.0, help="Seconds to wait for an answer."
+    "--timeout", "timeout_s", type=SECONDS, default=30.0, help="Seconds to wait for an answer."
 )
 @click.option(
     "--processes", type=click.IntRange(min=1), default=1,
@@ -69,8 +73,8 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     "--peer", type=click.Choice(["unbatched"]),
     help="Measure at --concurrency a server with batches of one, too.",
 )  # fmt: skip
-@click.option("--json", "json_path", type=_FILE, help="Also write results and versions here.")
-@click.option("--output", type=_FOLDER, help="Folder for a record: a page, pictures and JSON.")
+@json_option
+@output_option("a page, pictures")
 def serve(
     server: str,
     options: tuple[str, ...],
@@ -87,15 +91,13 @@ def serve(
     SERVER is the host:port of one that runs, or a bundle, for which one is started with OPTIONS,
     which are those of `maskrcnn serve` and stand behind `--`.
     """
-    from ..serving.detections import MaskFormat
-    from ..serving.reports import image_files
     from .report import show
     from .serve import NOISE, ServeSettings, measure_server
     from .serve_report import ServeReport, serve_table
 
-    files = image_files(sources) if sources else []
+    images = read_images(sources)
     settings = ServeSettings(
-        images=[path.read_bytes() for path in files],
+        images=images,
         masks=MaskFormat(masks),
         **_with_levels(values),
     )
@@ -115,9 +117,8 @@ def serve(
     if output is not None:
         from .serve_record import write_record
 
-        names = ", ".join(map(str, sources))
-        images = f"{len(files)} files of {names}" if files else NOISE
-        click.echo(f"the record is {write_record(report, images, output)}")
+        what = images_in_words(images, sources, NOISE)
+        click.echo(f"the record is {write_record(report, what, output)}")
 
 
 def _with_levels(values: dict[str, Any]) -> dict[str, Any]:
