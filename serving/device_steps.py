@@ -127,11 +127,14 @@ class DeviceSteps:
         self._module.synchronize()
 
     def _read(self, jobs: Sequence[Job]) -> _Read:
-        images = [job.image for job in jobs]
+        files = [_file_for_device(job.image) for job in jobs]
         return _Read(
             jobs,
-            [tensor_from_bytes(data) for data in map(_file_for_device, images) if data is not None],
-            [_pixels_from_host(i) if _file_for_device(i) is None else None for i in images],
+            [tensor_from_bytes(file) for file in files if file is not None],
+            [
+                _pixels_from_host(job.image) if file is None else None
+                for job, file in zip(jobs, files, strict=True)
+            ],
         )
 
     def _prepare(self, batch: _Read) -> _Prepared:
