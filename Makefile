@@ -18,9 +18,11 @@ help: ## Say what can be made
 quickstart: $(STAMP) ## Draw data, train, export, serve and measure; results in runs/quickstart
 	$(BIN)/maskrcnn quickstart $(ARGS)
 
-# Files in parallel; more processes than that would take too much memory.
+# Files in parallel; more processes than that would take too much memory. One that dies ends the run,
+# as xdist hangs where it replaces it (https://github.com/pytest-dev/pytest-xdist/issues/1378).
 test: $(STAMP) ## Run the tests; ARGS="-k masks" picks some
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
+		--max-worker-restart 0 $(ARGS)
 
 lint: $(STAMP) ## Check style, types and the layers between folders
 	$(BIN)/ruff check

@@ -1,9 +1,9 @@
 """TensorRT's messages: all of them in a file, and those a build needs at hand."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 
 class BuildLog:
@@ -49,18 +49,3 @@ class BuildLog:
         if self._file is not None:
             with suppress(OSError):
                 self._file.write(text)
-
-
-def logger_into(trt: Any, write: Callable[[str, str], None]) -> Any:
-    """A `trt.ILogger` that hands its messages on.
-
-    Args:
-        trt: the module `tensorrt` or `tensorrt_rtx`.
-        write: gets the severity's name, as `ERROR`, and the message.
-    """
-
-    class Logger(trt.ILogger):  # type: ignore[misc]
-        def log(self, severity: Any, message: str) -> None:
-            write(severity.name, message)
-
-    return Logger()

@@ -20,7 +20,8 @@ from ..model.manifest import (
     Precision,
     current_platform,
 )
-from .build_log import BuildLog, logger_into
+from ..plugins.tensorrt_log import messages_to, shared_logger
+from .build_log import BuildLog
 from .build_progress import BuildProgress, monitor_into
 from .engine_layers import Layer, check_precision
 from .engine_options import EngineOptions
@@ -61,7 +62,7 @@ class EngineBuilder(ABC):
         self._trt: Any = importlib.import_module(self.kind.replace("-", "_"))
         self._options = options
         self._log = log
-        self._logger = logger_into(self._trt, log.write)
+        self._logger = shared_logger(self._trt)
         self._profiles = profiles_from_batches(options.batches)
         self._compute_capabilities = self._target()
 
@@ -84,6 +85,7 @@ class EngineBuilder(ABC):
         console = Console(stderr=True)
         with (
             self._log.section(plan_path.name),
+            messages_to(self._trt, self._log.write),
             Progress(console=console, transient=True, disable=not console.is_terminal) as bars,
             ThreadPoolExecutor(max_workers=1) as pool,
         ):
@@ -91,8 +93,9 @@ class EngineBuilder(ABC):
             try:
                 # In a thread of its own: an interrupt that came up where TensorRT calls back, to
                 # log or to show its progress, would be lost there.
-                building = pool.submit(self._plan_from, model, plan_path.name, precision, progress)
-                plan = building.result()
+                plan = pool.submit(
+                    self._plan_from, model, plan_path.name, precision, progress
+                ).result()
             except KeyboardInterrupt:
                 progress.cancel()
                 raise

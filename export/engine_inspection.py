@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..model.manifest import EngineKind
-from .build_log import logger_into
+from ..plugins.tensorrt_log import messages_to, shared_logger
 from .engine_layers import Layer, dtype_from_text, layers_from_json
 from .errors import EngineError
 
@@ -28,7 +28,8 @@ def load_engine(plan: Path, kind: EngineKind) -> tuple[Any, Any]:
         if severity.endswith("ERROR"):
             errors.append(" ".join(message.split()))
 
-    engine = trt.Runtime(logger_into(trt, note)).deserialize_cuda_engine(plan.read_bytes())
+    with messages_to(trt, note):
+        engine = trt.Runtime(shared_logger(trt)).deserialize_cuda_engine(plan.read_bytes())
     if engine is None:
         reason = errors[0] if errors else "it gives no reason"
         raise EngineError(

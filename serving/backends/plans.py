@@ -6,7 +6,8 @@ The engine and its contexts know addresses and streams by number alone; the memo
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from ...model.manifest import Artifact, EngineKind
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES
+from ...plugins.tensorrt_log import messages_to, shared_logger
 from ..errors import BackendError
 from .base import TensorSpec
 from .plan_checks import RUNTIMES, batch_profiles, remedy_from_reason
@@ -37,9 +39,7 @@ class PlanRuntime:
         trt = self.trt = importlib.import_module(RUNTIMES[kind].module)
         self._name = f"{RUNTIMES[kind].title} {trt.__version__}"
         self._cache = cache
-        self._errors: list[str] = []
-        self._logger = _logger(trt, self._errors)
-        self._loader = trt.Runtime(self._logger)
+        self._loader = trt.Runtime(shared_logger(trt))
 
     def engine_from(self, path: Path) -> Any:
         """The `ICudaEngine` of a plan.
@@ -47,8 +47,12 @@ class PlanRuntime:
         Raises:
             BackendError: the runtime refuses the plan; the message has its reason.
         """
-        engine = self._loader.deserialize_cuda_engine(path.read_bytes())
-        return self.checked(engine, f"load {path}", "export the bundle again on this machine")
+        plan = path.read_bytes()
+        return self.answer(
+            partial(self._loader.deserialize_cuda_engine, plan),
+            f"load {path}",
+            "export the bundle again on this machine",
+        )
 
     def context_of(self, engine: Any) -> Any:
         """A new `IExecutionContext` without scratch memory.
@@ -56,48 +60,42 @@ class PlanRuntime:
         Raises:
             BackendError: the runtime makes none.
         """
-        trt = self.trt
-        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if self._cache is None:
-            context = engine.create_execution_context(strategy)
+            make = partial(engine.create_execution_context, strategy)
         else:
             config = self._cache.config_for(engine)
             config.set_execution_context_allocation_strategy(strategy)
-            context = engine.create_execution_context(config)
-        return self.checked(context, "make a context", "export the bundle again")
+            make = partial(engine.create_execution_context, config)
+        return self.answer(make, "make a context", "export the bundle again")
 
-    def checked(self, answer: _Answer, task: str, remedy: str) -> _Answer:
-        """What the runtime answered.
+    def answer(self, call: Callable[[], _Answer], task: str, remedy: str) -> _Answer:
+        """What the runtime answers to a call.
 
         Args:
-            answer: None or False where it failed.
-            task: What it was to do.
-            remedy: What the user can do about it where the reason does not tell.
+            call: Gives None or False where it fails.
+            task: What it is to do.
+            remedy: What the user can do about a failure where the reason does not tell.
 
         Raises:
-            BackendError: it failed; the message has what it logged first.
+            BackendError: it failed; the message has the first error logged meanwhile.
         """
+        errors: list[str] = []
+
+        def note(severity: str, message: str) -> None:
+            is_error = severity in ("ERROR", "INTERNAL_ERROR")
+            if is_error:
+                errors.append(message)
+            level = logging.INFO if is_error or severity == "WARNING" else logging.DEBUG
+            _log.log(level, message)
+
+        with messages_to(self.trt, note):
+            answer = call()
         if answer is None or answer is False:
-            reason = self._errors[0] if self._errors else "it does not say why"
+            reason = errors[0] if errors else "it does not say why"
             remedy = remedy_from_reason(reason) or remedy
             raise BackendError(f"{self._name} does not {task} ({reason}); {remedy}")
-        self._errors.clear()
         return answer
-
-
-def _logger(trt: Any, errors: list[str]) -> Any:
-    """An `ILogger` that appends what went wrong to a list; TensorRT calls it from any thread."""
-
-    class Logger(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.ERROR:
-                errors.append(message)
-            _log.log(logging.INFO if severity <= trt.ILogger.WARNING else logging.DEBUG, message)
-
-    return Logger()
 
 
 class _Step(NamedTuple):
@@ -179,21 +177,29 @@ class Plan:
         self._set_shapes(context, batch)
         for name, address in addresses.items():
             context.set_tensor_address(name, address)
-        self._runtime.checked(
-            context.execute_async_v3(stream), f"compute a batch of {batch}", "restart the process"
+        self._runtime.answer(
+            partial(context.execute_async_v3, stream),
+            f"compute a batch of {batch}",
+            "restart the process",
         )
 
     def _context(self, profile: int) -> Any:
         context = self._runtime.context_of(self._engine)
-        chosen = context.set_optimization_profile_async(profile, 0)
-        self._runtime.checked(chosen, f"take profile {profile}", "export the bundle again")
+        self._runtime.answer(
+            partial(context.set_optimization_profile_async, profile, 0),
+            f"take profile {profile}",
+            "export the bundle again",
+        )
         return context
 
     def _set_shapes(self, context: Any, batch: int) -> None:
         for name in INPUT_NAMES:
             shape = (batch, *tuple(self._engine.get_tensor_shape(name))[1:])
-            taken = context.set_input_shape(name, shape)
-            self._runtime.checked(taken, f"take {name} of {shape}", "export the bundle again")
+            self._runtime.answer(
+                partial(context.set_input_shape, name, shape),
+                f"take {name} of {shape}",
+                "export the bundle again",
+            )
 
     def _specs(self, context: Any) -> dict[str, TensorSpec]:
         trt = self._runtime.trt

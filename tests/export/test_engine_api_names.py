@@ -9,15 +9,15 @@ import pytest
 from tensorrt_stubs import load_tensorrt, missing_names
 
 from maskrcnn_trt.export import (
-    build_log,
     build_progress,
     engine_build,
     engine_inspection,
     rtx_builder,
     tensorrt_builder,
 )
+from maskrcnn_trt.plugins import tensorrt_log
 
-BOTH = (build_log, build_progress, engine_build, engine_inspection)
+BOTH = (build_progress, engine_build, engine_inspection, tensorrt_log)
 # What the code calls the objects, and their classes.
 CLASSES = {
     "builder": "Builder",
@@ -61,9 +61,8 @@ def test_names_exist(source: ModuleType, load, tmp_path: Path) -> None:
 def test_what_is_overridden_is_there(load) -> None:
     """A misspelt override would silently never be called."""
     module = load()
-    log = build_log.BuildLog(Path("unused"))
     for made, base in (
-        (build_log.logger_into(module, log.write), module.ILogger),
+        (tensorrt_log.shared_logger(module), module.ILogger),
         (build_progress.monitor_into(module, None), module.IProgressMonitor),
     ):
         own = [name for name in vars(type(made)) if not name.startswith("_")]
