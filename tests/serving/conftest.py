@@ -61,7 +61,8 @@ def _server_in_thread(bundle: Path) -> Iterator[str]:
         thread.join()
 
 
-@pytest.fixture(scope="session")
+# Not longer: what it does and logs by itself would fall into other tests.
+@pytest.fixture(scope="module")
 def address(bundle: Path) -> Iterator[str]:
     """A running server of the tiny bundle."""
     with _server_in_thread(bundle) as address:

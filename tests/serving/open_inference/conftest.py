@@ -10,7 +10,7 @@ from tritonclient.grpc import InferenceServerClient
 from maskrcnn_trt.serving.predictor import Predictor
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def predictor(bundle: Path) -> Iterator[Predictor]:
     with contextlib.closing(Predictor(bundle)) as predictor:
         yield predictor
