@@ -93,7 +93,7 @@ def test_what_is_given_up_at_the_model_frees_its_place(
 ) -> None:
     async def ask() -> None:
         async with (
-            served(bundle, queue_size=1, timeout_s=0.5 if way == "expired" else None) as address,
+            served(bundle, queue_size=1, timeout_s=2.0 if way == "expired" else None) as address,
             connected(address) as stub,
         ):
             warm = gate.count
