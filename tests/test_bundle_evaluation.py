@@ -141,7 +141,7 @@ def test_broken_images_end_it_where_they_are_refused(
     before = set(threading.enumerate())
     with pytest.raises(DataError, match=r"5.jpg: the data is no JPEG.*; data.on_broken=skip"):
         evaluate_bundle(bundle, ValidationSet(spoilt, on_broken="refuse"))
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_images_are_seen_as_they_were_annotated(

@@ -77,7 +77,7 @@ def test_a_line_leaves_no_handle() -> None:
         passed(ends, np.ones(size))
         for end in (*ends, *ends):
             end.close()
-        assert len(os.listdir("/proc/self/fd")) == handles
+        assert len(os.listdir("/proc/self/fd")) <= handles
         for message in (1, np.ones(10**7)):
             with pytest.raises(OSError, match=r"closed|Bad file descriptor"):
                 ends[0].send(message)
