@@ -9,7 +9,7 @@ from PIL import Image
 
 def quickstart(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "maskrcnn_trt", "quickstart", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=580)
 
 
 def test_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
