@@ -5,6 +5,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from ..plugins.tensorrt_log import ERRORS
+
 
 class BuildLog:
     """A file with everything that TensorRT says while it builds."""
@@ -39,7 +41,7 @@ class BuildLog:
 
     def write(self, severity: str, message: str) -> None:
         """Take down a message; objects that TensorRT frees late may send one after the section."""
-        if severity in ("ERROR", "INTERNAL_ERROR"):
+        if severity in ERRORS:
             self.errors.append(" ".join(message.split()))
         elif message.startswith("Layers:\n"):
             self.listing = message

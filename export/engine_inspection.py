@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..model.manifest import EngineKind
-from ..plugins.tensorrt_log import messages_to, shared_logger
+from ..plugins.tensorrt_log import errors_of, shared_logger
 from .engine_layers import Layer, dtype_from_text, layers_from_json
 from .errors import EngineError
 
@@ -22,16 +22,10 @@ def load_engine(plan: Path, kind: EngineKind) -> tuple[Any, Any]:
         EngineError: the engine is not for this machine, or damaged.
     """
     trt: Any = importlib.import_module(kind.replace("-", "_"))
-    errors: list[str] = []
-
-    def note(severity: str, message: str) -> None:
-        if severity.endswith("ERROR"):
-            errors.append(" ".join(message.split()))
-
-    with messages_to(trt, note):
+    with errors_of(trt) as errors:
         engine = trt.Runtime(shared_logger(trt)).deserialize_cuda_engine(plan.read_bytes())
     if engine is None:
-        reason = errors[0] if errors else "it gives no reason"
+        reason = " ".join(errors[0].split()) if errors else "it gives no reason"
         raise EngineError(
             f"{kind} {trt.__version__} cannot load {plan} on this machine: {reason}; "
             "inspect it where it is to run, or build it again with `maskrcnn export --engine`"

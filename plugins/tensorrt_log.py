@@ -9,6 +9,9 @@ from typing import Any
 Listener = Callable[[str, str], None]
 """Gets a message's severity, as `ERROR`, and its text; called from any thread."""
 
+ERRORS = frozenset({"ERROR", "INTERNAL_ERROR"})
+"""Severities of what went wrong."""
+
 
 class _Listeners:
     """Those who listen to one module."""
@@ -63,6 +66,36 @@ def messages_to(trt: Any, listener: Listener) -> Iterator[None]:
         yield
     finally:
         listeners.remove(listener)
+
+
+@contextmanager
+def errors_of(trt: Any) -> Iterator[list[str]]:
+    """Take down the errors that TensorRT logs in the meantime, in all threads.
+
+    Args:
+        trt: the module `tensorrt` or `tensorrt_rtx`.
+
+    Yields:
+        The list to which they are added, as they come.
+    """
+    errors: list[str] = []
+
+    def note(severity: str, message: str) -> None:
+        if severity in ERRORS:
+            errors.append(message)
+
+    with messages_to(trt, note):
+        yield errors
+
+
+def listen(trt: Any, listener: Listener) -> None:
+    """Have a listener hear everything that TensorRT says from now on.
+
+    Args:
+        trt: the module `tensorrt` or `tensorrt_rtx`.
+        listener: gets the messages of all objects made with the `shared_logger`.
+    """
+    _listeners_of(trt).add(listener)
 
 
 @cache

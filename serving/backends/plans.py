@@ -7,7 +7,7 @@ The engine and its contexts know addresses and streams by number alone; the memo
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from ...model.manifest import Artifact, EngineKind
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES
-from ...plugins.tensorrt_log import messages_to, shared_logger
+from ...plugins.tensorrt_log import ERRORS, errors_of, listen, shared_logger
 from ..errors import BackendError
 from .base import TensorSpec
 from .plan_checks import RUNTIMES, batch_profiles, remedy_from_reason
@@ -39,6 +39,7 @@ class PlanRuntime:
         trt = self.trt = importlib.import_module(RUNTIMES[kind].module)
         self._name = f"{RUNTIMES[kind].title} {trt.__version__}"
         self._cache = cache
+        _log_messages(trt)
         self._loader = trt.Runtime(shared_logger(trt))
 
     def engine_from(self, path: Path) -> Any:
@@ -80,22 +81,24 @@ class PlanRuntime:
         Raises:
             BackendError: it failed; the message has the first error logged meanwhile.
         """
-        errors: list[str] = []
-
-        def note(severity: str, message: str) -> None:
-            is_error = severity in ("ERROR", "INTERNAL_ERROR")
-            if is_error:
-                errors.append(message)
-            level = logging.INFO if is_error or severity == "WARNING" else logging.DEBUG
-            _log.log(level, message)
-
-        with messages_to(self.trt, note):
+        with errors_of(self.trt) as errors:
             answer = call()
         if answer is None or answer is False:
             reason = errors[0] if errors else "it does not say why"
             remedy = remedy_from_reason(reason) or remedy
             raise BackendError(f"{self._name} does not {task} ({reason}); {remedy}")
         return answer
+
+
+@cache
+def _log_messages(trt: Any) -> None:
+    """Let the log have all that TensorRT says in this process, once."""
+
+    def note(severity: str, message: str) -> None:
+        is_notable = severity == "WARNING" or severity in ERRORS
+        _log.log(logging.INFO if is_notable else logging.DEBUG, message)
+
+    listen(trt, note)
 
 
 class _Step(NamedTuple):

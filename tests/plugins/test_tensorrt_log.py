@@ -1,29 +1,47 @@
-import gc
+import os
 import subprocess
 import sys
 
 import pytest
+from onnx import TensorProto, helper
 
 from maskrcnn_trt.plugins.tensorrt_log import messages_to, shared_logger
 
 trt = pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
 
-GARBAGE_WITH_A_LOGGER = """
+GARBAGE_DURING_A_PARSE = """
 import gc
+import sys
 import tensorrt_rtx as trt
 from maskrcnn_trt.plugins.tensorrt_log import messages_to, shared_logger
 
+def parser():
+    builder = trt.Builder(shared_logger(trt))
+    network = builder.create_network(0)
+    return builder, network, trt.OnnxParser(network, shared_logger(trt))
+
 gc.disable()
-heard = []
-earlier = [trt.Runtime(shared_logger(trt))]
+model = sys.stdin.buffer.read()
+earlier = [parser()]
 earlier.append(earlier)
+assert not earlier[0][2].parse(model)
 del earlier
-runtime = trt.Runtime(shared_logger(trt))
+builder, network, later = parser()
 gc.collect()
+heard = []
 with messages_to(trt, lambda severity, message: heard.append(severity)):
-    runtime.deserialize_cuda_engine(b"damaged")
+    assert not later.parse(model)
 print("ERROR" in heard)
 """
+
+
+def model_that_is_refused() -> bytes:
+    """A node that the parser does not know."""
+    node = helper.make_node("Frobnicate", ["x"], ["y"])
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (1,)) for name in "xy"]
+    graph = helper.make_graph([node], "one", values[:1], values[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+    return bytes(model.SerializeToString())
 
 
 def load_damaged_engine() -> None:
@@ -51,12 +69,14 @@ def test_an_older_runtime_does_not_keep_the_messages_to_itself() -> None:
         load_damaged_engine()
     assert heard
     del runtime
-    gc.collect()
 
 
 def test_what_the_collector_frees_takes_no_logger_along() -> None:
-    """In a process of its own, since TensorRT would call what is freed."""
+    """In a process of its own, since TensorRT would call what is freed, and here overwritten."""
     done = subprocess.run(
-        [sys.executable, "-c", GARBAGE_WITH_A_LOGGER], capture_output=True, text=True
+        [sys.executable, "-c", GARBAGE_DURING_A_PARSE],
+        input=model_that_is_refused(),
+        capture_output=True,
+        env={**os.environ, "MALLOC_PERTURB_": "165"},
     )
-    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == (b"True\n", 0), done.stderr
