@@ -24,22 +24,28 @@ gc.disable()
 model = sys.stdin.buffer.read()
 earlier = [parser()]
 earlier.append(earlier)
-assert not earlier[0][2].parse(model)
+earlier[0][2].parse(model)
 del earlier
 builder, network, later = parser()
 gc.collect()
 heard = []
 with messages_to(trt, lambda severity, message: heard.append(severity)):
-    assert not later.parse(model)
-print("ERROR" in heard)
+    later.parse(model)
+print(len(heard) > 0)
 """
 
 
-def model_that_is_refused() -> bytes:
-    """A node that the parser does not know."""
-    node = helper.make_node("Frobnicate", ["x"], ["y"])
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (1,)) for name in "xy"]
-    graph = helper.make_graph([node], "one", values[:1], values[1:])
+def model_that_is_complained_of() -> bytes:
+    """RoIAlign, of which TensorRT itself, and not its parser, complains where no GPU is."""
+    node = helper.make_node("RoiAlign", ["maps", "rois", "images"], ["pooled"])
+    shapes = {"maps": (2, 3, 8, 8), "rois": (5, 4), "images": (5,), "pooled": None}
+    *inputs, output = (
+        helper.make_tensor_value_info(
+            name, TensorProto.INT64 if name == "images" else TensorProto.FLOAT, shape
+        )
+        for name, shape in shapes.items()
+    )
+    graph = helper.make_graph([node], "one", inputs, [output])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
     return bytes(model.SerializeToString())
 
@@ -75,7 +81,7 @@ def test_what_the_collector_frees_takes_no_logger_along() -> None:
     """In a process of its own, since TensorRT would call what is freed, and here overwritten."""
     done = subprocess.run(
         [sys.executable, "-c", GARBAGE_DURING_A_PARSE],
-        input=model_that_is_refused(),
+        input=model_that_is_complained_of(),
         capture_output=True,
         env={**os.environ, "MALLOC_PERTURB_": "165"},
     )
