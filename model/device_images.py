@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torchvision.io import ImageReadMode, decode_jpeg
 
+from ..plugins.resize_pad import resize_pad
 from .images import ImageError
 
 _TRANSPOSED = frozenset({5, 6, 7, 8})
@@ -60,5 +60,5 @@ def resize_pixels(image: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize [3, h, w] uint8, bilinear and antialiased, to within a level of Pillow's."""
     if image.shape[1:] == size:
         return image
-    resized = F.interpolate(image[None].float(), size, mode="bilinear", antialias=True)[0]
-    return resized.round_().clamp_(0, 255).to(torch.uint8)
+    resized: Tensor = resize_pad([image], size, *size)[0]
+    return resized

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.device_images import decode_jpegs, resize_pixels, tensor_from_bytes, turn_upright
+from ..model.device_images import decode_jpegs, tensor_from_bytes, turn_upright
 from ..model.images import ImageError
 from ..model.manifest import Manifest
 from ..model.masks import Rle
 from ..model.spec import ShapeBucket
+from ..plugins.resize_pad import resize_pad
 from .backends.torch import TorchBackend
 from .backends.torch_batches import DeviceOutputs
 from .backends.waiting import wait_until
@@ -113,7 +114,10 @@ class DeviceSteps:
         self._device = torch.device(backend.device)
         # For the CPU this module has streams and events too, which do nothing.
         self._module = torch.get_device_module(self._device)
-        self._decoding, self._computing, self._pasting = (self._module.Stream() for _ in range(3))
+        self._on_gpu = self._device.type == "cuda"
+        # Short kernels, which would wait for the model's long ones, go before them.
+        self._decoding, self._pasting = (self._module.Stream(priority=-1) for _ in range(2))
+        self._computing = self._module.Stream()
         self.steps = (
             Step("files", self._read, threads),
             Step("images", self._prepare, 1),
@@ -139,16 +143,14 @@ class DeviceSteps:
 
     def _prepare(self, batch: _Read) -> _Prepared:
         images = [job.image for job in batch.jobs]
-        bucket = images[0].bucket
         with self._module.stream(self._decoding):
             begin = Mark(self._device)
             pixels = self._pixels_of(batch)
-            padded = torch.zeros(len(images), 3, *bucket, dtype=torch.uint8, device=self._device)
-            for row, own in zip(padded, pixels, strict=True):
-                if isinstance(own, Tensor):
-                    row[:, : own.shape[1], : own.shape[2]] = own
-            all_sizes = torch.tensor([[i.size for i in images], [i.source_size for i in images]])
-            sizes, source_sizes = all_sizes.to(self._device)
+            padded = self._padded(pixels, batch.jobs)
+            all_sizes = torch.tensor(
+                [[i.size for i in images], [i.source_size for i in images]], pin_memory=self._on_gpu
+            )
+            sizes, source_sizes = all_sizes.to(self._device, non_blocking=True)
             sources = [
                 own if isinstance(own, ImageError) else job
                 for job, own in zip(batch.jobs, pixels, strict=True)
@@ -156,16 +158,32 @@ class DeviceSteps:
             widest = max(width for _, width in (image.source_size for image in images))
             capacity = min(2 * widest + 1, self._max_run_capacity)
             return _Prepared(
-                bucket, sources, padded, sizes, source_sizes, capacity, begin, Mark(self._device)
+                batch.jobs[0].bucket,
+                sources,
+                padded,
+                sizes,
+                source_sizes,
+                capacity,
+                begin,
+                Mark(self._device),
             )
 
     def _pixels_of(self, batch: _Read) -> list[Tensor | ImageError]:
-        """[3, h, w] uint8 of each image, at the size that the model wants."""
+        """[3, h, w] uint8 of each image on the device, upright, of any size."""
         decoded = iter(decode_jpegs(batch.files, self._device))
         return [
-            _pixels_from_device(job.image, next(decoded)) if own is None else own
+            _upright_pixels(job.image, next(decoded)) if own is None else own
             for job, own in zip(batch.jobs, batch.from_host, strict=True)
         ]
+
+    def _padded(self, pixels: Sequence[Tensor | ImageError], batch: Sequence[Job]) -> Tensor:
+        """[B, 3, H, W] uint8: images as the model takes them, black where there is none."""
+        none = torch.empty(3, 0, 0, dtype=torch.uint8)
+        own = [none if isinstance(image, ImageError) else image for image in pixels]
+        there = [image.to(self._device, non_blocking=True) for image in own]
+        sizes = [side for job in batch for side in job.image.size]
+        padded: Tensor = resize_pad(there, sizes, *batch[0].bucket)
+        return padded
 
     def _infer(self, batch: _Prepared) -> _Inferred:
         with self._module.stream(self._computing):
@@ -235,8 +253,7 @@ class DeviceSteps:
 
     def _fetched(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies on the host, which are there when the current stream is done."""
-        on_gpu = self._device.type == "cuda"
-        hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=on_gpu) for t in tensors]
+        hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=self._on_gpu) for t in tensors]
         return [h.copy_(t, non_blocking=True) for h, t in zip(hosts, tensors, strict=True)]
 
 
@@ -268,8 +285,8 @@ def _pixels_from_host(image: PlannedImage) -> Tensor | ImageError:
     return torch.from_numpy(np.require(pixels, requirements="W")).permute(2, 0, 1)
 
 
-def _pixels_from_device(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor | ImageError:
+def _upright_pixels(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor | ImageError:
     """[3, h, w] uint8 of what the device decoded; what it could not, the host may."""
     if isinstance(decoded, ImageError):
         return _pixels_from_host(image)
-    return resize_pixels(turn_upright(decoded, image.header.orientation), image.size)
+    return turn_upright(decoded, image.header.orientation)

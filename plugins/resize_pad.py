@@ -1,0 +1,96 @@
+"""`maskrcnn::resize_pad`: images of any size in the rows of a batch.
+
+Contract, held by every implementation: an image is resized bilinearly, with all pixels counted
+that a smaller one covers, to within a level of what Pillow gives; it lies at the top left of its
+row, and the rest of the row is 0.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .kernels.resize_pad import resize_pad_kernel, resize_pad_launch
+from .launching import launch_kernel
+
+_CHANNELS = 3
+
+
+@torch.library.custom_op("maskrcnn::resize_pad", mutates_args=(), device_types="cpu")
+def resize_pad(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -> Tensor:
+    """Resize images, and pad them to one size.
+
+    Args:
+        images: B, 1 or more, each [3, h, w] uint8, of any strides; the row of one without pixels
+            is black.
+        sizes: 2 * B, height and width of each once it is resized.
+        height: of the batch, as much as the tallest or more.
+        width: of the batch, as much as the widest or more.
+
+    Returns:
+        [B, 3, height, width] uint8.
+
+    Raises:
+        ValueError: an image is none, or the sizes are not those of so many or do not fit.
+    """
+    _check(images, sizes, height, width)
+    batch = _empty_batch(images, height, width).zero_()
+    for row, image, size in zip(batch, images, _pairs(sizes), strict=True):
+        if image.numel():
+            row[:, : size[0], : size[1]] = _resized(image, size)
+    return batch
+
+
+@resize_pad.register_fake
+def _(images: Sequence[Tensor], _sizes: Sequence[int], height: int, width: int) -> Tensor:
+    return _empty_batch(images, height, width)
+
+
+@resize_pad.register_kernel("cuda")
+def _(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -> Tensor:
+    _check(images, sizes, height, width)
+    rows = [
+        (image.data_ptr(), *image.stride(), *image.shape[1:], *(size if image.numel() else (0, 0)))
+        for image, size in zip(images, _pairs(sizes), strict=True)
+    ]
+    table = torch.tensor(rows, pin_memory=True).to(images[0].device, non_blocking=True)
+    batch = _empty_batch(images, height, width)
+    launch = resize_pad_launch(len(images), height, width)
+    launch_kernel(resize_pad_kernel(), launch, [table], [batch])
+    return batch
+
+
+def _check(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -> None:
+    if len(sizes) != 2 * len(images):
+        raise ValueError(f"resize_pad needs 2 sizes an image, not {len(sizes)} of {len(images)}")
+    for image, size in zip(images, _pairs(sizes), strict=True):
+        if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] != _CHANNELS:
+            raise ValueError(
+                f"images must be torch.uint8 of shape [{_CHANNELS}, *, *], not {image.dtype} "
+                f"{list(image.shape)}"
+            )
+        if image.device != images[0].device:
+            raise ValueError(
+                f"images must lie on one device, not on {images[0].device} and {image.device}"
+            )
+        if not (0 < size[0] <= height and 0 < size[1] <= width):
+            raise ValueError(
+                f"an image of {image.shape[1]}x{image.shape[2]} pixels (height x width) cannot "
+                f"become {size[0]}x{size[1]} of {height}x{width}"
+            )
+
+
+def _pairs(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(sizes[::2], sizes[1::2], strict=True))
+
+
+def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
+    if image.shape[1:] == size:
+        return image
+    resized = F.interpolate(image[None].float(), size, mode="bilinear", antialias=True)[0]
+    return resized.round_().clamp_(0, 255).to(torch.uint8)
+
+
+def _empty_batch(images: Sequence[Tensor], height: int, width: int) -> Tensor:
+    return images[0].new_empty(len(images), _CHANNELS, height, width)

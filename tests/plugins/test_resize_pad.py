@@ -1,0 +1,104 @@
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from maskrcnn_trt.plugins.resize_pad import resize_pad
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HEIGHT, WIDTH = 120, 200
+
+
+def noise(height: int, width: int) -> NDArray[np.uint8]:
+    generator = np.random.default_rng((height, width))
+    return generator.integers(0, 256, (height, width, 3), np.uint8)
+
+
+def chw(pixels: NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+
+def padded_by_pillow(
+    images: Sequence[NDArray[np.uint8]], sizes: Sequence[tuple[int, int]]
+) -> Tensor:
+    batch = torch.zeros(len(images), 3, HEIGHT, WIDTH, dtype=torch.uint8)
+    for row, image, (height, width) in zip(batch, images, sizes, strict=True):
+        resized = Image.fromarray(image).resize((width, height), Image.Resampling.BILINEAR)
+        row[:, :height, :width] = chw(np.array(resized))
+    return batch
+
+
+def assert_within_a_level(own: Tensor, expected: Tensor) -> None:
+    assert own.dtype == torch.uint8
+    assert own.shape == expected.shape
+    assert (own.cpu().int() - expected.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_images_are_those_of_pillow(device: str) -> None:
+    sources = [(48, 64), (120, 200), (333, 517), (7, 900), (1, 1), (200, 3), (500, 100)]
+    sizes = [(90, 120), (120, 200), (77, 120), (1, 128), (5, 9), (120, 2), (20, 4)]
+    images = [noise(*source) for source in sources]
+    own = resize_pad(
+        [chw(image).to(device) for image in images], np.ravel(sizes).tolist(), HEIGHT, WIDTH
+    )
+    assert_within_a_level(own, padded_by_pillow(images, sizes))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_image_of_the_wanted_size_is_copied(device: str) -> None:
+    image = chw(noise(HEIGHT, WIDTH)).to(device)
+    assert torch.equal(resize_pad([image], [HEIGHT, WIDTH], HEIGHT, WIDTH)[0], image)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pixels_may_lie_in_any_order(device: str) -> None:
+    image = noise(60, 41)
+    channels_last = torch.from_numpy(image).to(device).permute(2, 0, 1)
+    turned = chw(np.ascontiguousarray(image.transpose(1, 0, 2))).to(device).mT
+    own = resize_pad([channels_last, turned], [90, 61] * 2, HEIGHT, WIDTH)
+    assert_within_a_level(own, padded_by_pillow([image] * 2, [(90, 61)] * 2))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_image_without_pixels_is_black(device: str) -> None:
+    image = chw(noise(30, 40)).to(device)
+    own = resize_pad([image[:, :0, :0], image], [30, 40] * 2, HEIGHT, WIDTH)
+    assert not own[0].any()
+    assert torch.equal(own[1, :, :30, :40], image)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("images", "sizes", "message"),
+    [
+        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [4], "2 sizes an image"),
+        ([torch.zeros(3, 4, 5)], [4, 5], "torch.uint8"),
+        ([torch.zeros(1, 4, 5, dtype=torch.uint8)], [4, 5], r"shape \[3, \*, \*\]"),
+        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [0, 0], "cannot become 0x0"),
+        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [4, WIDTH + 1], "cannot become 4x201"),
+    ],
+)
+def test_what_cannot_be_resized_is_refused(
+    images: list[Tensor], sizes: list[int], message: str, device: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        resize_pad([image.to(device) for image in images], sizes, HEIGHT, WIDTH)
+
+
+@pytest.mark.gpu
+def test_images_of_several_devices_are_refused() -> None:
+    image = torch.zeros(3, 4, 5, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="one device"):
+        resize_pad([image.cuda(), image], [4, 5] * 2, HEIGHT, WIDTH)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_operation_keeps_its_promises(device: str) -> None:
+    images = [chw(noise(*size)).to(device) for size in [(30, 40), (50, 20)]]
+    arguments = (images, [60, 80, 100, 40], HEIGHT, WIDTH)
+    torch.library.opcheck(resize_pad, arguments, test_utils=["test_schema", "test_faketensor"])
