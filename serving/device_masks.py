@@ -10,7 +10,6 @@ from torch import Tensor
 from ..model.masks import MaskPaste
 from ..plugins.compress_runs import compress_runs
 from ..plugins.paste_rle import paste_rle
-from ..plugins.run_lengths import coco_strings
 
 
 def boxes_in_sources(boxes: Tensor, sizes: Tensor, source_sizes: Tensor) -> Tensor:
@@ -88,22 +87,32 @@ def chosen_strings(
         image: Place of the image in the batch.
         rows: [N], which of its masks.
     """
-    text, lengths = strings.text[image].numpy(), strings.lengths[image].tolist()
-    return [
-        _string_of_one(masks, image, row)
-        if lengths[row] < 0
-        else text[row, : lengths[row]].tobytes()
-        for row in rows.tolist()
+    text, lengths = strings.text[image].numpy(), strings.lengths[image].numpy()[rows]
+    chosen = [
+        text[row, :length].tobytes()
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
     ]
+    lost = np.flatnonzero(lengths < 0)
+    if len(lost):
+        found = _strings_with_room(masks, image, rows[lost])
+        for place, string in zip(lost.tolist(), found, strict=True):
+            chosen[place] = string
+    return chosen
 
 
-def _string_of_one(masks: Masks, image: int, row: int) -> bytes:
-    one = (
-        masks.probabilities[image, row : row + 1],
-        masks.boxes[image, row : row + 1],
-        masks.source_sizes[image : image + 1],
+def _strings_with_room(masks: Masks, image: int, rows: NDArray[np.intp]) -> list[bytes]:
+    """The strings of some masks of an image, with as much room as they need."""
+    chosen = torch.from_numpy(rows).to(masks.boxes.device)
+    own = (
+        masks.probabilities[image][chosen],
+        masks.boxes[image][chosen],
+        masks.source_sizes[image].expand(len(rows), 2),
     )
-    _, num_runs = paste_rle(*one, 0, paste=masks.paste)
-    runs, _ = paste_rle(*one, int(num_runs), paste=masks.paste)
-    (string,) = coco_strings(runs.cpu().numpy(), num_runs.cpu().numpy())
-    return string
+    _, num_runs = paste_rle(*own, 0, paste=masks.paste)
+    runs, _ = paste_rle(*own, int(num_runs.max()), paste=masks.paste)
+    _, lengths = compress_runs(runs, num_runs, 0)
+    text, _ = compress_runs(runs, num_runs, int(lengths.max()))
+    return [
+        row[:length].tobytes()
+        for row, length in zip(text.cpu().numpy(), lengths.tolist(), strict=True)
+    ]

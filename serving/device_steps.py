@@ -40,9 +40,9 @@ from .steps import MODEL_STEP, Job, Outcome, Source, Step
 _MAX_DEVICE_PIXELS: Final = 1 << 24
 """Larger images are decoded by the CPU, since a batch of them would take gigabytes of a GPU."""
 
-_MAX_RUN_CAPACITY: Final = 1 << 12
-"""Runs of a mask that there is room for at first, however wide its image."""
-
+_RUN_CAPACITY: Final = 1 << 12
+"""Runs of a mask that there is room for at first: two a column of an image of 2048, which a mask
+without holes needs."""
 
 _CHARACTERS_A_RUN: Final = 2
 """Of a mask's string, on the average, that there is room for at first."""
@@ -65,8 +65,6 @@ class _Prepared(NamedTuple):
     """[B, 2] int64, height and width before padding."""
     source_sizes: Tensor
     """[B, 2] int64, height and width of the source images."""
-    run_capacity: int
-    """Runs of a mask to have room for: two a column, which a mask without holes needs."""
     begin: Mark
     ready: Mark
     """After which the tensors can be used."""
@@ -98,7 +96,7 @@ class DeviceSteps:
         manifest: Manifest,
         *,
         threads: int,
-        max_run_capacity: int = _MAX_RUN_CAPACITY,
+        run_capacity: int = _RUN_CAPACITY,
     ) -> None:
         """Prepare streams.
 
@@ -106,11 +104,11 @@ class DeviceSteps:
             backend: Computes the model.
             manifest: Of the bundle that the backend was loaded from.
             threads: Batches that the CPU works at, at once, before and after the device.
-            max_run_capacity: Runs of a mask that there is room for at first, at most.
+            run_capacity: Runs of a mask that there is room for at first.
         """
         self._backend = backend
         self._manifest = manifest
-        self._max_run_capacity = max_run_capacity
+        self._run_capacity = run_capacity
         self._device = torch.device(backend.device)
         # For the CPU this module has streams and events too, which do nothing.
         self._module = torch.get_device_module(self._device)
@@ -155,15 +153,12 @@ class DeviceSteps:
                 own if isinstance(own, ImageError) else job
                 for job, own in zip(batch.jobs, pixels, strict=True)
             ]
-            widest = max(width for _, width in (image.source_size for image in images))
-            capacity = min(2 * widest + 1, self._max_run_capacity)
             return _Prepared(
                 batch.jobs[0].bucket,
                 sources,
                 padded,
                 sizes,
                 source_sizes,
-                capacity,
                 begin,
                 Mark(self._device),
             )
@@ -201,7 +196,7 @@ class DeviceSteps:
             encoded: dict[MaskFormat, Sequence[Tensor]] = {}
             if MaskFormat.RLE in wanted:
                 encoded[MaskFormat.RLE] = strings_of_masks(
-                    masks, prepared.run_capacity, _CHARACTERS_A_RUN * prepared.run_capacity
+                    masks, self._run_capacity, _CHARACTERS_A_RUN * self._run_capacity
                 )
             if MaskFormat.PROBABILITIES in wanted:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)

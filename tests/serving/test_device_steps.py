@@ -133,9 +133,7 @@ def test_files_decoded_by_the_device_give_as_good_as_the_same(
 def test_masks_with_more_runs_than_expected_are_whole(
     backend: TorchBackend, manifest: Manifest
 ) -> None:
-    for own, other in both_ways(
-        [smooth(0, LANDSCAPE, "PNG")], backend, manifest, max_run_capacity=3
-    ):
+    for own, other in both_ways([smooth(0, LANDSCAPE, "PNG")], backend, manifest, run_capacity=3):
         assert isinstance(own, Detections)
         assert isinstance(other, Detections)
         assert own.rles == other.rles
