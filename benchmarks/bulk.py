@@ -19,7 +19,7 @@ from ..serving.backends.loading import load_backend, served_precision
 from ..serving.bulk import batch_steps, detect_many
 from ..serving.config import BackendName
 from ..serving.detections import DEFAULT_OPTIONS
-from ..serving.preprocessing import plan_image
+from ..serving.preprocessing import PlannedImage, plan_image
 from ..serving.steps import MODEL_STEP, Job, Outcome, Step
 from .bulk_images import photo_like_jpegs
 from .timing import calls_per_second, durations_of
@@ -38,7 +38,7 @@ class BulkSettings:
     batches: Sequence[int] = (8,)
     """Images a batch."""
     images: Sequence[bytes] = ()
-    """Encoded images, taken over and over; none, `photo_like_jpegs`."""
+    """Encoded images, taken over and over; none, `photo_like_jpegs`, as far as they fit."""
     seconds: float = 5.0
     """Length of each measurement."""
 
@@ -82,7 +82,7 @@ def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
     results = []
     with contextlib.closing(backend):
         backend.warm_up(max_batch)
-        images = settings.images or photo_like_jpegs()
+        images = settings.images or _fitting(photo_like_jpegs(), backend, manifest)
         for batch in settings.batches:
             engine_rate, milliseconds = _measure_steps(
                 backend,
@@ -106,19 +106,33 @@ def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
     return results
 
 
+def _fitting(images: Sequence[bytes], backend: Backend, manifest: Manifest) -> Sequence[bytes]:
+    """Those that one of the input sizes holds; all, if none does, to be refused one by one."""
+    fitting = []
+    for data in images:
+        with contextlib.suppress(ImageError):
+            _planned(data, backend, manifest)
+            fitting.append(data)
+    return fitting or images
+
+
+def _planned(data: bytes, backend: Backend, manifest: Manifest) -> PlannedImage:
+    return plan_image(
+        data,
+        manifest.preprocessing,
+        backend.buckets,
+        max_pixels=MAX_PIXELS,
+        apply_orientation=True,
+    )
+
+
 def _planned_batch(
     images: Sequence[bytes], backend: Backend, manifest: Manifest, batch: int
 ) -> list[Job]:
     """Jobs of the input size that most of them have, over and over if need be."""
     by_bucket: dict[ShapeBucket, list[Job]] = defaultdict(list)
     for data in images:
-        image = plan_image(
-            data,
-            manifest.preprocessing,
-            backend.buckets,
-            max_pixels=MAX_PIXELS,
-            apply_orientation=True,
-        )
+        image = _planned(data, backend, manifest)
         by_bucket[image.bucket].append(Job(image, DEFAULT_OPTIONS))
     most = max(by_bucket.values(), key=len)
     return list(itertools.islice(itertools.cycle(most), batch))

@@ -11,7 +11,8 @@ _GRAIN = 18.0
 
 PHOTO_LIKE = (
     f"{_LANDSCAPES + _PORTRAITS} drawn JPEGs of about 150 kB, COCO's mean, {_LANDSCAPES} of "
-    f"{_SHORT}x{_LONG} pixels (height x width) and {_PORTRAITS} of {_LONG}x{_SHORT}"
+    f"{_SHORT}x{_LONG} pixels (height x width) and {_PORTRAITS} of {_LONG}x{_SHORT}, as far as "
+    "they fit its input sizes"
 )
 
 

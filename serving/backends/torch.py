@@ -55,6 +55,9 @@ class TorchBackend:
             a.bucket: Program(verified_path(bundle, a), precision, device) for a in artifacts
         }
         if on_gpu:
+            # Threads that copied a batch for torch spin on, all cores of them, and took ten
+            # milliseconds from those that were to launch and to wait.
+            torch.set_num_threads(1)
             pool = torch.cuda.graph_pool_handle()
             self._graphed = {
                 bucket: GraphedProgram(program, bucket, self._dtypes[bucket], max_batch, pool)

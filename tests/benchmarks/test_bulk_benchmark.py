@@ -13,6 +13,7 @@ from maskrcnn_trt.benchmarks.bulk_record import goal_sentences, write_record
 from maskrcnn_trt.benchmarks.commands import bench
 from maskrcnn_trt.benchmarks.images import noise_jpeg
 from maskrcnn_trt.benchmarks.report import Report
+from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 from maskrcnn_trt.model.images import decode_image, read_header
 from maskrcnn_trt.model.spec import ShapeBucket
 
@@ -64,6 +65,17 @@ def test_what_cannot_be_measured_is_named(
     result = CliRunner().invoke(bench, ["bulk", str(bundle), "--seconds", "0.05", *words])
     assert result.exit_code != 0
     assert sentence in f"{result.output} {result.exception}"
+
+
+def test_of_the_drawn_images_those_are_taken_that_fit(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "landscapes"
+    bundle_from_checkpoint(
+        tiny_checkpoint, path, precisions=("fp32",), buckets=(ShapeBucket(96, 160),)
+    )
+    result = CliRunner().invoke(bench, ["bulk", str(path), "--batch", "1", "--seconds", "0.05"])
+    assert result.exit_code == 0, result.output
 
 
 def test_goals_are_those_of_gpus() -> None:
