@@ -1,7 +1,7 @@
 """Between the messages of the protocol and the types of this package."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,18 +78,26 @@ def response_from_detections(detections: Detections, request_id: str) -> pb.Dete
         id=request_id,
         height=detections.height,
         width=detections.width,
-        timing=pb.Timing(**asdict(detections.timing)),
+        timing=pb.Timing(**vars(detections.timing)),
     )
-    for index, (x_min, y_min, x_max, y_max) in enumerate(detections.boxes.tolist()):
+    rows = zip(
+        detections.boxes.tolist(),
+        detections.labels.tolist(),
+        detections.category_ids.tolist(),
+        detections.class_names,
+        detections.scores.tolist(),
+        strict=True,
+    )
+    for index, (corners, label, category_id, class_name, score) in enumerate(rows):
         message = response.detections.add(
-            label=int(detections.labels[index]),
-            class_name=detections.class_names[index],
-            category_id=int(detections.category_ids[index]),
-            score=float(detections.scores[index]),
-            box=pb.Box(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max),
+            label=label, class_name=class_name, category_id=category_id, score=score
         )
+        # Field by field takes half the time of messages that are made first and copied then.
+        box = message.box
+        box.x_min, box.y_min, box.x_max, box.y_max = corners
         if detections.rles is not None:
-            message.rle.CopyFrom(pb.Rle(**detections.rles[index]._asdict()))
+            rle = message.rle
+            rle.height, rle.width, rle.counts = detections.rles[index]
         elif detections.mask_probabilities is not None:
             mask = detections.mask_probabilities[index]
             message.probabilities.side = len(mask)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -165,9 +166,12 @@ class Pipeline:
         result = await batcher.infer(item, terms)
         self.places.observe(result.infer_s / result.batch_size / batcher.concurrency)
         start = time.monotonic()
-        detections = await loop.run_in_executor(
-            self._threads, detections_from_result, result.value, item, options, model.manifest
+        encode = functools.partial(
+            detections_from_result, result.value, item, options, model.manifest
         )
+        # An engine that takes jobs has encoded already, and a thread would only take time.
+        takes_jobs = batcher.info.takes_jobs
+        detections = encode() if takes_jobs else await loop.run_in_executor(self._threads, encode)
         encode_s = time.monotonic() - start
         in_engine = detections.timing
         timing = Timing(
