@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..model.manifest import Precision
 from .infer import InferResult
@@ -121,6 +122,9 @@ def _plot_throughput(axes: Axes, report: InferReport) -> None:
     batches = sorted({r.batch for r in report.results})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set(xlabel="images a batch", ylabel="images a second")
     axes.set_title(f"Throughput at {report.results[0].bucket} pixels")
