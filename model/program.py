@@ -13,6 +13,9 @@ from torch.export.passes import move_to_device_pass
 from ..plugins import operations  # noqa: F401, registers what programs call
 from .manifest import Precision
 
+_TRIAL_BYTES = 8 << 30
+"""Of a GPU, beside what is taken, for a first run and the convolutions that it tries."""
+
 
 class Program:
     """Detection as `model.spec` has it, compiled on a GPU and interpreted on a CPU.
@@ -44,6 +47,24 @@ class Program:
                 torch._dynamo.mark_dynamic(tensor, 0)
         with arithmetic(self._precision), quiet_torch():
             return self._run(images, image_sizes)
+
+    def prepare(self, images: Tensor, image_sizes: Tensor) -> None:
+        """Compile, load kernels and choose convolutions for batches like this one on a GPU.
+
+        In fp32 cuDNN has convolutions to try that would take all of the GPU's memory, and with it
+        what other processes need. They get no more than the model may need itself, and if that is
+        more than was thought, all.
+        """
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        bound = (torch.cuda.memory_reserved(self.device) + _TRIAL_BYTES) / total
+        try:
+            torch.cuda.set_per_process_memory_fraction(min(bound, 1.0), self.device)
+            self(images, image_sizes)
+        except torch.OutOfMemoryError:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            self(images, image_sizes)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 
 @contextlib.contextmanager
@@ -84,7 +105,7 @@ def write_compile_cache(
     batch = torch.zeros(images, dtype=dtype, device=device)
     sizes = torch.tensor(images[2:], device=device).repeat(len(batch), 1)
     for count in (len(batch), 1):
-        program(batch[:count], sizes[:count])
+        program.prepare(batch[:count], sizes[:count])
     artifacts = torch.compiler.save_cache_artifacts()
     assert artifacts is not None, "nothing was compiled"
     with gzip.open(cache, "wb", compresslevel=3) as file:

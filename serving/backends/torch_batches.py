@@ -83,8 +83,7 @@ class GraphedProgram:
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
-            # Compiles, loads kernels and chooses convolutions, which cannot be captured.
-            self._program(*inputs)
+            self._program.prepare(*inputs)  # which cannot be captured
         aside.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
