@@ -11,8 +11,15 @@ from .box_kernel_cases import (
     selection_cases,
     suppression_cases,
 )
+from .image_kernel_cases import resizing_cases
 from .kernels import KernelCase
-from .mask_kernel_cases import crop_cases, paste_cases, polygon_cases, run_length_cases
+from .mask_kernel_cases import (
+    compression_cases,
+    crop_cases,
+    paste_cases,
+    polygon_cases,
+    run_length_cases,
+)
 from .pooling_kernel_cases import gradient_cases, pooling_cases
 from .workload import Workload
 
@@ -30,6 +37,8 @@ KERNEL_CASES: dict[str, Callable[[Workload], Iterator[KernelCase]]] = {
     "mask_targets_from_polygons": polygon_cases,
     "mask_targets_from_rle": run_length_cases,
     "paste_rle": paste_cases,
+    "compress_runs": compression_cases,
+    "resize_pad": resizing_cases,
 }
 
 

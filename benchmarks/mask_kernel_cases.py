@@ -1,4 +1,4 @@
-"""Targets of the mask head, and masks pasted into images."""
+"""Targets of the mask head, and masks pasted into images and encoded."""
 
 import math
 from collections.abc import Iterator
@@ -13,9 +13,11 @@ from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.ops import roi_align
 
 from ..model.masks import rles_from_probabilities
+from ..plugins.compress_runs import compress_runs
 from ..plugins.mask_targets import mask_targets_from_crops, mask_targets_from_rle
 from ..plugins.paste_rle import paste_rle
 from ..plugins.polygon_mask_targets import mask_targets_from_polygons
+from ..plugins.run_lengths import coco_strings
 from .kernels import Goal, KernelCase, Peer
 from .workload import Workload, kernel_case
 
@@ -26,6 +28,7 @@ _CAPACITY = 4096
 _PIXEL_LIMIT = "latency of dependent loads in the one block that a RoI has"
 _POLYGON_LIMIT = "arithmetic in double precision, an edge a thread"
 _RUN_LENGTH_LIMIT = "sums over the run lengths of a mask, in the one block that a RoI has"
+_COMPRESSION_LIMIT = "sums over the characters of a mask, in the one block that it has"
 _PASTE_LIMIT = "pixels within the largest boxes, in the one block that an instance has"
 
 
@@ -134,6 +137,23 @@ def paste_cases(workload: Workload) -> Iterator[KernelCase]:
             Peer("serving on the CPU", partial(rles_from_probabilities, *on_host), on_host=True),
         ),
         Goal(milliseconds=1),
+    )
+
+
+def compression_cases(workload: Workload) -> Iterator[KernelCase]:
+    """Two runs a column of a hundred masks an image, of lengths like those of objects."""
+    count, columns = workload.count(100 * workload.batch), workload.image_width // 2
+    zeros, ones = workload.randint(40, 2, count, columns).int() + workload.height // 2 - 20
+    runs = torch.stack([zeros, ones], dim=2).flatten(1)
+    num_runs = torch.full((count,), runs.shape[1], dtype=torch.int32, device=workload.device)
+    on_host = runs.cpu().numpy(), num_runs.cpu().numpy()
+    yield kernel_case(
+        "compress_runs",
+        f"{count}x{runs.shape[1]}",
+        _COMPRESSION_LIMIT,
+        partial(compress_runs, runs, num_runs, 2 * runs.shape[1]),
+        [runs, num_runs],
+        (Peer("NumPy", partial(coco_strings, *on_host), on_host=True),),
     )
 
 

@@ -93,6 +93,18 @@ def pasted(case: KernelCase) -> None:
     assert strings == [rle.counts for rle in from_serving]
 
 
+def compressed(case: KernelCase) -> None:
+    (peer,) = case.peers
+    text, lengths = case.run()
+    rows = zip(text.numpy(), lengths.tolist(), strict=True)
+    assert [row[:length].tobytes() for row, length in rows] == peer.run()
+
+
+def resized(case: KernelCase) -> None:
+    (peer,) = case.peers
+    assert (case.run().int() - peer.run().int()).abs().max() <= 1
+
+
 COMPARISONS: dict[str, Callable[[KernelCase], None]] = {
     "pyramid_roi_align": pooled,
     "pyramid_roi_align_backward": pooled,
@@ -107,6 +119,8 @@ COMPARISONS: dict[str, Callable[[KernelCase], None]] = {
     "mask_targets_from_polygons": drawn,
     "mask_targets_from_rle": close,
     "paste_rle": pasted,
+    "compress_runs": compressed,
+    "resize_pad": resized,
 }
 
 
