@@ -12,13 +12,13 @@ from ..plugins.resize_pad import resize_pad
 from .kernels import KernelCase, Peer
 from .workload import Workload, kernel_case
 
-_LIMIT = "loads of single bytes, four pixels in each of three planes for a pixel"
+_LIMIT = "loads of single bytes: for each pixel those that it covers, and two a side at least"
 
 
 def resizing_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Pictures with the sides of COCO's, in proportion to the input, and twice as large ones."""
+    """Pictures that are enlarged, as COCO's are, and a camera's, which have far more pixels."""
     batch, height, width = workload.batch, workload.height, workload.width
-    for scale in (0.6, 1.2):
+    for scale in (0.6, 4.0):
         sides = round(scale * height), round(scale * height * 4 / 3)
         images = [workload.randint(256, 3, *sides).to(torch.uint8) for _ in range(batch)]
         size = list(resized_size(*sides, height, width))

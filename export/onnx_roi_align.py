@@ -76,18 +76,19 @@ def PyramidRoIAlign(  # noqa: N802
 
     # The mosaic, [B, C, total_height, total_width] float32. Pads are of all axes: with `axes`,
     # ONNX Runtime fails where it moves a transposition past the node, as for channels-last maps.
-    kept = op.Constant(value_ints=[0, 0, 0, 0, 0, 0])
+    unpadded = op.Constant(value_ints=[0, 0, 0, 0, 0, 0])
     upper = op.Pad(
-        op.Cast(feature_0, to=1), op.Concat(kept, none, total_width - width_0, axis=0), zero
+        op.Cast(feature_0, to=1), op.Concat(unpadded, none, total_width - width_0, axis=0), zero
     )
     rest = total_width - width_1 - width_2
     lower = op.Concat(
         op.Pad(op.Cast(feature_1, to=1),
-               op.Concat(kept, total_height - height_0 - height_1, none, axis=0), zero),
+               op.Concat(unpadded, total_height - height_0 - height_1, none, axis=0), zero),
         op.Pad(op.Cast(feature_2, to=1),
-               op.Concat(kept, total_height - height_0 - height_2, none, axis=0), zero),
+               op.Concat(unpadded, total_height - height_0 - height_2, none, axis=0), zero),
         op.Pad(op.Cast(feature_3, to=1),
-               op.Concat(kept, total_height - height_0 - height_3, rest - width_3, axis=0), zero),
+               op.Concat(unpadded, total_height - height_0 - height_3, rest - width_3, axis=0),
+               zero),
         axis=3,
     )  # fmt: skip
     mosaic = op.Concat(upper, lower, axis=2)

@@ -52,19 +52,21 @@ class Program:
         """Compile, load kernels and choose convolutions for batches like this one on a GPU.
 
         In fp32 cuDNN has convolutions to try that would take all of the GPU's memory, and with it
-        what other processes need. They get no more than the model may need itself, and if that is
-        more than was thought, all.
+        what other processes need. The first run gets a part, and if the model needs more than that
+        itself, a second gets what the process may have. The bound holds for all of its threads.
         """
+        allowed = torch.cuda.get_per_process_memory_fraction(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
         bound = (torch.cuda.memory_reserved(self.device) + _TRIAL_BYTES) / total
         try:
-            torch.cuda.set_per_process_memory_fraction(min(bound, 1.0), self.device)
+            torch.cuda.set_per_process_memory_fraction(min(bound, allowed), self.device)
             self(images, image_sizes)
+            return
         except torch.OutOfMemoryError:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-            self(images, image_sizes)
+            pass  # the exception holds the tensors of the run that failed
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            torch.cuda.set_per_process_memory_fraction(allowed, self.device)
+        self(images, image_sizes)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ def resize_pad(images: Sequence[Tensor], sizes: Sequence[int], height: int, widt
         [B, 3, height, width] uint8.
 
     Raises:
-        ValueError: an image is none, or the sizes are not those of so many or do not fit.
+        ValueError: an image is not [3, h, w] uint8, the images are on several devices, or the sizes
+            are not those of so many or do not fit the batch.
     """
     _check(images, sizes, height, width)
     batch = _empty_batch(images, height, width).zero_()

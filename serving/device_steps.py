@@ -41,8 +41,8 @@ _MAX_DEVICE_PIXELS: Final = 1 << 24
 """Larger images are decoded by the CPU, since a batch of them would take gigabytes of a GPU."""
 
 _RUN_CAPACITY: Final = 1 << 12
-"""Runs of a mask that there is room for at first: two a column of an image of 2048, which a mask
-without holes needs."""
+"""Runs of a mask that there is room for at first: two in each column of an image 2048 pixels wide,
+which is what a convex object needs."""
 
 _CHARACTERS_A_RUN: Final = 2
 """Of a mask's string, on the average, that there is room for at first."""
@@ -113,7 +113,7 @@ class DeviceSteps:
         # For the CPU this module has streams and events too, which do nothing.
         self._module = torch.get_device_module(self._device)
         self._on_gpu = self._device.type == "cuda"
-        # Short kernels, which would wait for the model's long ones, go before them.
+        # The short kernels that resize and paste would wait for the model's long ones.
         self._decoding, self._pasting = (self._module.Stream(priority=-1) for _ in range(2))
         self._computing = self._module.Stream()
         self.steps = (
@@ -164,20 +164,20 @@ class DeviceSteps:
             )
 
     def _pixels_of(self, batch: _Read) -> list[Tensor | ImageError]:
-        """[3, h, w] uint8 of each image on the device, upright, of any size."""
+        """[3, h, w] uint8 of each, upright: on the device of any size, or on the host resized."""
         decoded = iter(decode_jpegs(batch.files, self._device))
         return [
             _upright_pixels(job.image, next(decoded)) if own is None else own
             for job, own in zip(batch.jobs, batch.from_host, strict=True)
         ]
 
-    def _padded(self, pixels: Sequence[Tensor | ImageError], batch: Sequence[Job]) -> Tensor:
+    def _padded(self, pixels: Sequence[Tensor | ImageError], jobs: Sequence[Job]) -> Tensor:
         """[B, 3, H, W] uint8: images as the model takes them, black where there is none."""
         none = torch.empty(3, 0, 0, dtype=torch.uint8)
-        own = [none if isinstance(image, ImageError) else image for image in pixels]
-        there = [image.to(self._device, non_blocking=True) for image in own]
-        sizes = [side for job in batch for side in job.image.size]
-        padded: Tensor = resize_pad(there, sizes, *batch[0].bucket)
+        images = [none if isinstance(own, ImageError) else own for own in pixels]
+        sizes = [side for job in jobs for side in job.image.size]
+        on_device = [image.to(self._device) for image in images]
+        padded: Tensor = resize_pad(on_device, sizes, *jobs[0].bucket)
         return padded
 
     def _infer(self, batch: _Prepared) -> _Inferred:
@@ -232,7 +232,8 @@ class DeviceSteps:
         rles = probabilities = None
         if options.mask_format is MaskFormat.RLE:
             encoded = MaskStrings(*batch.encoded[MaskFormat.RLE])
-            strings = chosen_strings(batch.masks, encoded, place, kept)
+            with self._module.stream(self._pasting):
+                strings = chosen_strings(batch.masks, encoded, place, kept)
             rles = [Rle(*image.source_size, string) for string in strings]
         elif options.mask_format is MaskFormat.PROBABILITIES:
             probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][place].numpy()[kept]

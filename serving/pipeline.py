@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,12 +165,11 @@ class Pipeline:
         result = await batcher.infer(item, terms)
         self.places.observe(result.infer_s / result.batch_size / batcher.concurrency)
         start = time.monotonic()
-        encode = functools.partial(
-            detections_from_result, result.value, item, options, model.manifest
-        )
-        # An engine that takes jobs has encoded already, and a thread would only take time.
-        takes_jobs = batcher.info.takes_jobs
-        detections = encode() if takes_jobs else await loop.run_in_executor(self._threads, encode)
+        found = result.value, item, options, model.manifest
+        if batcher.info.takes_jobs:  # it has encoded already, and a thread would only take time
+            detections = detections_from_result(*found)
+        else:
+            detections = await loop.run_in_executor(self._threads, detections_from_result, *found)
         encode_s = time.monotonic() - start
         in_engine = detections.timing
         timing = Timing(

@@ -22,7 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class TorchBackend:
-    """One program a shape bucket; on a GPU a CUDA graph a batch size, and copies overlap."""
+    """One program a shape bucket; on a GPU a CUDA graph a batch size, and copies overlap.
+
+    Beside a GPU it leaves torch one thread on the CPU, in the whole process.
+    """
 
     name = "torch"
 
@@ -55,8 +58,8 @@ class TorchBackend:
             a.bucket: Program(verified_path(bundle, a), precision, device) for a in artifacts
         }
         if on_gpu:
-            # Threads that copied a batch for torch spin on, all cores of them, and took ten
-            # milliseconds from those that were to launch and to wait.
+            # After each copy torch's threads on the CPU wait busily, which kept all cores from
+            # those that launch and wait: 10 ms a batch.
             torch.set_num_threads(1)
             pool = torch.cuda.graph_pool_handle()
             self._graphed = {

@@ -45,9 +45,8 @@ def there_and_back(source: str, result: str) -> list[NodeProto]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("features", ["fpn", "c4", "c5"])
-def test_transpositions_may_be_moved_past_every_node(features: str) -> None:
-    model = random_model(small_config("resnet50", features, "frozen_bn")).eval()
+def test_transpositions_may_be_moved_past_every_node() -> None:
+    model = random_model(small_config("resnet50", "fpn", "frozen_bn")).eval()
     images, sizes = pictures()
     with torch.inference_mode():
         expected = model(images, sizes)

@@ -42,13 +42,15 @@ def test_boxes_are_scaled_and_clipped(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("room", [(4000, 8000), (4000, 30), (20, 8000), (0, 0)])
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [3, 1], []])
+@pytest.mark.parametrize("lost", [[], [1, 2, 4]])
 def test_strings_are_those_of_the_cpu_path_with_little_room_too(
-    device: str, room: tuple[int, int], rows: list[int]
+    device: str, room: tuple[int, int], rows: list[int], lost: list[int]
 ) -> None:
     _, masks = drawn(device)
     on_device = strings_of_masks(masks, *room)
     on_host = MaskStrings(*(tensor.cpu() for tensor in on_device))
     assert (on_host.lengths.max() > 30) == (room == (4000, 8000))
+    on_host.lengths[:, lost] = -1
     chosen = np.array(rows, np.intp)
     for image, (height, width) in enumerate(SOURCE_SIZES):
         expected = rles_from_probabilities(
