@@ -99,7 +99,7 @@ def test_files_are_written_where_asked(bundle: Path, folder: Path, tmp_path: Pat
         (("quick", "data.val=null"), "there is no validation set; set data.val.images"),
         (("no-such",), "no-such is neither a folder nor a configuration file nor a preset"),
         (("{folder}", "--precision", "tf32"), "the bundle has no tf32 onnx artefact, only"),
-        (("{folder}", "--precision", "bf16"), "only the torch backend computes in bf16; choose it, or"),
+        (("{folder}", "--precision", "bf16"), "only the torch backend computes in bf16; choose it"),
     ],
 )
 def test_words_that_do_not_go_with_a_bundle(
