@@ -25,9 +25,10 @@ async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
 
 
 async def answers_rightly(address: str, image: bytes) -> bool:
-    """Whether a new client is served."""
+    """Whether a new client is served, once the server has noticed whatever left before it."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         stub: Any = DetectorStub(channel)
-        response = await stub.Detect(pb.DetectRequest(id="new", image=image), timeout=60)
+        request = pb.DetectRequest(id="new", image=image)
+        response = await stub.Detect(request, timeout=60, wait_for_ready=True)
         return response.id == "new" and len(response.detections) > 0
