@@ -170,18 +170,18 @@ class Manifest(_Record):
             BundleError: the bundle holds none of them.
         """
         chosen = tuple(a for a in self.artifacts if (a.precision, a.kind) == (precision, kind))
-        if not chosen and precision == "bf16" and kind != "torch":
+        if chosen:
+            return chosen
+        if precision == "bf16" and kind != "torch":
             raise BundleError(
                 "only the torch backend computes in bf16; choose it, or another precision"
             )
-        if not chosen:
-            held = dict.fromkeys(f"{a.precision} {a.kind}" for a in self.artifacts)
-            engine = "" if kind == "onnx" else f" --engine {kind}"
-            raise BundleError(
-                f"the bundle has no {precision} {kind} artefact, only {', '.join(held)}; export it "
-                f"with `maskrcnn export CHECKPOINT -o BUNDLE --precision {precision}{engine}`"
-            )
-        return chosen
+        held = dict.fromkeys(f"{a.precision} {a.kind}" for a in self.artifacts)
+        engine = "" if kind == "onnx" else f" --engine {kind}"
+        raise BundleError(
+            f"the bundle has no {precision} {kind} artefact, only {', '.join(held)}; export it "
+            f"with `maskrcnn export CHECKPOINT -o BUNDLE --precision {precision}{engine}`"
+        )
 
 
 def current_platform() -> str:

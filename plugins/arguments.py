@@ -6,10 +6,8 @@ from torch import Tensor
 _ALIGNMENT = 16
 
 
-def kernel_argument(
-    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Tensor:
-    """The tensor, contiguous and aligned to the widest load: a copy where it is not.
+def check_argument(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """See that a tensor is one that a kernel can read.
 
     Args:
         name: what an error calls it.
@@ -28,5 +26,15 @@ def kernel_argument(
         raise ValueError(
             f"{name} must be {dtype} of shape [{sizes}], not {tensor.dtype} {list(tensor.shape)}"
         )
+
+
+def kernel_argument(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """The tensor, contiguous and aligned to the widest load: a copy where it is not.
+
+    Arguments and errors are those of `check_argument`.
+    """
+    check_argument(name, tensor, dtype, shape)
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()

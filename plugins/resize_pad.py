@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .arguments import check_argument
 from .kernels.resize_pad import resize_pad_kernel, resize_pad_launch
 from .launching import launch_kernel
 
@@ -35,9 +36,9 @@ def resize_pad(images: Sequence[Tensor], sizes: Sequence[int], height: int, widt
         ValueError: an image is not [3, h, w] uint8, the images are on several devices, or the sizes
             are not those of so many or do not fit the batch.
     """
-    _check(images, sizes, height, width)
+    pairs = _checked_sizes(images, sizes, height, width)
     batch = _empty_batch(images, height, width).zero_()
-    for row, image, size in zip(batch, images, _pairs(sizes), strict=True):
+    for row, image, size in zip(batch, images, pairs, strict=True):
         if image.numel():
             row[:, : size[0], : size[1]] = _resized(image, size)
     return batch
@@ -50,10 +51,10 @@ def _(images: Sequence[Tensor], _sizes: Sequence[int], height: int, width: int) 
 
 @resize_pad.register_kernel("cuda")
 def _(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -> Tensor:
-    _check(images, sizes, height, width)
+    pairs = _checked_sizes(images, sizes, height, width)
     rows = [
         (image.data_ptr(), *image.stride(), *image.shape[1:], *(size if image.numel() else (0, 0)))
-        for image, size in zip(images, _pairs(sizes), strict=True)
+        for image, size in zip(images, pairs, strict=True)
     ]
     table = torch.tensor(rows, pin_memory=True).to(images[0].device, non_blocking=True)
     batch = _empty_batch(images, height, width)
@@ -62,15 +63,15 @@ def _(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -
     return batch
 
 
-def _check(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -> None:
+def _checked_sizes(
+    images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int
+) -> list[tuple[int, int]]:
+    """The size of each image once it is resized."""
     if len(sizes) != 2 * len(images):
         raise ValueError(f"resize_pad needs 2 sizes an image, not {len(sizes)} of {len(images)}")
-    for image, size in zip(images, _pairs(sizes), strict=True):
-        if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] != _CHANNELS:
-            raise ValueError(
-                f"images must be torch.uint8 of shape [{_CHANNELS}, *, *], not {image.dtype} "
-                f"{list(image.shape)}"
-            )
+    pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
+    for image, size in zip(images, pairs, strict=True):
+        check_argument("images", image, torch.uint8, (_CHANNELS, -1, -1))
         if image.device != images[0].device:
             raise ValueError(
                 f"images must lie on one device, not on {images[0].device} and {image.device}"
@@ -80,10 +81,7 @@ def _check(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: i
                 f"an image of {image.shape[1]}x{image.shape[2]} pixels (height x width) cannot "
                 f"become {size[0]}x{size[1]} of {height}x{width}"
             )
-
-
-def _pairs(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(sizes[::2], sizes[1::2], strict=True))
+    return pairs
 
 
 def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:

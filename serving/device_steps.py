@@ -213,10 +213,11 @@ class DeviceSteps:
         wait_until(lambda: batch.ready.is_reached)
         start = time.perf_counter()
         sources = batch.inferred.prepared.sources
-        outcomes: list[Outcome] = [
-            source if isinstance(source, ImageError) else self._detections(batch, place, source)
-            for place, source in enumerate(sources)
-        ]
+        with self._module.stream(self._pasting):  # where masks without room are pasted again
+            outcomes: list[Outcome] = [
+                source if isinstance(source, ImageError) else self._detections(batch, place, source)
+                for place, source in enumerate(sources)
+            ]
         timing = _timing_of(batch, time.perf_counter() - start)
         return [
             outcome
@@ -232,8 +233,7 @@ class DeviceSteps:
         rles = probabilities = None
         if options.mask_format is MaskFormat.RLE:
             encoded = MaskStrings(*batch.encoded[MaskFormat.RLE])
-            with self._module.stream(self._pasting):
-                strings = chosen_strings(batch.masks, encoded, place, kept)
+            strings = chosen_strings(batch.masks, encoded, place, kept)
             rles = [Rle(*image.source_size, string) for string in strings]
         elif options.mask_format is MaskFormat.PROBABILITIES:
             probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][place].numpy()[kept]

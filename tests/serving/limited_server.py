@@ -24,11 +24,11 @@ async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details() or ""
 
 
-async def answers_rightly(address: str, image: bytes) -> bool:
-    """Whether a new client is served, once the server has noticed whatever left before it."""
+async def answers_rightly(address: str, image: bytes, *, in_time: bool = False) -> bool:
+    """Whether a new client is served at once, or in time if that will do."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         stub: Any = DetectorStub(channel)
         request = pb.DetectRequest(id="new", image=image)
-        response = await stub.Detect(request, timeout=60, wait_for_ready=True)
+        response = await stub.Detect(request, timeout=60, wait_for_ready=in_time)
         return response.id == "new" and len(response.detections) > 0
