@@ -156,5 +156,6 @@ def _check_torch() -> None:
         raise _missing_for_torch(error) from None
     if not torch.cuda.is_available():
         raise BackendError(
-            "torch finds no NVIDIA GPU; find out why with nvidia-smi, or use --backend onnxruntime"
+            "torch finds no NVIDIA GPU; find out why with nvidia-smi, or compute on the CPU with "
+            "--backend onnxruntime, or with --backend torch, which is slower but has bf16"
         )
