@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,6 +58,10 @@ class _Worker(Generic[Item, Result]):
     engine: EngineProcess[Item, Result]
     is_up: bool
     """Whether it takes batches."""
+    in_flight: int = 0
+    """Batches that it has begun."""
+    begun_at: float = 0.0
+    """When it began the last of them, in seconds of the event loop's clock."""
     failures: int = 0
     """Batches that failed since one was good."""
 
@@ -83,8 +86,6 @@ class Batcher(Generic[Item, Result]):
         self._policy = policy
         self._schedule = Schedule[_Waiting[Item, Result]](policy, info.buckets)
         self._workers = [_Worker(engine, is_up=True) for engine in engines]
-        self._free: deque[_Worker[Item, Result]] = deque()
-        """An entry for each batch that may begin."""
         self.restarts = 0
         """Engines that were replaced."""
         self._changed = asyncio.Event()
@@ -161,11 +162,20 @@ class Batcher(Generic[Item, Result]):
         while True:
             self._changed.clear()
             now = time.monotonic()
-            if self._free and (batch := self._schedule.take(now)):
-                return self._free.popleft(), batch
-            due = self._schedule.due() if self._free else None
+            worker = self._least_busy()
+            is_busy = worker is None or worker.in_flight >= self.info.busy_from
+            if worker and (batch := self._schedule.take(now, only_full=is_busy)):
+                worker.in_flight += 1
+                worker.begun_at = now
+                return worker, batch
+            due = None if is_busy else self._schedule.due()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), None if due is None else due - now)
+
+    def _least_busy(self) -> _Worker[Item, Result] | None:
+        """The worker that may begin a batch next, if one may; of equals the longest idle."""
+        able = [w for w in self._workers if w.is_up and w.in_flight < self.info.concurrency]
+        return min(able, key=lambda worker: (worker.in_flight, worker.begun_at), default=None)
 
     async def _compute(self, worker: _Worker[Item, Result], batch: _Batch[Item, Result]) -> None:
         start = time.monotonic()
@@ -186,14 +196,14 @@ class Batcher(Generic[Item, Result]):
                 if not ticket.item.result.done():
                     queue_s = start - ticket.arrival
                     ticket.item.result.set_result(BatchResult(value, queue_s, infer_s, len(batch)))
-        if worker.is_up:
-            self._offer(worker)
+        worker.in_flight -= 1
+        self._changed.set()
 
     async def _keep_up(self, number: int) -> None:
         """Let a worker take batches, and replace it when its process has ended, time and again."""
         while True:
             worker = self._workers[number]
-            self._offer(worker, places=worker.engine.info.concurrency)
+            self._changed.set()
             how = await asyncio.wrap_future(worker.engine.exited)
             self._take_down(worker)
             _log.error("%s; the engine is started again", how)
@@ -201,15 +211,10 @@ class Batcher(Generic[Item, Result]):
             self.restarts += 1
             _log.warning("the engine is there again")
 
-    def _offer(self, worker: _Worker[Item, Result], places: int = 1) -> None:
-        self._free.extend([worker] * places)
-        self._changed.set()
-
     def _take_down(self, worker: _Worker[Item, Result]) -> None:
         """End a worker, and refuse all that waits if it was the last."""
         worker.is_up = False
         worker.engine.kill()
-        self._free = deque(other for other in self._free if other is not worker)
         if not self.is_up:
             _fail(self._schedule.take_all(), _down_error())
 

@@ -22,9 +22,12 @@ class JobBatches:
     """Batches of jobs, each of which goes through all steps in the thread that brings it."""
 
     takes_jobs: ClassVar = True
-    concurrency: Final = 3
-    """One batch before the model, one at it and one behind it: with more, batches would begin
-    before they are full, and wait for the model instead."""
+    busy_from: Final = 3
+    """One batch before the model, one at it and one behind it: were more begun before they are
+    full, they would wait for the model instead."""
+    concurrency: Final = 5
+    """Full batches are there before the model is free, though the server takes its time over
+    answers and requests."""
 
     def __init__(self, backend: TorchBackend, manifest: Manifest) -> None:
         """Prepare the steps of a backend.

@@ -20,10 +20,10 @@ class Mark:
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
-    @property
-    def is_reached(self) -> bool:
-        """Whether the device has come so far."""
-        return self._event is None or self._event.query()
+    def wait(self) -> None:
+        """Wait until the device has come so far, busily, but let other threads run meanwhile."""
+        if self._event is not None:
+            self._event.synchronize()
 
     def hold_back(self, stream: Any) -> None:
         """Make another stream wait for this mark."""

@@ -12,25 +12,36 @@ from ..plugins.compress_runs import compress_runs
 from ..plugins.paste_rle import paste_rle
 
 
-def boxes_in_sources(boxes: Tensor, sizes: Tensor, source_sizes: Tensor) -> Tensor:
+def scales_and_limits(
+    sizes: NDArray[np.int64], source_sizes: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """What takes boxes to the source images, by the host, as it would be ten kernels of a device.
+
+    Args:
+        sizes: [B, 2], height and width of the images as the model sees them.
+        source_sizes: [B, 2], height and width of the source images.
+
+    Returns:
+        [2, B, 1, 4]: factors of xyxy, and their limits in pixels of the source images.
+    """
+    corners, limits = (
+        pairs[:, None, [1, 0, 1, 0]].astype(np.float32) for pairs in (sizes, source_sizes)
+    )
+    return np.stack([limits / corners, limits])
+
+
+def boxes_in_sources(boxes: Tensor, scales: Tensor, limits: Tensor) -> Tensor:
     """Scale boxes as `postprocessing.detections_from_outputs` does, and clip them to the images.
 
     Args:
         boxes: [B, D, 4] float32 xyxy in pixels of the images as the model saw them.
-        sizes: [B, 2] int64, their height and width.
-        source_sizes: [B, 2] int64, height and width of the source images.
+        scales: [B, 1, 4] float32 of `scales_and_limits`.
+        limits: [B, 1, 4] float32 of `scales_and_limits`.
 
     Returns:
         [B, D, 4] in pixels of the source images.
     """
-    limits_B14 = _corners(source_sizes)
-    scaled = boxes * (limits_B14 / _corners(sizes))
-    return torch.minimum(scaled.clamp_(min=0), limits_B14)
-
-
-def _corners(sizes: Tensor) -> Tensor:
-    """[B, 1, 4] float32: width, height, width, height."""
-    return sizes.flip(1).repeat(1, 2)[:, None].float()
+    return torch.minimum((boxes * scales).clamp_(min=0), limits)
 
 
 class Masks(NamedTuple):
@@ -51,7 +62,9 @@ class MaskStrings(NamedTuple):
     text: Tensor
     """[B, D, capacity] uint8, of which anything may follow a string."""
     lengths: Tensor
-    """[B, D] int32, those of the strings; -1 where a mask found no room."""
+    """[B, D] int32, those of the strings, which may be more than there was room for."""
+    num_runs: Tensor
+    """[B, D] int32, those of the masks; where there was no room for them, the rest is of no use."""
 
 
 def strings_of_masks(masks: Masks, run_capacity: int, capacity: int) -> MaskStrings:
@@ -71,28 +84,32 @@ def strings_of_masks(masks: Masks, run_capacity: int, capacity: int) -> MaskStri
         paste=masks.paste,
     )
     text, lengths = compress_runs(runs, num_runs, capacity)
-    whole = (num_runs <= run_capacity) & (lengths <= capacity)
-    lengths = torch.where(whole, lengths, -1)
-    return MaskStrings(text.view(images, depth, capacity), lengths.view(images, depth))
+    return MaskStrings(
+        text.view(images, depth, capacity),
+        lengths.view(images, depth),
+        num_runs.view(images, depth),
+    )
 
 
 def chosen_strings(
-    masks: Masks, strings: MaskStrings, image: int, rows: NDArray[np.intp]
+    masks: Masks, strings: MaskStrings, run_capacity: int, image: int, rows: NDArray[np.intp]
 ) -> list[bytes]:
     """The strings of some masks of an image; what found no room is pasted again.
 
     Args:
         masks: What was pasted.
         strings: What it gave, on the host.
+        run_capacity: Runs of a mask that there was room for.
         image: Place of the image in the batch.
         rows: [N], which of its masks.
     """
-    text, lengths = strings.text[image].numpy(), strings.lengths[image].numpy()[rows]
+    text, lengths, num_runs = (tensor[image].numpy() for tensor in strings)
+    lengths, num_runs = lengths[rows], num_runs[rows]
     chosen = [
         text[row, :length].tobytes()
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
     ]
-    lost = np.flatnonzero(lengths < 0)
+    lost = np.flatnonzero((num_runs > run_capacity) | (lengths > text.shape[1]))
     if len(lost):
         found = _strings_with_room(masks, image, rows[lost])
         for place, string in zip(lost.tolist(), found, strict=True):

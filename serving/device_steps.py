@@ -7,12 +7,14 @@ stream uses it any more.
 
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..model.device_images import decode_jpegs, tensor_from_bytes, turn_upright
@@ -23,7 +25,6 @@ from ..model.spec import ShapeBucket
 from ..plugins.resize_pad import resize_pad
 from .backends.torch import TorchBackend
 from .backends.torch_batches import DeviceOutputs
-from .backends.waiting import wait_until
 from .detections import Detections, MaskFormat, Timing
 from .device_marks import Mark
 from .device_masks import (
@@ -31,6 +32,7 @@ from .device_masks import (
     MaskStrings,
     boxes_in_sources,
     chosen_strings,
+    scales_and_limits,
     strings_of_masks,
 )
 from .postprocessing import detections_from_rows, kept_rows
@@ -65,6 +67,10 @@ class _Prepared(NamedTuple):
     """[B, 2] int64, height and width before padding."""
     source_sizes: Tensor
     """[B, 2] int64, height and width of the source images."""
+    scales: Tensor
+    """[B, 1, 4] float32, what takes boxes to the source images."""
+    limits: Tensor
+    """[B, 1, 4] float32, of boxes there."""
     begin: Mark
     ready: Mark
     """After which the tensors can be used."""
@@ -116,6 +122,7 @@ class DeviceSteps:
         # The short kernels that resize and paste would wait for the model's long ones.
         self._decoding, self._pasting = (self._module.Stream(priority=-1) for _ in range(2))
         self._computing = self._module.Stream()
+        self._waiting = threading.Lock()
         self.steps = (
             Step("files", self._read, threads),
             Step("images", self._prepare, 1),
@@ -145,10 +152,9 @@ class DeviceSteps:
             begin = Mark(self._device)
             pixels = self._pixels_of(batch)
             padded = self._padded(pixels, batch.jobs)
-            all_sizes = torch.tensor(
-                [[i.size for i in images], [i.source_size for i in images]], pin_memory=self._on_gpu
-            )
-            sizes, source_sizes = all_sizes.to(self._device, non_blocking=True)
+            host_sizes = np.array([[i.size for i in images], [i.source_size for i in images]])
+            sizes, source_sizes = self._sent(host_sizes)
+            scales, limits = self._sent(scales_and_limits(*host_sizes))
             sources = [
                 own if isinstance(own, ImageError) else job
                 for job, own in zip(batch.jobs, pixels, strict=True)
@@ -159,6 +165,8 @@ class DeviceSteps:
                 padded,
                 sizes,
                 source_sizes,
+                scales,
+                limits,
                 begin,
                 Mark(self._device),
             )
@@ -190,7 +198,7 @@ class DeviceSteps:
         prepared, outputs, ready = batch
         with self._module.stream(self._pasting):
             ready.hold_back(self._pasting)
-            boxes = boxes_in_sources(outputs.boxes, prepared.sizes, prepared.source_sizes)
+            boxes = boxes_in_sources(outputs.boxes, prepared.scales, prepared.limits)
             masks = Masks(outputs.masks, boxes, prepared.source_sizes, self._manifest.mask_paste)
             wanted = {s.options.mask_format for s in prepared.sources if isinstance(s, Job)}
             encoded: dict[MaskFormat, Sequence[Tensor]] = {}
@@ -210,7 +218,8 @@ class DeviceSteps:
             )
 
     def _encode(self, batch: _Pasted) -> list[Outcome]:
-        wait_until(lambda: batch.ready.is_reached)
+        with self._waiting:  # one batch after the other, for each wait takes a core
+            batch.ready.wait()
         start = time.perf_counter()
         sources = batch.inferred.prepared.sources
         with self._module.stream(self._pasting):  # where masks without room are pasted again
@@ -233,7 +242,7 @@ class DeviceSteps:
         rles = probabilities = None
         if options.mask_format is MaskFormat.RLE:
             encoded = MaskStrings(*batch.encoded[MaskFormat.RLE])
-            strings = chosen_strings(batch.masks, encoded, place, kept)
+            strings = chosen_strings(batch.masks, encoded, self._run_capacity, place, kept)
             rles = [Rle(*image.source_size, string) for string in strings]
         elif options.mask_format is MaskFormat.PROBABILITIES:
             probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][place].numpy()[kept]
@@ -246,6 +255,13 @@ class DeviceSteps:
             rles=rles,
             probabilities=probabilities,
         )
+
+    def _sent(self, array: NDArray[Any]) -> Tensor:
+        """A copy on the device, which is there when the current stream is done."""
+        host = torch.from_numpy(array)
+        if self._on_gpu:
+            host = host.pin_memory()
+        return host.to(self._device, non_blocking=True)
 
     def _fetched(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies on the host, which are there when the current stream is done."""

@@ -30,6 +30,8 @@ class EngineInfo(NamedTuple):
     """Where it computes."""
     concurrency: int
     """Threads that may call it at once, which is how batches overlap."""
+    busy_from: int
+    """Batches that keep it busy. With so many begun, only full ones still gain by beginning."""
     buckets: tuple[ShapeBucket, ...]
     """Input sizes of the items that it takes."""
     takes_jobs: bool
@@ -72,6 +74,9 @@ class _Batches(Protocol):
     def takes_jobs(self) -> bool: ...
     @property
     def concurrency(self) -> int: ...
+
+    @property
+    def busy_from(self) -> int: ...
     def warm_up(self, max_batch: int) -> None: ...
     def compute(self, items: Any) -> Sequence[EngineResult]: ...
 
@@ -83,7 +88,7 @@ class _InputBatches:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.concurrency = backend.concurrency
+        self.concurrency = self.busy_from = backend.concurrency
         self.warm_up = backend.warm_up
 
     def compute(self, items: Sequence[ModelInput]) -> list[Outputs]:
@@ -120,6 +125,7 @@ class BundleEngine:
             backend=backend.name,
             device=backend.device,
             concurrency=batches.concurrency,
+            busy_from=batches.busy_from,
             buckets=backend.buckets,
             takes_jobs=batches.takes_jobs,
         )

@@ -126,17 +126,25 @@ class Schedule(Generic[T]):
         if not self._connections[key]:
             del self._connections[key]
 
-    def take(self, now: float) -> list[Ticket[T]]:
+    def take(self, now: float, *, only_full: bool = False) -> list[Ticket[T]]:
         """The next batch, which is all of one bucket; empty while it is to wait for more.
 
         Of the buckets with a batch to take, it is that of the image whose turn is next.
+
+        Args:
+            now: The time.
+            only_full: Take nothing if that batch is smaller than the largest; those behind it do
+                not go before.
         """
-        ripe = [(q[0].turn, q[0].arrival, b) for b, q in self._queues.items() if self._size(q, now)]
+        sizes = {bucket: self._size(queue, now) for bucket, queue in self._queues.items()}
+        ripe = [(q[0].turn, q[0].arrival, b) for b, q in self._queues.items() if sizes[b]]
         if not ripe:
             return []
-        self._turn, _, bucket = min(ripe)
-        queue = self._queues[bucket]
-        batch = queue[: self._size(queue, now)]
+        turn, _, bucket = min(ripe)
+        if only_full and sizes[bucket] < self._policy.max_batch:
+            return []
+        self._turn = turn
+        batch = self._queues[bucket][: sizes[bucket]]
         for ticket in batch:
             self.discard(ticket)
         return batch

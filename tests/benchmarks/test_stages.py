@@ -88,7 +88,9 @@ def test_kernels_of_a_gpu_are_read():
 
     call()
     kernels = kernels_of(call, 4)
-    assert len(kernels) == 8
+    names = [kernel.name for kernel in kernels]
+    assert len(names) >= 8  # a product may take several
+    assert names == names[: len(names) // 4] * 4
     assert all(kernel.duration > 0 for kernel in kernels)
     assert [k.start for k in kernels] == sorted(k.start for k in kernels)
     assert sum(mean_milliseconds_by_stage(kernels, 4).values()) > 0

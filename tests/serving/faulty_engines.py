@@ -20,13 +20,18 @@ Deed = Callable[[], Any]
 class ObedientEngine:
     """Its items are calls without arguments, and their values its results."""
 
-    def __init__(self, load: Deed = os.getpid, concurrency: int = 1) -> None:
+    def __init__(
+        self, load: Deed = os.getpid, concurrency: int = 1, busy_from: int | None = None
+    ) -> None:
         self._load = load
         self._concurrency = concurrency
+        self._busy_from = busy_from or concurrency
 
     def load(self) -> EngineInfo:
         self._load()
-        return EngineInfo("none", "cpu", self._concurrency, (BUCKET,), takes_jobs=False)
+        return EngineInfo(
+            "none", "cpu", self._concurrency, self._busy_from, (BUCKET,), takes_jobs=False
+        )
 
     def warm_up(self, max_batch: int) -> None:
         """Nothing is cold."""

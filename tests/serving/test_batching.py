@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -104,6 +105,29 @@ def test_batches_overlap_on_an_engine_and_on_several(
         return {result.value for result in results}
 
     assert len(asyncio.run(compute())) == workers
+
+
+def test_only_full_batches_begin_on_a_busy_engine(tmp_path: Path) -> None:
+    engines = loaded(deeds.ObedientEngine(concurrency=2, busy_from=1), 1)
+    a, b = tmp_path / "a", tmp_path / "b"
+
+    async def compute() -> None:
+        batcher = Batcher(engines, BatchPolicy(2, 0))
+        async with running(batcher):
+            first = asyncio.create_task(batcher.infer(Deed(deeds.meet, a, b)))
+            while not a.exists():
+                await asyncio.sleep(0.01)
+            second = asyncio.create_task(batcher.infer(Deed(os.getpid)))
+            await asyncio.sleep(0.1)
+            assert not second.done()
+            results = await asyncio.gather(second, batcher.infer(Deed(os.getpid)))
+            assert [result.batch_size for result in results] == [2, 2]
+            assert not first.done()
+            b.touch()
+            await first
+        batcher.close()
+
+    asyncio.run(compute())
 
 
 def test_delay_lets_a_single_image_go(

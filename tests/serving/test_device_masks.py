@@ -10,11 +10,12 @@ from maskrcnn_trt.serving.device_masks import (
     MaskStrings,
     boxes_in_sources,
     chosen_strings,
+    scales_and_limits,
     strings_of_masks,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SIZES, SOURCE_SIZES = [[96, 128], [90, 120]], [[480, 640], [333, 500]]
+SIZES, SOURCE_SIZES = np.array([[[96, 128], [90, 120]], [[480, 640], [333, 500]]])
 
 
 def drawn(device: str) -> tuple[torch.Tensor, Masks]:
@@ -22,9 +23,10 @@ def drawn(device: str) -> tuple[torch.Tensor, Masks]:
     generator = torch.Generator().manual_seed(0)
     corners = torch.rand(2, 5, 2, 2, generator=generator) * 140 - 10
     boxes = torch.cat([corners.amin(2), corners.amax(2)], dim=-1).to(device)
-    sizes, source_sizes = torch.tensor([SIZES, SOURCE_SIZES]).to(device)
+    source_sizes = torch.from_numpy(SOURCE_SIZES).to(device)
+    scales, limits = torch.from_numpy(scales_and_limits(SIZES, SOURCE_SIZES)).to(device)
     probabilities = torch.rand(2, 5, 14, 14, generator=generator).to(device)
-    in_sources = boxes_in_sources(boxes, sizes, source_sizes)
+    in_sources = boxes_in_sources(boxes, scales, limits)
     return boxes, Masks(probabilities, in_sources, source_sizes, "torchvision")
 
 
@@ -49,8 +51,9 @@ def test_strings_are_those_of_the_cpu_path_with_little_room_too(
     _, masks = drawn(device)
     on_device = strings_of_masks(masks, *room)
     on_host = MaskStrings(*(tensor.cpu() for tensor in on_device))
-    assert (on_host.lengths.max() > 30) == (room == (4000, 8000))
-    on_host.lengths[:, lost] = -1
+    lacks_room = (on_host.num_runs > room[0]) | (on_host.lengths > room[1])
+    assert lacks_room.any() == (room != (4000, 8000))
+    on_host.num_runs[:, lost] = room[0] + 1
     chosen = np.array(rows, np.intp)
     for image, (height, width) in enumerate(SOURCE_SIZES):
         expected = rles_from_probabilities(
@@ -59,5 +62,5 @@ def test_strings_are_those_of_the_cpu_path_with_little_room_too(
             height,
             width,
         )
-        strings = chosen_strings(masks, on_host, image, chosen)
+        strings = chosen_strings(masks, on_host, room[0], image, chosen)
         assert strings == [rle.counts for rle in expected]

@@ -145,6 +145,15 @@ def test_a_bucket_that_is_to_wait_lets_others_go_before() -> None:
     assert batches_of(schedule, now=1.0) == ["a"]
 
 
+def test_where_only_full_batches_are_taken_none_goes_before_a_smaller_one() -> None:
+    schedule = schedule_of(max_batch=2, max_delay_s=1.0)
+    add(schedule, "a", bucket=WIDE, now=0.0)
+    add(schedule, "bbbb", bucket=TALL, now=0.1)
+    assert [ticket.peer for ticket in schedule.take(0.2, only_full=True)] == ["b", "b"]
+    assert schedule.take(1.0, only_full=True) == []
+    assert batches_of(schedule, now=1.0) == ["a", "bb"]
+
+
 def test_images_that_are_given_up_leave_no_trace() -> None:
     schedule = schedule_of()
     first, second, third = add(schedule, "aaa")
