@@ -35,6 +35,8 @@ class ServeSettings:
 
     concurrencies: Sequence[int] = (1, 4, 16)
     """Requests kept in flight: clients, each of which waits for its answer."""
+    streamed: Sequence[int] = ()
+    """Requests kept in flight over a stream of each process."""
     rates: Sequence[float] = ()
     """Images a second that come whether or not those before them are answered."""
     loads: Sequence[float] = ()
@@ -102,6 +104,8 @@ def measure_server(
             result = _measure(pool, target, ClosedLoop(clients), settings)
             capacity = max(capacity, result.images_per_second)
             yield result
+        for clients in settings.streamed:
+            yield _measure(pool, target, ClosedLoop(clients, streamed=True), settings)
         for rate in (*settings.rates, *(share * capacity for share in settings.loads)):
             yield _measure(pool, target, OpenLoop(rate, settings.arrivals), settings)
 

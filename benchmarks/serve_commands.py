@@ -34,7 +34,13 @@ _CONCURRENCIES = (1, 4, 16)
 @click.option(
     "--concurrency", "concurrencies", multiple=True, type=click.IntRange(min=1),
     help="Requests in flight, each followed by the next when it is answered; may be given several "
-    f"times. The default is {', '.join(map(str, _CONCURRENCIES))}, but with --rate alone none.",
+    f"times. The default is {', '.join(map(str, _CONCURRENCIES))}, but with --streamed or --rate "
+    "alone none.",
+)  # fmt: skip
+@click.option(
+    "--streamed", multiple=True, type=click.IntRange(min=1),
+    help="Requests in flight over streams, one of each process, in place of a call for each image; "
+    "may be given several times.",
 )  # fmt: skip
 @click.option(
     "--rate", "rates", multiple=True, type=SECONDS,
@@ -123,7 +129,8 @@ def serve(
 
 def _with_levels(values: dict[str, Any]) -> dict[str, Any]:
     """Values with the default concurrencies where these are wanted and none are given."""
-    if not values["concurrencies"] and (values["loads"] or not values["rates"]):
+    others = values["rates"] or values["streamed"]
+    if not values["concurrencies"] and (values["loads"] or not others):
         return values | {"concurrencies": _CONCURRENCIES}
     return values
 

@@ -1,11 +1,12 @@
 """Load on a server: requests at their times, and what became of each."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import grpc
 import numpy as np
@@ -15,7 +16,8 @@ from ..serving.connection import channel_options
 
 Arrivals = Literal["poisson", "constant"]
 
-_METHOD = "/maskrcnn.v1.Detector/Detect"
+_SERVICE = "/maskrcnn.v1.Detector"
+_STATUS_NAMES = {status.value[0]: status.name for status in grpc.StatusCode}
 _PAUSE_S = 0.1
 """Before a client of a closed loop that was refused sends again, as ours does."""
 
@@ -25,6 +27,8 @@ class ClosedLoop:
     """Clients, each of which sends its next image when it has the answer to the last."""
 
     clients: int
+    streamed: bool = False
+    """Whether those of a process send over one stream, rather than make a call for each image."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,13 @@ class PartLog(NamedTuple):
     """That the process took between start and end."""
 
 
+class _Outcome(NamedTuple):
+    status: str
+    timing: tuple[int, ...] = ()
+
+
 _Send = Callable[[float], Awaitable[str]]
+_Ask = Callable[[bytes], Awaitable[_Outcome]]
 
 
 def send_part(part: LoadPart) -> PartLog:
@@ -115,19 +125,14 @@ def arrival_times(load: OpenLoop, part: LoadPart) -> list[float]:
 async def _send_part(part: LoadPart) -> PartLog:
     turns = itertools.cycle(part.requests)
     answers: list[Answer] = []
+    # Not the client of the package: less work of its own leaves more to the server.
     async with grpc.aio.insecure_channel(part.address, channel_options(retries=0)) as channel:
-        # Not the client of the package: less work of its own leaves more to the server.
-        detect = channel.unary_unary(_METHOD, None, pb.DetectResponse.FromString)
+        streamed = isinstance(part.load, ClosedLoop) and part.load.streamed
+        ask = (_asking_by_stream if streamed else _asking_by_call)(channel, part)
 
         async def send(due: float) -> str:
             sent = time.monotonic()
-            timing: tuple[int, ...] = ()
-            try:
-                response = await detect(next(turns), timeout=part.timeout_s)
-            except grpc.aio.AioRpcError as error:
-                status = error.code().name
-            else:
-                status, timing = "OK", _timing_of(response)
+            status, timing = await ask(next(turns))
             answers.append(Answer(due, sent, time.monotonic(), status, timing))
             return status
 
@@ -141,6 +146,54 @@ async def _send_part(part: LoadPart) -> PartLog:
                     await _until(due)
                     group.create_task(send(due))
     return PartLog(answers, cpu_s.result())
+
+
+def _asking_by_call(channel: grpc.aio.Channel, part: LoadPart) -> _Ask:
+    detect = channel.unary_unary(f"{_SERVICE}/Detect", None, pb.DetectResponse.FromString)
+
+    async def ask(request: bytes) -> _Outcome:
+        try:
+            return _outcome_of(await detect(request, timeout=part.timeout_s))
+        except grpc.aio.AioRpcError as error:
+            return _Outcome(error.code().name)
+
+    return ask
+
+
+def _asking_by_stream(channel: grpc.aio.Channel, part: LoadPart) -> _Ask:
+    """Over one stream, on which answers come in any order; once it breaks, so do all requests."""
+    detect: Any = channel.stream_stream(
+        f"{_SERVICE}/DetectStream", None, pb.DetectStreamResponse.FromString
+    )
+    call = detect(timeout=part.span.end - time.monotonic() + part.timeout_s)
+    waiting: dict[str, asyncio.Future[_Outcome]] = {}
+    names = map(str, itertools.count())
+    writing = asyncio.Lock()  # gRPC takes one message at a time
+
+    async def read() -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for answer in call:
+                waiting.pop(answer.id).set_result(_outcome_of_answer(answer))
+        broken = _Outcome((await call.code()).name)
+        for outcome in waiting.values():
+            outcome.set_result(broken)
+
+    reading = asyncio.create_task(read())
+
+    async def ask(request: bytes) -> _Outcome:
+        if reading.done():
+            return _Outcome((await call.code()).name)
+        name = next(names)
+        outcome: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
+        waiting[name] = outcome
+        # The encodings of two messages, joined, are that of a message with the fields of both.
+        named = request + pb.DetectRequest(id=name).SerializeToString()
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            async with writing:
+                await call.write(named)
+        return await outcome
+
+    return ask
 
 
 async def _send_in_turn(send: _Send, span: Span) -> None:
@@ -163,6 +216,12 @@ async def _until(moment: float) -> None:
         await asyncio.sleep(delay)
 
 
-def _timing_of(response: pb.DetectResponse) -> tuple[int, ...]:
+def _outcome_of(response: pb.DetectResponse) -> _Outcome:
     t = response.timing
-    return t.decode_us, t.queue_us, t.infer_us, t.encode_us, t.batch_size
+    return _Outcome("OK", (t.decode_us, t.queue_us, t.infer_us, t.encode_us, t.batch_size))
+
+
+def _outcome_of_answer(answer: pb.DetectStreamResponse) -> _Outcome:
+    if answer.HasField("error"):
+        return _Outcome(_STATUS_NAMES[answer.error.code])
+    return _outcome_of(answer.response)

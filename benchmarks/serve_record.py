@@ -16,6 +16,7 @@ from .serve_report import (
     TIMES,
     USE_COLUMNS,
     ServeReport,
+    closed_loops,
     fastest,
     load_name,
     memory_mib,
@@ -36,9 +37,10 @@ _PERCENTILES = ("p50", "p90", "p95", "p99")
 
 _COUNTED = """\
 Images are {images}. Clients are a closed loop: each sends its next image when it has the answer to
-the last. Other loads are open: images come at a rate, in poisson loads at random, whatever becomes
-of those before, and the latency of each counts from the moment at which it was to be sent; in
-brackets is the rate as a share of the highest that clients reached. "images/s" are those whose
+the last, in a call for each or, "streamed", over one stream for all clients of a process. Other
+loads are open: images come at a rate, in poisson loads at random, whatever becomes of those before,
+and the latency of each counts from the moment at which it was to be sent; in brackets is the rate
+as a share of the highest that clients reached without streams. "images/s" are those whose
 detections came within the time. Latencies are of answers with detections; "refused" are the others.
 """
 _TIME = """\
@@ -77,13 +79,14 @@ def write_record(report: ServeReport, images: str, folder: Path) -> Path:
 def plot_serving(report: ServeReport, picture: Path) -> None:
     """Draw throughput, latency and where the time goes, closed loops apart from open ones."""
     own = report.own_results
-    closed = [r for r in own if isinstance(r.load, ClosedLoop)]
+    closed = closed_loops(own, streamed=False)
     opened = [r for r in own if isinstance(r.load, OpenLoop)]
-    rows = 2 if closed else 1
+    rows = 2 if any(isinstance(r.load, ClosedLoop) for r in own) else 1
     figure, axes = plt.subplots(rows, 2, figsize=(12, 4.5 * rows), layout="constrained")
     places = iter(axes.flat)
-    if closed:
+    if rows == 2:
         _plot_throughput(next(places), report)
+    if closed:
         _plot_latency(next(places), closed)
     if opened:
         _plot_latency(next(places), opened)
@@ -99,11 +102,12 @@ def goal_sentences(report: ServeReport) -> list[str]:
     own = report.own_results
     unbatched = [r for r in report.results if r not in own]
     best = fastest(own)
-    if best is None:
-        return []
     sentences = []
     if report.bulk is not None:
-        sentences.append(_engine_sentence(best, report.bulk))
+        both = (best, fastest(own, streamed=True))
+        sentences += [_engine_sentence(r, report.bulk) for r in both if r is not None]
+    if best is None:
+        return sentences
     if (alone := fastest(unbatched)) is not None:
         sentences.append(
             f"Batches of up to {best.max_batch} give {best.images_per_second:.1f} images/s, "
@@ -124,7 +128,8 @@ def _engine_sentence(best: ServeResult, bulk: BulkResult) -> str:
     if bulk.device == "cuda":
         verdict = f"; the bar of {_GOAL:.0%} is {_verdict(share >= _GOAL)}"
     return (
-        f"{best.images_per_second:.1f} images/s are {share:.0%} of the engine's own "
+        f"{load_name(best.load)}: {best.images_per_second:.1f} images/s are {share:.0%} of the "
+        f"engine's own "
         f"{engine_rate:.1f}, and {best.images_per_second / bulk.images_per_second:.0%} of the "
         f"{bulk.images_per_second:.1f} that go without a server{verdict}."
     )
@@ -154,11 +159,13 @@ def _verdict(met: bool) -> str:
 
 
 def _plot_throughput(axes: Axes, report: ServeReport) -> None:
-    closed = [r for r in report.results if isinstance(r.load, ClosedLoop)]
-    for size in dict.fromkeys(r.max_batch for r in closed):
-        curve = [r for r in closed if r.max_batch == size]
-        rates = [r.images_per_second for r in curve]
-        axes.plot(_ticks(curve), rates, "o-", label=f"batches up to {size}")
+    for size in dict.fromkeys(r.max_batch for r in report.results):
+        for streamed in (False, True):
+            alike = [r for r in report.results if r.max_batch == size]
+            if curve := closed_loops(alike, streamed=streamed):
+                rates = [r.images_per_second for r in curve]
+                label = f"batches up to {size}{', over streams' if streamed else ''}"
+                axes.plot(_ticks(curve), rates, "o-", label=label)
     if (bulk := report.bulk) is not None:
         axes.axhline(bulk.engine_images_per_second, color="black", label="the engine, alone")
     axes.set(xlabel="clients", ylabel="images a second", title="Throughput", ylim=(0, None))

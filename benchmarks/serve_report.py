@@ -37,10 +37,16 @@ class ServeReport(Report):
         return [r for r in self.results if r.max_batch == self.results[0].max_batch]
 
 
-def fastest(results: Sequence[ServeResult]) -> ServeResult | None:
-    """The closed loop with the highest rate; none, there is none."""
-    closed = (r for r in results if isinstance(r.load, ClosedLoop))
+def fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeResult | None:
+    """The closed loop with the highest rate, over streams or not; none, there is none."""
+    closed = closed_loops(results, streamed=streamed)
     return max(closed, key=lambda r: r.images_per_second, default=None)
+
+
+def closed_loops(results: Sequence[ServeResult], *, streamed: bool) -> list[ServeResult]:
+    """Those over streams, or the others."""
+    loads = ((r, r.load) for r in results)
+    return [r for r, load in loads if isinstance(load, ClosedLoop) and load.streamed == streamed]
 
 
 def memory_mib(result: ServeResult) -> tuple[float, float] | None:
@@ -55,7 +61,8 @@ def memory_mib(result: ServeResult) -> tuple[float, float] | None:
 def load_name(load: Load, best: ServeResult | None = None) -> str:
     """A load in words, as `16 clients` or, compared with the best result, `poisson 27/s (90%)`."""
     if isinstance(load, ClosedLoop):
-        return f"{load.clients} client{'' if load.clients == 1 else 's'}"
+        clients = f"{load.clients} client{'' if load.clients == 1 else 's'}"
+        return f"{clients} streamed" if load.streamed else clients
     share = "" if best is None else f" ({load.rate / best.images_per_second:.0%})"
     return f"{load.arrivals} {load.rate:.1f}/s{share}"
 

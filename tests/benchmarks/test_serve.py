@@ -28,20 +28,25 @@ def server(bundle: Path) -> Iterator[ServerProcess]:
 
 def test_server_of_a_bundle_is_measured_and_stopped(bundle: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    levels = ("--concurrency", 1, "--concurrency", 6, "--load", 0.5, "--processes", 2)
+    levels = ("--concurrency", 1, "--concurrency", 6, "--streamed", 6, "--load", 0.5)
+    levels += ("--processes", 2)
     times = ("--seconds", 1, "--warmup", 0.2)
     extras = ("--engine-rate", "--peer", "unbatched", "--json", record, "--output", tmp_path)
     result = run(bundle, *levels, *times, *extras, "--", "--max-batch", 3, "--threads", 1)
     assert result.exit_code == 0, result.output
     report = json.loads(record.read_text())
-    one, six, half, one_unbatched, six_unbatched = report["results"]
-    assert [r["max_batch"] for r in report["results"]] == [3, 3, 3, 1, 1]
-    assert [r["load"] for r in (one, six)] == [{"clients": 1}, {"clients": 6}]
+    one, six, streamed, half, *unbatched = report["results"]
+    one_unbatched, six_unbatched, _ = unbatched
+    assert [r["max_batch"] for r in report["results"]] == [3, 3, 3, 3, 1, 1, 1]
+    assert one["load"] == {"clients": 1, "streamed": False}
+    assert six["load"] == {"clients": 6, "streamed": False}
+    assert streamed["load"] == {"clients": 6, "streamed": True}
     best = max(one["images_per_second"], six["images_per_second"])
     assert half["load"] == {"rate": best / 2, "arrivals": "poisson"}
     assert one["mean_batch_size"] == one_unbatched["mean_batch_size"] == 1
     assert six_unbatched["mean_batch_size"] == 1
     assert 1 < six["mean_batch_size"] <= 3
+    assert 1 < streamed["mean_batch_size"] <= 3
     for found in report["results"]:
         assert not found["refusals"]
         assert found["offered_per_second"] == found["requests"] / 1.0
@@ -61,11 +66,17 @@ def refused(result: ServeResult) -> dict[str, int]:
 
 def test_what_a_busy_server_refuses_is_counted_apart(server: ServerProcess) -> None:
     settings = ServeSettings(
-        concurrencies=(12,), rates=(400,), arrivals="constant", seconds=1, warmup_seconds=0.5
+        concurrencies=(12,),
+        streamed=(12,),
+        rates=(400,),
+        arrivals="constant",
+        seconds=1,
+        warmup_seconds=0.5,
     )
-    closed, opened = measure_server(server.address, settings, server.pid)
+    closed, streamed, opened = measure_server(server.address, settings, server.pid)
     assert (closed.load, opened.load) == (ClosedLoop(12), OpenLoop(400, "constant"))
     assert refused(closed).keys() == refused(opened).keys() == {"RESOURCE_EXHAUSTED"}
+    assert refused(streamed).keys() == {"RESOURCE_EXHAUSTED"}
     assert refused(opened)["RESOURCE_EXHAUSTED"] + opened.requests == 400
     assert opened.offered_per_second == 400
 

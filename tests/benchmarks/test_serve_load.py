@@ -1,11 +1,26 @@
-"""When requests of an open loop are due."""
+"""When requests of an open loop are due, and what becomes of those on a stream that breaks."""
 
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
-from maskrcnn_trt.benchmarks.serve_load import Arrivals, LoadPart, OpenLoop, Span, arrival_times
+from maskrcnn_trt.benchmarks.serve_load import (
+    Arrivals,
+    ClosedLoop,
+    LoadPart,
+    OpenLoop,
+    Span,
+    arrival_times,
+    send_part,
+)
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2_grpc as pb_grpc
 
 SPAN = Span(begin=100, start=110, end=160)
 
@@ -52,3 +67,44 @@ def test_poisson_arrivals_follow_from_the_seed() -> None:
     assert times_of("poisson", 2) == times_of("poisson", 2)
     assert times_of("poisson", 2) != times_of("poisson", 2, seed=1)
     assert len(set(times_of("poisson", 2))) == len(times_of("poisson", 2))
+
+
+class _BreakingDetector(pb_grpc.DetectorServicer):
+    """Answers two requests of each stream, the later one first, and ends it at the next."""
+
+    def DetectStream(  # noqa: N802 (named by the protocol)
+        self, requests: Iterator[pb.DetectRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.DetectStreamResponse]:
+        first, second = next(requests), next(requests)
+        assert first.image == second.image == b"an image"
+        response = pb.DetectResponse(timing=pb.Timing(infer_us=7, batch_size=2))
+        yield pb.DetectStreamResponse(id=second.id, response=response)
+        refusal = pb.Error(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+        yield pb.DetectStreamResponse(id=first.id, error=refusal)
+        next(requests)
+        context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
+def test_requests_end_with_their_stream() -> None:
+    server: Any = grpc.server(ThreadPoolExecutor(2))
+    pb_grpc.add_DetectorServicer_to_server(_BreakingDetector(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    now = time.monotonic()
+    log = send_part(
+        LoadPart(
+            address=f"127.0.0.1:{port}",
+            load=ClosedLoop(2, streamed=True),
+            index=0,
+            count=1,
+            requests=[pb.DetectRequest(image=b"an image").SerializeToString()],
+            span=Span(now, now, now + 1),
+            timeout_s=5,
+            seed=0,
+        )
+    )
+    server.stop(None)
+    statuses = [answer.status for answer in log.answers]
+    assert sorted(statuses[:2]) == ["OK", "RESOURCE_EXHAUSTED"]
+    assert set(statuses[2:]) == {"UNAVAILABLE"}
+    assert log.answers[statuses.index("OK")].timing == (0, 0, 7, 0, 2)

@@ -48,6 +48,7 @@ RESULTS = (
         refusals=[Refusals("RESOURCE_EXHAUSTED", 300, Latency(*([2.0] * 6)))],
     ),
     made_up(ClosedLoop(64), 400, 80, max_batch=1),
+    made_up(ClosedLoop(64, streamed=True), 700, 18),
 )
 
 
@@ -61,6 +62,7 @@ def test_record_is_a_page_with_a_picture(tmp_path: Path) -> None:
     text = page.read_text()
     assert f"]({page.stem}.png)" in text
     assert "| 64 clients | 8 | 600.0 | 20.0 | 20.0 | 20.0 | 20.0 | 20.0 | 0 |" in text
+    assert "| 64 clients streamed | 8 | 700.0 |" in text
     assert "| poisson 900.0/s (150%) | 8 | 590.0 |" in text
     assert "| 1 client | 8 | 7.5 | 1.0 | 2.0 | 5.0 | 1.0 | 1.0 | 30.0% |" in text
     assert "| 1 client | 8 | 0.90 | 3.50 | 100 to 105 | 0.25 | 0.5 |" in text
@@ -73,11 +75,12 @@ def test_record_is_a_page_with_a_picture(tmp_path: Path) -> None:
 
 
 def test_goals_are_held_against_what_was_measured_beside() -> None:
-    engine, batching, half, most, over = goal_sentences(report_of())
+    engine, streamed, batching, half, most, over = goal_sentences(report_of())
     assert engine == (
-        "600.0 images/s are 75% of the engine's own 800.0, and 94% of the 640.0 that go without a "
-        "server; the bar of 70% is met."
+        "64 clients: 600.0 images/s are 75% of the engine's own 800.0, and 94% of the 640.0 that "
+        "go without a server; the bar of 70% is met."
     )
+    assert streamed.startswith("64 clients streamed: 700.0 images/s are 88% of the engine's own")
     assert batching == (
         "Batches of up to 8 give 600.0 images/s, batches of one 400.0: 1.50 times as many."
     )
@@ -90,8 +93,8 @@ def test_goals_are_held_against_what_was_measured_beside() -> None:
 
 @pytest.mark.parametrize(
     "results",
-    [RESULTS[:1], RESULTS[2:3], [replace(RESULTS[0], server=None)]],
-    ids=["closed", "open", "elsewhere"],
+    [RESULTS[:1], RESULTS[2:3], RESULTS[-1:], [replace(RESULTS[0], server=None)]],
+    ids=["closed", "open", "streamed", "elsewhere"],
 )
 def test_less_can_be_measured(results: list[ServeResult], tmp_path: Path) -> None:
     report = report_of(*results, bulk=None)
