@@ -20,6 +20,10 @@ from .onnx_functions import functions_for
 
 OPSET = 18
 
+_LOWEST = -1e38
+"""Stands for -inf in TopK. On CUDA that of ONNX Runtime sorts its result among entries of the lowest
+finite number, which are more than -inf and whose indices are what was in a register."""
+
 
 def onnx_from_model(
     model: MaskRCNN, bucket: ShapeBucket, input_dtype: torch.dtype
@@ -127,15 +131,16 @@ def _pyramid_roi_align_node(
 def _top_k_node(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     k = min(k, values.shape[-1])
     shape = (*values.shape[:-1], k)
+    lowest = values.new_full((), _LOWEST)
     largest, indices = symbolic_multi_out(
         "TopK",
-        [values, torch.full((1,), k, dtype=torch.int64)],
+        [torch.maximum(values, lowest), torch.full((1,), k, dtype=torch.int64)],
         {"axis": -1, "largest": 1, "sorted": 1},
         dtypes=[values.dtype, torch.int64],
         shapes=[shape, shape],
         version=OPSET,
     )
-    return largest, indices
+    return torch.where(largest == lowest, -torch.inf, largest), indices
 
 
 # What stands for a custom operation in a graph: a node, or standard operations.

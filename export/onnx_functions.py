@@ -69,6 +69,10 @@ def functions_for(config: ModelConfig) -> list[onnx.FunctionProto]:
     else:
         pooling = [PyramidRoIAlign, RoILevel]
     bodies = [function.to_function_proto() for function in (NmsKeep, *pooling)]
+    if PyramidRoIAlign in pooling:
+        (average,) = (node for node in bodies[1].node if node.op_type == "AveragePool")
+        for attribute in average.attribute:
+            attribute.ints[:] = [config.roi.sampling_ratio] * 2
     if PyramidRoIAlignAdaptive in pooling:
         # The node has one name, whichever of its bodies suits it.
         bodies[1].name = PyramidRoIAlign.name

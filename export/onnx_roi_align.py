@@ -77,21 +77,20 @@ def PyramidRoIAlign(  # noqa: N802
     # The mosaic, [B, C, total_height, total_width] float32. Pads are of all axes: with `axes`,
     # ONNX Runtime fails where it moves a transposition past the node, as for channels-last maps.
     unpadded = op.Constant(value_ints=[0, 0, 0, 0, 0, 0])
-    upper = op.Pad(
-        op.Cast(feature_0, to=1), op.Concat(unpadded, none, total_width - width_0, axis=0), zero
-    )
+    empty = op.CastLike(zero, feature_0)
+    upper = op.Pad(feature_0, op.Concat(unpadded, none, total_width - width_0, axis=0), empty)
     rest = total_width - width_1 - width_2
     lower = op.Concat(
-        op.Pad(op.Cast(feature_1, to=1),
-               op.Concat(unpadded, total_height - height_0 - height_1, none, axis=0), zero),
-        op.Pad(op.Cast(feature_2, to=1),
-               op.Concat(unpadded, total_height - height_0 - height_2, none, axis=0), zero),
-        op.Pad(op.Cast(feature_3, to=1),
+        op.Pad(feature_1,
+               op.Concat(unpadded, total_height - height_0 - height_1, none, axis=0), empty),
+        op.Pad(feature_2,
+               op.Concat(unpadded, total_height - height_0 - height_2, none, axis=0), empty),
+        op.Pad(feature_3,
                op.Concat(unpadded, total_height - height_0 - height_3, rest - width_3, axis=0),
-               zero),
+               empty),
         axis=3,
     )  # fmt: skip
-    mosaic = op.Concat(upper, lower, axis=2)
+    mosaic = op.Cast(op.Concat(upper, lower, axis=2), to=1)
 
     # Sampling positions of each RoI in cells of its level, [B, R, S] with S = P * sampling_ratio.
     size = op.Constant(value_int=output_size)
@@ -131,13 +130,14 @@ def PyramidRoIAlign(  # noqa: N802
         mosaic, op.Reshape(grid, flat), mode="bilinear", padding_mode="border", align_corners=0
     )
 
-    # Averages of the samples of each cell.
+    # Averages of the samples of each cell; `functions_for` writes the sampling ratio in, since a
+    # body cannot refer to a number where a list is wanted.
+    pooled = op.AveragePool(sampled, kernel_shape=[1, 1], strides=[1, 1])
     side_cells = op.Reshape(size, op.Constant(value_ints=[1]))
-    ratio = op.Reshape(op.Constant(value_int=sampling_ratio), op.Constant(value_ints=[1]))
     cells = op.Concat(op.Shape(mosaic, start=0, end=2), op.Shape(rois, start=1, end=2),
-                      side_cells, ratio, side_cells, ratio, axis=0)  # fmt: skip
-    pooled = op.ReduceMean(op.Reshape(sampled, cells), op.Constant(value_ints=[4, 6]), keepdims=0)
-    return op.CastLike(op.Transpose(pooled, perm=[0, 2, 1, 3, 4]), feature_0)
+                      side_cells, side_cells, axis=0)  # fmt: skip
+    by_roi = op.Transpose(op.Reshape(pooled, cells), perm=[0, 2, 1, 3, 4])
+    return op.CastLike(by_roi, feature_0)
 
 
 @script(_DOMAIN, default_opset=op)
