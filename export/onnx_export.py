@@ -21,7 +21,7 @@ from .onnx_functions import functions_for
 OPSET = 18
 
 _LOWEST = -1e38
-"""Stands for -inf in TopK. On CUDA that of ONNX Runtime sorts its result among entries of the lowest
+"""Stands for -inf in TopK. ONNX Runtime's, on CUDA, sorts its result among entries of the lowest
 finite number, which are more than -inf and whose indices are what was in a register."""
 
 
