@@ -65,7 +65,8 @@ def channel_options(retries: int) -> list[tuple[str, Any]]:
             "initialBackoff": "0.1s",
             "maxBackoff": "3s",
             "backoffMultiplier": 3,
-            "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+            # The last where more come than the server gets to look at, which gRPC ends for it.
+            "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED"],
         }
         config["methodConfig"] = [{"name": [{"service": _SERVICE}], "retryPolicy": policy}]
     return [
@@ -80,7 +81,12 @@ def channel_options(retries: int) -> list[tuple[str, Any]]:
 def error_from_rpc(error: grpc.RpcError, address: str) -> ClientError:
     """What a call's failure means, in a sentence."""
     status, details = error.code(), error.details() or ""
-    if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):  # or as it stopped
+    if status is grpc.StatusCode.CANCELLED:
+        return UnreachableError(
+            f"the server at {address} dropped the request; it stopped, or more came at once than "
+            "it gets to look at: try again later"
+        )
+    if status is grpc.StatusCode.UNAVAILABLE:
         return UnreachableError(_unreachable(address, details))
     if status is grpc.StatusCode.DEADLINE_EXCEEDED and details == _OWN_DEADLINE:
         return DeadlineError(

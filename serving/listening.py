@@ -20,8 +20,10 @@ _HANDSHAKE_MS = 20_000
 _PING_TIMEOUT_MS = 20_000
 """For a connection to show that someone is still there."""
 _MAX_STREAMS = 1000
-"""Calls at once of a connection. More than that from all and not looked at yet, and gRPC refuses
-the next, whoever's it is; much fewer, and it refuses some of a burst."""
+"""Calls at once of a connection."""
+_LEAST_UNSEEN = 256
+"""Calls that may wait to be looked at, of all connections; from there on gRPC ends more and more of
+those that come, and all at twice as many. With fewer it would end some of a burst."""
 _CLIENT_PING_MS = 10_000
 """For a client without calls to ping no more often than; one that does is sent away."""
 _OTHER_FILES = 256
@@ -67,12 +69,15 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _options(config: ServeConfig) -> list[tuple[str, int]]:
+    unseen = max(_LEAST_UNSEEN, config.queue_size)
     options = {
         "grpc.max_receive_message_length": config.max_message_mb << 20,
         "grpc.max_send_message_length": -1,
         "grpc.so_reuseport": 0,  # otherwise two servers could share a port unnoticed
         "grpc.max_allowed_incoming_connections": _allowed_connections(config.max_connections),
         "grpc.max_concurrent_streams": _MAX_STREAMS,
+        "grpc.server.max_pending_requests": unseen,
+        "grpc.server.max_pending_requests_hard_limit": 2 * unseen,
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
         "grpc.http2.settings_timeout": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _milliseconds(config.keepalive_s),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ Encode = Callable[..., bytes]
 
 def test_streams_of_a_connection_are_limited(bundle: Path) -> None:
     async def ask() -> None:
-        async with served(bundle, queue_size=1) as address:
+        async with served(bundle, queue_size=4000) as address:
             with http2.connect(address) as connection:
                 for stream in range(1, 4001, 2):
                     connection.sendall(http2.call(stream))
@@ -29,6 +30,24 @@ def test_streams_of_a_connection_are_limited(bundle: Path) -> None:
                 refused = http2.REFUSED_STREAM.to_bytes(4)
                 assert [f for f in frames if f[0] == http2.RST_STREAM and f[2] == refused]
                 assert frames[-1][1] > 2 * 999
+
+    asyncio.run(ask())
+
+
+def test_calls_that_wait_to_be_looked_at_are_limited(bundle: Path, picture: Encode) -> None:
+    async def ask() -> None:
+        async with served(bundle, queue_size=1) as address:
+            with grpc.insecure_channel(address) as channel:
+                await asyncio.to_thread(grpc.channel_ready_future(channel).result)
+                detect = channel.unary_unary(http2.DETECT)
+                calls = [detect.future(b"garbage") for _ in range(600)]
+                time.sleep(2)  # in which the server looks at none, as it runs in this thread
+                ended = [call.code() for call in calls if call.done()]
+                assert 600 - 512 <= len(ended) <= 600 - 256
+                assert set(ended) == {grpc.StatusCode.CANCELLED}
+                seen = [await asyncio.to_thread(call.code) for call in calls]
+                assert seen.count(grpc.StatusCode.CANCELLED) == len(ended)
+            assert await answers_rightly(address, picture())
 
     asyncio.run(ask())
 

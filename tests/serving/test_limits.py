@@ -35,10 +35,10 @@ def test_message_that_does_not_parse_is_the_clients_fault(
             grpc.aio.insecure_channel(address) as channel,
         ):
             unary = channel.unary_unary(http2.DETECT)
-            calls = [unary(GARBAGE) for _ in range(1000)]
-            for call in calls:
-                status, message = await status_of(call)
-                assert (status, message[:28]) == (BAD, "the message is no request of")
+            for _ in range(5):
+                for call in [unary(GARBAGE) for _ in range(200)]:
+                    status, message = await status_of(call)
+                    assert (status, message[:28]) == (BAD, "the message is no request of")
             watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(GARBAGE)
             assert (await status_of(watch))[0] is BAD
             for method in (http2.DETECT_STREAM, REFLECTION):
