@@ -20,6 +20,8 @@ _CUDA = "CUDAExecutionProvider"
 _BATCH_AXIS = "batch"  # as the exporter calls it
 _ANY = -1
 """Batch size of a session that takes every size."""
+_CONVOLUTION_SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
+"""Ways to have cuDNN choose how to convolve, the best first."""
 
 
 class OnnxRuntimeBackend:
@@ -118,15 +120,41 @@ class OnnxRuntimeBackend:
             return sessions[_ANY], inputs
         size = min((size for size in sessions if size >= len(images)), default=len(images))
         if size not in sessions:
-            sessions[size] = self._new_session(bucket, size)
+            sessions[size] = self._fitting_session(bucket, size)
         return sessions[size], {name: _padded(array, size) for name, array in inputs.items()}
 
     def _load(self) -> None:
         """Make the first session of every bucket."""
-        size = 1 if self.device == "cuda" else _ANY
-        self._sessions = {b: {size: self._new_session(b, size)} for b in self.buckets}
+        if self.device == "cuda":
+            self._sessions = {b: {1: self._fitting_session(b, 1)} for b in self.buckets}
+        else:
+            self._sessions = {b: {_ANY: self._new_session(b, _ANY)} for b in self.buckets}
 
-    def _new_session(self, bucket: ShapeBucket, size: int) -> onnxruntime.InferenceSession:
+    def _fitting_session(self, bucket: ShapeBucket, size: int) -> onnxruntime.InferenceSession:
+        """A session on the GPU that found enough memory for its first run.
+
+        ONNX Runtime takes the first way to convolve that cuDNN names, however much memory it asks
+        for. Without tensor cores that was 36 GB for one convolution of eight images.
+        """
+        images, sizes = black_batch(bucket, size)
+        inputs = dict(zip(INPUT_NAMES, (images.astype(self._dtypes[bucket]), sizes), strict=True))
+        *searches, last = _CONVOLUTION_SEARCHES
+        for search in searches:
+            session = self._new_session(bucket, size, search)
+            try:
+                session.run(OUTPUT_NAMES, inputs)
+            except Exception as error:  # which the runtime gives no type of its own
+                if "Failed to allocate memory" not in str(error):
+                    raise
+            else:
+                return session
+            del session
+            _log.info("convolutions by %s take more memory than there is", search)
+        return self._new_session(bucket, size, last)
+
+    def _new_session(
+        self, bucket: ShapeBucket, size: int, search: str = _CONVOLUTION_SEARCHES[0]
+    ) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         # Threads that spin between runs would take the cores from decoding and encoding.
@@ -140,18 +168,19 @@ class OnnxRuntimeBackend:
         providers: list[Any] = ["CPUExecutionProvider"]
         if self.device == "cuda":
             onnxruntime.preload_dlls()
-            providers.insert(0, (_CUDA, cuda_options(self._precision)))
+            providers.insert(0, (_CUDA, cuda_options(self._precision, search)))
         return onnxruntime.InferenceSession(self._paths[bucket], options, providers=providers)
 
 
-def cuda_options(precision: Precision) -> dict[str, str]:
-    """Options of ONNX Runtime's CUDA provider.
+def cuda_options(precision: Precision, search: str) -> dict[str, str]:
+    """Options of ONNX Runtime's CUDA provider, with a way to choose how to convolve.
 
     CUDA graphs are not among them: ONNX Runtime captures no model with a `Loop`, which the body of
     `NmsKeep` has.
     """
     return {
         "prefer_nhwc": "1",
+        "cudnn_conv_algo_search": search,
         # Without it convolutions keep off the tensor cores, those in half precision too.
         "use_tf32": "0" if precision == "fp32" else "1",
         # A session sees one shape: what it asks for first is what it needs.

@@ -1,5 +1,6 @@
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -89,6 +90,41 @@ def test_batches_on_a_gpu_are_padded_to_the_sizes_of_their_sessions(
 
 
 @without_cuda
+@pytest.mark.parametrize(
+    ("greedy", "taken"), [(["EXHAUSTIVE"], 1), (["EXHAUSTIVE", "HEURISTIC"], 2)]
+)
+def test_convolutions_that_find_no_memory_are_chosen_anew(
+    backend: OnnxRuntimeBackend,
+    reference: onnxruntime.InferenceSession,
+    monkeypatch: pytest.MonkeyPatch,
+    greedy: list[str],
+    taken: int,
+) -> None:
+    """On the CPU, in which ONNX Runtime falls back, with sessions that run out of memory."""
+    searches: list[str] = []
+
+    class Session(onnxruntime.InferenceSession):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.search = options["providers"][0][1]["cudnn_conv_algo_search"]
+            searches.append(self.search)
+
+        def run(self, *arguments: Any, **options: Any) -> Any:
+            if self.search in greedy:
+                raise RuntimeError(
+                    "bfc_arena.cc:360 Failed to allocate memory for requested buffer"
+                )
+            return super().run(*arguments, **options)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    backend.device = "cuda"
+    batch = batch_of(2)
+    expected = reference.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, batch, strict=True)))
+    assert_same(backend.infer(BUCKET, *batch), expected, 1e-4)
+    assert searches == ["EXHAUSTIVE", "HEURISTIC", "DEFAULT"][: taken + 1]
+
+
+@without_cuda
 def test_provider_that_does_not_load_is_told(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,7 +144,7 @@ def test_provider_that_does_not_load_is_told(
 def test_tensor_cores_are_kept_from_single_precision_alone(
     precision: Precision, allowed: str
 ) -> None:
-    assert cuda_options(precision)["use_tf32"] == allowed
+    assert cuda_options(precision, "EXHAUSTIVE")["use_tf32"] == allowed
 
 
 def test_damaged_artefact_is_refused(bundle: Path, tmp_path: Path) -> None:
