@@ -57,6 +57,11 @@ def PyramidRoIAlign(  # noqa: N802
     """
     zero, one = op.Constant(value_float=0.0), op.Constant(value_float=1.0)
     scales = op.Constant(value_floats=spatial_scales)
+    # Where there is no RoI, one for the sake of AveragePool, which takes nothing empty.
+    count = op.Shape(rois, start=1, end=2)
+    missing = op.Cast(count == op.Constant(value_ints=[0]), to=7)
+    rois = op.Pad(rois, op.Concat(op.Constant(value_ints=[0, 0, 0, 0]), missing,
+                                  op.Constant(value_ints=[0]), axis=0), zero)  # fmt: skip
     x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
     level = RoILevel(rois, spatial_scales, canonical_level, canonical_size)
 
@@ -137,7 +142,8 @@ def PyramidRoIAlign(  # noqa: N802
     cells = op.Concat(op.Shape(mosaic, start=0, end=2), op.Shape(rois, start=1, end=2),
                       side_cells, side_cells, axis=0)  # fmt: skip
     by_roi = op.Transpose(op.Reshape(pooled, cells), perm=[0, 2, 1, 3, 4])
-    return op.CastLike(by_roi, feature_0)
+    those_given = op.Slice(by_roi, op.Constant(value_ints=[0]), count, op.Constant(value_ints=[1]))
+    return op.CastLike(those_given, feature_0)
 
 
 @script(_DOMAIN, default_opset=op)

@@ -82,11 +82,13 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def frames_until(connection: socket.socket, kind: int) -> list[tuple[int, int, bytes]]:
-    """What comes by a connection until a frame of a kind, as kinds, streams and payloads."""
+def frames_until(
+    connection: socket.socket, kind: int, count: int = 1
+) -> list[tuple[int, int, bytes]]:
+    """What comes by a connection until so many frames of a kind: kinds, streams and payloads."""
     frames: list[tuple[int, int, bytes]] = []
     with connection.makefile("rb") as file:
-        while not frames or frames[-1][0] != kind:
+        while sum(frame[0] == kind for frame in frames) < count:
             head = file.read(_FRAME_HEADER)
             length, stream = int.from_bytes(head[:3]), int.from_bytes(head[5:])
             frames.append((head[3], stream, file.read(length)))
