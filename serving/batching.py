@@ -61,7 +61,7 @@ class _Worker(Generic[Item, Result]):
     in_flight: int = 0
     """Batches that it has begun."""
     begun_at: float = 0.0
-    """When it began the last of them, in seconds of the event loop's clock."""
+    """When it began the last of them, on the monotonic clock."""
     failures: int = 0
     """Batches that failed since one was good."""
 
