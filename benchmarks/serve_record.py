@@ -79,12 +79,12 @@ def write_record(report: ServeReport, images: str, folder: Path) -> Path:
 def plot_serving(report: ServeReport, picture: Path) -> None:
     """Draw throughput, latency and where the time goes, closed loops apart from open ones."""
     own = report.own_results
-    closed = closed_loops(own, streamed=False)
+    closed, streamed = (closed_loops(own, streamed=streamed) for streamed in (False, True))
     opened = [r for r in own if isinstance(r.load, OpenLoop)]
-    rows = 2 if any(isinstance(r.load, ClosedLoop) for r in own) else 1
+    rows = 2 if closed or streamed else 1
     figure, axes = plt.subplots(rows, 2, figsize=(12, 4.5 * rows), layout="constrained")
     places = iter(axes.flat)
-    if rows == 2:
+    if closed or streamed:
         _plot_throughput(next(places), report)
     if closed:
         _plot_latency(next(places), closed)
@@ -129,8 +129,8 @@ def _engine_sentence(best: ServeResult, bulk: BulkResult) -> str:
         verdict = f"; the bar of {_GOAL:.0%} is {_verdict(share >= _GOAL)}"
     return (
         f"{load_name(best.load)}: {best.images_per_second:.1f} images/s are {share:.0%} of the "
-        f"engine's own "
-        f"{engine_rate:.1f}, and {best.images_per_second / bulk.images_per_second:.0%} of the "
+        f"engine's own {engine_rate:.1f}, and "
+        f"{best.images_per_second / bulk.images_per_second:.0%} of the "
         f"{bulk.images_per_second:.1f} that go without a server{verdict}."
     )
 
@@ -160,8 +160,8 @@ def _verdict(met: bool) -> str:
 
 def _plot_throughput(axes: Axes, report: ServeReport) -> None:
     for size in dict.fromkeys(r.max_batch for r in report.results):
+        alike = [r for r in report.results if r.max_batch == size]
         for streamed in (False, True):
-            alike = [r for r in report.results if r.max_batch == size]
             if curve := closed_loops(alike, streamed=streamed):
                 rates = [r.images_per_second for r in curve]
                 label = f"batches up to {size}{', over streams' if streamed else ''}"

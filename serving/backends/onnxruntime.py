@@ -113,8 +113,7 @@ class OnnxRuntimeBackend:
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
     ) -> tuple[onnxruntime.InferenceSession, dict[str, NDArray[Any]]]:
         """The session that computes a batch, and its inputs by name."""
-        arrays = (images.astype(self._dtypes[bucket], copy=False), image_sizes)
-        inputs = dict(zip(INPUT_NAMES, arrays, strict=True))
+        inputs = self._inputs(bucket, images, image_sizes)
         sessions = self._sessions[bucket]
         if self.device == "cpu":
             return sessions[_ANY], inputs
@@ -122,6 +121,13 @@ class OnnxRuntimeBackend:
         if size not in sessions:
             sessions[size] = self._fitting_session(bucket, size)
         return sessions[size], {name: _padded(array, size) for name, array in inputs.items()}
+
+    def _inputs(
+        self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
+    ) -> dict[str, NDArray[Any]]:
+        """A batch by name, in the types of the artefact."""
+        arrays = (images.astype(self._dtypes[bucket], copy=False), image_sizes)
+        return dict(zip(INPUT_NAMES, arrays, strict=True))
 
     def _load(self) -> None:
         """Make the first session of every bucket."""
@@ -136,8 +142,7 @@ class OnnxRuntimeBackend:
         ONNX Runtime takes the first way to convolve that cuDNN names, however much memory it asks
         for. Without tensor cores that was 36 GB for one convolution of eight images.
         """
-        images, sizes = black_batch(bucket, size)
-        inputs = dict(zip(INPUT_NAMES, (images.astype(self._dtypes[bucket]), sizes), strict=True))
+        inputs = self._inputs(bucket, *black_batch(bucket, size))
         *searches, last = _CONVOLUTION_SEARCHES
         for search in searches:
             session = self._new_session(bucket, size, search)
