@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..model.masks import Rle
 from .errors import InvalidRequestError
+
+Value = TypeVar("Value")
 
 
 class MaskFormat(Enum):
@@ -88,3 +91,10 @@ class Detections:
 
     def __len__(self) -> int:
         return len(self.scores)
+
+
+class Answer(NamedTuple, Generic[Value]):
+    """What was made of the detections of an image, and where its time went."""
+
+    value: Value
+    timing: Timing

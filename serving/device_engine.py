@@ -8,20 +8,20 @@ from typing import Any, ClassVar, Final
 
 from PIL import Image
 
-from ..model.images import read_header
+from ..model.images import ImageError, read_header
 from ..model.manifest import Manifest
 from ..model.spec import ShapeBucket
 from .backends.torch import TorchBackend
-from .detections import DEFAULT_OPTIONS
+from .detections import DEFAULT_OPTIONS, Answer, Detections
 from .device_steps import DeviceSteps
 from .preprocessing import PlannedImage
-from .steps import Job, Outcome
+from .steps import Job, Order, Outcome
 
 
-class JobBatches:
-    """Batches of jobs, each of which goes through all steps in the thread that brings it."""
+class OrderBatches:
+    """Batches of orders, each of which goes through all steps in the thread that brings it."""
 
-    takes_jobs: ClassVar = True
+    takes_orders: ClassVar = True
     busy_from: Final = 3
     """One batch before the model, one at it and one behind it: were more begun before they are
     full, they would wait for the model instead."""
@@ -47,10 +47,17 @@ class JobBatches:
         self._backend.warm_up(max_batch)
         batch = 1 if self._backend.device == "cpu" else max_batch
         for bucket in self._backend.buckets:
-            self.compute([Job(_black_image(bucket), DEFAULT_OPTIONS)] * batch)
+            self._outcomes([Job(_black_image(bucket), DEFAULT_OPTIONS)] * batch)
 
-    def compute(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """What became of each image."""
+    def compute(self, orders: Sequence[Order]) -> list[Answer[Any] | ImageError]:
+        """What each image is answered with, or why it is not."""
+        outcomes = self._outcomes([order.job for order in orders])
+        return [
+            Answer(order.form(found), found.timing) if isinstance(found, Detections) else found
+            for order, found in zip(orders, outcomes, strict=True)
+        ]
+
+    def _outcomes(self, jobs: Sequence[Job]) -> list[Outcome]:
         batch: Any = jobs
         for run, lock in self._steps:
             with lock:

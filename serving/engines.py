@@ -6,16 +6,18 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from ..model.images import ImageError
 from ..model.manifest import Manifest, Precision
 from ..model.spec import ShapeBucket
 from .backends.base import Backend, Outputs
 from .backends.loading import load_backend
 from .config import BackendName
+from .detections import Answer
 from .preprocessing import ModelInput
-from .steps import Job, Outcome
+from .steps import Order
 
-EngineItem = ModelInput | Job
-EngineResult = Outputs | Outcome
+EngineItem = ModelInput | Order
+EngineResult = Outputs | Answer[Any] | ImageError
 
 Item = TypeVar("Item", contravariant=True)
 Result = TypeVar("Result", covariant=True)
@@ -34,10 +36,10 @@ class EngineInfo(NamedTuple):
     """Batches that keep it busy. With so many begun, only full ones still gain by beginning."""
     buckets: tuple[ShapeBucket, ...]
     """Input sizes of the items that it takes."""
-    takes_jobs: bool
-    """Whether its items are jobs and its results their outcomes, which is when its device decodes
-    images and encodes masks; else they are images that the CPU prepared, and the model's outputs
-    for a batch of one."""
+    takes_orders: bool
+    """Whether its items are orders and its results answers, which is when its device decodes images
+    and encodes masks; else they are images that the CPU prepared, and the model's outputs for a
+    batch of one."""
 
 
 class Engine(Protocol[Item, Result]):
@@ -71,7 +73,7 @@ class _Batches(Protocol):
     """What a backend makes of the items of a batch."""
 
     @property
-    def takes_jobs(self) -> bool: ...
+    def takes_orders(self) -> bool: ...
     @property
     def concurrency(self) -> int: ...
     @property
@@ -83,7 +85,7 @@ class _Batches(Protocol):
 class _InputBatches:
     """Images that the CPU prepared, for any backend."""
 
-    takes_jobs: ClassVar = False
+    takes_orders: ClassVar = False
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -126,7 +128,7 @@ class BundleEngine:
             concurrency=batches.concurrency,
             busy_from=batches.busy_from,
             buckets=backend.buckets,
-            takes_jobs=batches.takes_jobs,
+            takes_orders=batches.takes_orders,
         )
 
     def warm_up(self, max_batch: int) -> None:
@@ -145,8 +147,8 @@ class BundleEngine:
 def _batches_of(backend: Backend, manifest: Manifest) -> _Batches:
     if backend.name == "torch":
         from .backends.torch import TorchBackend
-        from .device_engine import JobBatches
+        from .device_engine import OrderBatches
 
         assert isinstance(backend, TorchBackend)
-        return JobBatches(backend, manifest)
+        return OrderBatches(backend, manifest)
     return _InputBatches(backend)

@@ -1,21 +1,24 @@
 """What the server's own threads do for an image, before an engine and after it.
 
-An engine that takes jobs decodes images and encodes masks on its device, which leaves next to
+An engine that takes orders decodes images and encodes masks on its device, which leaves next to
 nothing; for any other that is done here.
 """
 
+from typing import Any
+
 from ..model.images import ImageError
 from ..model.manifest import Manifest
-from .detections import DetectionOptions, Detections
+from .detections import Answer, DetectionOptions, Timing
 from .engines import EngineInfo, EngineItem, EngineResult
 from .postprocessing import detections_from_outputs
 from .preprocessing import SourceImage, plan_image, prepare_image
-from .steps import Job
+from .steps import Form, Job, Order
 
 
 def item_from_image(
     source: SourceImage,
     options: DetectionOptions,
+    form: Form,
     manifest: Manifest,
     engine: EngineInfo,
     max_pixels: int,
@@ -25,7 +28,7 @@ def item_from_image(
     Raises:
         ImageError: the image cannot be used.
     """
-    if not engine.takes_jobs:
+    if not engine.takes_orders:
         return prepare_image(source, manifest.preprocessing, engine.buckets, max_pixels)
     image = plan_image(
         source,
@@ -34,12 +37,16 @@ def item_from_image(
         max_pixels=max_pixels,
         apply_orientation=True,
     )
-    return Job(image, options)
+    return Order(Job(image, options), form)
 
 
-def detections_from_result(
-    result: EngineResult, item: EngineItem, options: DetectionOptions, manifest: Manifest
-) -> Detections:
+def answer_from_result(
+    result: EngineResult,
+    item: EngineItem,
+    options: DetectionOptions,
+    form: Form,
+    manifest: Manifest,
+) -> Answer[Any]:
     """What an engine found in an item, timed as far as the engine did that.
 
     Raises:
@@ -47,7 +54,7 @@ def detections_from_result(
     """
     if isinstance(result, ImageError):
         raise result
-    if isinstance(result, Detections):
+    if isinstance(result, Answer):
         return result
-    assert not isinstance(item, Job)
-    return detections_from_outputs(result, 0, item, manifest, options)
+    assert not isinstance(item, Order)
+    return Answer(form(detections_from_outputs(result, 0, item, manifest, options)), Timing())

@@ -11,7 +11,7 @@ from ..model.masks import Rle
 from ..model.spec import ShapeBucket
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from .config import ServeConfig
-from .detections import DetectionOptions, Detections, MaskFormat, Timing
+from .detections import Answer, DetectionOptions, Detections, MaskFormat, Timing
 from .errors import InvalidRequestError
 from .scheduling import DEFAULT_TERMS, RequestTerms
 
@@ -72,14 +72,9 @@ def terms_from_request(request: pb.DetectRequest, peer: str) -> RequestTerms:
     )
 
 
-def response_from_detections(detections: Detections, request_id: str) -> pb.DetectResponse:
-    """The answer to a request."""
-    response = pb.DetectResponse(
-        id=request_id,
-        height=detections.height,
-        width=detections.width,
-        timing=pb.Timing(**vars(detections.timing)),
-    )
+def encoded_detections(detections: Detections) -> bytes:
+    """The answer to a request but for its id and timing, serialised."""
+    response = pb.DetectResponse(height=detections.height, width=detections.width)
     rows = zip(
         detections.boxes.tolist(),
         detections.labels.tolist(),
@@ -102,6 +97,14 @@ def response_from_detections(detections: Detections, request_id: str) -> pb.Dete
             mask = detections.mask_probabilities[index]
             message.probabilities.side = len(mask)
             message.probabilities.values = mask.astype("<f4").tobytes()
+    return response.SerializeToString()
+
+
+def response_from_answer(answer: Answer[bytes], request_id: str) -> pb.DetectResponse:
+    """The answer to a request, of `encoded_detections`."""
+    response = pb.DetectResponse.FromString(answer.value)
+    response.id = request_id
+    response.timing.MergeFrom(pb.Timing(**vars(answer.timing)))
     return response
 
 

@@ -2,17 +2,16 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from pathlib import Path
 
 from .config import ServeConfig
-from .detections import DetectionOptions, Detections, Timing
+from .detections import Answer, DetectionOptions, Detections, Timing, Value
 from .errors import ExpiredError
-from .host_work import detections_from_result, item_from_image
+from .host_work import answer_from_result, item_from_image
 from .models import ServedModel
 from .preprocessing import SourceImage
 from .scheduling import DEFAULT_TERMS, Places, RequestTerms
@@ -106,9 +105,10 @@ class Pipeline:
         self,
         source: SourceImage,
         options: DetectionOptions,
+        form: Callable[[Detections], Value],
         terms: RequestTerms = DEFAULT_TERMS,
         model: ServedModel | None = None,
-    ) -> Detections:
+    ) -> Answer[Value]:
         """Detect in an image.
 
         If the caller is cancelled, the image leaves the queue at once.
@@ -116,6 +116,8 @@ class Pipeline:
         Args:
             source: The image.
             options: What to answer with.
+            form: Makes the answer of the detections, where the masks are encoded; a function of a
+                module, since that may be another process.
             terms: How to compute it.
             model: One that the caller uses; none, the one that serves what comes now.
 
@@ -134,21 +136,22 @@ class Pipeline:
         with model.use(), watch as answered:
             try:
                 async with asyncio.timeout(timeout_s) as limit:
-                    detections = await self._detect(model, source, options, terms)
+                    answer = await self._detect(model, source, options, form, terms)
             except TimeoutError:
                 if not limit.expired():
                     raise
                 raise ExpiredError(f"the request took longer than its {timeout_s:g} s") from None
-            answered(detections.timing)
-            return detections
+            answered(answer.timing)
+            return answer
 
     async def _detect(
         self,
         model: ServedModel,
         source: SourceImage,
         options: DetectionOptions,
+        form: Callable[[Detections], Value],
         terms: RequestTerms,
-    ) -> Detections:
+    ) -> Answer[Value]:
         batcher = model.batcher(terms.precision)
         loop = asyncio.get_running_loop()
         start = time.monotonic()
@@ -157,6 +160,7 @@ class Pipeline:
             item_from_image,
             source,
             options,
+            form,
             model.manifest,
             batcher.info,
             self._config.max_pixels,
@@ -165,13 +169,12 @@ class Pipeline:
         result = await batcher.infer(item, terms)
         self.places.observe(result.infer_s / result.batch_size / batcher.concurrency)
         start = time.monotonic()
-        found = result.value, item, options, model.manifest
-        if batcher.info.takes_jobs:  # it has encoded already, and a thread would only take time
-            detections = detections_from_result(*found)
+        found = result.value, item, options, form, model.manifest
+        if batcher.info.takes_orders:  # it has answered already, and a thread would only take time
+            value, in_engine = answer_from_result(*found)
         else:
-            detections = await loop.run_in_executor(self._threads, detections_from_result, *found)
+            value, in_engine = await loop.run_in_executor(self._threads, answer_from_result, *found)
         encode_s = time.monotonic() - start
-        in_engine = detections.timing
         timing = Timing(
             decode_us=_microseconds(decode_s) + in_engine.decode_us,
             queue_us=_microseconds(result.queue_s),
@@ -179,7 +182,7 @@ class Pipeline:
             encode_us=_microseconds(encode_s) + in_engine.encode_us,
             batch_size=result.batch_size,
         )
-        return dataclasses.replace(detections, timing=timing)
+        return Answer(value, timing)
 
 
 def _microseconds(seconds: float) -> int:

@@ -11,9 +11,10 @@ from ..protos.maskrcnn.v1 import detector_pb2_grpc as pb_grpc
 from .config import ServeConfig
 from .errors import StoppingError, status_from_error
 from .messages import (
+    encoded_detections,
     model_response,
     options_from_request,
-    response_from_detections,
+    response_from_answer,
     terms_from_request,
 )
 from .pipeline import Pipeline
@@ -107,9 +108,11 @@ class DetectorService(pb_grpc.DetectorServicer):
             options = options_from_request(request)
             terms = terms_from_request(request, peer)
             with self._pipeline.places.hold(peer):
-                detections = await self._pipeline.detect(request.image, options, terms, model)
-            timings.append(detections.timing)
-            return response_from_detections(detections, request.id)
+                answer = await self._pipeline.detect(
+                    request.image, options, encoded_detections, terms, model
+                )
+            timings.append(answer.timing)
+            return response_from_answer(answer, request.id)
 
 
 def refusal_from_error(error: Exception) -> tuple[grpc.StatusCode, str]:

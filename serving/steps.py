@@ -30,6 +30,23 @@ class Job(NamedTuple):
         return self.image.bucket
 
 
+Form = Callable[[Detections], Any]
+"""Makes of detections what they are wanted as. It is a function of a module, so that another
+process can do that."""
+
+
+class Order(NamedTuple):
+    """A job for an engine, and the form in which it is to answer."""
+
+    job: Job
+    form: Form
+
+    @property
+    def bucket(self) -> ShapeBucket:
+        """Input size that the image is padded to."""
+        return self.job.bucket
+
+
 Source = Job | ImageError
 """A place in a batch; a damaged image leaves it black, so that the others keep theirs."""
 

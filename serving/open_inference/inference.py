@@ -4,7 +4,7 @@ import asyncio
 
 from ...model.images import ImageError
 from ...protos.inference import open_inference_pb2 as pb
-from ..detections import DetectionOptions, Detections, Timing
+from ..detections import Answer, DetectionOptions, Detections, Timing
 from ..models import ServedModel
 from ..pipeline import Pipeline
 from ..preprocessing import SourceImage
@@ -62,9 +62,10 @@ async def infer(
                 ]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-    found = [task.result() for task in detecting]
+    answers = [task.result() for task in detecting]
+    found = [answer.value for answer in answers]
     response = await asyncio.to_thread(response_from_detections, request, found, outputs, manifest)
-    return response, [detections.timing for detections in found]
+    return response, [answer.timing for answer in answers]
 
 
 async def _detect(
@@ -74,8 +75,13 @@ async def _detect(
     image: SourceImage,
     options: DetectionOptions,
     terms: RequestTerms,
-) -> Detections:
+) -> Answer[Detections]:
     try:
-        return await pipeline.detect(image, options, terms, model)
+        return await pipeline.detect(image, options, _as_found, terms, model)
     except ImageError as error:
         raise ImageError(f"images[{index}]: {error}") from error
+
+
+def _as_found(detections: Detections) -> Detections:
+    """The form of answer of which responses for several images are made."""
+    return detections

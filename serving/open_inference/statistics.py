@@ -4,12 +4,15 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from threading import Lock
+from typing import Final
 
 from ...protos.inference import open_inference_pb2 as pb
 from ..detections import Timing
 
-_Durations = Counter[str]
-"""Microseconds by name."""
+_STAGES: Final = ("queue", "compute_input", "compute_infer", "compute_output")
+
+_Durations = list[int]
+"""Microseconds by the number of the stage."""
 
 
 class Statistics:
@@ -25,7 +28,8 @@ class Statistics:
         self._images = 0
         self._failures: Counter[str] = Counter()
         self._last_ms = 0
-        self._durations = _Durations()
+        self._success_us = self._fail_us = 0
+        self._durations = _no_durations()
         self._batches: Counter[int] = Counter()
         """Images by the size of the batch that they were in."""
         self._batch_durations: dict[int, _Durations] = {}
@@ -37,22 +41,23 @@ class Statistics:
             timings: Of its images.
             elapsed_s: Seconds from its arrival to its answer.
         """
+        by_image = [_durations_of(timing) for timing in timings]
         with self._lock:
             self._requests += 1
             self._images += len(timings)
             self._last_ms = time.time_ns() // 1_000_000
-            slowest = max(map(_durations_of, timings), key=Counter.total)
-            self._durations.update(slowest, success=round(elapsed_s * 1e6))
-            for timing in timings:
-                self._batches[timing.batch_size] += 1
-                durations = self._batch_durations.setdefault(timing.batch_size, _Durations())
-                durations.update(_durations_of(timing))
+            self._success_us += round(elapsed_s * 1e6)
+            _add(self._durations, max(by_image, key=sum))
+            for timing, durations in zip(timings, by_image, strict=True):
+                size = timing.batch_size
+                self._batches[size] += 1
+                _add(self._batch_durations.setdefault(size, _no_durations()), durations)
 
     def count_failure(self, elapsed_s: float, reason: str) -> None:
         """Count a request that was refused for one of Triton's reasons, after so many seconds."""
         with self._lock:
             self._failures[reason] += 1
-            self._durations.update(fail=round(elapsed_s * 1e6))
+            self._fail_us += round(elapsed_s * 1e6)
 
     @property
     def failures(self) -> Mapping[str, int]:
@@ -67,8 +72,10 @@ class Statistics:
 
     def _message(self, name: str, version: str) -> pb.ModelStatistics:
         executions = sum(images / size for size, images in self._batches.items())
-        counts = dict.fromkeys(_STAGES, self._requests)
-        counts |= {"success": self._requests, "fail": self._failures.total()}
+        stages = {
+            name: _message(self._requests, us)
+            for name, us in zip(_STAGES, self._durations, strict=True)
+        }
         return pb.ModelStatistics(
             name=name,
             version=version,
@@ -76,7 +83,9 @@ class Statistics:
             inference_count=self._images,
             execution_count=round(executions),
             inference_stats=pb.InferStatistics(
-                **{n: _message(count, self._durations[n]) for n, count in counts.items()}
+                success=_message(self._requests, self._success_us),
+                fail=_message(self._failures.total(), self._fail_us),
+                **stages,
             ),
             batch_stats=[self._batch_message(size) for size in sorted(self._batches)],
         )
@@ -84,7 +93,7 @@ class Statistics:
     def _batch_message(self, size: int) -> pb.InferBatchStatistics:
         images, durations = self._batches[size], self._batch_durations[size]
         # What is measured of a batch as a whole, each of its images tells.
-        mean = {name: round(us / size) for name, us in durations.items()}
+        mean = {name: round(us / size) for name, us in zip(_STAGES, durations, strict=True)}
         executions = round(images / size)
         return pb.InferBatchStatistics(
             batch_size=size,
@@ -95,12 +104,17 @@ class Statistics:
         )
 
 
-_STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
+def _no_durations() -> _Durations:
+    return [0] * len(_STAGES)
 
 
 def _durations_of(timing: Timing) -> _Durations:
-    durations = (timing.queue_us, timing.decode_us, timing.infer_us, timing.encode_us)
-    return Counter(dict(zip(_STAGES, durations, strict=True)))
+    return [timing.queue_us, timing.decode_us, timing.infer_us, timing.encode_us]
+
+
+def _add(totals: _Durations, durations: _Durations) -> None:
+    for stage, us in enumerate(durations):
+        totals[stage] += us
 
 
 def _message(count: int, us: int) -> pb.StatisticDuration:

@@ -30,7 +30,7 @@ class ObedientEngine:
     def load(self) -> EngineInfo:
         self._load()
         return EngineInfo(
-            "none", "cpu", self._concurrency, self._busy_from, (BUCKET,), takes_jobs=False
+            "none", "cpu", self._concurrency, self._busy_from, (BUCKET,), takes_orders=False
         )
 
     def warm_up(self, max_batch: int) -> None:
