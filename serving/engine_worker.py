@@ -8,10 +8,11 @@ records, and whose end tells it that the server is gone.
 import contextlib
 import logging
 import os
+import sys
 import threading
 from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Final
 
 from ..model.images import ImageError
 from ..model.manifest import BundleError
@@ -19,6 +20,10 @@ from .channels import Channel
 from .errors import BackendError, ServingError
 
 _log = logging.getLogger(__name__)
+
+_SWITCH_S: Final = 2e-4
+"""After which a thread of Python code makes room for others. Those that keep a GPU busy would wait
+for the usual 5 ms, time and again, while another writes answers."""
 
 _SERVER_GONE = (EOFError, ConnectionError)
 """What connections raise then."""
@@ -30,6 +35,7 @@ def run_worker(control_handle: int, log_handle: int) -> None:
         control, log = Connection(control_handle), Connection(log_handle)
         cores, level = control.recv()
         os.sched_setaffinity(0, cores)  # before a library counts them
+        sys.setswitchinterval(_SWITCH_S)
         logging.root.addHandler(_LogSender(log))
         logging.getLogger(__package__).setLevel(level)
         threading.Thread(target=_end_with_server, args=(log,), daemon=True).start()

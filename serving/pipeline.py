@@ -21,6 +21,10 @@ _LEAST_BATCHES, _LEAST_PLACES = 2, 16
 """Places that there are however slow the model is: for one batch to be ready when another is done,
 and for a client that asks for a few images at once."""
 
+_PLANNING_THREADS = 2
+"""That read the headers of images for engines which do the rest. That takes so little that more
+threads would mostly keep each other, and the event loop, from the interpreter's lock."""
+
 
 class Pipeline:
     """Takes many requests at once, which are answered while `running` is entered."""
@@ -48,6 +52,7 @@ class Pipeline:
         )
         """Those of images in progress, of which who has one detected holds one."""
         self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="images")
+        self._planning = ThreadPoolExecutor(_PLANNING_THREADS, thread_name_prefix="headers")
         self._reloading = asyncio.Lock()
 
     @contextlib.asynccontextmanager
@@ -99,6 +104,7 @@ class Pipeline:
     def close(self) -> None:
         """Release threads and model."""
         self._threads.shutdown()
+        self._planning.shutdown()
         self.model.close()
 
     async def detect(
@@ -156,7 +162,7 @@ class Pipeline:
         loop = asyncio.get_running_loop()
         start = time.monotonic()
         item = await loop.run_in_executor(
-            self._threads,
+            self._planning if batcher.info.takes_orders else self._threads,
             item_from_image,
             source,
             options,
