@@ -25,8 +25,8 @@ image, each with a mask to be encoded.
 """
 _STEPS = """\
 Steps were measured one after the other, each waited for, and do not add up to what a batch takes,
-since they overlap. On a GPU, "files" decodes on the host what the GPU cannot; "images" decodes,
-resizes and pads the rest there; "masks" scales the boxes, pastes the masks, encodes them in COCO's
+since they overlap. On a GPU, "files" decodes on the host what the GPU cannot, "pixels" the rest
+there; "images" resizes and pads; "masks" scales the boxes, pastes the masks, encodes them in COCO's
 way and copies that to the host; "strings" picks out what is wanted. Elsewhere "images" is decoding,
 resizing and padding on one core, and "masks" all that follows the model.
 """

@@ -1,8 +1,8 @@
 """The steps on a GPU: files go there, encoded masks come back.
 
-A batch is decoded, computed and pasted in three streams, so that the steps of successive batches
-overlap. What it holds on the device is let go of when its last step is done, by which time no
-stream uses it any more.
+A batch is decoded, padded, computed and pasted in four streams, so that the steps of successive
+batches overlap. What it holds on the device is let go of when its last step is done, by which time
+no stream uses it any more; but for decoded images, which may be large, and go when they are padded.
 """
 
 import dataclasses
@@ -56,6 +56,14 @@ class _Read(NamedTuple):
     """[bytes] uint8 each, of those that the device decodes."""
     from_host: Sequence[Tensor | ImageError | None]
     """[3, h, w] uint8 of each of the others, None of those."""
+
+
+class _Decoded(NamedTuple):
+    jobs: Sequence[Job]
+    pixels: Sequence[Tensor | ImageError]
+    """[3, h, w] uint8 of each, upright: on the device of any size, or on the host resized."""
+    begin: Mark
+    ready: Mark
 
 
 class _Prepared(NamedTuple):
@@ -120,11 +128,14 @@ class DeviceSteps:
         self._module = torch.get_device_module(self._device)
         self._on_gpu = self._device.type == "cuda"
         # The short kernels that resize and paste would wait for the model's long ones.
-        self._decoding, self._pasting = (self._module.Stream(priority=-1) for _ in range(2))
+        self._decoding, self._padding, self._pasting = (
+            self._module.Stream(priority=-1) for _ in range(3)
+        )
         self._computing = self._module.Stream()
         self._waiting = threading.Lock()
         self.steps = (
             Step("files", self._read, threads),
+            Step("pixels", self._decode, 1),
             Step("images", self._prepare, 1),
             Step(MODEL_STEP, self._infer, 1),
             Step("masks", self._paste, 1),
@@ -146,18 +157,27 @@ class DeviceSteps:
             ],
         )
 
-    def _prepare(self, batch: _Read) -> _Prepared:
-        images = [job.image for job in batch.jobs]
+    def _decode(self, batch: _Read) -> _Decoded:
         with self._module.stream(self._decoding):
             begin = Mark(self._device)
-            pixels = self._pixels_of(batch)
-            padded = self._padded(pixels, batch.jobs)
+            decoded = iter(decode_jpegs(batch.files, self._device))
+            pixels = [
+                _upright_pixels(job.image, next(decoded)) if own is None else own
+                for job, own in zip(batch.jobs, batch.from_host, strict=True)
+            ]
+            return _Decoded(batch.jobs, pixels, begin, Mark(self._device))
+
+    def _prepare(self, batch: _Decoded) -> _Prepared:
+        images = [job.image for job in batch.jobs]
+        with self._module.stream(self._padding):
+            batch.ready.hold_back(self._padding)
+            padded = self._padded(batch)
             host_sizes = np.array([[i.size for i in images], [i.source_size for i in images]])
             sizes, source_sizes = self._sent(host_sizes)
             scales, limits = self._sent(scales_and_limits(*host_sizes))
             sources = [
                 own if isinstance(own, ImageError) else job
-                for job, own in zip(batch.jobs, pixels, strict=True)
+                for job, own in zip(batch.jobs, batch.pixels, strict=True)
             ]
             return _Prepared(
                 batch.jobs[0].bucket,
@@ -167,25 +187,20 @@ class DeviceSteps:
                 source_sizes,
                 scales,
                 limits,
-                begin,
+                batch.begin,
                 Mark(self._device),
             )
 
-    def _pixels_of(self, batch: _Read) -> list[Tensor | ImageError]:
-        """[3, h, w] uint8 of each, upright: on the device of any size, or on the host resized."""
-        decoded = iter(decode_jpegs(batch.files, self._device))
-        return [
-            _upright_pixels(job.image, next(decoded)) if own is None else own
-            for job, own in zip(batch.jobs, batch.from_host, strict=True)
-        ]
-
-    def _padded(self, pixels: Sequence[Tensor | ImageError], jobs: Sequence[Job]) -> Tensor:
+    def _padded(self, batch: _Decoded) -> Tensor:
         """[B, 3, H, W] uint8: images as the model takes them, black where there is none."""
         none = torch.empty(3, 0, 0, dtype=torch.uint8)
-        images = [none if isinstance(own, ImageError) else own for own in pixels]
-        sizes = [side for job in jobs for side in job.image.size]
+        images = [none if isinstance(own, ImageError) else own for own in batch.pixels]
+        for image in images:
+            if image.is_cuda:  # or the next images could be decoded into its memory too soon
+                image.record_stream(self._padding)
         on_device = [image.to(self._device) for image in images]
-        padded: Tensor = resize_pad(on_device, sizes, *jobs[0].bucket)
+        sizes = [side for job in batch.jobs for side in job.image.size]
+        padded: Tensor = resize_pad(on_device, sizes, *batch.jobs[0].bucket)
         return padded
 
     def _infer(self, batch: _Prepared) -> _Inferred:
