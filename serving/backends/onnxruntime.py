@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...model.manifest import Manifest, Precision, verified_path
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
+from ..errors import BackendError
 from .base import Outputs, batch_sizes, black_batch
 
 _log = logging.getLogger(__name__)
@@ -140,22 +141,32 @@ class OnnxRuntimeBackend:
         """A session on the GPU that found enough memory for its first run.
 
         ONNX Runtime takes the first way to convolve that cuDNN names, however much memory it asks
-        for. Without tensor cores that was 36 GB for one convolution of eight images.
+        for. Without tensor cores that was 36 GB for one convolution of eight images. Where no way
+        fits, the sessions of smaller batches make room, which are padded to this one's size then.
+
+        Raises:
+            BackendError: there is not even memory enough for this session alone.
         """
         inputs = self._inputs(bucket, *black_batch(bucket, size))
-        *searches, last = _CONVOLUTION_SEARCHES
-        for search in searches:
-            session = self._new_session(bucket, size, search)
-            try:
-                session.run(OUTPUT_NAMES, inputs)
-            except Exception as error:  # which the runtime gives no type of its own
-                if "Failed to allocate memory" not in str(error):
-                    raise
-            else:
-                return session
-            del session
-            _log.info("convolutions by %s take more memory than there is", search)
-        return self._new_session(bucket, size, last)
+        smaller = self._sessions.get(bucket, {})
+        while True:
+            for search in _CONVOLUTION_SEARCHES:
+                session = self._new_session(bucket, size, search)
+                try:
+                    session.run(OUTPUT_NAMES, inputs)
+                except Exception as error:  # which the runtime gives no type of its own
+                    if "Failed to allocate memory" not in str(error):
+                        raise
+                else:
+                    return session
+                del session
+                _log.info("convolutions by %s take more memory than there is", search)
+            if not smaller:
+                raise BackendError(
+                    f"the GPU has too little memory free for batches of {size} in "
+                    f"{self._precision}; choose smaller ones"
+                )
+            smaller.clear()
 
     def _new_session(
         self, bucket: ShapeBucket, size: int, search: str = _CONVOLUTION_SEARCHES[0]

@@ -1,6 +1,7 @@
 import logging
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnxruntime
@@ -11,6 +12,7 @@ from maskrcnn_trt.model.manifest import BundleError, Precision, read_manifest
 from maskrcnn_trt.model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from maskrcnn_trt.serving.backends.base import Outputs
 from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend, cuda_options
+from maskrcnn_trt.serving.errors import BackendError
 
 BUCKET = ShapeBucket(96, 160)
 
@@ -122,6 +124,52 @@ def test_convolutions_that_find_no_memory_are_chosen_anew(
     expected = reference.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, batch, strict=True)))
     assert_same(backend.infer(BUCKET, *batch), expected, 1e-4)
     assert searches == ["EXHAUSTIVE", "HEURISTIC", "DEFAULT"][: taken + 1]
+
+
+class GreedySession(onnxruntime.InferenceSession):
+    """On the CPU, where there is memory for one such session of a model at a time."""
+
+    alive: ClassVar[weakref.WeakSet["GreedySession"]] = weakref.WeakSet()
+
+    def __init__(self, path: Path, *arguments: Any, **options: Any) -> None:
+        super().__init__(path, *arguments, **options)
+        self.path = path
+        self.alive.add(self)
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        if sum(other.path == self.path for other in self.alive) > 1:
+            raise RuntimeError("bfc_arena.cc:360 Failed to allocate memory for requested buffer")
+        return super().run(*arguments, **options)
+
+
+@without_cuda
+def test_sessions_of_small_batches_make_room_for_one_of_large(
+    backend: OnnxRuntimeBackend,
+    reference: onnxruntime.InferenceSession,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(onnxruntime, "InferenceSession", GreedySession)
+    backend.device = "cuda"
+    backend.warm_up(4)
+    assert len(GreedySession.alive) == len(backend.buckets)
+    for count in (4, 1, 3):
+        batch = batch_of(count)
+        expected = reference.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, batch, strict=True)))
+        assert_same(backend.infer(BUCKET, *batch), expected, 1e-4)
+    assert len(GreedySession.alive) == len(backend.buckets)
+
+
+@without_cuda
+def test_batch_that_there_is_no_memory_for_is_refused(
+    backend: OnnxRuntimeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object) -> None:
+        raise RuntimeError("bfc_arena.cc:360 Failed to allocate memory for requested buffer")
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run", run)
+    backend.device = "cuda"
+    with pytest.raises(BackendError, match="too little memory free for batches of 2 in fp32"):
+        backend.infer(BUCKET, *batch_of(2))
 
 
 @without_cuda
