@@ -6,7 +6,6 @@ no stream uses it any more; but for decoded images, which may be large, and go w
 """
 
 import dataclasses
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..model.device_images import decode_jpegs, tensor_from_bytes, turn_upright
+from ..model.device_images import decode_jpegs, tensor_from_bytes
 from ..model.images import ImageError
 from ..model.manifest import Manifest
 from ..model.masks import Rle
@@ -26,6 +25,7 @@ from ..plugins.resize_pad import resize_pad
 from .backends.torch import TorchBackend
 from .backends.torch_batches import DeviceOutputs
 from .detections import Detections, MaskFormat, Timing
+from .device_files import file_for_device, pixels_from_host, upright_pixels
 from .device_marks import Mark
 from .device_masks import (
     Masks,
@@ -36,11 +36,7 @@ from .device_masks import (
     strings_of_masks,
 )
 from .postprocessing import detections_from_rows, kept_rows
-from .preprocessing import PlannedImage, resized_pixels
 from .steps import MODEL_STEP, Job, Outcome, Source, Step
-
-_MAX_DEVICE_PIXELS: Final = 1 << 24
-"""Larger images are decoded by the CPU, since a batch of them would take gigabytes of a GPU."""
 
 _RUN_CAPACITY: Final = 1 << 12
 """Runs of a mask that there is room for at first: two in each column of an image 2048 pixels wide,
@@ -147,12 +143,12 @@ class DeviceSteps:
         self._module.synchronize()
 
     def _read(self, jobs: Sequence[Job]) -> _Read:
-        files = [_file_for_device(job.image) for job in jobs]
+        files = [file_for_device(job.image) for job in jobs]
         return _Read(
             jobs,
             [tensor_from_bytes(file) for file in files if file is not None],
             [
-                _pixels_from_host(job.image) if file is None else None
+                pixels_from_host(job.image) if file is None else None
                 for job, file in zip(jobs, files, strict=True)
             ],
         )
@@ -162,7 +158,7 @@ class DeviceSteps:
             begin = Mark(self._device)
             decoded = iter(decode_jpegs(batch.files, self._device))
             pixels = [
-                _upright_pixels(job.image, next(decoded)) if own is None else own
+                upright_pixels(job.image, next(decoded)) if own is None else own
                 for job, own in zip(batch.jobs, batch.from_host, strict=True)
             ]
             return _Decoded(batch.jobs, pixels, begin, Mark(self._device))
@@ -294,26 +290,3 @@ def _timing_of(batch: _Pasted, host_s: float) -> Timing:
         encode_us=round(1e6 * (batch.ready.seconds_since(inferred.ready) + host_s)),
         batch_size=len(prepared.sources),
     )
-
-
-def _file_for_device(image: PlannedImage) -> bytes | None:
-    """The file, if the device can decode it."""
-    suits = image.header.is_plain_jpeg and math.prod(image.source_size) <= _MAX_DEVICE_PIXELS
-    return image.source if suits and isinstance(image.source, bytes) else None
-
-
-def _pixels_from_host(image: PlannedImage) -> Tensor | ImageError:
-    """[3, h, w] uint8 on the host."""
-    try:
-        pixels = resized_pixels(image)
-    except ImageError as error:
-        return error
-    # What is not resized may lie in memory that torch must not write to.
-    return torch.from_numpy(np.require(pixels, requirements="W")).permute(2, 0, 1)
-
-
-def _upright_pixels(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor | ImageError:
-    """[3, h, w] uint8 of what the device decoded; what it could not, the host may."""
-    if isinstance(decoded, ImageError):
-        return _pixels_from_host(image)
-    return turn_upright(decoded, image.header.orientation)

@@ -13,6 +13,7 @@ WITH_EXTRAS = {
         "backends.torch",
         "backends.torch_batches",
         "device_engine",
+        "device_files",
         "device_marks",
         "device_masks",
         "device_steps",
