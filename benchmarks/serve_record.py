@@ -189,13 +189,14 @@ def _plot_latency(axes: Axes, results: Sequence[ServeResult]) -> None:
 
 
 def _plot_times(axes: Axes, results: Sequence[ServeResult]) -> None:
-    labels = [load_name(r.load).replace(" ", "\n") for r in results]
-    bottoms = [0.0] * len(results)
+    labels = [load_name(r.load) for r in results]
+    ends = [0.0] * len(results)
     for name in TIMES:
         shares = [getattr(r.times, name) / r.latency.mean for r in results]
-        axes.bar(labels, shares, bottom=bottoms, width=0.6, label=name)
-        bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
-    axes.set(ylabel="share of the mean latency", title="Where a request's time goes", ylim=(0, 1))
+        axes.barh(labels, shares, left=ends, height=0.6, label=name)
+        ends = [end + share for end, share in zip(ends, shares, strict=True)]
+    axes.invert_yaxis()  # the first on top
+    axes.set(xlabel="share of the mean latency", title="Where a request's time goes", xlim=(0, 1))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5)
 
 
