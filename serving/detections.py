@@ -58,7 +58,7 @@ class Timing:
     infer_us: int = 0
     """The model's run over the whole batch."""
     encode_us: int = 0
-    """Scaling boxes and encoding masks."""
+    """Scaling boxes, encoding masks and writing the answer."""
     batch_size: int = 1
     """Images in the batch."""
 

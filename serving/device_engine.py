@@ -1,7 +1,9 @@
 """The engine whose device does all the work on an image, from its file to its encoded masks."""
 
 import contextlib
+import dataclasses
 import threading
+import time
 from collections.abc import Sequence
 from io import BytesIO
 from typing import Any, ClassVar, Final
@@ -14,6 +16,7 @@ from ..model.spec import ShapeBucket
 from .backends.torch import TorchBackend
 from .detections import DEFAULT_OPTIONS, Answer, Detections
 from .device_steps import DeviceSteps
+from .messages import encoded_detections
 from .preprocessing import PlannedImage
 from .steps import Job, Order, Outcome
 
@@ -43,17 +46,18 @@ class OrderBatches:
         ]
 
     def warm_up(self, max_batch: int) -> None:
-        """Warm the backend up, and each step."""
+        """Warm the backend up, each step, and the form that our own protocol asks for."""
         self._backend.warm_up(max_batch)
         batch = 1 if self._backend.device == "cpu" else max_batch
         for bucket in self._backend.buckets:
-            self._outcomes([Job(_black_image(bucket), DEFAULT_OPTIONS)] * batch)
+            order = Order(Job(_black_image(bucket), DEFAULT_OPTIONS), encoded_detections)
+            self.compute([order] * batch)
 
     def compute(self, orders: Sequence[Order]) -> list[Answer[Any] | ImageError]:
         """What each image is answered with, or why it is not."""
         outcomes = self._outcomes([order.job for order in orders])
         return [
-            Answer(order.form(found), found.timing) if isinstance(found, Detections) else found
+            _answer_to(order, found) if isinstance(found, Detections) else found
             for order, found in zip(orders, outcomes, strict=True)
         ]
 
@@ -64,6 +68,13 @@ class OrderBatches:
                 batch = run(batch)
         outcomes: list[Outcome] = batch
         return outcomes
+
+
+def _answer_to(order: Order, found: Detections) -> Answer[Any]:
+    start = time.perf_counter()
+    value = order.form(found)
+    encode_us = found.timing.encode_us + round(1e6 * (time.perf_counter() - start))
+    return Answer(value, dataclasses.replace(found.timing, encode_us=encode_us))
 
 
 def _black_image(bucket: ShapeBucket) -> PlannedImage:
