@@ -75,9 +75,10 @@ def test_what_a_busy_server_refuses_is_counted_apart(server: ServerProcess) -> N
     )
     closed, streamed, opened = measure_server(server.address, settings, server.pid)
     assert (closed.load, opened.load) == (ClosedLoop(12), OpenLoop(400, "constant"))
-    assert refused(closed).keys() == refused(opened).keys() == {"RESOURCE_EXHAUSTED"}
-    assert refused(streamed).keys() == {"RESOURCE_EXHAUSTED"}
-    assert refused(opened)["RESOURCE_EXHAUSTED"] + opened.requests == 400
+    assert refused(closed).keys() == refused(streamed).keys() == {"RESOURCE_EXHAUSTED"}
+    # On a busy machine gRPC refuses some for itself.
+    assert {"RESOURCE_EXHAUSTED"} <= refused(opened).keys() <= {"RESOURCE_EXHAUSTED", "CANCELLED"}
+    assert sum(refused(opened).values()) + opened.requests == 400
     assert opened.offered_per_second == 400
 
 
