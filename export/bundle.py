@@ -206,9 +206,9 @@ def _export_programs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> l
             precision=c.precision,
             input_dtype=wanted.input_dtype,
             bucket=c.bucket,
-            compile_cache=cache,
+            compiled=compiled,
         )
-        for c, cache in zip(compilations, compile_programs(compilations), strict=True)
+        for c, compiled in zip(compilations, compile_programs(compilations), strict=True)
     ]
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from ..model.manifest import CompileCache, Precision, sha256_of
+from ..model.compiled_program import compile_target, write_compiled_program
+from ..model.manifest import CompiledProgram, Precision, sha256_of
 from ..model.mask_rcnn import MaskRCNN
-from ..model.program import compile_target, quiet_torch, write_compile_cache
+from ..model.program import quiet_torch
 from ..model.spec import ShapeBucket
 from .fused_graph import fuse_convolutions
 
@@ -85,33 +86,31 @@ class Compilation(NamedTuple):
     """Type of its images."""
 
     @property
-    def cache(self) -> Path:
+    def compiled(self) -> Path:
         """What it is compiled into, beside the program."""
-        return self.path.with_name(f"model-{self.precision}-{self.bucket}.cache")
+        return self.path.with_name(f"model-{self.precision}-{self.bucket}.compiled")
 
 
-def compile_programs(compilations: Sequence[Compilation]) -> list[CompileCache | None]:
-    """Compile programs for the GPU of this machine, several at once, and write the caches.
+def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgram | None]:
+    """Compile programs for the GPU of this machine, several at once.
 
     Returns:
-        The cache of each, or None where no GPU is.
+        What was written for each, or None where no GPU is.
     """
     if not torch.cuda.is_available():
         return [None] * len(compilations)
-    # A process for each, as a cache holds all that its process compiled.
     processes = ProcessPoolExecutor(
         min(_COMPILING_AT_ONCE, len(os.sched_getaffinity(0))),
         multiprocessing.get_context("spawn"),
-        max_tasks_per_child=1,
     )
     with processes:
         for each in [processes.submit(_compile, compilation) for compilation in compilations]:
             each.result()
     torch_version, capability = compile_target()
     return [
-        CompileCache(
-            path=compilation.cache.name,
-            sha256=sha256_of(compilation.cache),
+        CompiledProgram(
+            path=compilation.compiled.name,
+            sha256=sha256_of(compilation.compiled),
             torch_version=torch_version,
             compute_capability=capability,
         )
@@ -122,4 +121,5 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompileCache |
 def _compile(compilation: Compilation) -> None:
     path, precision, bucket, input_dtype = compilation
     shape = torch.Size((2, 3, *bucket))
-    write_compile_cache(path, precision, shape, input_dtype, compilation.cache)
+    device = torch.device("cuda", torch.cuda.current_device())
+    write_compiled_program(path, precision, device, shape, input_dtype, compilation.compiled)

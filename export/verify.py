@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..model.checkpoint import Checkpoint
+from ..model.compiled_program import artifact_program
 from ..model.images import decode_image, pad_to_bucket, resize_image, resized_size, smallest_bucket
 from ..model.manifest import Artifact, Manifest, Precision, verified_path
 from ..model.mask_rcnn import Detections, MaskRCNN
-from ..model.program import Program, load_compile_cache
 from ..model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from ..plugins.box_iou import box_iou
 
@@ -176,9 +176,7 @@ def _session_runner(bundle: Path, artifact: Artifact) -> Infer:
 
 def _program_runner(bundle: Path, artifact: Artifact) -> Infer:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda" and artifact.compile_cache is not None:
-        load_compile_cache(verified_path(bundle, artifact.compile_cache))
-    program = Program(verified_path(bundle, artifact), artifact.precision, device)
+    program = artifact_program(bundle, artifact, device)
 
     def infer(images: NDArray[np.uint8], image_sizes: NDArray[np.int64]) -> Sequence[NDArray[Any]]:
         arrays = images.astype(artifact.input_dtype), image_sizes

@@ -79,7 +79,7 @@ class EngineBuild(_Record):
     """By index of the optimisation profile."""
 
 
-class CompileCache(_Record):
+class CompiledProgram(_Record):
     """What torch compiled of a program; where it does not fit, torch compiles anew."""
 
     path: str
@@ -99,7 +99,7 @@ class Artifact(_Record):
     input_dtype: InputDtype
     bucket: ShapeBucket
     engine: EngineBuild | None = None
-    compile_cache: CompileCache | None = None
+    compiled: CompiledProgram | None = None
     """Beside a program of torch that was exported where a GPU is."""
 
     @model_validator(mode="after")
@@ -108,15 +108,15 @@ class Artifact(_Record):
             raise ValueError(
                 f"artifact {self.path!r}: an engine, and only it, says how it was built"
             )
-        if self.compile_cache is not None and self.kind != "torch":
-            raise ValueError(f"artifact {self.path!r}: only a program of torch has a compile cache")
+        if self.compiled is not None and self.kind != "torch":
+            raise ValueError(f"artifact {self.path!r}: only a program of torch is compiled apart")
         return self
 
     @property
     def paths(self) -> tuple[str, ...]:
         """Its files within the bundle."""
-        cache = () if self.compile_cache is None else (self.compile_cache.path,)
-        return (self.path, *cache)
+        compiled = () if self.compiled is None else (self.compiled.path,)
+        return (self.path, *compiled)
 
 
 class Provenance(_Record):
@@ -220,7 +220,7 @@ def read_manifest(bundle: Path) -> Manifest:
         raise BundleError(f"{path}: {where}: {first['msg']}; export the bundle again") from None
 
 
-def verified_path(bundle: Path, file: Artifact | CompileCache) -> Path:
+def verified_path(bundle: Path, file: Artifact | CompiledProgram) -> Path:
     """Path of a file of the bundle whose bytes are the ones the manifest names.
 
     Raises:

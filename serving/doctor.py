@@ -166,8 +166,8 @@ def _bundle_findings(bundle: Path) -> list[Finding]:
         what = f"{artifact.kind} in {artifact.precision} for {artifact.bucket}"
         try:
             verified_path(bundle, artifact)
-            if artifact.compile_cache:
-                verified_path(bundle, artifact.compile_cache)
+            if artifact.compiled:
+                verified_path(bundle, artifact.compiled)
         except BundleError as error:
             findings.append(Finding(artifact.path, str(error), "fault"))
         else:

@@ -1,4 +1,4 @@
-"""Programs of torch: compiled from the bundle's cache and, on a GPU, replayed as CUDA graphs."""
+"""Programs of torch: on a GPU as they were compiled at export, and replayed as CUDA graphs."""
 
 import logging
 import threading
@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...model.manifest import Artifact, Manifest, Precision, verified_path
-from ...model.program import Program, compile_target, load_compile_cache
+from ...model.compiled_program import artifact_program, compile_target, fits_here
+from ...model.manifest import Artifact, Manifest, Precision
 from ...model.spec import ShapeBucket
 from ..errors import BackendError
 from .base import Outputs, batch_sizes, black_batch
@@ -51,12 +51,10 @@ class TorchBackend:
         )
         artifacts = manifest.artifacts_for(precision, "torch")
         if on_gpu:
-            _load_caches(bundle, artifacts)
+            _warn_if_not_compiled(artifacts)
         self._max_batch = max_batch
         self._dtypes = {a.bucket: getattr(torch, a.input_dtype) for a in artifacts}
-        self._programs = {
-            a.bucket: Program(verified_path(bundle, a), precision, device) for a in artifacts
-        }
+        self._programs = {a.bucket: artifact_program(bundle, a, device) for a in artifacts}
         if on_gpu:
             # After each copy torch's threads on the CPU wait busily, which kept all cores from
             # those that launch and wait: 10 ms a batch.
@@ -134,29 +132,22 @@ class TorchBackend:
             torch.cuda.empty_cache()
 
 
-def _load_caches(bundle: Path, artifacts: Sequence[Artifact]) -> None:
-    """Load what was compiled at export, if it was for this GPU and torch, or say that it was not.
-
-    Raises:
-        BundleError: a file is missing or damaged.
-    """
-    here = compile_target()
+def _warn_if_not_compiled(artifacts: Sequence[Artifact]) -> None:
+    """Say so where nothing was compiled for this GPU by this torch."""
     for artifact in artifacts:
-        cache = artifact.compile_cache
-        if cache is None:
+        compiled = artifact.compiled
+        if compiled is None:
             _log.warning(
                 "%s was exported without a GPU, and is compiled now, which takes a minute; export "
                 "it where the GPU is, to start sooner",
                 artifact.path,
             )
-        elif (cache.torch_version, cache.compute_capability) != here:
+        elif not fits_here(compiled):
             _log.warning(
                 "%s was compiled by torch %s for compute capability %s, and here is torch %s with "
                 "%s: it is compiled anew, which takes a minute; export it here, to start sooner",
                 artifact.path,
-                cache.torch_version,
-                cache.compute_capability,
-                *here,
+                compiled.torch_version,
+                compiled.compute_capability,
+                *compile_target(),
             )
-        else:
-            load_compile_cache(verified_path(bundle, cache))

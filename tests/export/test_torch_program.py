@@ -12,7 +12,7 @@ from maskrcnn_trt.export.fused_modules import rearrange_for_gpu
 from maskrcnn_trt.export.torch_program import program_from_model, write_program
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.model.manifest import BundleError
-from maskrcnn_trt.model.program import Program
+from maskrcnn_trt.model.program import load_program
 from maskrcnn_trt.model.spec import ShapeBucket
 
 BUCKET = ShapeBucket(96, 160)
@@ -42,7 +42,7 @@ def test_a_program_computes_what_the_checkpoint_computes(
     model = prepared_model(checkpoint, "fp32")
     rearrange_for_gpu(model)
     write_program(program_from_model(model, BUCKET, torch.uint8), tmp_path / "model.pt2")
-    program = Program(tmp_path / "model.pt2", "fp32", torch.device("cpu"))
+    program = load_program(tmp_path / "model.pt2", "fp32", torch.device("cpu"))
     own = checkpoint.build_model()
     for batch in (1, 2, 5):
         seed = torch.Generator().manual_seed(batch)

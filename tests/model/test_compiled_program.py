@@ -1,0 +1,71 @@
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from maskrcnn_trt.model.compiled_program import load_compiled_program, write_compiled_program
+from maskrcnn_trt.model.manifest import Precision
+from maskrcnn_trt.model.program import load_program
+
+SHAPE = torch.Size((2, 3, 24, 40))
+
+
+class Detector(nn.Module):
+    """Parameters, buffers, constants, one of our operations, and outputs that grow by the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.register_buffer("mean", torch.tensor([0.5]))
+        self.order = torch.tensor([1, 0])
+
+    def forward(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, Tensor]:
+        maps = self.convolution(images.float() / 255 - self.mean)
+        scores, places = torch.ops.maskrcnn.stable_top_k(maps.flatten(1), 5)
+        return scores + places, image_sizes[:, self.order].repeat(2, 1)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("program") / "model.pt2"
+    torch.manual_seed(0)
+    batch = {0: Dim("batch", min=1)}
+    inputs = torch.zeros(SHAPE, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.int64)
+    torch.export.save(
+        torch.export.export(Detector().eval(), inputs, dynamic_shapes=(batch, batch)), path
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        pytest.param(
+            "cpu",
+            "fp32",
+            marks=pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler of C++"),
+        ),
+        pytest.param("cuda:0", "fp32", marks=pytest.mark.gpu),
+        pytest.param("cuda:0", "tf32", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.timeout(600)
+def test_what_is_compiled_computes_what_the_program_does(
+    program: Path, tmp_path: Path, device: str, precision: Precision
+) -> None:
+    path = tmp_path / "model.compiled"
+    place = torch.device(device)
+    write_compiled_program(program, precision, place, SHAPE, torch.uint8, path)
+    compiled = load_compiled_program(path, precision, place)
+    interpreted = load_program(program, "fp32", torch.device("cpu"))
+    for batch in (1, 2, 5, 1):
+        images = torch.randint(0, 256, (batch, *SHAPE[1:]), dtype=torch.uint8)
+        sizes = torch.randint(1, 41, (batch, 2))
+        expected = interpreted(images, sizes)
+        actual = compiled(images.to(place), sizes.to(place))
+        torch.testing.assert_close(
+            [output.cpu() for output in actual], list(expected), rtol=1e-3, atol=1e-3
+        )
