@@ -4,19 +4,22 @@ A process that loads it neither reads the program nor traces it, which is most o
 for before its first answer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
 from torch._inductor import standalone_compile
 from torch._inductor.standalone_compile import AOTCompiledArtifact
-from torch.export import Dim, ExportedProgram
+from torch._subclasses import FakeTensorMode
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from .manifest import Artifact, CompiledProgram, Precision, verified_path
-from .program import Program, arithmetic, load_module, load_program, quiet_torch
+from .program import Program, arithmetic, exported_program, load_program, quiet_torch
 
 
 def compile_target() -> tuple[str, str]:
@@ -66,53 +69,56 @@ def write_compiled_program(
         dtype: their type.
         compiled: file to write.
     """
-    module = load_module(path, device)
+    program = exported_program(path, device)
+    weights = _weights(program)
     batch = torch.zeros(images, dtype=dtype, device=device)
-    sizes = torch.tensor(images[2:], device=device).repeat(len(batch), 1)
-    any_batch = {0: Dim("batch", min=1)}
     with torch.no_grad(), arithmetic(precision), quiet_torch():
-        one = torch.export.export(module, (batch[:1], sizes[:1]))
-        many = torch.export.export(
-            module, (batch, sizes), dynamic_shapes=(any_batch, any_batch), strict=False
-        )
-        functions = {"one": _function(one), "many": _function(many)}
-    weights = {name: weight.detach().cpu() for name, weight in _weights(many).items()}
-    torch.save({"weights": weights, **functions}, compiled)
+        one = _compiled(program, weights, batch[:1], any_batch=False)
+        many = _compiled(program, weights, batch, any_batch=True)
+    file = {"weights": [weight.cpu() for weight in weights], "one": one, "many": many}
+    torch.save(file, compiled)
 
 
 def load_compiled_program(path: Path, precision: Precision, device: torch.device) -> Program:
     """What `write_compiled_program` wrote, by the same torch for the same kind of device."""
     file = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
-    weights = {name: weight.to(device) for name, weight in file["weights"].items()}
-    one, many = (_loaded_function(file[name], weights) for name in ("one", "many"))
+    weights = [weight.to(device) for weight in file["weights"]]
+    one, many = (AOTCompiledArtifact.deserialize(file[name]) for name in ("one", "many"))
 
     def run(images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
-        return tuple((one if len(images) == 1 else many)(images, image_sizes))
+        code = one if len(images) == 1 else many
+        return tuple(code(*weights, images, image_sizes))
 
     return Program(run, precision, device)
 
 
-def _weights(program: ExportedProgram) -> dict[str, Tensor]:
-    """Parameters, buffers and constants by name, in the order in which its graph takes them."""
+def _weights(program: ExportedProgram) -> list[Tensor]:
+    """Parameters, buffers and constants in the order in which its graph takes them."""
     values = {**program.state_dict, **program.constants}
     inputs = program.graph_signature.input_specs
-    return {i.target: values[i.target] for i in inputs if i.kind != InputKind.USER_INPUT}
+    return [values[i.target].detach() for i in inputs if i.kind != InputKind.USER_INPUT]
 
 
-def _function(program: ExportedProgram) -> dict[str, Any]:
-    """The code of a program, and the names of the weights that it takes before its inputs."""
-    graph = program.graph_module.graph
-    inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-    for output in graph.output_node().args[0]:
-        output.meta["example_value"] = output.meta["val"]  # in which it looks for the sizes
-    code = standalone_compile(program.graph_module, inputs, aot=True)
+def _compiled(
+    program: ExportedProgram,
+    weights: Sequence[Tensor],
+    images: Tensor,
+    any_batch: bool,
+) -> bytes:
+    """The code of a program, for batches of the size of `images` or of any."""
+    # Of its own, as that of a program that was read mistakes expressions for symbols.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    first = DimDynamic.DYNAMIC if any_batch else DimDynamic.STATIC
+    sides = StatelessSymbolicContext([first, *[DimDynamic.STATIC] * 3])  # type: ignore[var-annotated]
+    batch = mode.from_tensor(images, symbolic_context=sides, source=ConstantSource("images"))
+    sizes = batch.new_empty((batch.shape[0], 2), dtype=torch.int64)
+    fixed = (mode.from_tensor(weight, static_shapes=True) for weight in weights)
+    with tracing(TracingContext(mode)):
+        code = standalone_compile(
+            program.graph_module,
+            [*fixed, batch, sizes],
+            dynamic_shapes="from_tracing_context",
+            aot=True,
+        )
     assert isinstance(code, AOTCompiledArtifact)
-    return {"weights": list(_weights(program)), "code": code.serialize()}
-
-
-def _loaded_function(
-    function: Mapping[str, Any], weights: Mapping[str, Tensor]
-) -> Callable[..., Sequence[Tensor]]:
-    code = AOTCompiledArtifact.deserialize(function["code"])
-    taken = [weights[name] for name in function["weights"]]
-    return lambda *inputs: code(*taken, *inputs)
+    return code.serialize()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
 from ..plugins import operations  # noqa: F401, registers what programs call
@@ -73,17 +74,16 @@ def load_program(path: Path, precision: Precision, device: torch.device) -> Prog
         precision: its artefact's.
         device: a CPU, or a GPU by its index.
     """
-    run = load_module(path, device)
+    run: nn.Module = exported_program(path, device).module()
     if device.type == "cuda":
         return Program(torch.compile(run, fullgraph=True), precision, device)
     return Program(run, precision, device)
 
 
-def load_module(path: Path, device: torch.device) -> nn.Module:
-    """What export wrote, interpreted on a device."""
+def exported_program(path: Path, device: torch.device) -> ExportedProgram:
+    """What export wrote, on a device."""
     with quiet_torch():
-        module: nn.Module = move_to_device_pass(torch.export.load(path), str(device)).module()
-    return module
+        return move_to_device_pass(torch.export.load(path), str(device))
 
 
 @contextlib.contextmanager
