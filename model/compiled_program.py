@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
-from torch._inductor import standalone_compile
+from torch._inductor import config, standalone_compile
 from torch._inductor.standalone_compile import AOTCompiledArtifact
 from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
@@ -83,7 +83,8 @@ def load_compiled_program(path: Path, precision: Precision, device: torch.device
     """What `write_compiled_program` wrote, by the same torch for the same kind of device."""
     file = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     weights = [weight.to(device) for weight in file["weights"]]
-    one, many = (AOTCompiledArtifact.deserialize(file[name]) for name in ("one", "many"))
+    with config.patch(compile_threads=1):  # or processes would be started that compile
+        one, many = (AOTCompiledArtifact.deserialize(file[name]) for name in ("one", "many"))
 
     def run(images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
         code = one if len(images) == 1 else many

@@ -1,6 +1,5 @@
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -157,20 +156,18 @@ def test_every_precision_is_near_the_checkpoint(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-def test_a_process_starts_without_compiling(all_precisions: Path, tmp_path: Path) -> None:
+def test_a_process_starts_without_compiling(all_precisions: Path) -> None:
     program = (
-        "import sys, numpy as np, torch; from pathlib import Path\n"
-        "from torch._dynamo.utils import counters\n"
+        "import sys, torch; from pathlib import Path\n"
         "from maskrcnn_trt.model.manifest import read_manifest\n"
         "from maskrcnn_trt.serving.backends.loading import load_backend\n"
+        "from torch._inductor import compile_fx\n"
+        "torch.compile = compile_fx.compile_fx = compile_fx.compile_fx_inner = None\n"
         "bundle = Path(sys.argv[1]); manifest = read_manifest(bundle)\n"
-        "backend = load_backend(bundle, manifest, 'fp16', 'torch', 4)\n"
-        "backend.warm_up(4)\n"
-        "assert not counters['stats'] and not counters['inductor'], counters\n"
+        "load_backend(bundle, manifest, 'fp16', 'torch', 4).warm_up(4)\n"
     )
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "ignore", "-c", program, str(all_precisions)]
-    subprocess.run(command, check=True, env={**os.environ, **environment})
+    subprocess.run(command, check=True)
 
 
 @pytest.mark.gpu
