@@ -28,6 +28,7 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 """Endings, in lower case, of the files in a folder that are taken for images."""
 
 
+_START_OF_JPEG = b"\xff\xd8\xff"
 _END_OF_JPEG = b"\xff\xd9"
 _START_OF_SCAN = b"\xff\xda"
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
@@ -65,6 +66,11 @@ class ImageHeader(NamedTuple):
     """EXIF's, 1 to 8, by which it is to be turned; 1 is as stored."""
     is_plain_jpeg: bool
     """A JPEG that seems whole, grey or of the usual colours, which all decoders read alike."""
+
+
+def is_jpeg(data: bytes) -> bool:
+    """Whether an encoded image is a JPEG, if it is one at all."""
+    return data.startswith(_START_OF_JPEG)
 
 
 def read_header(
@@ -195,7 +201,7 @@ def _is_plain_jpeg(image: ImageFile, data: bytes) -> bool:
 
 
 def _plugin_for(data: bytes) -> type[ImageFile]:
-    if data.startswith(b"\xff\xd8\xff"):
+    if is_jpeg(data):
         return JpegImageFile
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return PngImageFile

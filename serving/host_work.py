@@ -4,15 +4,28 @@ An engine that takes orders decodes images and encodes masks on its device, whic
 nothing; for any other that is done here.
 """
 
-from typing import Any
+from typing import Any, Final
 
-from ..model.images import ImageError
+from ..model.images import ImageError, is_jpeg
 from ..model.manifest import Manifest
 from .detections import Answer, DetectionOptions, Timing
 from .engines import EngineInfo, EngineItem, EngineResult
 from .postprocessing import detections_from_outputs
 from .preprocessing import SourceImage, plan_image, prepare_image
 from .steps import Form, Job, Order
+
+_QUICK_BYTES: Final = 4 << 20
+
+
+def is_quick(source: SourceImage, engine: EngineInfo) -> bool:
+    """Whether `item_from_image` takes less time than handing it to a thread and back.
+
+    So it is where pixels or a JPEG's header only have to be looked at. Headers of other formats can
+    be long, or compressed.
+    """
+    if not engine.takes_orders:
+        return False
+    return not isinstance(source, bytes) or (len(source) <= _QUICK_BYTES and is_jpeg(source))
 
 
 def item_from_image(

@@ -11,7 +11,7 @@ from pathlib import Path
 from .config import ServeConfig
 from .detections import Answer, DetectionOptions, Detections, Timing, Value
 from .errors import ExpiredError
-from .host_work import answer_from_result, item_from_image
+from .host_work import answer_from_result, is_quick, item_from_image
 from .models import ServedModel
 from .preprocessing import SourceImage
 from .scheduling import DEFAULT_TERMS, Places, RequestTerms
@@ -20,10 +20,6 @@ from .telemetry import Telemetry
 _LEAST_BATCHES, _LEAST_PLACES = 2, 16
 """Places that there are however slow the model is: for one batch to be ready when another is done,
 and for a client that asks for a few images at once."""
-
-_PLANNING_THREADS = 2
-"""That read the headers of images for engines which do the rest. That takes so little that more
-threads would mostly keep each other, and the event loop, from the interpreter's lock."""
 
 
 class Pipeline:
@@ -52,7 +48,6 @@ class Pipeline:
         )
         """Those of images in progress, of which who has one detected holds one."""
         self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="images")
-        self._planning = ThreadPoolExecutor(_PLANNING_THREADS, thread_name_prefix="headers")
         self._reloading = asyncio.Lock()
 
     @contextlib.asynccontextmanager
@@ -104,7 +99,6 @@ class Pipeline:
     def close(self) -> None:
         """Release threads and model."""
         self._threads.shutdown()
-        self._planning.shutdown()
         self.model.close()
 
     async def detect(
@@ -161,16 +155,11 @@ class Pipeline:
         batcher = model.batcher(terms.precision)
         loop = asyncio.get_running_loop()
         start = time.monotonic()
-        item = await loop.run_in_executor(
-            self._planning if batcher.info.takes_orders else self._threads,
-            item_from_image,
-            source,
-            options,
-            form,
-            model.manifest,
-            batcher.info,
-            self._config.max_pixels,
-        )
+        image = source, options, form, model.manifest, batcher.info, self._config.max_pixels
+        if is_quick(source, batcher.info):
+            item = item_from_image(*image)
+        else:
+            item = await loop.run_in_executor(self._threads, item_from_image, *image)
         decode_s = time.monotonic() - start
         result = await batcher.infer(item, terms)
         self.places.observe(result.infer_s / result.batch_size / batcher.concurrency)
