@@ -10,8 +10,8 @@ from .access import AccessPolicy
 from .calls import CallWatch
 from .config import ServeConfig
 from .errors import ServingError
+from .pipeline import Pipeline
 from .receiving import Reception
-from .telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def listening_server(
     config: ServeConfig,
     access: AccessPolicy,
     credentials: grpc.ServerCredentials | None,
-    telemetry: Telemetry,
+    pipeline: Pipeline,
 ) -> tuple[grpc.aio.Server, int]:
     """A server without services that is bound to its port, and the port.
 
@@ -42,14 +42,14 @@ def listening_server(
         config: What it lets its clients do.
         access: Who may call what.
         credentials: What it shows its clients; none, it does not encrypt.
-        telemetry: What watches calls.
+        pipeline: What detects.
 
     Raises:
         ServingError: the address cannot be listened on.
     """
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
-    reception = Reception(access, config, telemetry.metrics)
-    interceptors = [CallWatch(telemetry.tracer), reception]
+    reception = Reception(access, config, pipeline)
+    interceptors = [CallWatch(pipeline.telemetry.tracer), reception]
     server = grpc.aio.server(interceptors=interceptors, options=_options(config))
     address = f"{config.host}:{config.port}"
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .config import ServeConfig
 from .detections import Answer, DetectionOptions, Detections, Timing, Value
-from .errors import ExpiredError
+from .errors import ExpiredError, QueueFullError
 from .host_work import answer_from_result, is_quick, item_from_image
 from .models import ServedModel
 from .preprocessing import SourceImage
@@ -100,6 +100,21 @@ class Pipeline:
         """Release threads and model."""
         self._threads.shutdown()
         self.model.close()
+
+    def check_place(self, peer: str) -> None:
+        """Refuse a request of a connection that would find no place, before it is read.
+
+        It counts as one for the model.
+
+        Raises:
+            QueueFullError: there is none.
+        """
+        try:
+            self.places.check(peer)
+        except QueueFullError as error:
+            name = self.model.manifest.model_name
+            self.telemetry.metrics.count_failure(name, error, elapsed_s=0)
+            raise
 
     async def detect(
         self,

@@ -12,7 +12,7 @@ from .access import AccessPolicy, is_open
 from .arrivals import Arrivals
 from .config import ServeConfig
 from .errors import InvalidRequestError, ServingError
-from .metrics import Metrics
+from .pipeline import Pipeline
 from .scheduling import Places
 from .service import refusal_from_error
 
@@ -21,6 +21,10 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Messages = AsyncIterator[bytes]
 _Parse = Callable[[bytes], Any]
 
+_DETECTING = frozenset(
+    {"/maskrcnn.v1.Detector/Detect", "/inference.GRPCInferenceService/ModelInfer"}
+)
+"""Methods whose one request takes places among the images in progress."""
 _CALLS_PER_PLACE = 16
 """Calls that may be open for each request in progress. More requests than are computed are refused
 for that; what this bounds is answers that clients do not take."""
@@ -29,15 +33,18 @@ for that; what this bounds is answers that clients do not take."""
 class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic, but in stubs
     """Refuses calls before their messages are read, and messages before a service gets them.
 
+    Where there is much to refuse, most of the time would else go into reading it.
+
     To gRPC, methods that take one request become methods that take a stream. It would read the
     request before anything else is done, for as long as a slow client likes, and log a traceback
     for each that does not parse.
     """
 
-    def __init__(self, access: AccessPolicy, config: ServeConfig, metrics: Metrics) -> None:
-        """Let in what the settings allow, and count what they do not."""
+    def __init__(self, access: AccessPolicy, config: ServeConfig, pipeline: Pipeline) -> None:
+        """Let in what the settings allow and a pipeline has places for, and count what is not."""
         self._access = access
-        self._metrics = metrics
+        self._pipeline = pipeline
+        self._metrics = pipeline.telemetry.metrics
         self._timeout_s = config.receive_timeout_s
         self._arrivals = Arrivals(2 * config.queue_size)
         self._places = Places(_CALLS_PER_PLACE * config.queue_size)
@@ -60,6 +67,8 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
                 self._access.check(method, metadata, peer)
                 if not is_open(method):
                     self._hold_place(peer, context)
+                if method in _DETECTING:
+                    await self._check_place(peer, context)
                 return await reply(handler, messages, context)
             except ServingError as error:
                 self._metrics.count_refusal(error)
@@ -77,6 +86,13 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         held = contextlib.ExitStack()
         held.enter_context(self._places.hold(peer))
         context.add_done_callback(lambda _: held.close())  # type: ignore[arg-type]  # by stubs
+
+    async def _check_place(self, peer: str, context: _Context) -> None:
+        """Refuse a request that would find no place."""
+        try:
+            self._pipeline.check_place(peer)
+        except ServingError as error:  # which is counted already
+            await context.abort(*refusal_from_error(error))
 
     async def _reply_to_one(self, handler: Any, messages: _Messages, context: _Context) -> Any:
         """Reply to the first message as the handler does to one request."""

@@ -201,13 +201,8 @@ class Places:
         """Learn how long an image kept what computes busy."""
         self._pace_s += _PACE_WEIGHT * (seconds - self._pace_s)
 
-    @contextmanager
-    def hold(self, peer: str, number: int = 1) -> Iterator[None]:
-        """Hold places within the context.
-
-        Args:
-            peer: The connection that holds them.
-            number: How many. Where they are free, one that holds none gets them.
+    def check(self, peer: str, number: int = 1) -> None:
+        """Refuse what `hold` would refuse now.
 
         Raises:
             QueueFullError: the connection may not hold so many.
@@ -219,7 +214,20 @@ class Places:
                 f"the request takes {number} of the places for images in progress, of which "
                 f"{max(0, free)} are free and its connection holds {held}; try again later"
             )
-        self._held[peer] = held + number
+
+    @contextmanager
+    def hold(self, peer: str, number: int = 1) -> Iterator[None]:
+        """Hold places within the context.
+
+        Args:
+            peer: The connection that holds them.
+            number: How many. Where they are free, one that holds none gets them.
+
+        Raises:
+            QueueFullError: the connection may not hold so many.
+        """
+        self.check(peer, number)
+        self._held[peer] = self._held.get(peer, 0) + number
         self._in_use += number
         try:
             yield

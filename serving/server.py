@@ -107,7 +107,7 @@ async def detection_server(
         _metrics_server(pipeline, lag, config),
     ):
         await pipeline.model.load()
-        server, port = listening_server(config, access, credentials, telemetry)
+        server, port = listening_server(config, access, credentials, pipeline)
         service = DetectorService(pipeline, config)
         add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         names = [service.full_name for service in _SERVICES]

@@ -61,6 +61,39 @@ async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details() or ""
 
 
+@pytest.mark.parametrize(
+    "method",
+    ["/maskrcnn.v1.Detector/Detect", "/inference.GRPCInferenceService/ModelInfer"],
+)
+def test_what_finds_no_place_is_refused_before_it_comes(
+    bundle: Path, gate: Gate, picture: Encode, method: str
+) -> None:
+    never = asyncio.Event()
+
+    async def no_message() -> AsyncIterator[bytes]:
+        await never.wait()
+        yield b""
+
+    async def ask() -> None:
+        async with (
+            served(bundle, queue_size=1) as address,
+            connected(address) as stub,
+            connected(address, lambda channel: channel) as channel,
+        ):
+            warm = gate.count
+            gate.close()
+            first = stub.Detect(pb.DetectRequest(image=picture()))
+            await batches(gate, warm + 1)
+            late = channel.stream_unary(method)(no_message())
+            status, message = await status_of(late)
+            assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "0 are free" in message
+            gate.open()
+            assert len((await first).detections)
+
+    asyncio.run(ask())
+
+
 def test_what_is_given_up_in_the_queue_is_never_computed(
     bundle: Path, gate: Gate, picture: Encode
 ) -> None:
