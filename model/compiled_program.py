@@ -1,7 +1,8 @@
 """A program compiled ahead of time: code for one kind of GPU, in a file with the weights.
 
 A process that loads it neither reads the program nor traces it, which is most of what it would wait
-for before its first answer.
+for before its first answer. Torch has no public interface for that yet: the names with underscores
+are those that other engines on top of it use, and may move with its version.
 """
 
 from collections.abc import Sequence

@@ -33,11 +33,10 @@ for that; what this bounds is answers that clients do not take."""
 class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic, but in stubs
     """Refuses calls before their messages are read, and messages before a service gets them.
 
-    Where there is much to refuse, most of the time would else go into reading it.
-
-    To gRPC, methods that take one request become methods that take a stream. It would read the
-    request before anything else is done, for as long as a slow client likes, and log a traceback
-    for each that does not parse.
+    Where there is much to refuse, most of the time would else go into reading it. To gRPC, methods
+    that take one request become methods that take a stream: it would read the request before
+    anything else is done, for as long as a slow client likes, and log a traceback for each that
+    does not parse.
     """
 
     def __init__(self, access: AccessPolicy, config: ServeConfig, pipeline: Pipeline) -> None:
