@@ -68,18 +68,17 @@ def test_what_a_busy_server_refuses_is_counted_apart(server: ServerProcess) -> N
     settings = ServeSettings(
         concurrencies=(12,),
         streamed=(12,),
-        rates=(400,),
+        rates=(200,),  # with more, gRPC might refuse some for itself on a slow machine
         arrivals="constant",
         seconds=1,
         warmup_seconds=0.5,
     )
     closed, streamed, opened = measure_server(server.address, settings, server.pid)
-    assert (closed.load, opened.load) == (ClosedLoop(12), OpenLoop(400, "constant"))
-    assert refused(closed).keys() == refused(streamed).keys() == {"RESOURCE_EXHAUSTED"}
-    # On a busy machine gRPC refuses some for itself.
-    assert {"RESOURCE_EXHAUSTED"} <= refused(opened).keys() <= {"RESOURCE_EXHAUSTED", "CANCELLED"}
-    assert sum(refused(opened).values()) + opened.requests == 400
-    assert opened.offered_per_second == 400
+    assert (closed.load, opened.load) == (ClosedLoop(12), OpenLoop(200, "constant"))
+    assert refused(closed).keys() == refused(opened).keys() == {"RESOURCE_EXHAUSTED"}
+    assert refused(streamed).keys() == {"RESOURCE_EXHAUSTED"}
+    assert refused(opened)["RESOURCE_EXHAUSTED"] + opened.requests == 200
+    assert opened.offered_per_second == 200
 
 
 def test_late_answers_are_refusals(server: ServerProcess) -> None:

@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -156,7 +157,7 @@ def test_every_precision_is_near_the_checkpoint(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-def test_a_process_starts_without_compiling(all_precisions: Path) -> None:
+def test_a_process_starts_without_compiling(all_precisions: Path, tmp_path: Path) -> None:
     program = (
         "import sys, torch; from pathlib import Path\n"
         "from maskrcnn_trt.model.manifest import read_manifest\n"
@@ -166,8 +167,9 @@ def test_a_process_starts_without_compiling(all_precisions: Path) -> None:
         "bundle = Path(sys.argv[1]); manifest = read_manifest(bundle)\n"
         "load_backend(bundle, manifest, 'fp16', 'torch', 4).warm_up(4)\n"
     )
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "ignore", "-c", program, str(all_precisions)]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env={**os.environ, **environment})
 
 
 @pytest.mark.gpu
