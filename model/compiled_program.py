@@ -102,10 +102,7 @@ def _weights(program: ExportedProgram) -> list[Tensor]:
 
 
 def _compiled(
-    program: ExportedProgram,
-    weights: Sequence[Tensor],
-    images: Tensor,
-    any_batch: bool,
+    program: ExportedProgram, weights: Sequence[Tensor], images: Tensor, *, any_batch: bool
 ) -> bytes:
     """The code of a program, for batches of the size of `images` or of any."""
     # Of its own, as that of a program that was read mistakes expressions for symbols.

@@ -15,6 +15,7 @@ from .preprocessing import SourceImage, plan_image, prepare_image
 from .steps import Form, Job, Order
 
 _QUICK_BYTES: Final = 4 << 20
+"""Of a JPEG, through which a look at its header goes once in search of scans."""
 
 
 def is_quick(source: SourceImage, engine: EngineInfo) -> bool:
