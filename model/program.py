@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
@@ -37,9 +37,6 @@ class Program:
     @torch.inference_mode()
     def __call__(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
         """The five outputs for [B, 3, H, W] images and [B, 2] sizes, contiguous ones on a GPU."""
-        if len(images) > 1:
-            for tensor in (images, image_sizes):
-                torch._dynamo.mark_dynamic(tensor, 0)
         with arithmetic(self._precision), quiet_torch():
             return self._run(images, image_sizes)
 
@@ -74,9 +71,17 @@ def load_program(path: Path, precision: Precision, device: torch.device) -> Prog
         precision: its artefact's.
         device: a CPU, or a GPU by its index.
     """
-    run: nn.Module = exported_program(path, device).module()
-    if device.type == "cuda":
-        return Program(torch.compile(run, fullgraph=True), precision, device)
+    module = exported_program(path, device).module()
+    if device.type != "cuda":
+        return Program(module, precision, device)
+    compiled = torch.compile(module, fullgraph=True)
+
+    def run(images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
+        if len(images) > 1:
+            for tensor in (images, image_sizes):
+                torch._dynamo.mark_dynamic(tensor, 0)
+        return tuple(compiled(images, image_sizes))
+
     return Program(run, precision, device)
 
 
