@@ -21,8 +21,10 @@ _CUDA = "CUDAExecutionProvider"
 _BATCH_AXIS = "batch"  # as the exporter calls it
 _ANY = -1
 """Batch size of a session that takes every size."""
-_CONVOLUTION_SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
-"""Ways to have cuDNN choose how to convolve, the best first."""
+_AMPLE_BYTES, _AMPLE_BYTES_PER_PIXEL = 1 << 30, 3 << 10
+"""More than twice what a session takes with its weights, if its convolutions need little beside."""
+_OUT_OF_MEMORY = ("Failed to allocate memory", "is smaller than requested bytes")
+"""What ONNX Runtime says where the GPU or the bound on a session has no more."""
 
 
 class OnnxRuntimeBackend:
@@ -138,29 +140,33 @@ class OnnxRuntimeBackend:
             self._sessions = {b: {_ANY: self._new_session(b, _ANY)} for b in self.buckets}
 
     def _fitting_session(self, bucket: ShapeBucket, size: int) -> onnxruntime.InferenceSession:
-        """A session on the GPU that found enough memory for its first run.
+        """A session on the GPU that found enough memory for its first runs.
 
         ONNX Runtime takes the first way to convolve that cuDNN names, however much memory it asks
-        for. Without tensor cores that was 36 GB for one convolution of eight images. Where no way
-        fits, the sessions of smaller batches make room, which are padded to this one's size then.
+        for. Without tensor cores that was 36 GB for one convolution of eight images. So a session
+        gets ample memory but not all, and where that does not do, one takes its place whose
+        convolutions need next to none. If even that fails, the sessions of smaller batches make
+        room, which are padded to this one's size then.
 
         Raises:
             BackendError: there is not even memory enough for this session alone.
         """
         inputs = self._inputs(bucket, *black_batch(bucket, size))
+        ample = _AMPLE_BYTES + _AMPLE_BYTES_PER_PIXEL * size * bucket.height * bucket.width
         smaller = self._sessions.get(bucket, {})
         while True:
-            for search in _CONVOLUTION_SEARCHES:
-                session = self._new_session(bucket, size, search)
+            for memory_bound in (ample, None):
+                session = self._new_session(bucket, size, memory_bound)
                 try:
-                    session.run(OUTPUT_NAMES, inputs)
+                    for _ in range(2):  # the second finds memory as the first has divided it
+                        session.run(OUTPUT_NAMES, inputs)
                 except Exception as error:  # which the runtime gives no type of its own
-                    if "Failed to allocate memory" not in str(error):
+                    if not any(text in str(error) for text in _OUT_OF_MEMORY):
                         raise
                 else:
                     return session
                 del session
-                _log.info("convolutions by %s take more memory than there is", search)
+                _log.info("batches of %d are convolved in ways that need less memory", size)
             if not smaller:
                 raise BackendError(
                     f"the GPU has too little memory free for batches of {size} in "
@@ -169,7 +175,7 @@ class OnnxRuntimeBackend:
             smaller.clear()
 
     def _new_session(
-        self, bucket: ShapeBucket, size: int, search: str = _CONVOLUTION_SEARCHES[0]
+        self, bucket: ShapeBucket, size: int, memory_bound: int | None = None
     ) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
@@ -184,24 +190,33 @@ class OnnxRuntimeBackend:
         providers: list[Any] = ["CPUExecutionProvider"]
         if self.device == "cuda":
             onnxruntime.preload_dlls()
-            providers.insert(0, (_CUDA, cuda_options(self._precision, search)))
+            # Or it would say of each convolution that it needs little memory.
+            onnxruntime.set_default_logger_severity(options.log_severity_level)
+            providers.insert(0, (_CUDA, cuda_options(self._precision, memory_bound)))
         return onnxruntime.InferenceSession(self._paths[bucket], options, providers=providers)
 
 
-def cuda_options(precision: Precision, search: str) -> dict[str, str]:
-    """Options of ONNX Runtime's CUDA provider, with a way to choose how to convolve.
+def cuda_options(precision: Precision, memory_bound: int | None) -> dict[str, str]:
+    """Options of ONNX Runtime's CUDA provider.
 
     CUDA graphs are not among them: ONNX Runtime captures no model with a `Loop`, which the body of
     `NmsKeep` has.
+
+    Args:
+        precision: what to compute in.
+        memory_bound: bytes that the session may take to convolve as fast as cuDNN knows. Without
+            it convolutions are those that need little memory.
     """
-    return {
+    options = {
         "prefer_nhwc": "1",
-        "cudnn_conv_algo_search": search,
         # Without it convolutions keep off the tensor cores, those in half precision too.
         "use_tf32": "0" if precision == "fp32" else "1",
         # A session sees one shape: what it asks for first is what it needs.
         "arena_extend_strategy": "kSameAsRequested",
     }
+    if memory_bound is None:
+        return options | {"cudnn_conv_algo_search": "DEFAULT"}
+    return options | {"cudnn_conv_algo_search": "EXHAUSTIVE", "gpu_mem_limit": str(memory_bound)}
 
 
 def _padded(rows: NDArray[Any], count: int) -> NDArray[Any]:
