@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from ..model.compiled_program import compile_target, write_compiled_program
+from ..model.compiled_program import current_target, write_compiled_program
 from ..model.manifest import CompiledProgram, Precision, sha256_of
 from ..model.mask_rcnn import MaskRCNN
 from ..model.program import quiet_torch
@@ -106,15 +106,10 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
     with processes:
         for each in [processes.submit(_compile, compilation) for compilation in compilations]:
             each.result()
-    torch_version, capability = compile_target()
+    target = current_target()
     return [
-        CompiledProgram(
-            path=compilation.compiled.name,
-            sha256=sha256_of(compilation.compiled),
-            torch_version=torch_version,
-            compute_capability=capability,
-        )
-        for compilation in compilations
+        CompiledProgram(path=path.name, sha256=sha256_of(path), target=target)
+        for path in (compilation.compiled for compilation in compilations)
     ]
 
 

@@ -5,6 +5,7 @@ for before its first answer. Torch has no public interface for that yet: the nam
 are those that other engines on top of it use, and may move with its version.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,19 +20,18 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from .manifest import Artifact, CompiledProgram, Precision, verified_path
+from .manifest import Artifact, CompileTarget, Precision, verified_path
 from .program import Program, arithmetic, exported_program, load_program, quiet_torch
 
 
-def compile_target() -> tuple[str, str]:
-    """What compiled code depends on: the version of torch, and the current GPU's capability."""
+def current_target() -> CompileTarget:
+    """What is compiled in this process for the current GPU depends on."""
     major, minor = torch.cuda.get_device_capability()
-    return torch.__version__, f"{major}.{minor}"
-
-
-def fits_here(compiled: CompiledProgram) -> bool:
-    """Whether it was compiled by this version of torch for GPUs like the current one."""
-    return (compiled.torch_version, compiled.compute_capability) == compile_target()
+    return CompileTarget(
+        torch_version=torch.__version__,
+        python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
+        compute_capability=f"{major}.{minor}",
+    )
 
 
 def artifact_program(bundle: Path, artifact: Artifact, device: torch.device) -> Program:
@@ -46,7 +46,7 @@ def artifact_program(bundle: Path, artifact: Artifact, device: torch.device) -> 
         BundleError: a file is missing or damaged.
     """
     compiled = artifact.compiled
-    if device.type == "cuda" and compiled is not None and fits_here(compiled):
+    if device.type == "cuda" and compiled is not None and compiled.target == current_target():
         path = verified_path(bundle, compiled)
         return load_compiled_program(path, artifact.precision, device)
     return load_program(verified_path(bundle, artifact), artifact.precision, device)

@@ -42,6 +42,8 @@ def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor |
         torch.cuda.current_stream(device).synchronize()
     try:
         return list(decode_jpeg(list(files), ImageReadMode.RGB, device))
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         if len(files) > 1:  # one after the other, to find out which
             return [outcome for file in files for outcome in decode_jpegs([file], device)]

@@ -79,14 +79,22 @@ class EngineBuild(_Record):
     """By index of the optimisation profile."""
 
 
+class CompileTarget(_Record):
+    """What compiled code depends on."""
+
+    torch_version: str
+    python_version: str
+    """As in `3.12`."""
+    compute_capability: str
+    """That of the GPU, as in `9.0`."""
+
+
 class CompiledProgram(_Record):
-    """What torch compiled of a program; where it does not fit, torch compiles anew."""
+    """What torch compiled of a program; elsewhere than at its target, torch compiles anew."""
 
     path: str
     sha256: str
-    torch_version: str
-    compute_capability: str
-    """That of the GPU it was compiled for, as in `9.0`."""
+    target: CompileTarget
 
 
 class Artifact(_Record):

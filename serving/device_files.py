@@ -1,5 +1,7 @@
 """Which image files a device decodes, and what the host does where it cannot."""
 
+import functools
+import logging
 import math
 from typing import Final
 
@@ -10,6 +12,8 @@ from torch import Tensor
 from ..model.device_images import turn_upright
 from ..model.images import ImageError
 from .preprocessing import PlannedImage, resized_pixels
+
+_log = logging.getLogger(__name__)
 
 _MAX_DEVICE_PIXELS: Final = 1 << 24
 """Larger images are decoded by the CPU, since a batch of them would take gigabytes of a GPU."""
@@ -34,5 +38,12 @@ def pixels_from_host(image: PlannedImage) -> Tensor | ImageError:
 def upright_pixels(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor | ImageError:
     """[3, h, w] uint8 of what the device decoded; what it could not, the host may."""
     if isinstance(decoded, ImageError):
+        _warn_once(str(decoded))
         return pixels_from_host(image)
     return turn_upright(decoded, image.header.orientation)
+
+
+@functools.lru_cache(maxsize=16)
+def _warn_once(fault: str) -> None:
+    """Tell a fault of the device when it is first met; it may concern all images."""
+    _log.warning("an image is decoded on the host, for on the device it is not: %s", fault)

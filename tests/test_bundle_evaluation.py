@@ -102,6 +102,16 @@ def test_a_bundle_has_the_metrics_of_its_checkpoint(
     np.testing.assert_allclose([r["bbox"] for r in first], [r["bbox"] for r in second], atol=1e-3)
 
 
+def test_torch_finds_nearly_what_the_checkpoint_finds(
+    tiny_checkpoint: Path, torch_bundle: Path, data: DatasetConfig, tmp_path: Path
+) -> None:
+    """It decodes and resizes on its device, to within a level of what is trained with."""
+    ours = evaluate_bundle(torch_bundle, ValidationSet(data), backend="torch")
+    expected = _measure_checkpoint(tiny_checkpoint, data, tmp_path)
+    assert ours.metrics == pytest.approx(expected, abs=0.05)
+    assert (ours.images, ours.left_out, ours.backend) == (16, 0, "torch")
+
+
 def _copied(data: DatasetConfig, folder: Path) -> DatasetConfig:
     """The same data set, free to be changed."""
     images, annotations = folder / "val", folder / "val.json"

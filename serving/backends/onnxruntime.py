@@ -170,7 +170,7 @@ class OnnxRuntimeBackend:
             if not smaller:
                 raise BackendError(
                     f"the GPU has too little memory free for batches of {size} in "
-                    f"{self._precision}; choose smaller ones"
+                    f"{self._precision}; lower --max-batch, or --batch where there is no server"
                 )
             smaller.clear()
 

@@ -1,8 +1,9 @@
 """Programs of torch: on a GPU as they were compiled at export, and replayed as CUDA graphs."""
 
+import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -11,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...model.compiled_program import artifact_program, compile_target, fits_here
-from ...model.manifest import Artifact, Manifest, Precision
+from ...model.compiled_program import artifact_program, current_target
+from ...model.manifest import Artifact, CompileTarget, Manifest, Precision
 from ...model.spec import ShapeBucket
 from ..errors import BackendError
 from .base import Outputs, batch_sizes, black_batch
@@ -42,6 +43,7 @@ class TorchBackend:
 
         Raises:
             BundleError: the bundle has none, or a file is missing or damaged.
+            BackendError: the GPU has too little memory.
         """
         on_gpu = torch.cuda.is_available()
         self.device: Literal["cpu", "cuda"] = "cuda" if on_gpu else "cpu"
@@ -54,7 +56,8 @@ class TorchBackend:
             _warn_if_not_compiled(artifacts)
         self._max_batch = max_batch
         self._dtypes = {a.bucket: getattr(torch, a.input_dtype) for a in artifacts}
-        self._programs = {a.bucket: artifact_program(bundle, a, device) for a in artifacts}
+        with _enough_memory(max_batch):
+            self._programs = {a.bucket: artifact_program(bundle, a, device) for a in artifacts}
         if on_gpu:
             # After each copy torch's threads on the CPU wait busily, which kept all cores from
             # those that launch and wait: 10 ms a batch.
@@ -85,7 +88,7 @@ class TorchBackend:
         """Detect in a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2].
 
         Raises:
-            BackendError: the batch is larger than was said.
+            BackendError: the batch is larger than was said, or finds too little memory.
         """
         inputs = torch.from_numpy(images), torch.from_numpy(image_sizes)
         if self.device == "cpu":
@@ -112,16 +115,18 @@ class TorchBackend:
             New tensors, complete when the stream is.
 
         Raises:
-            BackendError: the batch is larger than was said.
+            BackendError: the batch is larger than was said, or finds too little memory.
         """
         if len(images) > self._max_batch:
             raise BackendError(
                 f"a batch has {len(images)} images, but the backend was loaded for at most "
                 f"{self._max_batch}; raise --max-batch"
             )
-        if self.device == "cuda":
-            return self._graphed[bucket](images, image_sizes)
-        return DeviceOutputs(*self._programs[bucket](images.to(self._dtypes[bucket]), image_sizes))
+        with _enough_memory(self._max_batch):
+            if self.device == "cuda":
+                return self._graphed[bucket](images, image_sizes)
+            images = images.to(self._dtypes[bucket])
+            return DeviceOutputs(*self._programs[bucket](images, image_sizes))
 
     def close(self) -> None:
         """Release the memory."""
@@ -142,12 +147,33 @@ def _warn_if_not_compiled(artifacts: Sequence[Artifact]) -> None:
                 "it where the GPU is, to start sooner",
                 artifact.path,
             )
-        elif not fits_here(compiled):
+        elif compiled.target != (here := current_target()):
             _log.warning(
-                "%s was compiled by torch %s for compute capability %s, and here is torch %s with "
-                "%s: it is compiled anew, which takes a minute; export it here, to start sooner",
+                "%s was compiled by %s, and here is %s: it is compiled anew, which takes a minute; "
+                "export it here, to start sooner",
                 artifact.path,
-                compiled.torch_version,
-                compiled.compute_capability,
-                *compile_target(),
+                *map(_target_in_words, (compiled.target, here)),
             )
+
+
+def _target_in_words(target: CompileTarget) -> str:
+    return (
+        f"torch {target.torch_version} in Python {target.python_version} for compute capability "
+        f"{target.compute_capability}"
+    )
+
+
+@contextlib.contextmanager
+def _enough_memory(max_batch: int) -> Iterator[None]:
+    """Say what to do where the GPU's memory does not suffice.
+
+    Raises:
+        BackendError: it did not.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BackendError(
+            f"the GPU has too little memory free for batches of up to {max_batch}; lower "
+            "--max-batch, or --batch where there is no server, or end what else is on the GPU"
+        ) from error

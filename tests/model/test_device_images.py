@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from maskrcnn_trt.model import device_images
 from maskrcnn_trt.model.device_images import (
     decode_jpegs,
     resize_pixels,
@@ -79,6 +80,16 @@ def test_a_damaged_file_costs_no_other(device: str) -> None:
 
 def test_no_file_is_no_image() -> None:
     assert decode_jpegs([], torch.device("cpu")) == []
+
+
+def test_too_little_memory_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode_jpeg(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(device_images, "decode_jpeg", decode_jpeg)
+    files = [tensor_from_bytes(jpeg(pixels()))] * 2
+    with pytest.raises(torch.OutOfMemoryError):
+        decode_jpegs(files, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -16,9 +16,11 @@ torch = pytest.importorskip("torch")
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint  # noqa: E402
 from maskrcnn_trt.model.manifest import BundleError, Precision, read_manifest  # noqa: E402
+from maskrcnn_trt.model.program import Program  # noqa: E402
 from maskrcnn_trt.model.spec import ShapeBucket  # noqa: E402
 from maskrcnn_trt.serving.backends.base import Backend, Outputs  # noqa: E402
 from maskrcnn_trt.serving.backends.loading import load_backend  # noqa: E402
+from maskrcnn_trt.serving.backends.torch_batches import GraphedProgram  # noqa: E402
 from maskrcnn_trt.serving.errors import BackendError  # noqa: E402
 
 BUCKET, OTHER = ShapeBucket(96, 160), ShapeBucket(160, 96)
@@ -96,6 +98,20 @@ def test_threads_get_their_own_answers(backend: Backend) -> None:
 def test_a_larger_batch_than_was_said_is_refused(backend: Backend) -> None:
     with pytest.raises(BackendError, match="7 images, but the backend was loaded for at most 6"):
         backend.infer(BUCKET, pictures(7), sizes(7))
+
+
+def test_too_little_memory_is_an_error_with_a_remedy(
+    torch_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    backend = load_backend(torch_bundle, read_manifest(torch_bundle), "fp32", "torch", max_batch=6)
+    monkeypatch.setattr(Program, "__call__", run)
+    monkeypatch.setattr(GraphedProgram, "__call__", run)
+    with pytest.raises(BackendError, match=r"batches of up to 6; lower --max-batch, or --batch"):
+        backend.infer(BUCKET, pictures(2), sizes(2))
+    backend.close()
 
 
 def test_a_damaged_program_is_refused(torch_bundle: Path, tmp_path: Path) -> None:
