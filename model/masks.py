@@ -83,7 +83,8 @@ def rles_from_probabilities(
     bordered = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
     side = bordered.shape[-1]
     if paste == "torchvision":
-        edges, samples_of = _integer_boxes(boxes, masks.shape[-1]), _samples_of_whole_pixels
+        edges = whole_pixel_boxes(boxes, masks.shape[-1]).tolist()
+        samples_of = _samples_of_whole_pixels
     else:
         edges, samples_of = boxes.tolist(), _exact_samples
     counts = [
@@ -100,17 +101,23 @@ def rles_from_probabilities(
     return _rles_from_counts(counts, height, width)
 
 
-def _integer_boxes(boxes: NDArray[np.float32], side: int) -> list[list[int]]:
-    """Boxes that cover a mask padded by one pixel on each side, truncated to whole pixels.
+def whole_pixel_boxes(boxes: NDArray[np.float32], side: int) -> NDArray[np.int64]:
+    """Boxes into which torchvision pastes masks: with a border, truncated to whole pixels.
 
     The order of the operations is torchvision's, so that no box falls on another pixel than there.
+
+    Args:
+        boxes: [N, 4] xyxy in pixels.
+        side: Samples of either side of a mask, to which one of zeros is added all around.
+
+    Returns:
+        [N, 4] first and last pixels of the masks with their borders, xyxy.
     """
     half = (boxes[:, 2:] - boxes[:, :2]) * np.float32(0.5)
     centre = (boxes[:, 2:] + boxes[:, :2]) * np.float32(0.5)
     half *= np.float32((side + 2) / side)
     expanded = np.concatenate([centre - half, centre + half], axis=1)
-    boxes_D4: list[list[int]] = expanded.astype(np.int64).tolist()
-    return boxes_D4
+    return expanded.astype(np.int64)
 
 
 def _counts_from_probabilities(

@@ -12,6 +12,11 @@ from .errors import InvalidRequestError
 
 Value = TypeVar("Value")
 
+Outlines = tuple[NDArray[np.float32], ...]
+"""Of one mask, one for each of its parts: [P, 2] x, y in pixels of the source image, P at least 3,
+clockwise and without the first point at the end. Holes have none and count as filled; parts within
+a hole have theirs. An empty mask has no outline."""
+
 
 class MaskFormat(Enum):
     """Form of the masks of an answer."""
@@ -21,6 +26,8 @@ class MaskFormat(Enum):
     PROBABILITIES = "probabilities"
     """The model's low-resolution probabilities over the box."""
     NONE = "none"
+    POLYGON = "polygon"
+    """The outlines of the masks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +93,8 @@ class Detections:
     """N masks of the whole image, if asked for."""
     mask_probabilities: NDArray[np.float32] | None = None
     """[N, M, M] probabilities over the boxes, if asked for."""
+    polygons: tuple[Outlines, ...] | None = None
+    """Outlines of N masks, if asked for."""
     timing: Timing = Timing()
     """Zeros where nothing was timed."""
 

@@ -217,7 +217,7 @@ class DeviceSteps:
                 encoded[MaskFormat.RLE] = strings_of_masks(
                     masks, self._run_capacity, _CHARACTERS_A_RUN * self._run_capacity
                 )
-            if MaskFormat.PROBABILITIES in wanted:
+            if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
             found = (outputs.num_detections, boxes, outputs.scores, outputs.labels)
             return _Pasted(
@@ -255,7 +255,7 @@ class DeviceSteps:
             encoded = MaskStrings(*batch.encoded[MaskFormat.RLE])
             strings = chosen_strings(batch.masks, encoded, self._run_capacity, place, kept)
             rles = [Rle(*image.source_size, string) for string in strings]
-        elif options.mask_format is MaskFormat.PROBABILITIES:
+        elif options.mask_format is not MaskFormat.NONE:
             probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][place].numpy()[kept]
         return detections_from_rows(
             boxes[kept],
@@ -263,6 +263,7 @@ class DeviceSteps:
             labels[kept],
             image.source_size,
             self._manifest,
+            mask_format=options.mask_format,
             rles=rles,
             probabilities=probabilities,
         )

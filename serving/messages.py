@@ -11,7 +11,7 @@ from ..model.masks import Rle
 from ..model.spec import ShapeBucket
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from .config import ServeConfig
-from .detections import Answer, DetectionOptions, Detections, MaskFormat, Timing
+from .detections import Answer, DetectionOptions, Detections, MaskFormat, Outlines, Timing
 from .errors import InvalidRequestError
 from .scheduling import DEFAULT_TERMS, RequestTerms
 
@@ -19,6 +19,7 @@ _NUMBER_FROM_MASK_FORMAT = {
     MaskFormat.RLE: pb.MASK_FORMAT_RLE,
     MaskFormat.PROBABILITIES: pb.MASK_FORMAT_PROBABILITIES,
     MaskFormat.NONE: pb.MASK_FORMAT_NONE,
+    MaskFormat.POLYGON: pb.MASK_FORMAT_POLYGON,
 }
 _MASK_FORMAT_FROM_NUMBER = {
     pb.MASK_FORMAT_UNSPECIFIED: MaskFormat.RLE,
@@ -50,7 +51,10 @@ def options_from_request(request: pb.DetectRequest) -> DetectionOptions:
         InvalidRequestError: one is out of range.
     """
     if request.mask_format not in _MASK_FORMAT_FROM_NUMBER:
-        raise InvalidRequestError(f"mask_format {request.mask_format} is not known")
+        known = (f"{name} ({number})" for name, number in pb.MaskFormat.items())
+        raise InvalidRequestError(
+            f"mask_format {request.mask_format} is not known; it must be one of {', '.join(known)}"
+        )
     return DetectionOptions(
         score_threshold=request.score_threshold,
         max_detections=request.max_detections if request.HasField("max_detections") else None,
@@ -97,6 +101,10 @@ def encoded_detections(detections: Detections) -> bytes:
             mask = detections.mask_probabilities[index]
             message.probabilities.side = len(mask)
             message.probabilities.values = mask.astype("<f4").tobytes()
+        elif detections.polygons is not None:
+            message.polygons.SetInParent()  # also where there are none
+            for outline in detections.polygons[index]:
+                message.polygons.polygons.add().coordinates.extend(outline.ravel().tolist())
     return response.SerializeToString()
 
 
@@ -112,11 +120,13 @@ def detections_from_response(response: pb.DetectResponse, mask_format: MaskForma
     """The detections of an answer to a request for masks of that format."""
     found = response.detections
     boxes = [(d.box.x_min, d.box.y_min, d.box.x_max, d.box.y_max) for d in found]
-    rles = probabilities = None
+    rles = probabilities = polygons = None
     if mask_format is MaskFormat.RLE:
         rles = tuple(Rle(d.rle.height, d.rle.width, d.rle.counts) for d in found)
     elif mask_format is MaskFormat.PROBABILITIES:
         probabilities = _probabilities_from_messages([d.probabilities for d in found])
+    elif mask_format is MaskFormat.POLYGON:
+        polygons = tuple(_outlines_from_message(d.polygons) for d in found)
     timing = {field.name: getattr(response.timing, field.name) for field in fields(Timing)}
     return Detections(
         height=response.height,
@@ -128,6 +138,7 @@ def detections_from_response(response: pb.DetectResponse, mask_format: MaskForma
         class_names=tuple(d.class_name for d in found),
         rles=rles,
         mask_probabilities=probabilities,
+        polygons=polygons,
         timing=Timing(**timing),
     )
 
@@ -136,6 +147,12 @@ def _probabilities_from_messages(masks: Sequence[pb.MaskProbabilities]) -> NDArr
     side = masks[0].side if masks else 0
     values = np.frombuffer(b"".join(mask.values for mask in masks), "<f4")
     return values.reshape(len(masks), side, side).astype(np.float32, copy=False)
+
+
+def _outlines_from_message(mask: pb.Polygons) -> Outlines:
+    return tuple(
+        np.array(polygon.coordinates, np.float32).reshape(-1, 2) for polygon in mask.polygons
+    )
 
 
 def model_response(

@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..model.manifest import Manifest
-from ..model.masks import Rle, rles_from_probabilities
+from ..model.masks import MaskPaste, Rle, rles_from_probabilities
 from .backends.base import Outputs
-from .detections import DetectionOptions, Detections, MaskFormat
+from .detections import DetectionOptions, Detections, MaskFormat, Outlines
+from .polygons import polygons_from_probabilities
 
 
 class Scaled(Protocol):
@@ -49,8 +50,9 @@ def detections_from_outputs(
         outputs.labels[row, kept],
         image.source_size,
         manifest,
+        mask_format=options.mask_format,
         rles=rles,
-        probabilities=probabilities if options.mask_format is MaskFormat.PROBABILITIES else None,
+        probabilities=probabilities,
     )
 
 
@@ -66,6 +68,7 @@ def detections_from_rows(
     source_size: tuple[int, int],
     manifest: Manifest,
     *,
+    mask_format: MaskFormat,
     rles: Iterable[Rle] | None,
     probabilities: NDArray[np.float32] | None,
 ) -> Detections:
@@ -77,10 +80,12 @@ def detections_from_rows(
         labels: [N]; 1 is the first class.
         source_size: Height and width of the source image in pixels.
         manifest: Of the bundle.
+        mask_format: Form of the masks.
         rles: N masks of the source image, where they are wanted.
-        probabilities: [N, M, M], where they are wanted.
+        probabilities: [N, M, M], where they or the polygons that they give are wanted.
     """
     chosen = [manifest.categories[label - 1] for label in labels]
+    outlined = probabilities if mask_format is MaskFormat.POLYGON else None
     return Detections(
         height=source_size[0],
         width=source_size[1],
@@ -90,8 +95,20 @@ def detections_from_rows(
         category_ids=np.array([category.id for category in chosen], np.int64),
         class_names=tuple(category.name for category in chosen),
         rles=None if rles is None else tuple(rles),
-        mask_probabilities=probabilities,
+        mask_probabilities=probabilities if mask_format is MaskFormat.PROBABILITIES else None,
+        polygons=_polygons(outlined, boxes, source_size, manifest.mask_paste),
     )
+
+
+def _polygons(
+    probabilities: NDArray[np.float32] | None,
+    boxes: NDArray[np.float32],
+    source_size: tuple[int, int],
+    paste: MaskPaste,
+) -> tuple[Outlines, ...] | None:
+    if probabilities is None:
+        return None
+    return tuple(polygons_from_probabilities(probabilities, boxes, *source_size, paste))
 
 
 def _source_boxes(boxes: NDArray[np.float32], image: Scaled) -> NDArray[np.float32]:

@@ -165,6 +165,12 @@ def test_options_are_kept(backend: TorchBackend, manifest: Manifest, masks: Mask
         assert (own.mask_probabilities is None) == (masks is not MaskFormat.PROBABILITIES)
         if own.mask_probabilities is not None and other.mask_probabilities is not None:
             np.testing.assert_allclose(own.mask_probabilities, other.mask_probabilities, atol=1e-4)
+        assert (own.polygons is None) == (masks is not MaskFormat.POLYGON)
+        if own.polygons is not None and other.polygons is not None:
+            assert any(own.polygons)
+            for outlines, expected in zip(own.polygons, other.polygons, strict=True):
+                for outline, corners in zip(outlines, expected, strict=True):
+                    np.testing.assert_allclose(outline, corners, atol=1e-2)
 
 
 def test_each_image_of_a_batch_has_options_of_its_own(
@@ -190,6 +196,7 @@ def test_each_image_of_a_batch_has_options_of_its_own(
         assert len(own) == job.options.max_detections
         assert own.rles == other.rles
         assert (own.mask_probabilities is None) == (other.mask_probabilities is None)
+        assert (own.polygons is None) == (other.polygons is None)
 
 
 def test_pixels_need_no_decoding(backend: TorchBackend, manifest: Manifest) -> None:

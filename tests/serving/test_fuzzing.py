@@ -86,7 +86,7 @@ def likely_values(images: list[bytes]) -> Likely:
     likely = {
         "image": st.sampled_from(images),
         "score_threshold": st.floats(0, 1),
-        "mask_format": st.integers(0, 3),
+        "mask_format": st.integers(0, 4),
         "precision": st.just("fp32"),
         "priority": st.integers(1, 3),
         "timeout_us": st.just(10_000_000),

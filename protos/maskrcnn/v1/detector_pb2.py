@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.maskrcnn_trt/protos/maskrcnn/v1/detector.proto\x12\x0bmaskrcnn.v1\"\xac\x02\n\rDetectRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05image\x18\x02 \x01(\x0c\x12\x1c\n\x0fscore_threshold\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x1b\n\x0emax_detections\x18\x04 \x01(\rH\x01\x88\x01\x01\x12,\n\x0bmask_format\x18\x05 \x01(\x0e\x32\x17.maskrcnn.v1.MaskFormat\x12\x16\n\tprecision\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x15\n\x08priority\x18\x07 \x01(\rH\x03\x88\x01\x01\x12\x17\n\ntimeout_us\x18\x08 \x01(\x04H\x04\x88\x01\x01\x42\x12\n\x10_score_thresholdB\x11\n\x0f_max_detectionsB\x0c\n\n_precisionB\x0b\n\t_priorityB\r\n\x0b_timeout_us\"\x8c\x01\n\x0e\x44\x65tectResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06height\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12*\n\ndetections\x18\x04 \x03(\x0b\x32\x16.maskrcnn.v1.Detection\x12#\n\x06timing\x18\x05 \x01(\x0b\x32\x13.maskrcnn.v1.Timing\"\x82\x01\n\x14\x44\x65tectStreamResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12/\n\x08response\x18\x02 \x01(\x0b\x32\x1b.maskrcnn.v1.DetectResponseH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.maskrcnn.v1.ErrorH\x00\x42\x08\n\x06result\"&\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xd3\x01\n\tDetection\x12\r\n\x05label\x18\x01 \x01(\r\x12\x12\n\nclass_name\x18\x02 \x01(\t\x12\x13\n\x0b\x63\x61tegory_id\x18\x03 \x01(\x03\x12\r\n\x05score\x18\x04 \x01(\x02\x12\x1d\n\x03\x62ox\x18\x05 \x01(\x0b\x32\x10.maskrcnn.v1.Box\x12\x1f\n\x03rle\x18\x06 \x01(\x0b\x32\x10.maskrcnn.v1.RleH\x00\x12\x37\n\rprobabilities\x18\x07 \x01(\x0b\x32\x1e.maskrcnn.v1.MaskProbabilitiesH\x00\x42\x06\n\x04mask\"A\n\x03\x42ox\x12\r\n\x05x_min\x18\x01 \x01(\x02\x12\r\n\x05y_min\x18\x02 \x01(\x02\x12\r\n\x05x_max\x18\x03 \x01(\x02\x12\r\n\x05y_max\x18\x04 \x01(\x02\"4\n\x03Rle\x12\x0e\n\x06height\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\"1\n\x11MaskProbabilities\x12\x0c\n\x04side\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"f\n\x06Timing\x12\x11\n\tdecode_us\x18\x01 \x01(\x04\x12\x10\n\x08queue_us\x18\x02 \x01(\x04\x12\x10\n\x08infer_us\x18\x03 \x01(\x04\x12\x11\n\tencode_us\x18\x04 \x01(\x04\x12\x12\n\nbatch_size\x18\x05 \x01(\r\"\x11\n\x0fGetModelRequest\"\x82\x02\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\nprovenance\x18\x02 \x01(\x0b\x32\x17.maskrcnn.v1.Provenance\x12)\n\ncategories\x18\x03 \x03(\x0b\x32\x15.maskrcnn.v1.Category\x12$\n\x07\x62uckets\x18\x04 \x03(\x0b\x32\x13.maskrcnn.v1.Bucket\x12\x12\n\nprecisions\x18\x05 \x03(\t\x12\x16\n\x0emax_detections\x18\x06 \x01(\r\x12\x11\n\tmask_side\x18\x07 \x01(\r\x12#\n\x06limits\x18\x08 \x01(\x0b\x32\x13.maskrcnn.v1.Limits\"\xdf\x01\n\nProvenance\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\x12\x19\n\x11\x63heckpoint_sha256\x18\x02 \x01(\t\x12\x11\n\titeration\x18\x03 \x01(\x04\x12\x35\n\x07metrics\x18\x04 \x03(\x0b\x32$.maskrcnn.v1.Provenance.MetricsEntry\x12\x13\n\x0b\x65xported_by\x18\x05 \x01(\t\x12\x13\n\x0b\x65xported_at\x18\x06 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"$\n\x08\x43\x61tegory\x12\n\n\x02id\x18\x01 \x01(\x03\x12\x0c\n\x04name\x18\x02 \x01(\t\"\'\n\x06\x42ucket\x12\x0e\n\x06height\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\"^\n\x06Limits\x12\x12\n\nmax_pixels\x18\x01 \x01(\x04\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\x04\x12\x12\n\nqueue_size\x18\x03 \x01(\r\x12\x11\n\tmax_batch\x18\x04 \x01(\r*s\n\nMaskFormat\x12\x1b\n\x17MASK_FORMAT_UNSPECIFIED\x10\x00\x12\x13\n\x0fMASK_FORMAT_RLE\x10\x01\x12\x1d\n\x19MASK_FORMAT_PROBABILITIES\x10\x02\x12\x14\n\x10MASK_FORMAT_NONE\x10\x03\x32\xe9\x01\n\x08\x44\x65tector\x12\x41\n\x06\x44\x65tect\x12\x1a.maskrcnn.v1.DetectRequest\x1a\x1b.maskrcnn.v1.DetectResponse\x12Q\n\x0c\x44\x65tectStream\x12\x1a.maskrcnn.v1.DetectRequest\x1a!.maskrcnn.v1.DetectStreamResponse(\x01\x30\x01\x12G\n\x08GetModel\x12\x1c.maskrcnn.v1.GetModelRequest\x1a\x1d.maskrcnn.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.maskrcnn_trt/protos/maskrcnn/v1/detector.proto\x12\x0bmaskrcnn.v1\"\xac\x02\n\rDetectRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05image\x18\x02 \x01(\x0c\x12\x1c\n\x0fscore_threshold\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x1b\n\x0emax_detections\x18\x04 \x01(\rH\x01\x88\x01\x01\x12,\n\x0bmask_format\x18\x05 \x01(\x0e\x32\x17.maskrcnn.v1.MaskFormat\x12\x16\n\tprecision\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x15\n\x08priority\x18\x07 \x01(\rH\x03\x88\x01\x01\x12\x17\n\ntimeout_us\x18\x08 \x01(\x04H\x04\x88\x01\x01\x42\x12\n\x10_score_thresholdB\x11\n\x0f_max_detectionsB\x0c\n\n_precisionB\x0b\n\t_priorityB\r\n\x0b_timeout_us\"\x8c\x01\n\x0e\x44\x65tectResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06height\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12*\n\ndetections\x18\x04 \x03(\x0b\x32\x16.maskrcnn.v1.Detection\x12#\n\x06timing\x18\x05 \x01(\x0b\x32\x13.maskrcnn.v1.Timing\"\x82\x01\n\x14\x44\x65tectStreamResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12/\n\x08response\x18\x02 \x01(\x0b\x32\x1b.maskrcnn.v1.DetectResponseH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.maskrcnn.v1.ErrorH\x00\x42\x08\n\x06result\"&\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xfe\x01\n\tDetection\x12\r\n\x05label\x18\x01 \x01(\r\x12\x12\n\nclass_name\x18\x02 \x01(\t\x12\x13\n\x0b\x63\x61tegory_id\x18\x03 \x01(\x03\x12\r\n\x05score\x18\x04 \x01(\x02\x12\x1d\n\x03\x62ox\x18\x05 \x01(\x0b\x32\x10.maskrcnn.v1.Box\x12\x1f\n\x03rle\x18\x06 \x01(\x0b\x32\x10.maskrcnn.v1.RleH\x00\x12\x37\n\rprobabilities\x18\x07 \x01(\x0b\x32\x1e.maskrcnn.v1.MaskProbabilitiesH\x00\x12)\n\x08polygons\x18\x08 \x01(\x0b\x32\x15.maskrcnn.v1.PolygonsH\x00\x42\x06\n\x04mask\"A\n\x03\x42ox\x12\r\n\x05x_min\x18\x01 \x01(\x02\x12\r\n\x05y_min\x18\x02 \x01(\x02\x12\r\n\x05x_max\x18\x03 \x01(\x02\x12\r\n\x05y_max\x18\x04 \x01(\x02\"4\n\x03Rle\x12\x0e\n\x06height\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\"1\n\x11MaskProbabilities\x12\x0c\n\x04side\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"2\n\x08Polygons\x12&\n\x08polygons\x18\x01 \x03(\x0b\x32\x14.maskrcnn.v1.Polygon\"\x1e\n\x07Polygon\x12\x13\n\x0b\x63oordinates\x18\x01 \x03(\x02\"f\n\x06Timing\x12\x11\n\tdecode_us\x18\x01 \x01(\x04\x12\x10\n\x08queue_us\x18\x02 \x01(\x04\x12\x10\n\x08infer_us\x18\x03 \x01(\x04\x12\x11\n\tencode_us\x18\x04 \x01(\x04\x12\x12\n\nbatch_size\x18\x05 \x01(\r\"\x11\n\x0fGetModelRequest\"\x82\x02\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\nprovenance\x18\x02 \x01(\x0b\x32\x17.maskrcnn.v1.Provenance\x12)\n\ncategories\x18\x03 \x03(\x0b\x32\x15.maskrcnn.v1.Category\x12$\n\x07\x62uckets\x18\x04 \x03(\x0b\x32\x13.maskrcnn.v1.Bucket\x12\x12\n\nprecisions\x18\x05 \x03(\t\x12\x16\n\x0emax_detections\x18\x06 \x01(\r\x12\x11\n\tmask_side\x18\x07 \x01(\r\x12#\n\x06limits\x18\x08 \x01(\x0b\x32\x13.maskrcnn.v1.Limits\"\xdf\x01\n\nProvenance\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\x12\x19\n\x11\x63heckpoint_sha256\x18\x02 \x01(\t\x12\x11\n\titeration\x18\x03 \x01(\x04\x12\x35\n\x07metrics\x18\x04 \x03(\x0b\x32$.maskrcnn.v1.Provenance.MetricsEntry\x12\x13\n\x0b\x65xported_by\x18\x05 \x01(\t\x12\x13\n\x0b\x65xported_at\x18\x06 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"$\n\x08\x43\x61tegory\x12\n\n\x02id\x18\x01 \x01(\x03\x12\x0c\n\x04name\x18\x02 \x01(\t\"\'\n\x06\x42ucket\x12\x0e\n\x06height\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\"^\n\x06Limits\x12\x12\n\nmax_pixels\x18\x01 \x01(\x04\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\x04\x12\x12\n\nqueue_size\x18\x03 \x01(\r\x12\x11\n\tmax_batch\x18\x04 \x01(\r*\x8c\x01\n\nMaskFormat\x12\x1b\n\x17MASK_FORMAT_UNSPECIFIED\x10\x00\x12\x13\n\x0fMASK_FORMAT_RLE\x10\x01\x12\x1d\n\x19MASK_FORMAT_PROBABILITIES\x10\x02\x12\x14\n\x10MASK_FORMAT_NONE\x10\x03\x12\x17\n\x13MASK_FORMAT_POLYGON\x10\x04\x32\xe9\x01\n\x08\x44\x65tector\x12\x41\n\x06\x44\x65tect\x12\x1a.maskrcnn.v1.DetectRequest\x1a\x1b.maskrcnn.v1.DetectResponse\x12Q\n\x0c\x44\x65tectStream\x12\x1a.maskrcnn.v1.DetectRequest\x1a!.maskrcnn.v1.DetectStreamResponse(\x01\x30\x01\x12G\n\x08GetModel\x12\x1c.maskrcnn.v1.GetModelRequest\x1a\x1d.maskrcnn.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PROVENANCE_METRICSENTRY']._loaded_options = None
   _globals['_PROVENANCE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_MASKFORMAT']._serialized_start=1853
-  _globals['_MASKFORMAT']._serialized_end=1968
+  _globals['_MASKFORMAT']._serialized_start=1981
+  _globals['_MASKFORMAT']._serialized_end=2121
   _globals['_DETECTREQUEST']._serialized_start=64
   _globals['_DETECTREQUEST']._serialized_end=364
   _globals['_DETECTRESPONSE']._serialized_start=367
@@ -44,29 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ERROR']._serialized_start=642
   _globals['_ERROR']._serialized_end=680
   _globals['_DETECTION']._serialized_start=683
-  _globals['_DETECTION']._serialized_end=894
-  _globals['_BOX']._serialized_start=896
-  _globals['_BOX']._serialized_end=961
-  _globals['_RLE']._serialized_start=963
-  _globals['_RLE']._serialized_end=1015
-  _globals['_MASKPROBABILITIES']._serialized_start=1017
-  _globals['_MASKPROBABILITIES']._serialized_end=1066
-  _globals['_TIMING']._serialized_start=1068
-  _globals['_TIMING']._serialized_end=1170
-  _globals['_GETMODELREQUEST']._serialized_start=1172
-  _globals['_GETMODELREQUEST']._serialized_end=1189
-  _globals['_GETMODELRESPONSE']._serialized_start=1192
-  _globals['_GETMODELRESPONSE']._serialized_end=1450
-  _globals['_PROVENANCE']._serialized_start=1453
-  _globals['_PROVENANCE']._serialized_end=1676
-  _globals['_PROVENANCE_METRICSENTRY']._serialized_start=1630
-  _globals['_PROVENANCE_METRICSENTRY']._serialized_end=1676
-  _globals['_CATEGORY']._serialized_start=1678
-  _globals['_CATEGORY']._serialized_end=1714
-  _globals['_BUCKET']._serialized_start=1716
-  _globals['_BUCKET']._serialized_end=1755
-  _globals['_LIMITS']._serialized_start=1757
-  _globals['_LIMITS']._serialized_end=1851
-  _globals['_DETECTOR']._serialized_start=1971
-  _globals['_DETECTOR']._serialized_end=2204
+  _globals['_DETECTION']._serialized_end=937
+  _globals['_BOX']._serialized_start=939
+  _globals['_BOX']._serialized_end=1004
+  _globals['_RLE']._serialized_start=1006
+  _globals['_RLE']._serialized_end=1058
+  _globals['_MASKPROBABILITIES']._serialized_start=1060
+  _globals['_MASKPROBABILITIES']._serialized_end=1109
+  _globals['_POLYGONS']._serialized_start=1111
+  _globals['_POLYGONS']._serialized_end=1161
+  _globals['_POLYGON']._serialized_start=1163
+  _globals['_POLYGON']._serialized_end=1193
+  _globals['_TIMING']._serialized_start=1195
+  _globals['_TIMING']._serialized_end=1297
+  _globals['_GETMODELREQUEST']._serialized_start=1299
+  _globals['_GETMODELREQUEST']._serialized_end=1316
+  _globals['_GETMODELRESPONSE']._serialized_start=1319
+  _globals['_GETMODELRESPONSE']._serialized_end=1577
+  _globals['_PROVENANCE']._serialized_start=1580
+  _globals['_PROVENANCE']._serialized_end=1803
+  _globals['_PROVENANCE_METRICSENTRY']._serialized_start=1757
+  _globals['_PROVENANCE_METRICSENTRY']._serialized_end=1803
+  _globals['_CATEGORY']._serialized_start=1805
+  _globals['_CATEGORY']._serialized_end=1841
+  _globals['_BUCKET']._serialized_start=1843
+  _globals['_BUCKET']._serialized_end=1882
+  _globals['_LIMITS']._serialized_start=1884
+  _globals['_LIMITS']._serialized_end=1978
+  _globals['_DETECTOR']._serialized_start=2124
+  _globals['_DETECTOR']._serialized_end=2357
 # @@protoc_insertion_point(module_scope)

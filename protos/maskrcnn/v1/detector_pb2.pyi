@@ -13,10 +13,12 @@ class MaskFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MASK_FORMAT_RLE: _ClassVar[MaskFormat]
     MASK_FORMAT_PROBABILITIES: _ClassVar[MaskFormat]
     MASK_FORMAT_NONE: _ClassVar[MaskFormat]
+    MASK_FORMAT_POLYGON: _ClassVar[MaskFormat]
 MASK_FORMAT_UNSPECIFIED: MaskFormat
 MASK_FORMAT_RLE: MaskFormat
 MASK_FORMAT_PROBABILITIES: MaskFormat
 MASK_FORMAT_NONE: MaskFormat
+MASK_FORMAT_POLYGON: MaskFormat
 
 class DetectRequest(_message.Message):
     __slots__ = ("id", "image", "score_threshold", "max_detections", "mask_format", "precision", "priority", "timeout_us")
@@ -71,7 +73,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Detection(_message.Message):
-    __slots__ = ("label", "class_name", "category_id", "score", "box", "rle", "probabilities")
+    __slots__ = ("label", "class_name", "category_id", "score", "box", "rle", "probabilities", "polygons")
     LABEL_FIELD_NUMBER: _ClassVar[int]
     CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
     CATEGORY_ID_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +81,7 @@ class Detection(_message.Message):
     BOX_FIELD_NUMBER: _ClassVar[int]
     RLE_FIELD_NUMBER: _ClassVar[int]
     PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    POLYGONS_FIELD_NUMBER: _ClassVar[int]
     label: int
     class_name: str
     category_id: int
@@ -86,7 +89,8 @@ class Detection(_message.Message):
     box: Box
     rle: Rle
     probabilities: MaskProbabilities
-    def __init__(self, label: _Optional[int] = ..., class_name: _Optional[str] = ..., category_id: _Optional[int] = ..., score: _Optional[float] = ..., box: _Optional[_Union[Box, _Mapping]] = ..., rle: _Optional[_Union[Rle, _Mapping]] = ..., probabilities: _Optional[_Union[MaskProbabilities, _Mapping]] = ...) -> None: ...
+    polygons: Polygons
+    def __init__(self, label: _Optional[int] = ..., class_name: _Optional[str] = ..., category_id: _Optional[int] = ..., score: _Optional[float] = ..., box: _Optional[_Union[Box, _Mapping]] = ..., rle: _Optional[_Union[Rle, _Mapping]] = ..., probabilities: _Optional[_Union[MaskProbabilities, _Mapping]] = ..., polygons: _Optional[_Union[Polygons, _Mapping]] = ...) -> None: ...
 
 class Box(_message.Message):
     __slots__ = ("x_min", "y_min", "x_max", "y_max")
@@ -117,6 +121,18 @@ class MaskProbabilities(_message.Message):
     side: int
     values: bytes
     def __init__(self, side: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class Polygons(_message.Message):
+    __slots__ = ("polygons",)
+    POLYGONS_FIELD_NUMBER: _ClassVar[int]
+    polygons: _containers.RepeatedCompositeFieldContainer[Polygon]
+    def __init__(self, polygons: _Optional[_Iterable[_Union[Polygon, _Mapping]]] = ...) -> None: ...
+
+class Polygon(_message.Message):
+    __slots__ = ("coordinates",)
+    COORDINATES_FIELD_NUMBER: _ClassVar[int]
+    coordinates: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, coordinates: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("decode_us", "queue_us", "infer_us", "encode_us", "batch_size")
