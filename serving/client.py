@@ -1,19 +1,19 @@
 """Clients of the server, sync and async."""
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
-from types import TracebackType
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, Self
 
 import grpc
 
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
-from ..protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from .config import MAX_RETRIES
-from .connection import Credentials, channel_options, error_from_rpc
+from .connection import Connection, Outcome, Silence, check_size, is_large, meaning_of_errors
 from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections
-from .errors import RefusedError
+from .errors import ClientError, RefusedError
 from .image_requests import (
     ImageSource,
     RequestStream,
@@ -25,46 +25,16 @@ from .messages import detections_from_response
 from .scheduling import DEFAULT_TERMS, RequestTerms
 
 
-class DetectorClient:
+class DetectorClient(Connection):
     """A connection to a server; usable as a context manager and from several threads."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout_s: float = 30.0,
-        retries: int = MAX_RETRIES,
-        credentials: Credentials | None = None,
-    ) -> None:
-        """Prepare a connection, which is made by the first request.
-
-        Args:
-            address: `host:port` of the server, or any name that gRPC resolves.
-            timeout_s: Longest wait for the answer to a request, over all its tries; a stream has
-                no such limit.
-            retries: Times that a request is sent again if the server is too busy or away, as
-                `connection.channel_options` says.
-            credentials: For TLS; none, the connection is not encrypted.
-        """
-        self._address = address
-        self._timeout_s = timeout_s
-        options = channel_options(retries)
-        self._channel = (
-            grpc.insecure_channel(address, options)
-            if credentials is None
-            else grpc.secure_channel(address, credentials.channel_credentials(), options)
-        )
-        self._stub: Any = DetectorStub(self._channel)  # type: ignore[no-untyped-call]
+    _transport = grpc
+    _lock = threading.Lock
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -77,12 +47,9 @@ class DetectorClient:
         Raises:
             ClientError: the server gave no answer.
         """
-        try:
-            response: pb.GetModelResponse = self._stub.GetModel(
-                pb.GetModelRequest(), timeout=self._timeout_s
-            )
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self._address) from error
+        request = pb.GetModelRequest()
+        with meaning_of_errors(self._address):
+            response: pb.GetModelResponse = self._stub.GetModel(request, timeout=self._timeout_s)
         return response
 
     def detect(
@@ -100,8 +67,10 @@ class DetectorClient:
                 it may take to do so.
 
         Raises:
-            RefusedError: the server refused the image, the options or the terms.
+            RefusedError: the server refused the image, the options or the terms, or takes no
+                request as large as this, which is INVALID_ARGUMENT.
             ClientError: the server gave no answer.
+            OSError: the image's file cannot be read.
         """
         return self._result(self._send(image, options, terms), options)
 
@@ -112,23 +81,27 @@ class DetectorClient:
         terms: RequestTerms = DEFAULT_TERMS,
         *,
         concurrency: int = 8,
-    ) -> Iterator[Detections | RefusedError]:
+    ) -> Iterator[Outcome]:
         """Detect in images, with `concurrency` requests in flight.
 
         Yields:
-            In the order of the images, the detections or why the server refused.
+            In the order of the images, the detections or what `detect` raises instead: one that
+            cannot be read, is refused or gets no answer leaves the others theirs.
 
         Raises:
-            ClientError: the server gave no answer.
+            AccessError: the server gives this client no access.
+            ClientError: as many requests in a row as are in flight got no answer, for then the
+                server is gone; it is the last one's. What the server refuses is answered.
         """
+        silence = Silence(concurrency)
         calls: deque[Any] = deque()
         try:
             for image in images:
                 if len(calls) == concurrency:
-                    yield self._outcome(calls.popleft(), options)
+                    yield silence.check(self._outcome(calls.popleft(), options))
                 calls.append(self._send(image, options, terms))
             while calls:
-                yield self._outcome(calls.popleft(), options)
+                yield silence.check(self._outcome(calls.popleft(), options))
         finally:
             for call in calls:
                 call.cancel()
@@ -145,67 +118,65 @@ class DetectorClient:
             As they come, the place of an image and its detections or why the server refused.
 
         Raises:
-            ClientError: the stream broke.
+            ClientError: the stream broke, or the server takes no request as large as an image's,
+                which is raised once those before it are answered.
+            OSError: the same, of an image whose file cannot be read.
         """
-        requests = RequestStream(images, options, terms)
+        requests = RequestStream(images, partial(self._request, options, terms))
         call = self._stub.DetectStream(iter(requests))
         try:
-            for answer in call:
-                yield outcome_from_answer(answer, options.mask_format)
+            with meaning_of_errors(self._address):
+                for answer in call:
+                    yield outcome_from_answer(answer, options.mask_format)
             requests.check()
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self._address) from error
         finally:
             call.cancel()
 
+    def _request(
+        self,
+        options: DetectionOptions,
+        terms: RequestTerms,
+        image: ImageSource,
+        request_id: str = "",
+    ) -> pb.DetectRequest:
+        request = request_from_image(image, options, terms, request_id)
+        if is_large(request):
+            with self._asking:
+                self._limits = self._limits or self.model().limits
+            check_size(request, self._limits, self._address)
+        return request
+
     def _send(self, image: ImageSource, options: DetectionOptions, terms: RequestTerms) -> Any:
-        request = request_from_image(image, options, terms)
-        return self._stub.Detect.future(request, timeout=self._timeout_s)
+        """A call for an image, or something like it that raises why none could be made."""
+        try:
+            request = self._request(options, terms, image)
+            return self._stub.Detect.future(request, timeout=self._timeout_s)
+        except (ClientError, OSError) as error:
+            unsent: Future[Any] = Future()
+            unsent.set_exception(error)
+            return unsent
 
     def _result(self, call: Any, options: DetectionOptions) -> Detections:
-        try:
+        with meaning_of_errors(self._address):
             return detections_from_response(call.result(), options.mask_format)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self._address) from error
 
-    def _outcome(self, call: Any, options: DetectionOptions) -> Detections | RefusedError:
+    def _outcome(self, call: Any, options: DetectionOptions) -> Outcome:
         try:
             return self._result(call, options)
-        except RefusedError as error:
+        except (ClientError, OSError) as error:
             return error
 
 
-class AsyncDetectorClient:
+class AsyncDetectorClient(Connection):
     """A connection to a server for one event loop; usable as an async context manager."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout_s: float = 30.0,
-        retries: int = MAX_RETRIES,
-        credentials: Credentials | None = None,
-    ) -> None:
-        """Prepare a connection as `DetectorClient` does."""
-        self._address = address
-        self._timeout_s = timeout_s
-        options = channel_options(retries)
-        self._channel = (
-            grpc.aio.insecure_channel(address, options)
-            if credentials is None
-            else grpc.aio.secure_channel(address, credentials.channel_credentials(), options)
-        )
-        self._stub: Any = DetectorStub(self._channel)  # type: ignore[no-untyped-call]
+    _transport = grpc.aio
+    _lock = asyncio.Lock
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -214,12 +185,11 @@ class AsyncDetectorClient:
 
     async def model(self) -> pb.GetModelResponse:
         """What the server serves; raises as `DetectorClient.model` does."""
-        try:
+        request = pb.GetModelRequest()
+        with meaning_of_errors(self._address):
             response: pb.GetModelResponse = await self._stub.GetModel(
-                pb.GetModelRequest(), timeout=self._timeout_s
+                request, timeout=self._timeout_s
             )
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self._address) from error
         return response
 
     async def detect(
@@ -229,11 +199,9 @@ class AsyncDetectorClient:
         terms: RequestTerms = DEFAULT_TERMS,
     ) -> Detections:
         """Detect in one image; raises as `DetectorClient.detect` does."""
-        request = await asyncio.to_thread(request_from_image, image, options, terms)
-        try:
+        request = await self._request(options, terms, image)
+        with meaning_of_errors(self._address):
             response = await self._stub.Detect(request, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self._address) from error
         return detections_from_response(response, options.mask_format)
 
     async def detect_many(
@@ -243,16 +211,17 @@ class AsyncDetectorClient:
         terms: RequestTerms = DEFAULT_TERMS,
         *,
         concurrency: int = 8,
-    ) -> AsyncIterator[Detections | RefusedError]:
+    ) -> AsyncIterator[Outcome]:
         """Detect in images as `DetectorClient.detect_many` does."""
-        tasks: deque[asyncio.Task[Detections]] = deque()
+        silence = Silence(concurrency)
+        tasks: deque[asyncio.Task[Outcome]] = deque()
         try:
             async for image in async_images(images):
                 if len(tasks) == concurrency:
-                    yield await _outcome(tasks.popleft())
-                tasks.append(asyncio.create_task(self.detect(image, options, terms)))
+                    yield silence.check(await tasks.popleft())
+                tasks.append(asyncio.create_task(self._outcome(image, options, terms)))
             while tasks:
-                yield await _outcome(tasks.popleft())
+                yield silence.check(await tasks.popleft())
         finally:
             for task in tasks:
                 task.cancel()
@@ -264,20 +233,34 @@ class AsyncDetectorClient:
         terms: RequestTerms = DEFAULT_TERMS,
     ) -> AsyncIterator[tuple[int, Detections | RefusedError]]:
         """Detect in images over one stream as `DetectorClient.stream` does."""
-        requests = RequestStream(images, options, terms)
+        requests = RequestStream(images, partial(self._request, options, terms))
         call = self._stub.DetectStream(aiter(requests))
         try:
-            async for answer in call:
-                yield outcome_from_answer(answer, options.mask_format)
+            with meaning_of_errors(self._address):
+                async for answer in call:
+                    yield outcome_from_answer(answer, options.mask_format)
             requests.check()
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self._address) from error
         finally:
             call.cancel()
 
+    async def _request(
+        self,
+        options: DetectionOptions,
+        terms: RequestTerms,
+        image: ImageSource,
+        request_id: str = "",
+    ) -> pb.DetectRequest:
+        request = await asyncio.to_thread(request_from_image, image, options, terms, request_id)
+        if is_large(request):
+            async with self._asking:
+                self._limits = self._limits or (await self.model()).limits
+            check_size(request, self._limits, self._address)
+        return request
 
-async def _outcome(task: asyncio.Task[Detections]) -> Detections | RefusedError:
-    try:
-        return await task
-    except RefusedError as error:
-        return error
+    async def _outcome(
+        self, image: ImageSource, options: DetectionOptions, terms: RequestTerms
+    ) -> Outcome:
+        try:
+            return await self.detect(image, options, terms)
+        except (ClientError, OSError) as error:
+            return error

@@ -1,9 +1,9 @@
 """From images to the requests of a client, and from the answers of a stream to their outcomes."""
 
-import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -39,27 +39,25 @@ def request_from_image(
 class RequestStream:
     """The requests of a stream, whose ids count the images.
 
-    An image that cannot be had ends them: gRPC would drop the exception, and with it the answers
-    to the images before.
+    An image that cannot be had or sent ends them: gRPC would drop the exception, and with it the
+    answers to the images before.
     """
 
     def __init__(
         self,
         images: Iterable[ImageSource] | AsyncIterable[ImageSource],
-        options: DetectionOptions,
-        terms: RequestTerms,
+        make: Callable[[ImageSource, str], Any],
     ) -> None:
-        """Ask for the same of all images."""
+        """Make a request of each image and its id, by a coroutine if they are iterated so."""
         self._images = images
-        self._options = options
-        self._terms = terms
+        self._make = make
         self._failure: Exception | None = None
 
     def __iter__(self) -> Iterator[pb.DetectRequest]:
         assert isinstance(self._images, Iterable)
         try:
             for index, image in enumerate(self._images):
-                yield request_from_image(image, self._options, self._terms, str(index))
+                yield self._make(image, str(index))
         except Exception as error:
             self._failure = error
 
@@ -67,9 +65,7 @@ class RequestStream:
         index = 0
         try:
             async for image in async_images(self._images):
-                yield await asyncio.to_thread(
-                    request_from_image, image, self._options, self._terms, str(index)
-                )
+                yield await self._make(image, str(index))
                 index += 1
         except Exception as error:
             self._failure = error

@@ -25,7 +25,8 @@ _LEAST_UNSEEN = 256
 """Calls that may wait to be looked at, of all connections; from there on gRPC ends more and more of
 those that come, and all at twice as many. With fewer it would end some of a burst."""
 _CLIENT_PING_MS = 10_000
-"""For a client without calls to ping no more often than; one that does is sent away."""
+"""For a client to ping no more often than while it is sent nothing, be calls open or not; one that
+does is sent away. Ours asks every `connection.KEEPALIVE_S` while a call is open."""
 _OTHER_FILES = 256
 """That the process has open, beside connections."""
 

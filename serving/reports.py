@@ -16,7 +16,7 @@ from .coco_json import coco_results, image_id_from_path
 from .config import ReportFormat
 from .detections import Detections
 from .drawing import draw_detections
-from .errors import RefusedError
+from .errors import ClientError
 from .numpy_arrays import arrays_from_detections
 
 RESULTS_NAME = "detections.json"
@@ -48,11 +48,13 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
 
 def write_report(
     files: Sequence[Path],
-    outcomes: Iterable[Detections | ImageError | RefusedError],
+    outcomes: Iterable[Detections | ImageError | ClientError | OSError],
     folder: Path,
     formats: Collection[ReportFormat] = ("pictures", "coco"),
 ) -> None:
     """Write each image's detections as they come.
+
+    Whatever ends it before the last, the COCO results of those that came are written.
 
     Args:
         files: The images.
@@ -66,27 +68,63 @@ def write_report(
     """
     _check_overwrites(files, folder, formats)
     folder.mkdir(parents=True, exist_ok=True)
+    report, failures = _Report(folder, formats), 0
     console = Console(stderr=True)
-    results, count, failures = [], 0, 0
     pairs = zip(files, outcomes, strict=True)
-    for path, outcome in track(pairs, "Detecting", len(files), console=console):
-        if not isinstance(outcome, Detections):
-            failures += 1
-            console.print(f"{path}: {outcome}", style="red", markup=False, soft_wrap=True)
-            continue
-        count += len(outcome)
-        if "coco" in formats:
-            results += coco_results(image_id_from_path(path), outcome)
-        if "pictures" in formats:
-            _write_picture(path, outcome, folder)
-        if "numpy" in formats:
-            arrays: dict[str, Any] = arrays_from_detections(outcome)
-            np.savez_compressed(folder / f"{path.stem}.npz", **arrays)
-    if "coco" in formats:
-        (folder / RESULTS_NAME).write_text(json.dumps(results))
-    click.echo(f"{count} detections in {len(files) - failures} images, see {folder}")
+    try:
+        for path, outcome in track(pairs, "Detecting", len(files), console=console):
+            failure = report.add(path, outcome)
+            if failure:
+                failures += 1
+                console.print(f"{path}: {failure}", style="red", markup=False, soft_wrap=True)
+    finally:
+        report.finish()
     if failures:
         raise click.ClickException(f"{failures} of {len(files)} images failed")
+
+
+class _Report:
+    """What was found so far."""
+
+    def __init__(self, folder: Path, formats: Collection[ReportFormat]) -> None:
+        self._folder = folder
+        self._formats = formats
+        self._results: list[dict[str, Any]] = []
+        self._images = 0
+        self._detections = 0
+
+    def add(self, path: Path, outcome: Detections | Exception) -> str:
+        """Write what was found in an image, or say what failed."""
+        if not isinstance(outcome, Detections):
+            return _sentence_from_failure(outcome)
+        self._detections += len(outcome)
+        self._images += 1
+        if "coco" in self._formats:
+            self._results += coco_results(image_id_from_path(path), outcome)
+        if "numpy" in self._formats:
+            arrays: dict[str, Any] = arrays_from_detections(outcome)
+            np.savez_compressed(self._folder / f"{path.stem}.npz", **arrays)
+        if "pictures" in self._formats:
+            try:
+                picture = _drawn(path, outcome)
+            except (OSError, ImageError) as error:  # it was replaced or went in the meantime
+                return _sentence_from_failure(error)
+            picture.save(self._folder / f"{path.stem}.png")
+        return ""
+
+    def finish(self) -> None:
+        """Write the COCO results, at once in place of what was there, and say how much it is."""
+        if "coco" in self._formats:
+            partial = self._folder / f".{RESULTS_NAME}.partial"
+            partial.write_text(json.dumps(self._results))
+            partial.replace(self._folder / RESULTS_NAME)
+        click.echo(f"{self._detections} detections in {self._images} images, see {self._folder}")
+
+
+def _sentence_from_failure(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"the file cannot be read ({error.strerror or error})"
+    return str(error)
 
 
 def _check_overwrites(
@@ -102,7 +140,6 @@ def _check_overwrites(
         )
 
 
-def _write_picture(path: Path, detections: Detections, folder: Path) -> None:
+def _drawn(path: Path, detections: Detections) -> Image.Image:
     image = decode_image(path.read_bytes(), max_pixels=detections.height * detections.width)
-    picture = Image.fromarray(draw_detections(image, detections))
-    picture.save(folder / f"{path.stem}.png")
+    return Image.fromarray(draw_detections(image, detections))

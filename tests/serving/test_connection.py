@@ -148,19 +148,19 @@ def test_async_client_takes_images_as_they_come(tmp_path: Path) -> None:
             yield b"x" * size
         yield tmp_path / "missing.jpg"
 
-    async def count(outcomes: AsyncIterator[Any]) -> int:
-        found = 0
-        try:
-            async for _ in outcomes:
-                found += 1
-        except FileNotFoundError:
-            return found
-        raise AssertionError("the missing file went unnoticed")
+    places = []
+
+    async def stream(detector: AsyncDetectorClient) -> None:
+        async for place, _ in detector.stream(frames()):
+            places.append(place)
 
     async def ask(address: str) -> None:
         async with AsyncDetectorClient(address) as detector:
-            assert await count(detector.detect_many(frames(), concurrency=1)) == 3
-            assert await count(detector.stream(frames())) == 3
+            many = [found async for found in detector.detect_many(frames(), concurrency=1)]
+            assert [type(found) for found in many] == [Detections] * 3 + [FileNotFoundError]
+            with pytest.raises(FileNotFoundError):
+                await stream(detector)
+            assert places == [0, 1, 2]
 
     with serving(Detector()) as address:
         asyncio.run(ask(address))

@@ -107,6 +107,18 @@ def test_bad_images_are_named_and_the_others_done(
         assert not (output / "bad.png").exists()
 
 
+def test_file_that_cannot_be_read_is_named_and_the_others_done(
+    address: str, folder: Path, tmp_path: Path
+) -> None:
+    (folder / "gone.jpg").symlink_to(tmp_path / "nowhere")
+    result = run(client, address, folder, "-o", tmp_path / "found")
+    assert result.exit_code == 1
+    assert "gone.jpg: the file cannot be read (No such file or directory)" in result.stderr
+    assert "1 of 3 images failed" in result.stderr
+    assert "detections in 2 images" in result.stdout
+    assert (tmp_path / "found" / "cat.png").exists()
+
+
 def test_colliding_outputs_are_refused(bundle: Path, folder: Path, picture: Encode) -> None:
     result = run(predict, bundle, folder, "-o", folder)
     assert result.exit_code == 2
