@@ -36,6 +36,10 @@ _DISTRIBUTIONS: Final = (
     "pycuda",
 )
 
+_MESSAGES_PER_PLACE = 3
+"""In memory at most for each image in progress: its request, and two on their way, for which
+`Reception` waits."""
+
 State = Literal["ok", "note", "warning", "fault"]
 
 _STYLES: Final[Mapping[State, str]] = {
@@ -108,6 +112,14 @@ def show(sections: Iterable[Section]) -> bool:
     return healthy
 
 
+def most_request_bytes(config: ServeConfig) -> int:
+    """Bytes of the requests that the settings let a server hold at once, as they are sent.
+
+    Those that were read, a third of them, take several times as much.
+    """
+    return _MESSAGES_PER_PLACE * config.queue_size * config.max_message_mb << 20
+
+
 def _machine_findings() -> list[Finding]:
     versions = {"Python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)}
     gpus = gpu_names() or ("none that nvidia-smi finds",)
@@ -125,7 +137,7 @@ def _limit_findings(config: ServeConfig) -> list[Finding]:
     ports = {"port": config.port, "metrics_port": config.metrics_port}
     findings = [_port_finding(name, config.host, p) for name, p in ports.items() if p is not None]
     cores = available_cores()
-    memory, requests = available_memory(), config.queue_size * config.max_message_mb << 20
+    memory, requests = available_memory(), most_request_bytes(config)
     return [
         *findings,
         Finding(
@@ -136,7 +148,8 @@ def _limit_findings(config: ServeConfig) -> list[Finding]:
         Finding(
             "memory",
             f"{_gib(memory)} to be had; the largest requests that the settings allow would take "
-            f"{_gib(requests)}, queue_size times max_message_mb",
+            f"{_gib(requests)} as they are sent, {_MESSAGES_PER_PLACE} times queue_size times "
+            "max_message_mb, and more once they are read",
             "warning" if requests > memory else "ok",
         ),
     ]

@@ -155,7 +155,10 @@ class Pipeline:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                raise ExpiredError(f"the request took longer than its {timeout_s:g} s") from None
+                raise ExpiredError(
+                    f"the request took longer than its {timeout_s:g} s; ask for more with its "
+                    "timeout_us or timeout, raise the server's timeout_s, or send less at once"
+                ) from None
             answered(answer.timing)
             return answer
 

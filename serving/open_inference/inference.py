@@ -1,6 +1,7 @@
 """From a request for inference to its answer."""
 
 import asyncio
+from collections.abc import Sequence
 
 from ...model.images import ImageError
 from ...protos.inference import open_inference_pb2 as pb
@@ -10,7 +11,8 @@ from ..pipeline import Pipeline
 from ..preprocessing import SourceImage
 from ..scheduling import RequestTerms
 from .requests import (
-    images_from_request,
+    images_from_input,
+    input_from_request,
     options_from_request,
     outputs_from_request,
     terms_from_request,
@@ -26,6 +28,7 @@ async def infer(
     precision: str | None,
     peer: str,
     max_batch: int,
+    max_pixels: int,
 ) -> tuple[pb.ModelInferResponse, list[Timing]]:
     """Detect in the images of a request, each of which is batched for itself.
 
@@ -36,6 +39,7 @@ async def infer(
         precision: The one that the request's model name asks for, if it does.
         peer: The connection that the request came by.
         max_batch: Images that a request may hold.
+        max_pixels: Pixels that an image may have.
 
     Returns:
         The answer, and where the time of each image went.
@@ -51,21 +55,33 @@ async def infer(
     outputs = outputs_from_request(request, known) or default_outputs(manifest)
     options = options_from_request(request, mask_format_of(outputs))
     terms = terms_from_request(request, precision, peer)
-    # Megabytes are turned over in threads, not in the event loop.
-    images = await asyncio.to_thread(images_from_request, request, max_batch)
-    with pipeline.places.hold(peer, len(images)):
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                detecting = [
-                    tasks.create_task(_detect(pipeline, model, index, image, options, terms))
-                    for index, image in enumerate(images)
-                ]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-    answers = [task.result() for task in detecting]
+    images = input_from_request(request, max_batch, max_pixels)
+    with pipeline.places.hold(peer, images.number):
+        # Megabytes are turned over in threads, not in the event loop, and only for who has places.
+        sources = await asyncio.to_thread(images_from_input, images)
+        del images  # with its copy of raw contents
+        answers = await _detect_all(pipeline, model, sources, options, terms)
     found = [answer.value for answer in answers]
     response = await asyncio.to_thread(response_from_detections, request, found, outputs, manifest)
     return response, [answer.timing for answer in answers]
+
+
+async def _detect_all(
+    pipeline: Pipeline,
+    model: ServedModel,
+    images: Sequence[SourceImage],
+    options: DetectionOptions,
+    terms: RequestTerms,
+) -> list[Answer[Detections]]:
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            detecting = [
+                tasks.create_task(_detect(pipeline, model, index, image, options, terms))
+                for index, image in enumerate(images)
+            ]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in detecting]
 
 
 async def _detect(

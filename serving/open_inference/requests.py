@@ -1,14 +1,14 @@
 """What a request for inference asks for."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...protos.inference import open_inference_pb2 as pb
 from ..detections import DetectionOptions, MaskFormat
 from ..errors import InvalidRequestError
 from ..preprocessing import SourceImage
 from ..scheduling import DEFAULT_TERMS, RequestTerms
-from .tensors import InputTensor, pixels_from_tensor, strings_from_tensor
+from .tensors import InputTensor, check_contents, pixels_from_tensor, strings_from_tensor
 
 INPUT_NAME = "images"
 """BYTES [B] or [B, 1] of encoded images, or UINT8 or FP32 [B, H, W, 3] of pixels in 0..255, RGB."""
@@ -27,36 +27,56 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
 """Types of the parameters that a request may have."""
 
 
-def images_from_request(request: pb.ModelInferRequest, max_batch: int) -> Sequence[SourceImage]:
-    """The images of a request, from one to `max_batch`.
+class ImageInput(NamedTuple):
+    """The images of a request before their contents are converted."""
+
+    number: int
+    """Of images."""
+    tensor: InputTensor
+    raw: bytes | None
+    """The raw contents, where the request has such."""
+
+
+def input_from_request(
+    request: pb.ModelInferRequest, max_batch: int, max_pixels: int
+) -> ImageInput:
+    """The input of a request, of which only shape, datatype and length are looked at.
+
+    Args:
+        request: The request.
+        max_batch: Images that it may hold.
+        max_pixels: Pixels that each may have. Those of encoded images are not known yet.
 
     Raises:
         InvalidRequestError: the input is missing, not of a shape or datatype that is taken, or its
             contents do not fit them.
     """
     tensor, raw = _input_of(request)
-    if tensor.datatype not in _DATATYPES:
+    _check_shape(tensor)
+    number = tensor.shape[0]
+    if not 1 <= number <= max_batch:
         raise InvalidRequestError(
-            f"input {INPUT_NAME!r} has datatype {tensor.datatype!r}; "
-            f"it must be one of {', '.join(_DATATYPES)}"
+            f"input {INPUT_NAME!r} holds {number} images; a request takes 1 to {max_batch}"
         )
-    shape = tuple(tensor.shape)
-    if tensor.datatype == "BYTES":
-        expected, fits = "[B] or [B, 1]", len(shape) == 1 or shape[1:] == (1,)
-    else:
-        expected, fits = "[B, height, width, 3]", len(shape) == 4 and shape[3] == 3
-    if not fits:
+    check_contents(tensor, raw)
+    pixels = 0 if tensor.datatype == "BYTES" else tensor.shape[1] * tensor.shape[2]
+    if pixels > max_pixels:
         raise InvalidRequestError(
-            f"input {INPUT_NAME!r} has shape {list(shape)}; "
-            f"{tensor.datatype} must have shape {expected}"
+            f"input {INPUT_NAME!r} has shape {list(tensor.shape)}, images of {pixels} pixels; "
+            f"send smaller ones, as the server's max_pixels is {max_pixels}"
         )
-    if not 1 <= shape[0] <= max_batch:
-        raise InvalidRequestError(
-            f"input {INPUT_NAME!r} holds {shape[0]} images; a request takes 1 to {max_batch}"
-        )
-    if tensor.datatype == "BYTES":
-        return strings_from_tensor(tensor, raw)
-    return list(pixels_from_tensor(tensor, raw))
+    return ImageInput(number, tensor, raw)
+
+
+def images_from_input(images: ImageInput) -> Sequence[SourceImage]:
+    """The images of an input, which may take seconds: others get their turn meanwhile.
+
+    Raises:
+        InvalidRequestError: strings are not as many as the shape says, or pixels out of range.
+    """
+    if images.tensor.datatype == "BYTES":
+        return strings_from_tensor(images.tensor, images.raw)
+    return list(pixels_from_tensor(images.tensor, images.raw))
 
 
 def outputs_from_request(request: pb.ModelInferRequest, known: Sequence[str]) -> tuple[str, ...]:
@@ -139,6 +159,24 @@ def _input_of(request: pb.ModelInferRequest) -> tuple[InputTensor, bytes | None]
             "it must have one for each, or none and typed contents"
         )
     return tensor, raw[0]
+
+
+def _check_shape(tensor: InputTensor) -> None:
+    if tensor.datatype not in _DATATYPES:
+        raise InvalidRequestError(
+            f"input {INPUT_NAME!r} has datatype {tensor.datatype!r}; "
+            f"it must be one of {', '.join(_DATATYPES)}"
+        )
+    shape = tuple(tensor.shape)
+    if tensor.datatype == "BYTES":
+        expected, fits = "[B] or [B, 1]", len(shape) == 1 or shape[1:] == (1,)
+    else:
+        expected, fits = "[B, height, width, 3]", len(shape) == 4 and shape[3] == 3
+    if not fits:
+        raise InvalidRequestError(
+            f"input {INPUT_NAME!r} has shape {list(shape)}; "
+            f"{tensor.datatype} must have shape {expected}"
+        )
 
 
 def _parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:

@@ -233,6 +233,7 @@ class InferenceService(GRPCInferenceServiceServicer):
                 precision=self._precision_of(request.model_name, request.model_version),
                 peer=peer,
                 max_batch=min(self._config.max_batch, self._config.queue_size),
+                max_pixels=self._config.max_pixels,
             )
             timings += found
         return response

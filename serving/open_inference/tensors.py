@@ -1,6 +1,7 @@
 """Between tensors of the protocol and arrays."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -17,12 +18,53 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "INT64": np.dtype("<i8"),
     "FP32": np.dtype("<f4"),
 }
+_FIELDS: Final[Mapping[str, str]] = {
+    "BYTES": "bytes_contents",
+    "UINT8": "uint_contents",
+    "FP32": "fp32_contents",
+}
+"""Of typed contents."""
 _LENGTH_BYTES = 4
 """Bytes that say how long an element of datatype BYTES is."""
+_PIECE = 8192
+"""Elements that are converted at once, which takes well below a millisecond."""
+
+
+def check_contents(tensor: InputTensor, raw: bytes | None) -> None:
+    """Refuse contents of another length than the shape says, before anything is converted.
+
+    Raw contents of datatype BYTES are left to `strings_from_tensor`.
+
+    Args:
+        tensor: The tensor, of datatype BYTES, UINT8 or FP32.
+        raw: Its raw contents, where the request has such.
+
+    Raises:
+        InvalidRequestError: there are not as many elements as the shape says.
+    """
+    if any(size < 0 for size in tensor.shape):
+        raise InvalidRequestError(
+            f"input {tensor.name!r} has shape {list(tensor.shape)}; no size may be negative"
+        )
+    count = math.prod(tensor.shape)
+    if raw is None:
+        number = len(_typed_contents(tensor))
+        if number != count:
+            raise InvalidRequestError(
+                f"input {tensor.name!r} has {number} {tensor.datatype} elements; its shape "
+                f"{list(tensor.shape)} says {count}"
+            )
+    elif tensor.datatype != "BYTES":
+        size = count * _DTYPES[tensor.datatype].itemsize
+        if len(raw) != size:
+            raise InvalidRequestError(
+                f"input {tensor.name!r} has {len(raw)} bytes; shape {list(tensor.shape)} of "
+                f"{tensor.datatype} takes {size}"
+            )
 
 
 def strings_from_tensor(tensor: InputTensor, raw: bytes | None) -> list[bytes]:
-    """The elements of a tensor of datatype BYTES.
+    """The elements of a tensor of datatype BYTES, whose contents were checked.
 
     Args:
         tensor: The tensor.
@@ -31,39 +73,32 @@ def strings_from_tensor(tensor: InputTensor, raw: bytes | None) -> list[bytes]:
     Raises:
         InvalidRequestError: there are not as many as its shape says, or they are cut off.
     """
-    count = _number_of_elements(tensor)
-    if raw is not None:
-        return _split(tensor, raw, count)
-    strings = list(tensor.contents.bytes_contents)
-    _check_number(tensor, len(strings), count)
-    return strings
+    if raw is None:
+        return list(tensor.contents.bytes_contents)
+    return _split(tensor, raw, math.prod(tensor.shape))
 
 
 def pixels_from_tensor(tensor: InputTensor, raw: bytes | None) -> NDArray[np.uint8]:
     """The values 0..255 of a tensor of datatype UINT8, or of FP32, which are rounded.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor, whose contents were checked.
         raw: Its raw contents, where the request has such.
 
     Raises:
-        InvalidRequestError: there are not as many as its shape says, or some are out of range.
+        InvalidRequestError: some values are out of range.
     """
-    count = _number_of_elements(tensor)
-    if raw is None:
-        contents = tensor.contents
-        typed = contents.uint_contents if tensor.datatype == "UINT8" else contents.fp32_contents
-        _check_number(tensor, len(typed), count)
-        values: NDArray[Any] = np.array(typed, np.float32)
-    else:
-        dtype = _DTYPES[tensor.datatype]
-        if len(raw) != count * dtype.itemsize:
-            raise InvalidRequestError(
-                f"input {tensor.name!r} has {len(raw)} bytes; shape {list(tensor.shape)} of "
-                f"{tensor.datatype} takes {count * dtype.itemsize}"
-            )
-        values = np.frombuffer(raw, dtype)
-    return _rounded(tensor.name, values).reshape(tensor.shape)
+    if raw is not None and tensor.datatype == "UINT8":
+        return np.frombuffer(raw, np.uint8).reshape(tensor.shape)
+    values = _typed_contents(tensor) if raw is None else np.frombuffer(raw, _DTYPES["FP32"])
+    pixels = np.empty(len(values), np.uint8)
+    for start in range(0, len(values), _PIECE):
+        piece = np.asarray(values[start : start + _PIECE], np.float32)
+        pixels[start : start + _PIECE] = _rounded(tensor.name, piece)
+        # Else the event loop would wait for tens of milliseconds: a thread demands Python's lock
+        # once it was not let go for 5 ms, and NumPy keeps letting it go, to take it back at once.
+        time.sleep(0)
+    return pixels.reshape(tensor.shape)
 
 
 def add_array(response: pb.ModelInferResponse, name: str, array: NDArray[Any]) -> None:
@@ -82,20 +117,9 @@ def add_strings(
     response.raw_output_contents.append(b"".join(parts))
 
 
-def _number_of_elements(tensor: InputTensor) -> int:
-    if any(size < 0 for size in tensor.shape):
-        raise InvalidRequestError(
-            f"input {tensor.name!r} has shape {list(tensor.shape)}; no size may be negative"
-        )
-    return math.prod(tensor.shape)
-
-
-def _check_number(tensor: InputTensor, number: int, expected: int) -> None:
-    if number != expected:
-        raise InvalidRequestError(
-            f"input {tensor.name!r} has {number} {tensor.datatype} elements; its shape "
-            f"{list(tensor.shape)} says {expected}"
-        )
+def _typed_contents(tensor: InputTensor) -> Sequence[Any]:
+    values: Sequence[Any] = getattr(tensor.contents, _FIELDS[tensor.datatype])
+    return values
 
 
 def _split(tensor: InputTensor, raw: bytes, count: int) -> list[bytes]:
@@ -119,12 +143,10 @@ def _split(tensor: InputTensor, raw: bytes, count: int) -> list[bytes]:
     return strings
 
 
-def _rounded(name: str, values: NDArray[Any]) -> NDArray[np.uint8]:
-    if values.dtype == np.uint8:
-        return values
+def _rounded(name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
     if not ((values >= 0) & (values <= 255)).all():  # NaN is in no range
         raise InvalidRequestError(
             f"input {name!r} has values outside 0..255; send pixels as they are, not normalised"
         )
-    rounded: NDArray[np.uint8] = np.rint(values).astype(np.uint8)
+    rounded: NDArray[np.float32] = np.rint(values)
     return rounded

@@ -1,16 +1,20 @@
 """Manifests hold to Kubernetes' schemas, to each other, and to the server they start."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+import click
 import kubernetes_validate
 import pytest
 import yaml
-from click import Option
+from click.testing import CliRunner
 
 import maskrcnn_trt.serving
 from maskrcnn_trt.serving.commands import serve
 from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.doctor import most_request_bytes
+from maskrcnn_trt.serving.serve_options import config_from_options, config_options
 
 FOLDER = Path(maskrcnn_trt.serving.__file__).parent / "deploy" / "kubernetes"
 MANIFESTS = {
@@ -23,6 +27,62 @@ POD = DEPLOYMENT["template"]["spec"]
 LABELS = DEPLOYMENT["template"]["metadata"]["labels"]
 METRICS_SETTING = "metrics_port"
 PATCHES = ("metrics/deployment-port.yaml", "metrics/service-port.yaml")
+TLS_PATCHES = ("tls/deployment-tls.yaml", "tls/service-tls.yaml")
+PATCHED = ("deployment.yaml", "service.yaml")
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+README = (FOLDER.parent / "README.md").read_text()
+EXAMPLES = [
+    example
+    for block in re.findall(r"^```yaml\n(.*?)^```", README, re.M | re.S)
+    for example in yaml.safe_load_all(block)
+]
+
+
+def patched(base: Any, patch: Any) -> Any:
+    """What Kustomize makes of a manifest: what has a name is merged, and what is null left out."""
+    if isinstance(patch, dict):
+        known = base if isinstance(base, dict) else {}
+        merged = known | {name: patched(known.get(name), value) for name, value in patch.items()}
+        return {name: value for name, value in merged.items() if value is not None}
+    if isinstance(patch, list) and all(isinstance(item, dict) and "name" in item for item in patch):
+        items, patches = ({item["name"]: item for item in group} for group in (base or (), patch))
+        return list(patched(items, patches).values())
+    return patch
+
+
+def container_of(deployment: dict[str, Any]) -> dict[str, Any]:
+    container: dict[str, Any]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def gpu_patch() -> dict[str, Any]:
+    """What the documentation patches for a GPU."""
+    (patch,) = (p["patch"] for e in EXAMPLES if "patches" in e for p in e["patches"])
+    manifest: dict[str, Any] = yaml.safe_load(patch)
+    return manifest
+
+
+@click.command()
+@config_options
+def show(**values: Any) -> None:
+    """Print the configuration."""
+    click.echo(config_from_options(values).model_dump_json())
+
+
+def config_of(container: dict[str, Any]) -> ServeConfig:
+    """How a container's server is configured, by the server's own reading of it."""
+    _, _, *options = container["args"]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    result = CliRunner().invoke(show, options, env=variables)
+    assert result.exit_code == 0, result.output
+    return ServeConfig.model_validate_json(result.stdout)
+
+
+def mebibytes(quantity: str) -> int:
+    match = re.fullmatch(r"(\d+)(Mi|Gi)", quantity)
+    assert match
+    return int(match[1]) << (10 if match[2] == "Gi" else 0)
 
 
 @pytest.mark.parametrize(
@@ -31,17 +91,26 @@ PATCHES = ("metrics/deployment-port.yaml", "metrics/service-port.yaml")
         name
         for name, manifest in MANIFESTS.items()
         if manifest["kind"] not in ("Kustomization", "Component", "ServiceMonitor")
-        and name not in PATCHES
+        and name not in PATCHES + TLS_PATCHES
     ],
 )
 def test_manifest_holds_to_the_schema(name: str) -> None:
     kubernetes_validate.validate(MANIFESTS[name], "1.30", strict=True)
 
 
-@pytest.mark.parametrize("folder", ["", "metrics/"])
+@pytest.mark.parametrize("patches", [PATCHES, TLS_PATCHES])
+def test_patched_manifests_hold_to_the_schema(patches: tuple[str, ...]) -> None:
+    for patch, target in zip(patches, PATCHED, strict=True):
+        manifest = patched(MANIFESTS[target], MANIFESTS[patch])
+        kubernetes_validate.validate(manifest, "1.30", strict=True)
+    kubernetes_validate.validate(patched(MANIFESTS[PATCHED[0]], gpu_patch()), "1.30", strict=True)
+
+
+@pytest.mark.parametrize("folder", ["", "metrics/", "tls/"])
 def test_kustomizations_name_every_file(folder: str) -> None:
     own = MANIFESTS[f"{folder}kustomization.yaml"]
-    named = {*own["resources"], *(patch["path"] for patch in own.get("patches", ()))}
+    patches = (patch["path"] for patch in own.get("patches", ()))
+    named = {*own.get("resources", ()), *patches}
     files = {path.name for path in (FOLDER / folder).glob("*.yaml")}
     assert named == files - {"kustomization.yaml"}
 
@@ -71,7 +140,7 @@ def test_ports_meet() -> None:
     service = ports(("service.yaml", PATCHES[1]), lambda spec: spec["ports"])
     assert {port["targetPort"] for port in service.values()} == set(container)
     assert container["grpc"]["containerPort"] == ServeConfig().port
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+    for probe in PROBES:
         assert CONTAINER[probe]["grpc"]["port"] == container["grpc"]["containerPort"]
     (endpoint,) = MANIFESTS["metrics/service-monitor.yaml"]["spec"]["endpoints"]
     assert endpoint["port"] in service
@@ -82,12 +151,13 @@ def test_ports_meet() -> None:
 
 
 def test_names_meet() -> None:
-    for patch, target in zip(PATCHES, ("deployment.yaml", "service.yaml"), strict=True):
+    for patch, target in zip(PATCHES + TLS_PATCHES, 2 * PATCHED, strict=True):
         for key in ("apiVersion", "kind"):
             assert MANIFESTS[patch][key] == MANIFESTS[target][key]
         assert MANIFESTS[patch]["metadata"]["name"] == MANIFESTS[target]["metadata"]["name"]
-    patched = MANIFESTS[PATCHES[0]]["spec"]["template"]["spec"]["containers"]
-    assert [container["name"] for container in patched] == [CONTAINER["name"]]
+    for deployment in (MANIFESTS[PATCHES[0]], MANIFESTS[TLS_PATCHES[0]], gpu_patch()):
+        assert deployment["metadata"] == {"name": MANIFESTS["deployment.yaml"]["metadata"]["name"]}
+        assert container_of(deployment)["name"] == CONTAINER["name"]
     scaled = MANIFESTS["metrics/autoscaler.yaml"]["spec"]["scaleTargetRef"]
     deployment = MANIFESTS["deployment.yaml"]
     assert scaled == {
@@ -102,9 +172,54 @@ def test_server_understands_its_words_and_has_the_time_to_stop() -> None:
     verb, bundle, *options = CONTAINER["args"]
     assert verb == serve.name
     assert bundle in {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
-    known = {name for option in serve.params if isinstance(option, Option) for name in option.opts}
-    assert {*options[::2], f"--{METRICS_SETTING.replace('_', '-')}"} <= known
+    options_known = {name for option in serve.params for name in option.opts}
+    assert {*options[::2], f"--{METRICS_SETTING.replace('_', '-')}"} <= options_known
     assert POD["enableServiceLinks"] is False  # MASKRCNN_PORT would be taken for a setting
-    config = ServeConfig()
+    config = config_of(CONTAINER)
     waiting = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"] + config.drain_delay_s
     assert POD["terminationGracePeriodSeconds"] > waiting + config.stop_grace_s
+
+
+def test_requests_fit_into_the_memory_between_request_and_limit() -> None:
+    deployment = MANIFESTS["deployment.yaml"]
+    for container in (CONTAINER, container_of(patched(deployment, gpu_patch()))):
+        resources = container["resources"]
+        memory = [mebibytes(resources[kind]["memory"]) for kind in ("requests", "limits")]
+        most = most_request_bytes(config_of(container)) >> 20
+        # The third of them that was read takes several times what was sent.
+        assert 2 * most <= memory[1] - memory[0]
+    for config in (ServeConfig(), config_of(CONTAINER)):
+        assert f"{most_request_bytes(config) / 2**30:g} GiB" in README
+
+
+def test_pod_outlives_a_model_that_is_loaded_again() -> None:
+    start, alive = (
+        CONTAINER[name]["periodSeconds"] * CONTAINER[name]["failureThreshold"]
+        for name in ("startupProbe", "livenessProbe")
+    )
+    assert alive >= start + config_of(CONTAINER).hang_timeout_s
+
+
+def test_server_with_tls_is_asked_over_tls() -> None:
+    deployment = patched(MANIFESTS["deployment.yaml"], MANIFESTS[TLS_PATCHES[0]])
+    container = container_of(deployment)
+    config = config_of(container)
+    assert config.tls_certificate
+    assert config.tls_key
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {v["name"]: v for v in deployment["spec"]["template"]["spec"]["volumes"]}
+    for path in (config.tls_certificate, config.tls_key):
+        # The files of a secret of type kubernetes.io/tls.
+        assert path.name in ("tls.crt", "tls.key")
+        assert volumes[mounts[str(path.parent)]]["secret"]["secretName"] in README
+    for name in PROBES:
+        probe = container[name]
+        assert "grpc" not in probe
+        assert probe["exec"]["command"][:3] == [
+            "grpc_health_probe",
+            f"-addr=localhost:{config.port}",
+            "-tls",
+        ]
+        assert probe["failureThreshold"] == CONTAINER[name]["failureThreshold"]
+    (port,) = patched(MANIFESTS["service.yaml"], MANIFESTS[TLS_PATCHES[1]])["spec"]["ports"]
+    assert "appProtocol" not in port  # as h2c says that it is not encrypted

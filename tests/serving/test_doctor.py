@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from maskrcnn_trt.serving.commands import serve
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.doctor import Finding, Section, diagnose
+from maskrcnn_trt.serving.host import available_memory
 
 DEFAULTS = dict.fromkeys(ServeConfig.model_fields, "the default")
 
@@ -134,11 +135,26 @@ def test_what_only_a_start_shows(bundle: Path, tmp_path: Path) -> None:
     assert "absent" in found["Trial"]["start"].text
 
 
-def test_settings_that_ask_for_more_than_there_is_are_warnings(bundle: Path) -> None:
-    sections = diagnose(bundle, ServeConfig(threads=10_000, queue_size=1_000_000), DEFAULTS)
+def limits_of(bundle: Path, **settings: object) -> dict[str, Finding]:
+    sections = diagnose(bundle, ServeConfig.model_validate({"port": 0, **settings}), DEFAULTS)
     limits = next(section for section in sections if section.title == "Limits")
-    states = {finding.subject: finding.state for finding in limits.findings}
-    assert (states["threads"], states["memory"]) == ("warning", "warning")
+    return {finding.subject: finding for finding in limits.findings}
+
+
+def test_settings_that_ask_for_more_than_there_is_are_warnings(bundle: Path) -> None:
+    found = limits_of(bundle, threads=10_000, queue_size=1_000_000)
+    assert (found["threads"].state, found["memory"].state) == ("warning", "warning")
+
+
+def test_memory_counts_messages_that_are_on_their_way(bundle: Path) -> None:
+    found = limits_of(bundle, queue_size=256, max_message_mb=64)["memory"]
+    assert "would take 48.0 GiB as they are sent, 3 times queue_size times" in found.text
+    mebibytes = available_memory() >> 20
+    # Those in progress alone would take half of what is there, or a sixth.
+    assert limits_of(bundle, queue_size=mebibytes // 2, max_message_mb=1)["memory"].state == (
+        "warning"
+    )
+    assert limits_of(bundle, queue_size=mebibytes // 6, max_message_mb=1)["memory"].state == "ok"
 
 
 def test_only_faults_make_a_section_unhealthy() -> None:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
 import numpy as np
 import pytest
 import raw_http2 as http2
@@ -18,6 +19,7 @@ from server_load import server_process, wait_until
 
 from maskrcnn_trt.protos.inference import open_inference_pb2
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import DetectorClient
 
 Encode = Callable[..., bytes]
@@ -28,6 +30,8 @@ _SPARE_FILES = 15
 """That may stay open for a while: gRPC looks no further at a client for which much waits."""
 _CALLS = 20
 """By one connection whose answers are not read."""
+_AT_ONCE = 200
+"""Calls that the server takes however suddenly they come; it may end some of a larger burst."""
 
 
 class Server(NamedTuple):
@@ -63,9 +67,22 @@ def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @contextmanager
 def a_thousand_connections(address: str, image: bytes) -> Iterator[None]:
+    options = [("grpc.use_local_subchannel_pool", 1)]  # else they would be one
     with ExitStack() as connections:
-        for _ in range(1000):
-            connections.enter_context(http2.connect(address))
+        channels = [
+            connections.enter_context(grpc.insecure_channel(address, options)) for _ in range(1000)
+        ]
+        stubs: list[Any] = [DetectorStub(channel) for channel in channels]
+        for _ in range(2):  # first to connect, then all of them connected
+            for start in range(0, 1000, _AT_ONCE):
+                calls = [
+                    stub.GetModel.future(pb.GetModelRequest(), timeout=60)
+                    for stub in stubs[start : start + _AT_ONCE]
+                ]
+                assert {call.result().name for call in calls} == {"maskrcnn_resnet18_fpn"}
+        request = pb.DetectRequest(image=image)
+        detecting = [stub.Detect.future(request, timeout=60) for stub in stubs[::100]]
+        assert all(call.result().detections for call in detecting)
         yield
 
 

@@ -93,6 +93,21 @@ def test_typed_contents_are_read(
     assert_row_is(triton.infer(MODEL, [tensor]), 0, predictor.detect(data))
 
 
+def test_typed_contents_may_be_as_long_as_a_message(
+    triton: InferenceServerClient, predictor: Predictor, picture: Encode
+) -> None:
+    height, width = 832, 840  # of which the pixels are 512 bytes short of 2 MiB
+    array = decoded(picture(5, (height + 1, width), codec="PNG")) // 2  # of a byte each, as sent
+    file = BytesIO()
+    Image.fromarray(array[0, :height]).save(file, "PNG")
+    fits, too_long = (InferInput("images", (1, h, width, 3), "UINT8") for h in (height, height + 1))
+    fits._get_tensor().contents.uint_contents.extend(array[0, :height].ravel().tolist())
+    assert_row_is(triton.infer(MODEL, [fits]), 0, predictor.detect(file.getvalue()))
+    too_long._get_tensor().contents.uint_contents.extend(array.ravel().tolist())
+    with pytest.raises(InferenceServerException, match="larger than max"):
+        triton.infer(MODEL, [too_long])
+
+
 def test_requested_outputs_are_the_answer(
     triton: InferenceServerClient, predictor: Predictor, picture: Encode
 ) -> None:
