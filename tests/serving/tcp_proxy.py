@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 
@@ -9,52 +10,56 @@ class Proxy:
     """Passes bytes on; once silent it only takes them."""
 
     def __init__(self, target: str) -> None:
-        self.address = ""
         self.silent = False
         self.sent = 0
         """Bytes that clients sent."""
         self.connections = 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setblocking(False)
+        self.address = "{}:{}".format(*self.listener.getsockname())
         self._host, _, self._port = target.rpartition(":")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sockets = contextlib.ExitStack()
 
-    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def accept(self) -> None:
+        # At once, for no connection to come between those that are closed in the end.
+        client = self._sockets.enter_context(self.listener.accept()[0])
+        server = self._sockets.enter_context(
+            socket.create_connection((self._host, int(self._port)))
+        )
+        for end in (client, server):
+            end.setblocking(False)
         self.connections += 1
-        other_reader, other_writer = await asyncio.open_connection(self._host, int(self._port))
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._pass_on(reader, other_writer, counted=True))
-                tasks.create_task(self._pass_on(other_reader, writer, counted=False))
-        finally:
-            for end in (writer, other_writer):
-                end.transport.abort()
-            await asyncio.sleep(0)  # in which they are closed
+        for pair in ((client, server), (server, client)):
+            self._tasks.add(asyncio.create_task(self._pass_on(*pair, counted=pair[0] is client)))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._sockets.close()
 
     async def _pass_on(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counted: bool
+        self, reader: socket.socket, writer: socket.socket, *, counted: bool
     ) -> None:
+        loop = asyncio.get_running_loop()
         with contextlib.suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
+            while data := await loop.sock_recv(reader, 1 << 16):
                 self.sent += counted * len(data)
                 if not self.silent:
-                    writer.write(data)
-                    await writer.drain()
-        writer.close()
+                    await loop.sock_sendall(writer, data)
+        with contextlib.suppress(OSError):
+            writer.shutdown(socket.SHUT_WR)
 
 
 @contextlib.asynccontextmanager
 async def proxied(target: str) -> AsyncIterator[Proxy]:
     """A proxy before the server at an address."""
-    proxy = Proxy(target)
-    tasks: set[asyncio.Task[None]] = set()
-
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.add(asyncio.create_task(proxy.connect(reader, writer)))
-
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    proxy.address = "{}:{}".format(*server.sockets[0].getsockname())
-    try:
-        yield proxy
-    finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    proxy, loop = Proxy(target), asyncio.get_running_loop()
+    with proxy.listener:
+        loop.add_reader(proxy.listener, proxy.accept)
+        try:
+            yield proxy
+        finally:
+            loop.remove_reader(proxy.listener)
+            await proxy.close()
