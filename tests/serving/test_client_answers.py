@@ -97,7 +97,7 @@ def test_server_that_is_killed_has_said_nothing(
 
         with pytest.raises(UnreachableError, match="closed the connection; it stopped"):
             list(client.stream(images()))
-        with pytest.raises(UnreachableError, match="it stopped|start one"):
+        with pytest.raises(UnreachableError, match=r"it stopped|start one"):
             client.detect(picture())
 
 
