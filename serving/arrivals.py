@@ -5,6 +5,9 @@ from collections.abc import AsyncIterator
 
 from .errors import ExpiredError, QueueFullError
 
+MESSAGES_PER_PLACE = 2
+"""That a server awaits for each image that may be in progress."""
+
 
 class Arrivals:
     """Waits for messages; where too many are awaited, it gives up the one awaited longest.

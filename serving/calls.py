@@ -1,15 +1,13 @@
 """What is done around every call: it gets an id, which the client is told, and a span."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any
 
 import grpc
 
 from .logs import name_call
+from .messages import REQUEST_ID_KEY
 from .tracing import Context, Tracer
-
-_ID_KEY: Final = "x-request-id"
-"""Metadata, of the client and of the answer."""
 
 _Handler = Any
 _Behaviour = Callable[[Any, Context], Awaitable[Any]]
@@ -43,8 +41,8 @@ class CallWatch(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
     def _watched(self, behaviour: _Behaviour, method: str) -> _Behaviour:
         async def watched(request: Any, context: Context) -> Any:
             sent = dict(context.invocation_metadata() or ())
-            call_id = name_call(str(sent.get(_ID_KEY, "")))
-            context.set_trailing_metadata(((_ID_KEY, call_id),))
+            call_id = name_call(str(sent.get(REQUEST_ID_KEY, "")))
+            context.set_trailing_metadata(((REQUEST_ID_KEY, call_id),))
             with self._tracer.call(method, context):
                 return await behaviour(request, context)
 

@@ -13,6 +13,7 @@ from ..protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from .config import MAX_RETRIES
 from .detections import Detections
 from .errors import AccessError, ClientError, DeadlineError, RefusedError, UnreachableError
+from .messages import REQUEST_ID_KEY
 
 Outcome = Detections | ClientError | OSError
 """What became of an image: an OSError is that its file cannot be read."""
@@ -27,9 +28,6 @@ _PING_TIMEOUT_MS = 20_000
 _UNCHECKED_BYTES = 4 << 20
 """gRPC's own limit of a message, up to which requests are sent without asking for the server's."""
 _SMALLER = "send a smaller image, or give the server a higher --max-message-mb"
-_ANSWER_KEY = "x-request-id"
-"""Metadata that the server adds to whatever it answers, see `calls`; where gRPC makes up a status
-because nobody answered, there is none."""
 _OWN_DEADLINE = "Deadline Exceeded"
 """What gRPC says where the client has waited long enough, be there a server or not."""
 _TOO_LARGE = "message larger than max"
@@ -251,8 +249,9 @@ class Silence:
 
 
 def _is_answer(error: grpc.RpcError) -> bool:
+    """Whether the server spoke; a status that gRPC makes up for nobody's answer has no such id."""
     metadata: Any = error.trailing_metadata() or ()
-    return any(key == _ANSWER_KEY for key, _ in metadata)
+    return any(key == REQUEST_ID_KEY for key, _ in metadata)
 
 
 def _unreachable(address: str, details: str) -> str:

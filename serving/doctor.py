@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..model.manifest import BundleError, Manifest, Precision, read_manifest, verified_path
+from .arrivals import MESSAGES_PER_PLACE
 from .backends.loading import BACKENDS, check_backend, choose_backend, served_precision
 from .config import ServeConfig
 from .errors import ServingError
@@ -36,9 +37,8 @@ _DISTRIBUTIONS: Final = (
     "pycuda",
 )
 
-_MESSAGES_PER_PLACE = 3
-"""In memory at most for each image in progress: its request, and two on their way, for which
-`Reception` waits."""
+_REQUESTS_PER_PLACE: Final = 1 + MESSAGES_PER_PLACE
+"""In memory at most for each image in progress: its own, and those on their way."""
 
 State = Literal["ok", "note", "warning", "fault"]
 
@@ -117,7 +117,7 @@ def most_request_bytes(config: ServeConfig) -> int:
 
     Those that were read, a third of them, take several times as much.
     """
-    return _MESSAGES_PER_PLACE * config.queue_size * config.max_message_mb << 20
+    return _REQUESTS_PER_PLACE * config.queue_size * config.max_message_mb << 20
 
 
 def _machine_findings() -> list[Finding]:
@@ -148,7 +148,7 @@ def _limit_findings(config: ServeConfig) -> list[Finding]:
         Finding(
             "memory",
             f"{_gib(memory)} to be had; the largest requests that the settings allow would take "
-            f"{_gib(requests)} as they are sent, {_MESSAGES_PER_PLACE} times queue_size times "
+            f"{_gib(requests)} as they are sent, {_REQUESTS_PER_PLACE} times queue_size times "
             "max_message_mb, and more once they are read",
             "warning" if requests > memory else "ok",
         ),

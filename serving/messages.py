@@ -15,6 +15,9 @@ from .detections import Answer, DetectionOptions, Detections, MaskFormat, Outlin
 from .errors import InvalidRequestError
 from .scheduling import DEFAULT_TERMS, RequestTerms
 
+REQUEST_ID_KEY = "x-request-id"
+"""Metadata of the client, and of whatever the server answers."""
+
 _NUMBER_FROM_MASK_FORMAT = {
     MaskFormat.RLE: pb.MASK_FORMAT_RLE,
     MaskFormat.PROBABILITIES: pb.MASK_FORMAT_PROBABILITIES,

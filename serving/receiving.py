@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from .access import AccessPolicy, is_open
-from .arrivals import Arrivals
+from .arrivals import MESSAGES_PER_PLACE, Arrivals
 from .config import ServeConfig
 from .errors import InvalidRequestError, ServingError
 from .pipeline import Pipeline
@@ -45,7 +45,7 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         self._pipeline = pipeline
         self._metrics = pipeline.telemetry.metrics
         self._timeout_s = config.receive_timeout_s
-        self._arrivals = Arrivals(2 * config.queue_size)
+        self._arrivals = Arrivals(MESSAGES_PER_PLACE * config.queue_size)
         self._places = Places(_CALLS_PER_PLACE * config.queue_size)
 
     async def intercept_service(

@@ -5,12 +5,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gated_engine import Gate, GatedEngine
 from PIL import Image
 
 Encode = Callable[..., bytes]
@@ -67,3 +69,14 @@ def address(bundle: Path) -> Iterator[str]:
     """A running server of the tiny bundle."""
     with _server_in_thread(bundle) as address:
         yield address
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gate]:
+    """Before the model of every server of the test; open, and again at its end."""
+    from maskrcnn_trt.serving import models
+
+    gate = Gate(tmp_path)
+    monkeypatch.setattr(models, "BundleEngine", partial(GatedEngine, gate))
+    yield gate
+    gate.open()

@@ -1,7 +1,8 @@
 """Both clients' `detect_many`, until whatever ends it."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,29 @@ class Run(NamedTuple):
     """What was raised, if anything was."""
 
 
+Tell = Callable[[Any], None]
+
+
+def _ask(tell: Tell, address: str, images: Iterable[Any], concurrency: int, **options: Any) -> None:
+    with DetectorClient(address, **options) as client:
+        for outcome in client.detect_many(images, concurrency=concurrency):
+            tell(outcome)
+
+
+async def _ask_async(
+    tell: Tell, address: str, images: Iterable[Any], concurrency: int, **options: Any
+) -> None:
+    async with AsyncDetectorClient(address, **options) as client:
+        async for outcome in client.detect_many(images, concurrency=concurrency):
+            tell(outcome)
+
+
+def _run_async(*arguments: Any, **options: Any) -> None:
+    asyncio.run(_ask_async(*arguments, **options))
+
+
 def run(
+    ask: Callable[..., None],
     address: str,
     images: Iterable[Any],
     *,
@@ -26,35 +49,14 @@ def run(
 ) -> Run:
     """Ask for images, whose outcomes may be watched as they come into a list."""
     outcomes = [] if into is None else into
-    with DetectorClient(address, **options) as client:
-        try:
-            outcomes.extend(client.detect_many(images, concurrency=concurrency))
-        except ClientError as error:
-            return Run(outcomes, error)
-    return Run(outcomes, None)
-
-
-def run_async(
-    address: str,
-    images: Iterable[Any],
-    *,
-    concurrency: int = 8,
-    into: list[Any] | None = None,
-    **options: Any,
-) -> Run:
-    outcomes = [] if into is None else into
-
-    async def ask() -> None:
-        async with AsyncDetectorClient(address, **options) as client:
-            async for outcome in client.detect_many(images, concurrency=concurrency):
-                outcomes.append(outcome)
-
     try:
-        asyncio.run(ask())
+        ask(outcomes.append, address, images, concurrency, **options)
     except ClientError as error:
         return Run(outcomes, error)
     return Run(outcomes, None)
 
 
-both_runs = pytest.mark.parametrize("run", [run, run_async])
+both_runs = pytest.mark.parametrize(
+    "run", [partial(run, _ask), partial(run, _run_async)], ids=["sync", "async"]
+)
 """Has a test ask for many images by either client."""

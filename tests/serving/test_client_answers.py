@@ -8,26 +8,17 @@ from typing import Any
 
 import grpc
 import pytest
-from gated_engine import Gate, GatedEngine
+from gated_engine import Gate
 from limited_server import served
 from many_requests import Run, both_runs
 from server_load import server_process
 from stub_server import Detector, both_ways, serving
 
-from maskrcnn_trt.serving import models
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.errors import RefusedError, UnreachableError
 
 Encode = Callable[..., bytes]
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path)
-    monkeypatch.setattr(models, "BundleEngine", partial(GatedEngine, gate))
-    yield gate
-    gate.open()
 
 
 @both_runs

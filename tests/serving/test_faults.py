@@ -3,33 +3,23 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from gated_engine import Gate, GatedEngine
+from gated_engine import Gate
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving import models
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import BackendError
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path)
-    monkeypatch.setattr(models, "BundleEngine", partial(GatedEngine, gate))
-    yield gate
-    gate.open()
 
 
 async def batches(gate: Gate, number: int) -> None:

@@ -7,14 +7,13 @@ import shutil
 import socket
 import urllib.request
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 import pytest
-from gated_engine import Gate, GatedEngine
+from gated_engine import Gate
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as openmetrics_families,
 )
@@ -24,7 +23,7 @@ from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving import models, prometheus
+from maskrcnn_trt.serving import prometheus
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import ServingError
 from maskrcnn_trt.serving.server import detection_server
@@ -256,12 +255,7 @@ def test_the_documentation_has_them_all(served: Any) -> None:
     assert documented == families
 
 
-def test_faults_of_the_backend_are_counted(
-    served: Any, picture: Encode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    gate = Gate(tmp_path)
-    monkeypatch.setattr(models, "BundleEngine", partial(GatedEngine, gate))
-
+def test_faults_of_the_backend_are_counted(served: Any, picture: Encode, gate: Gate) -> None:
     async def ask() -> None:
         async with (
             served() as (address, metrics),

@@ -6,19 +6,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from gated_engine import Gate, GatedEngine
+from gated_engine import Gate
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving import models
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import BackendError, ServingError
@@ -122,17 +120,13 @@ def test_more_requests_than_places_are_refused(bundle: Path, picture: Encode) ->
     assert {error.code for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
-def test_failed_warm_up_is_one_error(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(tmp_path)
+def test_failed_warm_up_is_one_error(bundle: Path, gate: Gate) -> None:
     gate.break_with(BackendError("the runtime does not compute"))
 
     async def start() -> None:
         async with detection_server(bundle, ServeConfig(port=0)):
             pass
 
-    monkeypatch.setattr(models, "BundleEngine", partial(GatedEngine, gate))
     with pytest.raises(BackendError, match="does not compute"):
         asyncio.run(start())
 

@@ -1,14 +1,13 @@
 """Which requests get as far as being converted: a gate before the model keeps places taken."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gated_engine import Gate, GatedEngine
+from gated_engine import Gate
 from numpy.typing import NDArray
 from PIL import Image
 from triton_requests import MODEL, pixels_of
@@ -16,21 +15,12 @@ from tritonclient.grpc import InferInput, InferResult
 from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from maskrcnn_trt.serving import models
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
 HEIGHT, WIDTH = 120, 200
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path)
-    monkeypatch.setattr(models, "BundleEngine", partial(GatedEngine, gate))
-    yield gate
-    gate.open()
 
 
 def two_pictures(picture: Encode) -> NDArray[np.uint8]:
