@@ -1,8 +1,9 @@
 """A bundle as an engine, run by the backend that serves it."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,10 +44,14 @@ class BundleEngine:
         """On the device where the backend can, and from host to host as it is served."""
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)
-        runs = [_run(backend, "host", lambda: backend.infer(bucket, images, sizes))]
+        infer = functools.partial(backend.infer, bucket, images, sizes)
+        runs = [_run(backend, "host", infer, lambda found: found.num_detections)]
         if backend.name == "onnxruntime":
             compute = cast("OnnxRuntimeBackend", backend).bind_on_device(bucket, images, sizes)
-            runs.insert(0, _run(backend, "device", compute))
+            on_device = _run(
+                backend, "device", compute, lambda found: found[0].numpy()[: len(images)]
+            )
+            runs.insert(0, on_device)
         elif backend.name == "torch":
             runs.insert(0, _run_of_torch(cast("TorchBackend", backend), bucket, images, sizes))
         return runs
@@ -65,6 +70,7 @@ def _run_of_torch(
         backend,
         "device",
         lambda: backend.infer_on_device(bucket, *on_device),
+        lambda found: found.num_detections.tolist(),
         torch.cuda.synchronize if backend.device == "cuda" else None,
     )
 
@@ -73,6 +79,7 @@ def _run(
     backend: Backend,
     data: DataPlace,
     queue: Callable[[], object],
+    counts_in: Callable[[Any], Iterable[int]],
     wait: Callable[[], object] | None = None,
 ) -> Run:
     memory: MemoryKind = "torch" if backend.name == "torch" else "driver"
@@ -82,5 +89,6 @@ def _run(
         data=data,
         memory="cpu" if backend.device == "cpu" else memory,
         queue=queue,
+        counts_in=counts_in,
         wait=wait,
     )

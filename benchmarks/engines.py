@@ -1,9 +1,9 @@
 """What runs a model that is named by its path."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +29,18 @@ class Run:
     memory: MemoryKind
     """How the memory that it needs is counted."""
     queue: Callable[[], object]
-    """Begins the batch."""
+    """Begins the batch, and returns what will have been found in it."""
+    counts_in: Callable[[Any], Iterable[int]]
+    """How many detections of each image there are in that, once the batch is complete."""
     wait: Callable[[], object] | None = None
     """Returns when all batches that were begun are complete; None where `queue` waits itself."""
 
-    def complete(self) -> None:
-        """Compute the batch."""
-        self.queue()
+    def complete(self) -> object:
+        """Compute the batch, and return what was found in it."""
+        found = self.queue()
         if self.wait is not None:
             self.wait()
+        return found
 
 
 class Engine(Protocol):

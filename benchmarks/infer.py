@@ -73,6 +73,8 @@ class InferResult:
     """Of this batch size and the smaller ones before it, as `memory.peak_memory_mib` defines it."""
     memory: MemoryKind
     """What that counts."""
+    detections_per_image: float
+    """Mean of the batch."""
 
 
 @dataclass(frozen=True)

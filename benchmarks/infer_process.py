@@ -64,6 +64,7 @@ def _measure_speed(
     choice: EngineChoice, run: Run, bucket: ShapeBucket, batch: int, settings: InferSettings
 ) -> InferResult:
     durations_of(run.complete, _WARMUP_SHARE * settings.seconds, settings.warmup)
+    detections = sum(run.counts_in(run.complete()))
     durations = durations_of(run.complete, settings.seconds / 2)
     rate = len(durations) / sum(durations)
     if run.wait is not None:
@@ -81,6 +82,7 @@ def _measure_speed(
         latency=latency_from_seconds(durations),
         peak_memory_mib=peak_memory_mib(run.memory),
         memory=run.memory,
+        detections_per_image=float(detections / batch),
     )
 
 

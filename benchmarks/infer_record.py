@@ -46,12 +46,12 @@ measured at the smallest batch first. Latencies are of a batch, in ms, from its 
 each batch begun when the last was complete. "images/s" is measured after that, with as many batches
 queued back to back and one wait at the end. "data" is where the images lie before the clock starts
 and the detections are when it stops: on the device that computes, or in arrays on the host, as in
-serving, so that copying counts.
+serving, so that copying counts. "found" are the detections of an image, the mean of a batch.
 """
 _PEER = """\
 Torchvision's model is measured as it ships: it scales the images, pastes the masks into them, and
-waits for the GPU within. "times" is how many times as fast as torchvision in the same
-precision at the same batch size.
+waits for the GPU within; the more it finds, the longer it takes. "times" is how many times as fast
+as torchvision in the same precision at the same batch size.
 """
 _MEMORY = """\
 "MiB" is the peak at that batch size, with what smaller ones left behind. Of torch it is what its

@@ -77,7 +77,10 @@ def show(report: Report, table: RenderableType, json_path: Path | None) -> None:
         json_path.write_text(json.dumps(asdict(report), indent=2) + "\n")
 
 
-INFER_COLUMNS = ("engine", "data", "batch", "images/s", *_PERCENTILES, "MiB", "times", "floor")
+INFER_COLUMNS = (
+    *("engine", "data", "batch", "images/s", *_PERCENTILES),
+    *("MiB", "found", "times", "floor"),
+)
 
 
 def infer_rows(
@@ -100,6 +103,7 @@ def infer_rows(
             f"{r.images_per_second:.1f}",
             *(in_figures(value) for value in (r.latency.p50, r.latency.p90, r.latency.p99)),
             f"{r.peak_memory_mib:.0f}{'*' if r.memory == 'driver' else ''}",
+            f"{r.detections_per_image:.1f}",
             in_figures(r.images_per_second / peers[r.batch]) if r.batch in peers else "",
             "" if floor is None else f"{r.images_per_second / floor:.1%}",
         )

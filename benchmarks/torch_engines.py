@@ -1,6 +1,6 @@
 """Checkpoints as engines: the project's own model, and torchvision's with the same weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ class TorchEngine:
     precision: Precision
     inputs_from: Callable[[Tensor], tuple[Any, ...]]
     """Arguments of the model for images [B, 3, H, W] uint8 on its device."""
+    counts_in: Callable[[Any], Iterable[int]]
+    """Detections of each image in what the model returns."""
 
     def __post_init__(self) -> None:
         self.device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,12 +39,12 @@ class TorchEngine:
         torch.backends.cudnn.allow_tf32 = self.precision == "tf32"
         dtype = AUTOCAST_DTYPES.get(self.precision)
 
-        def detect() -> None:
+        def detect() -> object:
             with (
                 torch.inference_mode(),
                 torch.autocast(self.device, dtype, enabled=dtype is not None),
             ):
-                self.model(*inputs)
+                return self.model(*inputs)
 
         on_gpu = self.device == "cuda"
         return [
@@ -52,6 +54,7 @@ class TorchEngine:
                 data="device",
                 memory="torch" if on_gpu else "cpu",
                 queue=detect,
+                counts_in=self.counts_in,
                 wait=torch.cuda.synchronize if on_gpu else None,
             )
         ]
@@ -61,7 +64,9 @@ def engine_from_checkpoint(checkpoint: Checkpoint, precision: Precision) -> Torc
     """The project's model."""
     model = checkpoint.build_model()
     nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
-    return TorchEngine("eager", model, precision, _images_and_sizes)
+    return TorchEngine(
+        "eager", model, precision, _images_and_sizes, lambda found: found.num_detections.tolist()
+    )
 
 
 def torchvision_from_checkpoint(checkpoint: Checkpoint, precision: Precision) -> TorchEngine:
@@ -86,7 +91,10 @@ def torchvision_from_checkpoint(checkpoint: Checkpoint, precision: Precision) ->
         model.transform.min_size, model.transform.max_size = (min(sides),), max(sides)
         return (list(images.float() / 255),)
 
-    return TorchEngine("torchvision", model, precision, inputs_from)
+    def counts_in(found: list[dict[str, Tensor]]) -> list[int]:
+        return [len(image["boxes"]) for image in found]
+
+    return TorchEngine("torchvision", model, precision, inputs_from, counts_in)
 
 
 def _images_and_sizes(images: Tensor) -> tuple[Tensor, Tensor]:

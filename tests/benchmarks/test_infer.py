@@ -75,6 +75,7 @@ def test_bundle_checkpoint_and_peer_in_one_run(bundle: Path, tiny_checkpoint: Pa
         assert r["peak_memory_mib"] > 10
         assert (r["bucket"], r["precision"]) == ("96x160", "fp32")
         assert (r["memory"] == "cpu") == (r["device"] == "cpu")
+        assert r["detections_per_image"] == found["results"][-1]["detections_per_image"] > 0
     assert found["failures"] == []
     if not torch.cuda.is_available():
         assert (found["floors"], found["stages"]) == ([], [])

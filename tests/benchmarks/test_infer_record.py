@@ -43,6 +43,7 @@ def made_up(
         latency=Latency(*([1000 * batch / speed] * 6)),
         peak_memory_mib=500.0 * batch,
         memory="driver" if engine == "onnxruntime" else "torch",
+        detections_per_image=7.25,
     )
 
 
@@ -115,6 +116,7 @@ def test_rows_compare_with_the_peer_and_the_floor_of_their_precision():
     assert [c["data"] for c in cells[:4]] == ["cuda", "cuda", "host", "host"]
     assert [c["times"] for c in cells] == ["12.5", "25.0", "10.0", "20.8", "6.67", "1.00", "1.00"]
     assert cells[1]["floor"] == "40.0%"
+    assert {c["found"] for c in cells} == {"7.2"}
     fp32 = infer_rows("fp32", RESULTS, FAILURES, FLOORS)
     cells = [dict(zip(INFER_COLUMNS, row, strict=True)) for row in fp32]
     assert [c["MiB"] for c in cells] == ["4000", "4000*", ""]
