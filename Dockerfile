@@ -1,7 +1,11 @@
-# Two images: for serving, the base install without torch, and for training and export.
+# Two images: for serving, the base install without torch or with extras by name, and for training
+# and export.
 #
 #   docker build --tag maskrcnn-trt .
 #   docker run --rm -p 8500:8500 -v "$PWD/bundle:/bundle:ro" maskrcnn-trt
+#
+#   docker build --build-arg EXTRAS=torch --tag maskrcnn-trt-gpu .
+#   docker run --rm --gpus all -p 8500:8500 -v "$PWD/bundle:/bundle:ro" maskrcnn-trt-gpu
 #
 #   docker build --target training --tag maskrcnn-trt-training .
 #   docker run --rm --gpus all --ipc host -v "$PWD/data:/home/maskrcnn/data:ro" \
@@ -14,7 +18,8 @@ RUN sed -e 's/ *\\$//' -e '/^ *--hash=/d' requirements.lock > constraints.txt \
  && python -m venv /opt/maskrcnn
 
 FROM source AS serving-install
-RUN /opt/maskrcnn/bin/pip install --no-cache-dir --constraint constraints.txt .
+ARG EXTRAS
+RUN /opt/maskrcnn/bin/pip install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[$EXTRAS]}"
 
 FROM source AS training-install
 RUN /opt/maskrcnn/bin/pip install --no-cache-dir --constraint constraints.txt ".[train]"
@@ -31,6 +36,13 @@ USER maskrcnn
 CMD ["--help"]
 
 FROM base AS serving
+ARG EXTRAS
+# Torch's Triton compiles in C what launches its kernels, whenever its cache is empty.
+RUN case ",$EXTRAS," in *,torch,*) \
+        apt-get update \
+     && apt-get install --yes --no-install-recommends gcc libc6-dev \
+     && rm -rf /var/lib/apt/lists/* ;; \
+    esac
 COPY --from=serving-install /opt/maskrcnn /opt/maskrcnn
 USER maskrcnn
 EXPOSE 8500

@@ -36,14 +36,19 @@ def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
     return versions
 
 
+def machine_memory() -> dict[str, int]:
+    """Bytes of the machine's memory by the names that Linux gives them."""
+    told = Path("/proc/meminfo").read_text()
+    return {name: int(size) << 10 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", told, re.M)}
+
+
 def available_memory() -> int:
     """Bytes that this process may still take: what is free, or what its limits leave."""
-    free = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
-    assert free is not None
+    free = machine_memory()["MemAvailable"]
     of_cgroups = [_number_in(_CGROUPS / name) for name in _MEMORY_LIMITS]
     of_process, _ = resource.getrlimit(resource.RLIMIT_AS)
     limits = [*of_cgroups, None if of_process == resource.RLIM_INFINITY else of_process]
-    return min([int(free[1]) << 10, *(limit for limit in limits if limit is not None)])
+    return min([free, *(limit for limit in limits if limit is not None)])
 
 
 def available_cores() -> float:

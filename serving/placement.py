@@ -8,19 +8,21 @@ from typing import NamedTuple
 
 _CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
-# CUDA's own count, which knows of MIG, containers and the environment. It is taken in a process of
-# its own, since a process that has loaded CUDA keeps hold of every GPU.
-_COUNT = """
+# CUDA itself, which knows of MIG, containers and the environment. It is asked in a process of its
+# own, since a process that has loaded CUDA keeps hold of every GPU.
+_BUS_IDS = """
 import ctypes
 try:
     cuda = ctypes.CDLL("libcuda.so.1")
 except OSError:
-    print(0)
-else:
-    count = ctypes.c_int()
-    cuda.cuInit(0)
-    cuda.cuDeviceGetCount(ctypes.byref(count))
-    print(count.value)
+    raise SystemExit
+count, gpu, bus_id = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(32)
+cuda.cuInit(0)
+cuda.cuDeviceGetCount(ctypes.byref(count))
+for index in range(count.value):
+    cuda.cuDeviceGet(ctypes.byref(gpu), index)
+    cuda.cuDeviceGetPCIBusId(bus_id, len(bus_id), gpu)
+    print(bus_id.value.decode())
 """
 
 
@@ -31,6 +33,8 @@ class Place(NamedTuple):
     """Variables that tell libraries so."""
     cores: Set[int]
     """CPUs, by number."""
+    gpu: int | None = None
+    """The number that CUDA has for its GPU in the server's process; none where there is no GPU."""
     is_for_gpu: bool = False
     """Whether there is a place only because there are several GPUs."""
 
@@ -45,6 +49,7 @@ def places_for(workers: int | None) -> list[Place]:
             Place(
                 {_CUDA_VISIBLE_DEVICES: gpus[index % len(gpus)]},
                 frozenset(cores),
+                gpu=index % len(gpus),
                 is_for_gpu=workers is None and index > 0,
             )
             for index in range(workers or len(gpus))
@@ -55,8 +60,13 @@ def places_for(workers: int | None) -> list[Place]:
 
 def visible_gpus() -> list[str]:
     """The GPUs that CUDA finds, as its environment variable names them."""
-    command = [sys.executable, "-I", "-S", "-c", _COUNT]
-    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    count = int(found.stdout or 0)
+    count = len(gpu_bus_ids())
     names = os.environ.get(_CUDA_VISIBLE_DEVICES)
     return names.split(",")[:count] if names else [str(index) for index in range(count)]
+
+
+def gpu_bus_ids() -> list[str]:
+    """PCI bus ID of each GPU that CUDA finds; the parts of one that is divided by MIG share its."""
+    command = [sys.executable, "-I", "-S", "-c", _BUS_IDS]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return found.stdout.splitlines()

@@ -1,7 +1,8 @@
 """Detection in any number of images with Ray Data, on this machine or a cluster."""
 
+import contextlib
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,12 +96,10 @@ def predict_with_ray(
     Raises:
         BundleError: there is no bundle.
         FileExistsError: there is something in `output`, with which the results would mix.
-        ServingError: there are no images, or the backend or the cluster failed.
+        ServingError: there are no images, a bucket cannot be reached, or the backend or the cluster
+            failed.
     """
     read_manifest(bundle)  # so that no cluster has to find out
-    files, folder = pyarrow.fs.FileSystem.from_uri(output)
-    if files.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True)):
-        raise FileExistsError(errno.EEXIST, "holds files already; choose another folder", output)
     predictor = {
         "bundle": bundle.resolve(),
         "precision": precision,
@@ -108,15 +107,44 @@ def predict_with_ray(
         "max_batch": max_batch,
     }
     detector = {"options": options, "predictor": predictor}
+    with _reached_storage():
+        files, folder = pyarrow.fs.FileSystem.from_uri(output)
+        if files.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True)):
+            fault = "holds files already; choose another folder"
+            raise FileExistsError(errno.EEXIST, fault, output)
+        _write_detections(sources, detector, 4 * max_batch, output)
+        written = pyarrow.dataset.dataset(folder, filesystem=files)
+        failures = written.count_rows(filter=pyarrow.dataset.field("error").is_valid())
+        return RaySummary(written.count_rows(), failures)
+
+
+@contextlib.contextmanager
+def _reached_storage() -> Iterator[None]:
+    """Say what to do where files or buckets cannot be used.
+
+    Raises:
+        ServingError: they cannot, and the fault does not itself name a file.
+    """
+    try:
+        yield
+    except (OSError, pa.ArrowInvalid) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        raise ServingError(
+            f"images or results cannot be reached: {error}; a bucket must be there, at Amazon or "
+            "where AWS_ENDPOINT_URL says, and open to AWS_ACCESS_KEY_ID"
+        ) from error
+
+
+def _write_detections(
+    sources: Sequence[str], detector: dict[str, Any], batch_size: int, output: str
+) -> None:
     with ray.init(ignore_reinit_error=True):
         try:
-            _detections(sources, detector, 4 * max_batch).write_parquet(output)
+            _detections(sources, detector, batch_size).write_parquet(output)
         except ray.exceptions.RayError as error:
             cause = str(error).strip().rpartition("\n")[2]
             raise ServingError(f"Ray could not go on: {cause}") from error
-    written = pyarrow.dataset.dataset(folder, filesystem=files)
-    failures = written.count_rows(filter=pyarrow.dataset.field("error").is_valid())
-    return RaySummary(written.count_rows(), failures)
 
 
 def _detections(
@@ -128,7 +156,7 @@ def _detections(
         images = ray.data.read_binary_files(
             list(sources), include_paths=True, file_extensions=suffixes
         )
-    except ValueError as error:  # it lists them here
+    except (FileNotFoundError, ValueError) as error:  # it lists them here
         raise ServingError(f"there is no image to detect in: {error}") from None
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = int(resources.get("GPU", 0))

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
 from click.testing import CliRunner
@@ -15,10 +17,32 @@ from maskrcnn_trt.serving.detection_commands import predict
 Encode = Callable[..., bytes]
 
 
-def maskrcnn(*words: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+def maskrcnn(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", **variables}
     command = [sys.executable, "-m", "maskrcnn_trt", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def pictures(picture: Encode) -> dict[str, bytes]:
+    return {f"{n}.jpg": picture(n, (120, 200) if n % 2 else (200, 120)) for n in range(6)}
+
+
+def found_alone(bundle: Path, folder: Path, output: Path) -> list[dict[str, Any]]:
+    """What `predict` finds without Ray."""
+    words = [str(bundle), str(folder), "--score-threshold", "0.2", "-o", str(output)]
+    alone = CliRunner().invoke(predict, words)
+    assert alone.exit_code == 0, alone.output
+    found: list[dict[str, Any]] = json.loads((output / "detections.json").read_text())
+    return found
+
+
+def found_in(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same in the rows that Ray wrote."""
+    return [
+        {"image_id": int(Path(row["path"]).stem), **detection}
+        for row in sorted(rows, key=lambda row: row["path"])
+        for detection in row["detections"]
+    ]
 
 
 @pytest.mark.slow
@@ -27,13 +51,10 @@ def test_ray_finds_what_predict_finds(bundle: Path, picture: Encode, tmp_path: P
     parquet = pytest.importorskip("pyarrow.parquet")
     folder = tmp_path / "pictures"
     folder.mkdir()
-    for number in range(6):
-        size = (120, 200) if number % 2 else (200, 120)
-        (folder / f"{number}.jpg").write_bytes(picture(number, size))
+    for name, image in pictures(picture).items():
+        (folder / name).write_bytes(image)
     common = ("--score-threshold", "0.2", "-o")
-    alone = CliRunner().invoke(predict, [str(bundle), str(folder), *common, str(tmp_path / "a")])
-    assert alone.exit_code == 0, alone.output
-    expected = json.loads((tmp_path / "a" / "detections.json").read_text())
+    expected = found_alone(bundle, folder, tmp_path / "a")
 
     (folder / "bad.png").write_bytes(b"no image")
     (folder / "notes.txt").write_text("no picture")
@@ -50,17 +71,63 @@ def test_ray_finds_what_predict_finds(bundle: Path, picture: Encode, tmp_path: P
     bad = rows.pop("bad")
     assert bad["error"] == "the data is no JPEG, PNG or WebP image"
     assert bad["detections"] is None
-    found = [
-        {"image_id": int(name), **detection}
-        for name, row in sorted(rows.items())
-        for detection in row["detections"]
-    ]
-    assert found == expected
+    assert found_in([*rows.values()]) == expected
     assert (rows["0"]["height"], rows["0"]["width"]) == (200, 120)
 
     again = maskrcnn(*words)
     assert again.returncode == 1
     assert "holds files already; choose another folder" in again.stderr
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a store that speaks as S3 does, for which there are keys in the environment."""
+    moto = pytest.importorskip("moto.server")
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.mark.slow
+def test_ray_reads_and_writes_buckets(
+    bundle: Path, picture: Encode, tmp_path: Path, store: str
+) -> None:
+    fs = pytest.importorskip("pyarrow.fs")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    place = f"endpoint_override={quote(store, safe='')}"
+    files, _ = fs.FileSystem.from_uri(f"s3://bucket?allow_bucket_creation=true&{place}")
+    files.create_dir("bucket")
+    for name, image in pictures(picture).items():
+        (tmp_path / name).write_bytes(image)
+        with files.open_output_stream(f"bucket/pictures/{name}") as file:
+            file.write(image)
+    expected = found_alone(bundle, tmp_path, tmp_path / "alone")
+
+    def predicted(source: str, output: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        words = ("predict", bundle, source, "--ray", "--score-threshold", "0.2", "-o", output)
+        return maskrcnn(*words, **variables)
+
+    by_variable = predicted("s3://bucket/pictures", "s3://bucket/one", AWS_ENDPOINT_URL=store)
+    by_address = predicted(f"s3://bucket/pictures?{place}", f"s3://bucket/two?{place}")
+    for result, folder in ((by_variable, "bucket/one"), (by_address, "bucket/two")):
+        assert result.returncode == 0, result.stderr
+        assert found_in(parquet.read_table(folder, filesystem=files).to_pylist()) == expected
+
+    nothing = predicted("s3://bucket/none", "s3://bucket/three", AWS_ENDPOINT_URL=store)
+    assert nothing.returncode == 1
+    assert "there is no image to detect in: bucket/none" in nothing.stderr.splitlines()[-1]
+    gone = predicted(
+        "s3://bucket/pictures", "s3://bucket/four", AWS_ENDPOINT_URL="http://localhost:1"
+    )
+    assert gone.returncode == 1
+    assert "images or results cannot be reached" in gone.stderr.splitlines()[-1]
+    assert "at Amazon or where AWS_ENDPOINT_URL says" in gone.stderr.splitlines()[-1]
 
 
 def test_words_that_do_not_go_together(bundle: Path, tmp_path: Path) -> None:

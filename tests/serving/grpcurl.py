@@ -1,0 +1,42 @@
+"""What grpcurl does with these words, by protobuf's own JSON and the server's own descriptors."""
+
+import sys
+
+import grpc
+from google.protobuf import json_format
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+
+def run(words: list[str]) -> None:
+    assert words.pop(0) == "-plaintext"
+    told = "{}"
+    if words[0] == "-d":
+        told = sys.stdin.read() if words[1] == "@" else words[1]
+        del words[:2]
+    address, *words = words
+    with grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        pool = DescriptorPool(database)
+        match words:
+            case ["list"]:
+                print("\n".join(database.get_services()))
+            case ["describe", message]:
+                print("\n".join(field.name for field in pool.FindMessageTypeByName(message).fields))
+            case [call]:
+                service, method = call.split("/")
+                kinds = pool.FindServiceByName(service).methods_by_name[method]
+                request = json_format.Parse(told, GetMessageClass(kinds.input_type)())
+                answer = channel.unary_unary(
+                    f"/{call}",
+                    request_serializer=lambda message: message.SerializeToString(),
+                    response_deserializer=GetMessageClass(kinds.output_type).FromString,
+                )(request, timeout=60)
+                print(json_format.MessageToJson(answer))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
