@@ -52,7 +52,7 @@ class BundleEvaluation:
     images: int
     """Images that were detected in."""
     left_out: int
-    """Images that could not be used."""
+    """Images of the annotation file that could not be used."""
     seconds: float
     """From the first image's file to the last one's detections; the model was warm."""
     backend: str
@@ -87,7 +87,8 @@ def evaluate_bundle(
         BackendError: the backend does not run here.
         BundleError: the bundle is damaged or lacks the precision.
         ConfigError: the data set has categories that the bundle does not know.
-        DataError: the data set cannot be used, or an image where that is refused.
+        DataError: the data set cannot be used, none of its images can, or one cannot where that is
+            refused.
     """
     manifest = read_manifest(bundle)
     precision = precision or served_precision(manifest, backend)
@@ -105,11 +106,13 @@ def evaluate_bundle(
                 followed = _followed(found, len(dataset), progress)
                 left_out = _collect(followed, evaluator, data.on_broken)
             seconds = time.perf_counter() - start
+        if left_out == len(dataset):
+            raise DataError(f"none of the images of {dataset.name} can be used; the log says why")
         metrics = evaluator.evaluate(output, measure=not data.settings.skip_eval)
     return BundleEvaluation(
         metrics=metrics,
         images=len(dataset) - left_out,
-        left_out=left_out,
+        left_out=left_out + _missing_from(dataset),
         seconds=seconds,
         backend=engine.name,
         device=engine.device,
@@ -143,18 +146,7 @@ def _found_in(
 def _pairs(
     records: Sequence[ImageRecord], detect: _DetectMany
 ) -> Iterator[tuple[ImageRecord, Outcome]]:
-    faults: dict[int, ImageError] = {}
-
-    def contents() -> Iterator[bytes]:
-        for record in records:
-            try:
-                yield record.path.read_bytes()
-            except OSError as error:
-                faults[record.id] = ImageError(error.strerror)
-                yield b""
-
-    for record, found in zip(records, detect(contents()), strict=True):
-        yield record, faults.get(record.id, found)
+    return zip(records, detect(record.path for record in records), strict=True)
 
 
 def _is_as_annotated(found: Detections, record: ImageRecord) -> bool:
@@ -191,6 +183,11 @@ def _collect(
             "left out %s: %s (broken files so far: %d)", record.path, detections, left_out
         )
     return left_out
+
+
+def _missing_from(dataset: CocoDataset) -> int:
+    """Images that the annotation file lists and the data set leaves out."""
+    return sum(len(names) for fault, names in dataset.faults.items() if fault.startswith("images:"))
 
 
 def _image_detections_from(found: Detections) -> ImageDetections:

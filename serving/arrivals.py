@@ -1,7 +1,9 @@
 """Messages that are on their way, of which slow clients may let any number wait."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
 
 from .errors import ExpiredError, QueueFullError
 
@@ -22,11 +24,13 @@ class Arrivals:
         self._awaited: dict[asyncio.Timeout, None] = {}
         """The oldest first."""
 
-    async def next(self, messages: AsyncIterator[bytes], timeout_s: float | None) -> bytes | None:
+    async def next(
+        self, context: grpc.aio.ServicerContext[Any, Any], timeout_s: float | None
+    ) -> bytes | None:
         """Await the next message of a call.
 
         Args:
-            messages: Those of the call.
+            context: Of the call, whose messages are not deserialised.
             timeout_s: The longest to wait; none, any time.
 
         Returns:
@@ -42,7 +46,9 @@ class Arrivals:
         self._awaited[limit] = None
         try:
             async with limit:
-                return await anext(messages, None)
+                message = await context.read()
+                # The stubs do not know EOF.
+                return None if message is grpc.aio.EOF else message  # type: ignore[attr-defined]
         except TimeoutError:
             if limit in self._awaited:
                 raise ExpiredError(f"the message did not arrive within {timeout_s:g} s") from None

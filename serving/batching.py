@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ _log = logging.getLogger(__name__)
 
 _FAILURES = 3
 """Batches that fail one after the other before an engine counts as broken."""
+_LONGEST_START_S = 600.0
+"""For an engine to start again, before it counts as hung."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
@@ -45,6 +48,7 @@ class BatchResult(NamedTuple, Generic[Result]):
 @dataclass(frozen=True, eq=False)
 class _Waiting(Generic[Item, Result]):
     item: Item
+    model: str
     result: asyncio.Future[BatchResult[Result]]
 
 
@@ -104,14 +108,20 @@ class Batcher(Generic[Item, Result]):
         return sum(worker.is_up for worker in self._workers)
 
     @property
+    def gpus(self) -> list[int | None]:
+        """The GPU of each engine by its number, none for those that compute on the CPU."""
+        on_gpu = self.info.device == "cuda"
+        return [worker.engine.place.gpu if on_gpu else None for worker in self._workers]
+
+    @property
     def concurrency(self) -> int:
         """Batches that may overlap, at least one."""
         return max(1, self.engines_up * self.info.concurrency)
 
     @property
-    def waiting(self) -> int:
-        """Items that wait for a batch."""
-        return len(self._schedule)
+    def waiting(self) -> Counter[str]:
+        """Items that wait for a batch, by the name that they ask for the model by."""
+        return Counter(ticket.item.model for ticket in self._schedule)
 
     async def warm_up(self) -> None:
         """Warm the engines up; items that arrive meanwhile wait."""
@@ -135,11 +145,12 @@ class Batcher(Generic[Item, Result]):
         """
         if not self.is_up:
             raise _down_error()
-        waiting = _Waiting[Item, Result](item, asyncio.get_running_loop().create_future())
+        result: asyncio.Future[BatchResult[Result]] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting[Item, Result](item, terms.model, result)
         ticket = self._schedule.add(waiting, item.bucket, terms, time.monotonic())
         self._changed.set()
         try:
-            return await waiting.result
+            return await result
         finally:
             self._schedule.discard(ticket)
 
@@ -153,9 +164,16 @@ class Batcher(Generic[Item, Result]):
                 tasks.create_task(self._compute(worker, batch))
 
     def close(self) -> None:
-        """Wait for the last batches and end the engines."""
-        list(self._threads.map(_end, self._workers))
+        """Wait for the last batches and end the engines, unless that is done."""
+        up = [worker.engine for worker in self._workers if worker.is_up]
+        for worker in self._workers:
+            if not worker.is_up:
+                worker.engine.kill()  # or it would be waited for until it had started
+            worker.is_up = False
+        list(self._threads.map(EngineProcess.close, up))
         self._threads.shutdown()
+        for worker in self._workers:
+            worker.engine.exited.result()
 
     async def _next_batch(self) -> tuple[_Worker[Item, Result], _Batch[Item, Result]]:
         """The next batch, and who is to compute it."""
@@ -226,7 +244,8 @@ class Batcher(Generic[Item, Result]):
             try:
                 engine = self._workers[number].engine.successor()
                 self._workers[number] = worker = _Worker(engine, is_up=False)
-                await loop.run_in_executor(self._threads, self._prepare, engine)
+                async with asyncio.timeout(_LONGEST_START_S):
+                    await loop.run_in_executor(self._threads, self._prepare, engine)
             except Exception:
                 _log.exception("the engine does not start; next try in %g s", pause_s)
                 self._workers[number].engine.kill()
@@ -239,13 +258,6 @@ class Batcher(Generic[Item, Result]):
     def _prepare(self, engine: EngineProcess[Item, Result]) -> None:
         engine.load()
         engine.warm_up(self._policy.max_batch)
-
-
-def _end(worker: _Worker[Item, Result]) -> None:
-    if worker.is_up:
-        worker.engine.close()
-    else:
-        worker.engine.kill()
 
 
 def _fail(batch: _Batch[Item, Result], error: Exception) -> None:

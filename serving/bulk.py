@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..model.images import ImageError
@@ -12,6 +13,7 @@ from ..model.manifest import Manifest
 from ..model.spec import MAX_PIXELS, ShapeBucket
 from .backends.base import Backend
 from .detections import DEFAULT_OPTIONS, DetectionOptions
+from .errors import image_error_from_os_error
 from .preprocessing import plan_image
 from .steps import BatchSteps, HostSteps, Job, Outcome, Source, Step
 
@@ -24,7 +26,7 @@ and room for images of a rare input size to become a full batch."""
 
 
 def detect_many(
-    images: Iterable[bytes],
+    images: Iterable[bytes | Path],
     backend: Backend,
     manifest: Manifest,
     options: DetectionOptions = DEFAULT_OPTIONS,
@@ -40,7 +42,8 @@ def detect_many(
     torch's on its device, else in threads of the CPU.
 
     Args:
-        images: JPEG, PNG or WebP files. They are taken in the thread that asks for results.
+        images: Contents of JPEG, PNG or WebP files, or their paths. They are taken and read in the
+            thread that asks for results.
         backend: Loaded for batches of `max_batch`.
         manifest: Of the bundle that the backend was loaded from.
         options: Which detections to keep, and the form of their masks.
@@ -50,14 +53,14 @@ def detect_many(
         threads: Batches that are decoded at once, and as many that are encoded.
 
     Returns:
-        In the order of the images what was found, or why an image cannot be used. To close it
-        before its end stops the work.
+        In the order of the images what was found, or why an image cannot be read or used. To
+        close it before its end stops the work.
     """
 
-    def planned(data: bytes) -> Source:
+    def planned(source: bytes | Path) -> Source:
         try:
             image = plan_image(
-                data,
+                _contents_of(source),
                 manifest.preprocessing,
                 backend.buckets,
                 max_pixels=max_pixels,
@@ -69,6 +72,15 @@ def detect_many(
 
     work = batch_steps(backend, manifest, threads=threads)
     return outcomes_of(map(planned, images), work, max_batch)
+
+
+def _contents_of(source: bytes | Path) -> bytes:
+    if isinstance(source, bytes):
+        return source
+    try:
+        return source.read_bytes()
+    except OSError as error:
+        raise image_error_from_os_error(error) from None
 
 
 def outcomes_of(

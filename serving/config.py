@@ -54,7 +54,7 @@ class ServeConfig(FrozenConfig):
     """Pixels of an image."""
     max_message_mb: int = Field(64, ge=1, le=1024)
     """Mebibytes of a request. Three times `queue_size` of them may be in memory at once, those on
-    their way among them, and one that was read takes several times its size."""
+    their way among them, and one that was read takes several times its size until it is decoded."""
     max_connections: int = Field(4096, ge=1)
     """Connections at once; more are closed."""
     max_connection_age_s: float | None = Field(None, gt=0)
@@ -75,8 +75,8 @@ class ServeConfig(FrozenConfig):
     """Tokens that clients must send as `authorization: Bearer TOKEN`, one a line, # begins a
     comment; health and reflection need none. Read anew when it changes."""
     admin_token_file: Path | None = None
-    """Tokens of those who may load models as well; without this and `token_file`, clients on the
-    server's own machine may."""
+    """Tokens of those who may load and unload models as well; without this and `token_file`,
+    clients on the server's own machine may."""
     threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
     """Threads that decode images and encode masks."""
     drain_delay_s: float = Field(0.25, ge=0)

@@ -216,8 +216,7 @@ def predict(
             raise click.UsageError(f"{image} is an address, which is read only with --ray")
     files = image_files([Path(image) for image in images])
     with contextlib.closing(Predictor(bundle, precision, backend, max_batch)) as predictor:
-        contents = (path.read_bytes() for path in files)
-        write_report(files, predictor.detect_many(contents, options), Path(output), formats)
+        write_report(files, predictor.detect_many(files, options), Path(output), formats)
 
 
 def _predict_with_ray(

@@ -115,7 +115,7 @@ def show(sections: Iterable[Section]) -> bool:
 def most_request_bytes(config: ServeConfig) -> int:
     """Bytes of the requests that the settings let a server hold at once, as they are sent.
 
-    Those that were read, a third of them, take several times as much.
+    Those that were read, a third of them, take several times as much until they are decoded.
     """
     return _REQUESTS_PER_PLACE * config.queue_size * config.max_message_mb << 20
 

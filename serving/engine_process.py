@@ -45,7 +45,8 @@ class EngineProcess(Generic[Item, Result]):
             hang_timeout_s: Time after which a batch is given up, and the process killed.
         """
         self._engine = engine
-        self._place = place
+        self.place = place
+        """Where it computes."""
         self._hang_timeout_s = hang_timeout_s
         self.info: EngineInfo
         """What the engine is, once it is loaded."""
@@ -55,7 +56,7 @@ class EngineProcess(Generic[Item, Result]):
         self._process = _started_process((control, log), place)
         level = logging.getLogger(__package__).getEffectiveLevel()
         with contextlib.suppress(OSError):  # `load` finds out why
-            self._control.send((place.cores, level))
+            self._control.send(level)
             self._control.send(engine)
         self.exited: Future[str] = Future()
         """How the process ended, once it has."""
@@ -64,7 +65,7 @@ class EngineProcess(Generic[Item, Result]):
 
     def successor(self) -> Self:
         """A new process with the same engine in the same place."""
-        return type(self)(self._engine, self._place, self._hang_timeout_s)
+        return type(self)(self._engine, self.place, self._hang_timeout_s)
 
     def load(self) -> None:
         """Wait for the engine.
@@ -90,7 +91,7 @@ class EngineProcess(Generic[Item, Result]):
     @property
     def is_spare(self) -> bool:
         """Whether the engine was meant for one of several GPUs, but computes on the CPU."""
-        return self._place.is_for_gpu and self.info.device == "cpu"
+        return self.place.is_for_gpu and self.info.device == "cpu"
 
     def warm_up(self, max_batch: int) -> None:
         """Warm the engine up, however long it takes.
@@ -188,6 +189,8 @@ def _started_process(connections: Sequence[Connection], place: Place) -> subproc
     """A process that `run_worker`s with connections, which are closed here."""
     handles = [connection.fileno() for connection in connections]
     program = (
+        # First of all, as libraries count the cores and start threads when they are imported.
+        f"import os; os.sched_setaffinity(0, {sorted(place.cores)}); "
         f"import sys; sys.path[:] = {sys.path}; "
         f"from {run_worker.__module__} import run_worker; run_worker(*{handles})"
     )

@@ -33,8 +33,7 @@ def run_worker(control_handle: int, log_handle: int) -> None:
     """Serve an engine until the server is done with it, or gone."""
     with contextlib.suppress(*_SERVER_GONE):
         control, log = Connection(control_handle), Connection(log_handle)
-        cores, level = control.recv()
-        os.sched_setaffinity(0, cores)  # before a library counts them
+        level = control.recv()
         sys.setswitchinterval(_SWITCH_S)
         logging.root.addHandler(_LogSender(log))
         logging.getLogger(__package__).setLevel(level)

@@ -3,6 +3,7 @@
     ServingError
     ├── BackendError              nothing here computes the bundle, or it failed to
     │   └── BackendDownError      what computes broke, and is being loaded again
+    ├── UnloadedError             the model was unloaded, and is not loaded again yet
     ├── InvalidRequestError       an option that is out of range or not served
     ├── UnauthenticatedError      a call without a token that the server knows
     ├── ForbiddenError            a call that this client may not make
@@ -35,6 +36,10 @@ class BackendError(ServingError):
 
 class BackendDownError(BackendError):
     """What computes the model broke, and is not there again yet."""
+
+
+class UnloadedError(ServingError):
+    """The model takes no requests until it is loaded again."""
 
 
 class InvalidRequestError(ServingError):
@@ -104,7 +109,13 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
     ReloadError: grpc.StatusCode.FAILED_PRECONDITION,
     StoppingError: grpc.StatusCode.UNAVAILABLE,
     BackendDownError: grpc.StatusCode.UNAVAILABLE,
+    UnloadedError: grpc.StatusCode.UNAVAILABLE,
 }
+
+
+def image_error_from_os_error(error: OSError) -> ImageError:
+    """Why an image cannot be used whose file cannot be read."""
+    return ImageError(f"the file cannot be read ({error.strerror or error})")
 
 
 def status_from_error(error: Exception) -> grpc.StatusCode:

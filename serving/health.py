@@ -11,6 +11,9 @@ import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
+LIVENESS = "liveness"
+"""Name of a service that is SERVING as long as the process answers, whatever becomes of models."""
+
 _PERIOD_S = 1.0
 """Between looks at what is watched."""
 
@@ -18,7 +21,10 @@ _Context = grpc.aio.ServicerContext[pb.HealthCheckRequest, pb.HealthCheckRespons
 
 
 class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
-    """NOT_SERVING until the server is ready, once it stops, and while it is not up."""
+    """NOT_SERVING until the server is ready, once it stops, and while it is not up.
+
+    Only `LIVENESS` is SERVING all the time.
+    """
 
     def __init__(
         self,
@@ -33,7 +39,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
             models: The names of those that are served at the moment.
             is_up: Whether a server that is ready can answer requests at the moment.
         """
-        self._services = frozenset({"", *services})
+        self._services = frozenset({"", LIVENESS, *services})
         self._models = models
         self._is_up = is_up
         self._ready = asyncio.Event()
@@ -91,6 +97,6 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
     def _response_to(self, request: pb.HealthCheckRequest) -> pb.HealthCheckResponse:
         if not self._knows(request.service):
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
-        if self.is_serving:
+        if self.is_serving or request.service == LIVENESS:
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVING)
         return pb.HealthCheckResponse(status=pb.HealthCheckResponse.NOT_SERVING)

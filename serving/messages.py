@@ -65,8 +65,8 @@ def options_from_request(request: pb.DetectRequest) -> DetectionOptions:
     )
 
 
-def terms_from_request(request: pb.DetectRequest, peer: str) -> RequestTerms:
-    """How a request that came by a connection wants to be computed.
+def terms_from_request(request: pb.DetectRequest, peer: str, model: str) -> RequestTerms:
+    """How a request wants to be computed that came by a connection for a model of that name.
 
     Raises:
         InvalidRequestError: priority or timeout is out of range.
@@ -76,6 +76,7 @@ def terms_from_request(request: pb.DetectRequest, peer: str) -> RequestTerms:
         priority=request.priority if request.HasField("priority") else DEFAULT_TERMS.priority,
         timeout_s=request.timeout_us / 1e6 if request.HasField("timeout_us") else None,
         peer=peer,
+        model=model,
     )
 
 

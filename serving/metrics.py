@@ -20,6 +20,7 @@ from .errors import (
     ServingError,
     StoppingError,
     UnauthenticatedError,
+    UnloadedError,
 )
 from .open_inference.statistics import Statistics
 
@@ -46,6 +47,7 @@ _REASONS: Final[Mapping[type[BaseException], Reason]] = {
     QueueFullError: Reason("queue_full", "REJECTED"),
     ExpiredError: Reason("expired", "REJECTED"),
     StoppingError: Reason("stopping", "REJECTED"),
+    UnloadedError: Reason("unloaded", "REJECTED"),
     # Raised by asyncio when a client gives its request up, goes, or has waited its time.
     BaseException: Reason("cancelled", "CANCELED"),
     BackendDownError: Reason("backend_down", "BACKEND"),

@@ -11,7 +11,7 @@ from .batching import Batcher
 from .config import ServeConfig
 from .engine_process import EngineProcess, start_engines
 from .engines import BundleEngine, EngineItem, EngineResult
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, UnloadedError
 from .placement import places_for
 from .scheduling import BatchPolicy
 
@@ -37,6 +37,8 @@ class ServedModel:
         self._config = config
         self._processes: dict[str, list[ModelProcess]] = {}
         self._batchers: dict[str, ModelBatcher] = {}
+        self.is_unloaded = False
+        """Whether it takes no requests any more."""
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -97,9 +99,24 @@ class ServedModel:
                 f"{', '.join(self.precisions)}"
             ) from None
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it can answer requests for the default precision at the moment."""
+        return not self.is_unloaded and self.batcher().is_up
+
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Hold the model for a request within the context."""
+        """Hold the model for a request within the context.
+
+        Raises:
+            UnloadedError: it takes no requests any more.
+        """
+        if self.is_unloaded:
+            name = self.manifest.model_name
+            raise UnloadedError(
+                f"model {name!r} is unloaded; load it with RepositoryModelLoad, as tritonclient's "
+                f"load_model({name!r}) does, or by SIGHUP to the server"
+            )
         self._users += 1
         self._unused.clear()
         try:
@@ -125,7 +142,7 @@ class ServedModel:
                 tasks.create_task(batcher.run())
 
     def close(self) -> None:
-        """Wait for the last batches and end the engines."""
+        """Wait for the last batches and end the engines, unless that is done."""
         for batcher in self._batchers.values():
             batcher.close()
         for group in self._processes.values():  # what a load that failed has left

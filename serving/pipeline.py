@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from pathlib import Path
+from typing import Any
 
 from .config import ServeConfig
 from .detections import Answer, DetectionOptions, Detections, Timing, Value
@@ -14,7 +15,7 @@ from .errors import ExpiredError, QueueFullError
 from .host_work import answer_from_result, is_quick, item_from_image
 from .models import ServedModel
 from .preprocessing import SourceImage
-from .scheduling import DEFAULT_TERMS, Places, RequestTerms
+from .scheduling import Places, RequestTerms
 from .telemetry import Telemetry
 
 _LEAST_BATCHES, _LEAST_PLACES = 2, 16
@@ -48,7 +49,7 @@ class Pipeline:
         )
         """Those of images in progress, of which who has one detected holds one."""
         self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="images")
-        self._reloading = asyncio.Lock()
+        self._changing = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -59,20 +60,21 @@ class Pipeline:
             try:
                 yield
             finally:
-                async with self._reloading:  # which needs the tasks until it is done
+                async with self._changing:  # which needs the tasks until it is done
                     self._computing.cancel()
 
     async def reload(self) -> None:
         """Load the bundle anew, and serve it in place of the old one once it is warm.
 
         Requests go on meanwhile, and end with the model that they began with, which is then
-        released. To be called while `running`.
+        released. If it fails, the old one serves on, or stays unloaded. To be called while
+        `running`.
 
         Raises:
-            BundleError: the bundle is missing, damaged or lacks a precision; the old one serves on.
-            BackendError: a backend does not run, or not beside the old one; the old one serves on.
+            BundleError: the bundle is missing, damaged or lacks a precision.
+            BackendError: a backend does not run, or not beside the old one.
         """
-        async with self._reloading:
+        async with self._changing:
             with self.telemetry.metrics.reloading():
                 model = ServedModel(self._bundle, self._config)
                 try:
@@ -81,15 +83,25 @@ class Pipeline:
                 except BaseException:
                     await asyncio.to_thread(model.close)
                     raise
-            old, self.model = self.model, model
-            old_computing = self._computing
+            released = self._released()
+            self.model = model
             # In no context, as it would go on in that of the request that asked for this.
             self._computing = self._tasks.create_task(model.run(), context=Context())
-            try:
-                await old.unused()
-            finally:
-                old_computing.cancel()
-                await asyncio.to_thread(old.close)
+            await released
+
+    async def unload(self) -> None:
+        """Take no more requests, and release the model when those in progress are answered.
+
+        To be called while `running`; `reload` serves again.
+        """
+        async with self._changing:
+            self.model.is_unloaded = True
+            await self._released()
+
+    def _released(self) -> asyncio.Future[None]:
+        """The end of what is now the model; it comes also when nobody waits for it any more."""
+        end = _end(self.model, self._computing)
+        return asyncio.shield(self._tasks.create_task(end, context=Context()))
 
     @property
     def stream_window(self) -> int:
@@ -121,8 +133,8 @@ class Pipeline:
         source: SourceImage,
         options: DetectionOptions,
         form: Callable[[Detections], Value],
-        terms: RequestTerms = DEFAULT_TERMS,
-        model: ServedModel | None = None,
+        terms: RequestTerms,
+        model: ServedModel,
     ) -> Answer[Value]:
         """Detect in an image.
 
@@ -134,7 +146,7 @@ class Pipeline:
             form: Makes the answer of the detections, where the masks are encoded; a function of a
                 module, since that may be another process.
             terms: How to compute it.
-            model: One that the caller uses; none, the one that serves what comes now.
+            model: The one to detect with, which the caller uses.
 
         Raises:
             ImageError: the image cannot be used.
@@ -144,14 +156,15 @@ class Pipeline:
         """
         limits = [s for s in (terms.timeout_s, self._config.timeout_s) if s is not None]
         timeout_s = min(limits, default=None)
-        model = model or self.model
         watch = self.telemetry.image(
             model.manifest.model_name, terms.precision or model.precisions[0]
         )
-        with model.use(), watch as answered:
+        with watch as answered:
+            detecting = self._detect(model, source, options, form, terms)
+            del source  # which can be large, and may be gone while it waits for a batch
             try:
                 async with asyncio.timeout(timeout_s) as limit:
-                    answer = await self._detect(model, source, options, form, terms)
+                    answer = await detecting
             except TimeoutError:
                 if not limit.expired():
                     raise
@@ -162,6 +175,10 @@ class Pipeline:
             answered(answer.timing)
             return answer
 
+    def in_thread(self, work: Callable[..., Value], *arguments: Any) -> asyncio.Future[Value]:
+        """Do work on images in one of the threads for that."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
     async def _detect(
         self,
         model: ServedModel,
@@ -171,13 +188,13 @@ class Pipeline:
         terms: RequestTerms,
     ) -> Answer[Value]:
         batcher = model.batcher(terms.precision)
-        loop = asyncio.get_running_loop()
         start = time.monotonic()
         image = source, options, form, model.manifest, batcher.info, self._config.max_pixels
         if is_quick(source, batcher.info):
             item = item_from_image(*image)
         else:
-            item = await loop.run_in_executor(self._threads, item_from_image, *image)
+            item = await self.in_thread(item_from_image, *image)
+        del image, source
         decode_s = time.monotonic() - start
         result = await batcher.infer(item, terms)
         self.places.observe(result.infer_s / result.batch_size / batcher.concurrency)
@@ -186,7 +203,7 @@ class Pipeline:
         if batcher.info.takes_orders:  # it has answered already, and a thread would only take time
             value, in_engine = answer_from_result(*found)
         else:
-            value, in_engine = await loop.run_in_executor(self._threads, answer_from_result, *found)
+            value, in_engine = await self.in_thread(answer_from_result, *found)
         encode_s = time.monotonic() - start
         timing = Timing(
             decode_us=_microseconds(decode_s) + in_engine.decode_us,
@@ -196,6 +213,16 @@ class Pipeline:
             batch_size=result.batch_size,
         )
         return Answer(value, timing)
+
+
+async def _end(model: ServedModel, computing: asyncio.Task[None]) -> None:
+    """Let a model answer those that use it, and release it."""
+    try:
+        await model.unused()
+    finally:
+        computing.cancel()
+        await asyncio.wait([computing])
+        await asyncio.to_thread(model.close)
 
 
 def _microseconds(seconds: float) -> int:

@@ -68,12 +68,12 @@ class Predictor:
         return detections_from_outputs(outputs, 0, image, self.manifest, options)
 
     def detect_many(
-        self, images: Iterable[bytes], options: DetectionOptions = DEFAULT_OPTIONS
+        self, images: Iterable[bytes | Path], options: DetectionOptions = DEFAULT_OPTIONS
     ) -> Generator[Outcome, None, None]:
-        """Detect in encoded images, in batches; `bulk.detect_many` says how.
+        """Detect in encoded images or files, in batches; `bulk.detect_many` says how.
 
         Yields:
-            In the order of the images what was found, or why an image cannot be used.
+            In the order of the images what was found, or why an image cannot be read or used.
         """
         max_batch = 1 if self._backend.device == "cpu" else self._max_batch
         return detect_many(images, self._backend, self.manifest, options, max_batch=max_batch)

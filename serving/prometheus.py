@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from socketserver import ThreadingMixIn
@@ -16,7 +17,9 @@ from prometheus_client.core import Metric
 from prometheus_client.core import UnknownMetricFamily as _Untyped
 from prometheus_client.registry import Collector
 
+from .cpu_metrics import CpuCollector
 from .errors import ServingError
+from .gpu_metrics import GpuCollector
 from .loop_lag import LoopLag
 from .metrics import TRITON_REASONS
 from .models import ServedModel
@@ -82,7 +85,8 @@ def _triton_metrics(statistics: Mapping[str, Statistics]) -> Iterator[Metric]:
 def _model_metrics(model: ServedModel) -> Iterator[Metric]:
     name, batchers = model.manifest.model_name, model.batchers
     metric, documentation = "nv_inference_pending_request_count", "Images that wait for a batch."
-    pending = {(name, MODEL_VERSION): sum(batcher.waiting for batcher in batchers.values())}
+    waiting = sum((batcher.waiting for batcher in batchers.values()), Counter())
+    pending = {(asked, MODEL_VERSION): waiting[asked] for asked in model.names}
     yield _family(_Gauge, metric, documentation, _VERSIONED, pending)
 
     metric, documentation = "maskrcnn_engines_up", "Engines that take batches."
@@ -114,8 +118,9 @@ def _family(
 
 
 def add_server_metrics(registry: CollectorRegistry, pipeline: Pipeline, lag: LoopLag) -> None:
-    """Add to what is counted what can be read off a pipeline, an event loop and the process."""
-    registry.register(PipelineCollector(pipeline))
+    """Add to what is counted what can be read off pipeline, event loop, process and machine."""
+    for collector in (PipelineCollector(pipeline), CpuCollector(), GpuCollector()):
+        registry.register(collector)
     ProcessCollector(registry=registry)
     for name, documentation, value in (
         ("lag", "Time by which the event loop woke too late, last.", lambda: lag.last_s),

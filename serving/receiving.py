@@ -2,8 +2,9 @@
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Self, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -18,7 +19,6 @@ from .service import refusal_from_error
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-_Messages = AsyncIterator[bytes]
 _Parse = Callable[[bytes], Any]
 
 _DETECTING = frozenset(
@@ -60,7 +60,8 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         reply = self._reply_to_stream if handler.request_streaming else self._reply_to_one
         method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
 
-        async def guarded(messages: _Messages, context: _Context) -> Any:
+        # gRPC's iterator of messages is left alone, since it holds each until the next comes.
+        async def guarded(_: object, context: _Context) -> Any:
             peer = context.peer()
             try:
                 self._access.check(method, metadata, peer)
@@ -68,7 +69,7 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
                     self._hold_place(peer, context)
                 if method in _DETECTING:
                     await self._check_place(peer, context)
-                return await reply(handler, messages, context)
+                return await reply(handler, context)
             except ServingError as error:
                 self._metrics.count_refusal(error)
                 await context.abort(*refusal_from_error(error))
@@ -93,51 +94,62 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         except ServingError as error:  # which is counted already
             await context.abort(*refusal_from_error(error))
 
-    async def _reply_to_one(self, handler: Any, messages: _Messages, context: _Context) -> Any:
+    async def _reply_to_one(self, handler: Any, context: _Context) -> Any:
         """Reply to the first message as the handler does to one request."""
-        message = await self._arrivals.next(messages, self._timeout_s)
-        if message is None:
-            raise InvalidRequestError("the call ended before its request")
-        request = _parsed(message, handler.request_deserializer)
-        del message
         behaviour = handler.unary_unary or handler.unary_stream
-        return await behaviour(request, context)
+        # The request gets no name here: it is gone as soon as the handler has no use for it.
+        return await behaviour(await self._only_request(handler, context), context)
 
-    async def _reply_to_stream(self, handler: Any, messages: _Messages, context: _Context) -> None:
+    async def _only_request(self, handler: Any, context: _Context) -> Any:
+        parse = handler.request_deserializer
+        request = await self._next_request(parse, context, self._timeout_s)
+        if request is None:
+            raise InvalidRequestError("the call ended before its request")
+        return request
+
+    async def _reply_to_stream(self, handler: Any, context: _Context) -> None:
         """Reply to the messages as the handler does to requests, up to one that is none."""
-        requests = _Requests(messages, self._arrivals, handler.request_deserializer)
-        behaviour = handler.stream_stream
+        parse, behaviour = handler.request_deserializer, handler.stream_stream
+        requests = _Requests(partial(self._next_request, parse, context, None))
         try:
             if inspect.isasyncgenfunction(behaviour):
-                async for response in behaviour(aiter(requests), context):
+                async for response in behaviour(requests, context):
                     await context.write(response)
             else:
-                await behaviour(aiter(requests), context)
+                await behaviour(requests, context)
         except ExceptionGroup as failures:  # of tasks; gRPC knows when the client is to blame
             raise failures.exceptions[0] from None
         requests.check()
 
+    async def _next_request(
+        self, parse: _Parse, context: _Context, timeout_s: float | None
+    ) -> Any | None:
+        message = await self._arrivals.next(context, timeout_s)
+        return None if message is None else _parsed(message, parse)
+
 
 class _Requests:
-    """The requests in messages; they end before one that is none, or is not waited for."""
+    """The requests in messages; they end before one that is none, or is not waited for.
 
-    def __init__(self, messages: _Messages, arrivals: Arrivals, parse: _Parse) -> None:
-        self._messages = messages
-        self._arrivals = arrivals
-        self._parse = parse
+    It is no generator, which would hold each request until the next is asked for.
+    """
+
+    def __init__(self, read: Callable[[], Awaitable[Any | None]]) -> None:
+        self._read = read
         self._failure: ServingError | None = None
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        while True:
-            try:
-                message = await self._arrivals.next(self._messages, None)
-                if message is None:
-                    return
-                request = _parsed(message, self._parse)
-            except ServingError as error:
-                self._failure = error
-                return
-            yield request
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            request = await self._read()
+        except ServingError as error:
+            self._failure = error
+            raise StopAsyncIteration from None
+        if request is None:
+            raise StopAsyncIteration
+        return request
 
     def check(self) -> None:
         """Raise what ended the requests before their time."""

@@ -16,10 +16,13 @@ from .coco_json import coco_results, image_id_from_path
 from .config import ReportFormat
 from .detections import Detections
 from .drawing import draw_detections
-from .errors import ClientError
+from .errors import ClientError, image_error_from_os_error
 from .numpy_arrays import arrays_from_detections
 
 RESULTS_NAME = "detections.json"
+
+_FAILURES_SHOWN = 3
+"""At the end; each is shown when it comes."""
 
 
 def image_files(sources: Sequence[Path]) -> list[Path]:
@@ -68,19 +71,19 @@ def write_report(
     """
     _check_overwrites(files, folder, formats)
     folder.mkdir(parents=True, exist_ok=True)
-    report, failures = _Report(folder, formats), 0
+    report, failures = _Report(folder, formats), []
     console = Console(stderr=True)
     pairs = zip(files, outcomes, strict=True)
     try:
         for path, outcome in track(pairs, "Detecting", len(files), console=console):
             failure = report.add(path, outcome)
             if failure:
-                failures += 1
-                console.print(f"{path}: {failure}", style="red", markup=False, soft_wrap=True)
+                failures.append(f"{path}: {failure}")
+                console.print(failures[-1], style="red", markup=False, soft_wrap=True)
     finally:
         report.finish()
     if failures:
-        raise click.ClickException(f"{failures} of {len(files)} images failed")
+        raise click.ClickException(_sentences_from_failures(failures, len(files)))
 
 
 class _Report:
@@ -122,9 +125,13 @@ class _Report:
 
 
 def _sentence_from_failure(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"the file cannot be read ({error.strerror or error})"
-    return str(error)
+    return str(image_error_from_os_error(error) if isinstance(error, OSError) else error)
+
+
+def _sentences_from_failures(failures: Sequence[str], images: int) -> str:
+    more = len(failures) - _FAILURES_SHOWN
+    shown = [*failures[:_FAILURES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+    return "\n  ".join([f"{len(failures)} of {images} images failed:", *shown])
 
 
 def _check_overwrites(

@@ -42,6 +42,8 @@ class RequestTerms:
     """The longest that the request may take; none, as long as the server allows."""
     peer: str = ""
     """The connection that it came by."""
+    model: str = ""
+    """The name that it asks for the model by."""
 
     def __post_init__(self) -> None:
         if self.priority not in PRIORITIES:
@@ -102,8 +104,9 @@ class Schedule(Generic[T]):
         self._connections: dict[tuple[str, int], list[Ticket[T]]] = {}
         self._turn = 0
 
-    def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+    def __iter__(self) -> Iterator[Ticket[T]]:
+        """All that waits; other threads may look, too."""
+        return (ticket for queue in tuple(self._queues.values()) for ticket in tuple(queue))
 
     def add(self, item: T, bucket: ShapeBucket, terms: RequestTerms, now: float) -> Ticket[T]:
         """Put something in its place among what waits for batches of a bucket."""
@@ -151,15 +154,14 @@ class Schedule(Generic[T]):
 
     def take_all(self) -> list[Ticket[T]]:
         """All that waits."""
-        waiting = [ticket for queue in self._queues.values() for ticket in queue]
+        waiting = list(self)
         for ticket in waiting:
             self.discard(ticket)
         return waiting
 
     def due(self) -> float | None:
         """When something will have waited its time; none if nothing waits."""
-        arrivals = (ticket.arrival for queue in self._queues.values() for ticket in queue)
-        return min((arrival + self._policy.max_delay_s for arrival in arrivals), default=None)
+        return min((ticket.arrival + self._policy.max_delay_s for ticket in self), default=None)
 
     def _size(self, queue: list[Ticket[T]], now: float) -> int:
         overdue = any(now >= ticket.arrival + self._policy.max_delay_s for ticket in queue)

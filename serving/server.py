@@ -83,7 +83,7 @@ async def detection_server(
     """Serve a bundle within the context, and finish the requests in progress at its end.
 
     Health says NOT_SERVING until the model is warm, again from the end of the context on, and
-    while the default precision's backend is broken.
+    while the model is unloaded or the default precision's backend is broken.
 
     Args:
         bundle: Folder that export wrote.
@@ -114,7 +114,7 @@ async def detection_server(
         health = HealthService(
             *names,
             models=lambda: pipeline.model.names,
-            is_up=lambda: pipeline.model.batcher().is_up,
+            is_up=lambda: pipeline.model.is_up,
         )
         add_HealthServicer_to_server(health, server)
         inference = InferenceService(pipeline, config, health)
@@ -167,7 +167,7 @@ async def _background(
 
 
 async def _reload(pipeline: Pipeline, asked: asyncio.Event) -> None:
-    """Reload the bundle whenever asked to; a fault is logged, and the old one serves on."""
+    """Reload the bundle whenever asked to; a fault is logged, and what was served before is."""
     while True:
         await asked.wait()
         asked.clear()
@@ -176,7 +176,8 @@ async def _reload(pipeline: Pipeline, asked: asyncio.Event) -> None:
         except Exception as error:
             unexpected = not isinstance(error, (BundleError, ServingError))
             _log.error(
-                "the bundle is not reloaded, and the old one serves on: %s",
+                "the bundle is not reloaded, and the old one %s: %s",
+                "stays unloaded" if pipeline.model.is_unloaded else "serves on",
                 error,
                 exc_info=unexpected,
             )

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import traceback
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
 
 import grpc
 
@@ -25,9 +27,15 @@ _DetectContext = grpc.aio.ServicerContext[pb.DetectRequest, pb.DetectResponse]
 _StreamContext = grpc.aio.ServicerContext[pb.DetectRequest, pb.DetectStreamResponse]
 _ModelContext = grpc.aio.ServicerContext[pb.GetModelRequest, pb.GetModelResponse]
 
+T = TypeVar("T")
+
 
 class DetectorService(pb_grpc.DetectorServicer):
-    """Answers for one pipeline."""
+    """Answers for one pipeline.
+
+    Requests can be large, and many wait for the model: none is held longer than until its image is
+    taken from it.
+    """
 
     def __init__(self, pipeline: Pipeline, config: ServeConfig) -> None:
         """Serve a pipeline, which is configured so."""
@@ -40,14 +48,11 @@ class DetectorService(pb_grpc.DetectorServicer):
         for reader in self._readers:
             reader.cancel()
 
-    async def Detect(  # noqa: N802 (named by the protocol)
+    def Detect(  # noqa: N802 (named by the protocol)
         self, request: pb.DetectRequest, context: _DetectContext
-    ) -> pb.DetectResponse:
+    ) -> Awaitable[pb.DetectResponse]:
         """Detect in one image."""
-        try:
-            return await self._response_to(request, context.peer())
-        except Exception as error:
-            await context.abort(*refusal_from_error(error))
+        return refusing(self._response_to(request, context.peer()), context)
 
     async def DetectStream(  # noqa: N802
         self, requests: AsyncIterator[pb.DetectRequest], context: _StreamContext
@@ -74,51 +79,88 @@ class DetectorService(pb_grpc.DetectorServicer):
         context: _StreamContext,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        # A stream is read no faster than it is answered.
+        # A stream is read no faster than it is answered: what comes has a place already.
         places = asyncio.Semaphore(self._pipeline.stream_window)
         writing = asyncio.Lock()  # gRPC takes one message at a time
 
         async def answer(request: pb.DetectRequest) -> None:
-            response = await self._stream_response_to(request, context.peer())
+            answering = self._response_to(request, context.peer())
+            request_id = request.id
+            del request
+            response = await _stream_response(request_id, answering)
             async with writing:
                 await context.write(response)
             places.release()
 
+        await places.acquire()
         async for request in requests:
-            await places.acquire()
             tasks.create_task(answer(request))
-
-    async def _stream_response_to(
-        self, request: pb.DetectRequest, peer: str
-    ) -> pb.DetectStreamResponse:
-        try:
-            response = await self._response_to(request, peer)
-        except Exception as error:
-            status, message = refusal_from_error(error)
-            refusal = pb.Error(code=status.value[0], message=message)
-            return pb.DetectStreamResponse(id=request.id, error=refusal)
-        return pb.DetectStreamResponse(id=request.id, response=response)
+            del request
+            await places.acquire()
 
     async def _response_to(self, request: pb.DetectRequest, peer: str) -> pb.DetectResponse:
         model = self._pipeline.model
         name = model.manifest.model_name
         if request.HasField("precision"):
             name = f"{name}-{request.precision}"
-        with self._pipeline.telemetry.request(model, name, request.id, peer) as timings:
+        watch = self._pipeline.telemetry.request(model, name, request.id, peer)
+        with watch as timings, model.use():
             options = options_from_request(request)
-            terms = terms_from_request(request, peer)
+            terms = terms_from_request(request, peer, name)
             with self._pipeline.places.hold(peer):
-                answer = await self._pipeline.detect(
+                detecting = self._pipeline.detect(
                     request.image, options, encoded_detections, terms, model
                 )
+                request_id = request.id
+                del request
+                answer = await detecting
             timings.append(answer.timing)
-            return response_from_answer(answer, request.id)
+            return response_from_answer(answer, request_id)
+
+
+async def _stream_response(
+    request_id: str, answer: Awaitable[pb.DetectResponse]
+) -> pb.DetectStreamResponse:
+    try:
+        response = await answer
+    except Exception as error:
+        status, message = refusal_from_error(error)
+        refusal = pb.Error(code=status.value[0], message=message)
+        return pb.DetectStreamResponse(id=request_id, error=refusal)
+    return pb.DetectStreamResponse(id=request_id, response=response)
+
+
+async def refusing(answer: Awaitable[T], context: grpc.aio.ServicerContext[Any, Any]) -> T:
+    """The answer to a call, which ends with a status if there is none."""
+    try:
+        return await answer
+    except Exception as error:
+        await context.abort(*refusal_from_error(error))
 
 
 def refusal_from_error(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """How a request is refused that raised; what is the server's own fault is logged."""
-    status = status_from_error(error)
+    """How a request is refused that raised; what is the server's own fault is logged.
+
+    The error is of no use after: where it was raised, nothing is held any more.
+    """
+    status, message = status_from_error(error), str(error)
     if status is grpc.StatusCode.INTERNAL:
         _log.error("a request failed", exc_info=error)
-        return status, "the server failed on this request; its log says why"
-    return status, str(error)
+        message = "the server failed on this request; its log says why"
+    _release_frames(error)
+    return status, message
+
+
+def _release_frames(error: Exception) -> None:
+    """Let an error hold no image, since gRPC keeps it in a cycle until the next collection."""
+    pending: list[BaseException | None] = [error]
+    released: set[int] = set()
+    while pending:
+        raised = pending.pop()
+        if raised is None or id(raised) in released:
+            continue
+        released.add(id(raised))
+        traceback.clear_frames(raised.__traceback__)
+        pending += raised.__cause__, raised.__context__
+        if isinstance(raised, BaseExceptionGroup):
+            pending += raised.exceptions

@@ -124,19 +124,21 @@ def test_images_that_cannot_be_used_count_neither_way(
     tiny_checkpoint: Path, bundle: Path, data: DatasetConfig, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """One is damaged, one of another size than annotated, one a folder."""
+    """One is damaged, one of another size than annotated, one a folder, one is not there."""
     spoilt = _copied(data, tmp_path)
     (spoilt.images / "1.jpg").write_bytes(b"\xff\xd8\xff no picture")
     shutil.copy(spoilt.images / "2.jpg", spoilt.images / "9.jpg")
     (spoilt.images / "3.jpg").unlink()
     (spoilt.images / "3.jpg").mkdir()
+    (spoilt.images / "5.jpg").unlink()
     ours = evaluate_bundle(bundle, ValidationSet(spoilt))
-    assert (ours.images, ours.left_out) == (13, 3)
+    assert (ours.images, ours.left_out) == (12, 4)
     for sentence in (
         "1.jpg: the image's header is damaged",
-        "3.jpg: Is a directory (broken files so far: 2)",
+        "3.jpg: the file cannot be read (Is a directory) (broken files so far: 2)",
         "9.jpg: the image is 200x150 pixels, but annotated as 140x90 (broken files so far: 3)",
-        "measured on 13 of the 16 images",
+        "left out 1 images: file missing (5.jpg)",
+        "measured on 12 of the 15 images",
     ):
         assert sentence in caplog.text
     expected = _measure_checkpoint(tiny_checkpoint, spoilt, tmp_path / "theirs")
@@ -152,6 +154,16 @@ def test_broken_images_end_it_where_they_are_refused(
     with pytest.raises(DataError, match=r"5.jpg: the data is no JPEG.*; data.on_broken=skip"):
         evaluate_bundle(bundle, ValidationSet(spoilt, on_broken="refuse"))
     assert set(threading.enumerate()) <= before
+
+
+def test_no_image_that_can_be_used_is_no_measurement(
+    bundle: Path, data: DatasetConfig, tmp_path: Path
+) -> None:
+    spoilt = _copied(data, tmp_path)
+    for path in spoilt.images.iterdir():
+        path.write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"none of the images of .*val\.json can be used"):
+        evaluate_bundle(bundle, ValidationSet(spoilt))
 
 
 def test_images_are_seen_as_they_were_annotated(

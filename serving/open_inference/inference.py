@@ -1,7 +1,6 @@
 """From a request for inference to its answer."""
 
 import asyncio
-from collections.abc import Sequence
 
 from ...model.images import ImageError
 from ...protos.inference import open_inference_pb2 as pb
@@ -11,13 +10,20 @@ from ..pipeline import Pipeline
 from ..preprocessing import SourceImage
 from ..scheduling import RequestTerms
 from .requests import (
+    ImageInput,
     images_from_input,
     input_from_request,
     options_from_request,
     outputs_from_request,
     terms_from_request,
 )
-from .responses import default_outputs, mask_format_of, output_specs, response_from_detections
+from .responses import (
+    add_outputs,
+    default_outputs,
+    empty_response,
+    mask_format_of,
+    output_specs,
+)
 
 
 async def infer(
@@ -56,29 +62,33 @@ async def infer(
     options = options_from_request(request, mask_format_of(outputs))
     terms = terms_from_request(request, precision, peer)
     images = input_from_request(request, max_batch, max_pixels)
+    response = empty_response(request)
     with pipeline.places.hold(peer, images.number):
-        # Megabytes are turned over in threads, not in the event loop, and only for who has places.
-        sources = await asyncio.to_thread(images_from_input, images)
-        del images  # with its copy of raw contents
-        answers = await _detect_all(pipeline, model, sources, options, terms)
+        detecting = _detect_all(pipeline, model, images, options, terms)
+        del request, images  # which are held no longer than until they are converted
+        answers = await detecting
     found = [answer.value for answer in answers]
-    response = await asyncio.to_thread(response_from_detections, request, found, outputs, manifest)
+    await pipeline.in_thread(add_outputs, response, found, outputs, manifest)
     return response, [answer.timing for answer in answers]
 
 
 async def _detect_all(
     pipeline: Pipeline,
     model: ServedModel,
-    images: Sequence[SourceImage],
+    images: ImageInput,
     options: DetectionOptions,
     terms: RequestTerms,
 ) -> list[Answer[Detections]]:
+    # Megabytes are turned over in threads, not in the event loop, and only for who has places.
+    sources = await pipeline.in_thread(images_from_input, images)
+    del images
     try:
         async with asyncio.TaskGroup() as tasks:
             detecting = [
-                tasks.create_task(_detect(pipeline, model, index, image, options, terms))
-                for index, image in enumerate(images)
+                tasks.create_task(_detect(pipeline, model, index, source, options, terms))
+                for index, source in enumerate(sources)
             ]
+            del sources
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in detecting]
@@ -92,8 +102,10 @@ async def _detect(
     options: DetectionOptions,
     terms: RequestTerms,
 ) -> Answer[Detections]:
+    detecting = pipeline.detect(image, options, _as_found, terms, model)
+    del image
     try:
-        return await pipeline.detect(image, options, _as_found, terms, model)
+        return await detecting
     except ImageError as error:
         raise ImageError(f"images[{index}]: {error}") from error
 

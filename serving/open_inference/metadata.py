@@ -1,12 +1,14 @@
 """What clients may ask about server and model."""
 
 import json
+from collections import Counter
 from importlib.metadata import version
 from typing import Final
 
 from ...protos.inference import open_inference_pb2 as pb
 from ..config import ServeConfig
-from ..models import ServedModel
+from ..models import ModelBatcher, ServedModel
+from ..scheduling import DEFAULT_TERMS, PRIORITIES
 from .requests import INPUT_NAME
 from .responses import MODEL_VERSION, output_specs
 
@@ -59,21 +61,48 @@ def model_config(name: str, model: ServedModel, config: ServeConfig) -> pb.Model
             name=name,
             platform=_PLATFORM,
             backend=_BACKEND,
+            version_policy=pb.ModelVersionPolicy(
+                latest=pb.ModelVersionPolicy.Latest(num_versions=1)
+            ),
             max_batch_size=config.max_batch,
             input=[pb.ModelInput(name=INPUT_NAME, data_type=pb.TYPE_STRING, dims=[1])],
             output=[
                 pb.ModelOutput(name=s.name, data_type=_DATA_TYPES[s.datatype], dims=s.dims)
                 for s in output_specs(model.manifest)
             ],
-            dynamic_batching=pb.ModelDynamicBatching(
-                preferred_batch_size=config.preferred_batch,
-                max_queue_delay_microseconds=round(config.max_delay_ms * 1000),
-            ),
+            instance_group=_instance_groups(model.batcher(model.names[name])),
+            dynamic_batching=_dynamic_batching(config),
             parameters={
                 name: pb.ModelParameter(string_value=value)
                 for name, value in _properties(model).items()
             },
         )
+    )
+
+
+def _instance_groups(batcher: ModelBatcher) -> list[pb.ModelInstanceGroup]:
+    return [
+        pb.ModelInstanceGroup(
+            kind=pb.ModelInstanceGroup.KIND_CPU if gpu is None else pb.ModelInstanceGroup.KIND_GPU,
+            count=count,
+            gpus=[] if gpu is None else [gpu],
+        )
+        for gpu, count in Counter(batcher.gpus).items()
+    ]
+
+
+def _dynamic_batching(config: ServeConfig) -> pb.ModelDynamicBatching:
+    return pb.ModelDynamicBatching(
+        preferred_batch_size=config.preferred_batch,
+        max_queue_delay_microseconds=round(config.max_delay_ms * 1000),
+        priority_levels=len(PRIORITIES),
+        default_priority_level=DEFAULT_TERMS.priority,
+        default_queue_policy=pb.ModelQueuePolicy(
+            timeout_action=pb.ModelQueuePolicy.REJECT,
+            default_timeout_microseconds=round((config.timeout_s or 0) * 1e6),
+            allow_timeout_override=True,
+            max_queue_size=config.queue_size,
+        ),
     )
 
 

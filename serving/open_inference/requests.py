@@ -137,6 +137,7 @@ def terms_from_request(
         priority=values.get("priority", 0) or DEFAULT_TERMS.priority,
         timeout_s=timeout_us / 1e6 if timeout_us else None,
         peer=peer,
+        model=request.model_name,
     )
 
 

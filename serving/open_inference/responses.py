@@ -62,23 +62,27 @@ def mask_format_of(outputs: Sequence[str]) -> MaskFormat:
     return MaskFormat.RLE if "masks" in outputs else MaskFormat.NONE
 
 
-def response_from_detections(
-    request: pb.ModelInferRequest,
+def empty_response(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    """The answer to a request, without outputs."""
+    return pb.ModelInferResponse(
+        model_name=request.model_name, model_version=MODEL_VERSION, id=request.id
+    )
+
+
+def add_outputs(
+    response: pb.ModelInferResponse,
     found: Sequence[Detections],
     outputs: Sequence[str],
     manifest: Manifest,
-) -> pb.ModelInferResponse:
-    """The answer to a request.
+) -> None:
+    """Add outputs to an answer.
 
     Args:
-        request: The request.
-        found: What was found in each of its images, with masks as `mask_format_of` says.
-        outputs: Names of the outputs that it asks for.
+        response: The answer.
+        found: What was found in each image, with masks as `mask_format_of` says.
+        outputs: Names of the outputs that the request asks for.
         manifest: Of the bundle.
     """
-    response = pb.ModelInferResponse(
-        model_name=request.model_name, model_version=MODEL_VERSION, id=request.id
-    )
     specs = {spec.name: spec for spec in output_specs(manifest)}
     for name in outputs:
         _, datatype, dims = specs[name]
@@ -91,7 +95,6 @@ def response_from_detections(
             values = _VALUES[name](detections)
             row[: len(values)] = values
         add_array(response, name, padded)
-    return response
 
 
 _VALUES: Final[Mapping[str, Callable[[Detections], Any]]] = {

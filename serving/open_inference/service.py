@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
 import grpc
@@ -20,7 +20,7 @@ from ..errors import (
 )
 from ..health import HealthService
 from ..pipeline import Pipeline
-from ..service import refusal_from_error
+from ..service import refusal_from_error, refusing
 from .inference import infer
 from .metadata import model_config, model_metadata, server_metadata
 from .responses import MODEL_VERSION
@@ -34,11 +34,8 @@ def _refusing(method: _Method) -> _Method:
     """A method that answers with a status where it would raise."""
 
     @functools.wraps(method)
-    async def answer(self: "InferenceService", request: Any, context: _Context) -> Any:
-        try:
-            return await method(self, request, context)
-        except Exception as error:
-            await context.abort(*refusal_from_error(error))
+    def answer(self: "InferenceService", request: Any, context: _Context) -> Awaitable[Any]:
+        return refusing(method(self, request, context), context)
 
     return answer
 
@@ -61,11 +58,11 @@ class InferenceService(GRPCInferenceServiceServicer):
         self._config = config
         self._health = health
         self._readers: set[asyncio.Task[None]] = set()
-        self._reloads: set[asyncio.Task[None]] = set()
+        self._changes: set[asyncio.Task[None]] = set()
 
     def stop_reading(self) -> None:
-        """End the streams when what they asked for so far is answered, and give up reloads."""
-        for task in (*self._readers, *self._reloads):
+        """End the streams when what they asked for so far is answered, and give up loading."""
+        for task in (*self._readers, *self._changes):
             task.cancel()
 
     async def ServerLive(  # noqa: N802 (named by the protocol)
@@ -130,7 +127,11 @@ class InferenceService(GRPCInferenceServiceServicer):
     ) -> pb.RepositoryIndexResponse:
         """List the models."""
         ready = self._health.is_serving
-        why_not = "the server starts or stops, or its model broke and is loaded again"
+        why_not = (
+            "unloaded"
+            if self._pipeline.model.is_unloaded
+            else "the server starts or stops, or its model broke and is loaded again"
+        )
         state, reason = ("READY", "") if ready else ("UNAVAILABLE", why_not)
         index = pb.RepositoryIndexResponse.ModelIndex
         return pb.RepositoryIndexResponse(
@@ -145,58 +146,69 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def RepositoryModelLoad(  # noqa: N802
         self, request: pb.RepositoryModelLoadRequest, context: _Context
     ) -> pb.RepositoryModelLoadResponse:
-        """Load the bundle anew from where it is; if that fails, the old one serves on."""
+        """Load the bundle anew from where it is; if that fails, all stays as it was."""
         self._precision_of(request.model_name, "")
-        if request.parameters:
-            raise InvalidRequestError(
-                f"parameter {min(request.parameters)!r} is not known; the bundle is loaded as it is"
-            )
-        if not self._health.is_running:
-            raise StoppingError("the server is starting or stopping")
-        reload = asyncio.create_task(self._pipeline.reload())
-        self._reloads.add(reload)
-        reload.add_done_callback(self._reloads.discard)
+        _refuse_parameters(request.parameters, "the bundle is loaded as it is")
         try:
-            await asyncio.shield(reload)  # a client that goes does not stop it half way
-        except asyncio.CancelledError:
-            if reload.cancelled():
-                raise StoppingError("the server is stopping") from None
-            raise
+            await self._see_through(self._pipeline.reload)
         except (BundleError, BackendError) as error:
             raise ReloadError(str(error)) from error
         return pb.RepositoryModelLoadResponse()
 
+    @_refusing
     async def RepositoryModelUnload(  # noqa: N802
         self, request: pb.RepositoryModelUnloadRequest, context: _Context
     ) -> pb.RepositoryModelUnloadResponse:
-        """Refuse, as a server has no other model."""
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED,
-            "the server's only model is not unloaded; stop the server instead",
-        )
+        """Take no more requests for the model, answer those in progress, and end its engines."""
+        precision = self._precision_of(request.model_name, "")
+        if precision is not None:
+            raise InvalidRequestError(
+                f"{request.model_name!r} is the model in {precision}, which goes with the others; "
+                f"unload {self._pipeline.model.manifest.model_name!r}, or serve without {precision}"
+            )
+        parameters = set(request.parameters) - {"unload_dependents"}  # of which there are none
+        _refuse_parameters(parameters, "only unload_dependents is, and changes nothing")
+        await self._see_through(self._pipeline.unload)
+        return pb.RepositoryModelUnloadResponse()
+
+    async def _see_through(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Change what is served; a client that goes does not stop it half way."""
+        if not self._health.is_running:
+            raise StoppingError("the server is starting or stopping")
+        task = asyncio.create_task(change())
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise StoppingError("the server is stopping") from None
+            raise
 
     @_refusing
-    async def ModelInfer(  # noqa: N802
+    def ModelInfer(  # noqa: N802
         self, request: pb.ModelInferRequest, context: _Context
-    ) -> pb.ModelInferResponse:
+    ) -> Awaitable[pb.ModelInferResponse]:
         """Detect in the images of a request."""
-        return await self._response_to(request, context.peer())
+        return self._response_to(request, context.peer())
 
     async def ModelStreamInfer(  # noqa: N802
         self, requests: AsyncIterator[pb.ModelInferRequest], context: _StreamContext
     ) -> None:
         """Answer the requests of a stream in their order, several at once."""
         answers: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
-        # A stream is read no faster than it is answered.
+        # A stream is read no faster than it is answered: what comes has a place already.
         places = asyncio.Semaphore(self._pipeline.stream_window)
         peer = context.peer()
 
         async def read() -> None:
             try:
+                await places.acquire()
                 async for request in requests:
-                    await places.acquire()
                     answer = self._stream_response_to(request, peer)
                     answers.put_nowait(tasks.create_task(answer))
+                    del request
+                    await places.acquire()
             finally:
                 answers.put_nowait(None)
 
@@ -213,11 +225,13 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def _stream_response_to(
         self, request: pb.ModelInferRequest, peer: str
     ) -> pb.ModelStreamInferResponse:
+        refused = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+        answer = self._response_to(request, peer)
+        del request
         try:
-            response = await self._response_to(request, peer)
+            response = await answer
         except Exception as error:
             _, message = refusal_from_error(error)
-            refused = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
             return pb.ModelStreamInferResponse(error_message=message, infer_response=refused)
         response.parameters["triton_final_response"].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response)
@@ -225,16 +239,20 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def _response_to(self, request: pb.ModelInferRequest, peer: str) -> pb.ModelInferResponse:
         model = self._pipeline.model  # for all images, though the bundle be loaded anew meanwhile
         watch = self._pipeline.telemetry.request(model, request.model_name, request.id, peer)
-        with watch as timings, model.use():
-            response, found = await infer(
-                request,
-                self._pipeline,
-                model,
-                precision=self._precision_of(request.model_name, request.model_version),
-                peer=peer,
-                max_batch=min(self._config.max_batch, self._config.queue_size),
-                max_pixels=self._config.max_pixels,
-            )
+        with watch as timings:
+            precision = self._precision_of(request.model_name, request.model_version)
+            with model.use():
+                answer = infer(
+                    request,
+                    self._pipeline,
+                    model,
+                    precision=precision,
+                    peer=peer,
+                    max_batch=min(self._config.max_batch, self._config.queue_size),
+                    max_pixels=self._config.max_pixels,
+                )
+                del request  # so that it is gone when its images are decoded
+                response, found = await answer
             timings += found
         return response
 
@@ -255,3 +273,8 @@ class InferenceService(GRPCInferenceServiceServicer):
                 f"leave it out, or ask for {MODEL_VERSION}"
             )
         return precisions[name]
+
+
+def _refuse_parameters(names: Collection[str], remark: str) -> None:
+    if names:
+        raise InvalidRequestError(f"parameter {min(names)!r} is not known; {remark}")

@@ -50,10 +50,17 @@ def test_fields_are_those_of_triton(message: Descriptor) -> None:
         assert name in KSERVE_ALONE or field == theirs[name]
 
 
-def test_data_types_are_those_of_triton() -> None:
-    theirs = model_config_pb2.DESCRIPTOR.enum_types_by_name["DataType"].values_by_name
-    ours = open_inference_pb2.DESCRIPTOR.enum_types_by_name["DataType"].values_by_name
-    assert {n: v.number for n, v in ours.items()} == {n: v.number for n, v in theirs.items()}
+def enums_of(file: FileDescriptor) -> dict[str, dict[str, int]]:
+    enums = [*file.enum_types_by_name.values()]
+    for message in messages_of(file):
+        enums.extend(message.enum_types)
+    return {e.full_name: {n: v.number for n, v in e.values_by_name.items()} for e in enums}
+
+
+def test_enums_are_those_of_triton() -> None:
+    ours = enums_of(open_inference_pb2.DESCRIPTOR)
+    assert "inference.DataType" in ours
+    assert ours.items() <= enums_of(model_config_pb2.DESCRIPTOR).items()
 
 
 def test_calls_are_those_of_triton() -> None:

@@ -61,6 +61,14 @@ def hang() -> None:
     threading.Event().wait()
 
 
+def hang_at_second(calls: Path) -> None:
+    """Hang when it is called for the second time, as a file knows."""
+    with calls.open("ab") as file:
+        file.write(b".")
+    if calls.stat().st_size == 2:
+        hang()
+
+
 def thread_cores() -> set[int]:
     """The cores that threads of the process may run on."""
     tasks = map(int, os.listdir("/proc/self/task"))

@@ -43,6 +43,14 @@ def server_process(bundle: Path, log: Path, *options: str) -> Iterator[tuple[Pro
         yield process, match[1]
 
 
+def memory_of(pid: int) -> int:
+    """Bytes that a process has for itself."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    match = re.search(r"Anonymous:\s+(\d+) kB", text)
+    assert match
+    return int(match[1]) << 10
+
+
 def worker_pids(server: int) -> set[int]:
     """The processes that compute for a server."""
     return {

@@ -174,6 +174,7 @@ def test_server_asks_for_tokens_in_calls_of_each_kind(
             inference: Any = GRPCInferenceServiceStub(channel)
             name = (await detector.GetModel(pb.GetModelRequest(), metadata=bearing("line-1"))).name
             load = open_inference_pb2.RepositoryModelLoadRequest(model_name=name)
+            unload = open_inference_pb2.RepositoryModelUnloadRequest(model_name=name)
             for call in (
                 detector.Detect(request),
                 detector.Detect(request, metadata=bearing("stranger")),
@@ -181,19 +182,23 @@ def test_server_asks_for_tokens_in_calls_of_each_kind(
                 inference.ModelInfer(open_inference_pb2.ModelInferRequest(model_name=name)),
                 inference.ModelStreamInfer(iter([])),
                 inference.RepositoryModelLoad(load),
+                inference.RepositoryModelUnload(unload),
             ):
                 status, message = await status_of(call)
                 assert status is grpc.StatusCode.UNAUTHENTICATED
                 assert "authorization: Bearer TOKEN" in message
-            status, message = await status_of(
-                inference.RepositoryModelLoad(load, metadata=bearing("line-1"))
-            )
-            assert status is grpc.StatusCode.PERMISSION_DENIED
-            assert "admin_token_file" in message
+            for call in (
+                inference.RepositoryModelLoad(load, metadata=bearing("line-1")),
+                inference.RepositoryModelUnload(unload, metadata=bearing("line-1")),
+            ):
+                status, message = await status_of(call)
+                assert status is grpc.StatusCode.PERMISSION_DENIED
+                assert "admin_token_file" in message
             for token in ("line-2", "boss=="):
                 assert (await detector.Detect(request, metadata=bearing(token))).detections
             answers = detector.DetectStream(iter([request, request]), metadata=bearing("line-1"))
             assert len([answer.response async for answer in answers]) == 2
+            await inference.RepositoryModelUnload(unload, metadata=bearing("boss=="))
             await inference.RepositoryModelLoad(load, metadata=bearing("boss=="))
 
     asyncio.run(ask())

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from maskrcnn_trt.model.manifest import read_manifest
+from maskrcnn_trt.serving import batching
 from maskrcnn_trt.serving.backends.base import Backend, Outputs
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.batching import Batcher, BatchResult
@@ -170,6 +171,27 @@ def test_buckets_do_not_starve_each_other(
 
     asyncio.run(compute())
     assert order.index("tall") < 5
+
+
+def test_an_engine_that_hangs_when_it_is_started_again_is_tried_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batching, "_LONGEST_START_S", 5.0)
+    starts = tmp_path / "starts"
+    (engine,) = loaded(deeds.ObedientEngine(partial(deeds.hang_at_second, starts)))
+
+    async def compute() -> int:
+        batcher = batcher_of(engine, 1)
+        async with running(batcher), asyncio.timeout(60):
+            engine.kill()
+            while batcher.restarts == 0:
+                await asyncio.sleep(0.01)
+            result = await batcher.infer(Deed(os.getpid))
+        batcher.close()
+        return int(result.value)
+
+    assert asyncio.run(compute())
+    assert starts.stat().st_size >= 3
 
 
 def test_cancelled_images_leave_the_queue(

@@ -124,6 +124,19 @@ def test_damaged_images_are_named_in_their_place(
     assert_same(found[0], found[5])
 
 
+def test_files_are_read_and_those_that_cannot_be_are_named_in_their_place(
+    backend: Backend, manifest: Manifest, picture: Encode, tmp_path: Path
+) -> None:
+    path = tmp_path / "picture.jpg"
+    path.write_bytes(picture())
+    sources = [path, tmp_path / "gone.jpg", picture(), tmp_path]
+    first, gone, second, folder = detect_many(sources, backend, manifest, max_batch=4)
+    assert_same(first, second)
+    for outcome, reason in ((gone, "No such file or directory"), (folder, "Is a directory")):
+        assert isinstance(outcome, ImageError)
+        assert str(outcome) == f"the file cannot be read ({reason})"
+
+
 def test_large_images_are_refused_by_their_header(
     backend: Backend, manifest: Manifest, picture: Encode
 ) -> None:

@@ -107,16 +107,39 @@ def test_bad_images_are_named_and_the_others_done(
         assert not (output / "bad.png").exists()
 
 
-def test_file_that_cannot_be_read_is_named_and_the_others_done(
-    address: str, folder: Path, tmp_path: Path
+def test_files_that_cannot_be_read_are_named_and_the_others_done(
+    bundle: Path, address: str, folder: Path, tmp_path: Path
 ) -> None:
     (folder / "gone.jpg").symlink_to(tmp_path / "nowhere")
-    result = run(client, address, folder, "-o", tmp_path / "found")
+    (folder / "album.jpg").mkdir()
+    for number, source in enumerate(((client, address), (predict, bundle))):
+        output = tmp_path / str(number)
+        result = run(*source, folder, "-o", output, "--score-threshold", 0.2)
+        assert result.exit_code == 1
+        reasons = "Is a directory", "No such file or directory"
+        failures = [
+            f"{folder / name}: the file cannot be read ({reason})"
+            for name, reason in zip(("album.jpg", "gone.jpg"), reasons, strict=True)
+        ]
+        assert "\n".join(failures) in result.stderr
+        summary = "\n  ".join(["Error: 2 of 4 images failed:", *failures])
+        assert result.stderr.endswith(f"{summary}\n")
+        assert "detections in 2 images" in result.stdout
+        assert (output / "cat.png").exists()
+        results = json.loads((output / "detections.json").read_text())
+        assert {record["image_id"] for record in results} == {12, "cat"}
+
+
+def test_summary_names_the_first_failures(bundle: Path, folder: Path, tmp_path: Path) -> None:
+    for number in range(5):
+        (folder / f"bad{number}.jpg").write_bytes(b"")
+    result = run(predict, bundle, folder, "-o", tmp_path / "found", "--format", "coco")
     assert result.exit_code == 1
-    assert "gone.jpg: the file cannot be read (No such file or directory)" in result.stderr
-    assert "1 of 3 images failed" in result.stderr
-    assert "detections in 2 images" in result.stdout
-    assert (tmp_path / "found" / "cat.png").exists()
+    _, _, summary = result.stderr.partition("Error: ")
+    first, *named, last = summary.splitlines()
+    assert first == "5 of 7 images failed:"
+    assert [line.split(":")[0] for line in named] == [f"  {folder}/bad{n}.jpg" for n in range(3)]
+    assert last == "  and 2 more"
 
 
 def test_colliding_outputs_are_refused(bundle: Path, folder: Path, picture: Encode) -> None:

@@ -17,6 +17,7 @@ from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import BackendError
+from maskrcnn_trt.serving.health import LIVENESS
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
@@ -197,6 +198,8 @@ def test_a_backend_that_breaks_is_loaded_again(
             gate.close()  # for the new one to take its time
             assert await status() is grpc.StatusCode.UNAVAILABLE
             assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+            alive = await health.Check(HealthCheckRequest(service=LIVENESS))
+            assert alive.status == HealthCheckResponse.SERVING
             gate.break_with(None)
             gate.open()
             assert (await watch.read()).status == HealthCheckResponse.SERVING

@@ -22,13 +22,13 @@ _SERVICES = (
     detector_pb2.DESCRIPTOR.services_by_name["Detector"],
     open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
 )
-# Loads the model, if it can, which takes long.
-_METHODS = {m.full_name: m for s in _SERVICES for m in s.methods if m.name != "RepositoryModelLoad"}
+# Load the model, if they can, which takes long, and take it from all who come then.
+_CHANGES = {"RepositoryModelLoad", "RepositoryModelUnload"}
+_METHODS = {m.full_name: m for s in _SERVICES for m in s.methods if m.name not in _CHANGES}
 _REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.UNIMPLEMENTED,
 }
 _REPEATABLE = settings(
     derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import raw_http2 as http2
 from google.protobuf.message import Message
-from server_load import server_process, wait_until
+from server_load import memory_of, server_process, wait_until
 
 from maskrcnn_trt.protos.inference import open_inference_pb2
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
@@ -38,13 +37,6 @@ class Server(NamedTuple):
     pid: int
     address: str
     log: Path
-
-    def memory(self) -> int:
-        """Bytes that the process has for itself."""
-        text = Path(f"/proc/{self.pid}/smaps_rollup").read_text()
-        match = re.search(r"Anonymous:\s+(\d+) kB", text)
-        assert match
-        return int(match[1]) << 10
 
     def files(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
@@ -208,11 +200,11 @@ _ATTACKS: dict[str, Callable[[str, bytes], AbstractContextManager[None]]] = {
 def test_the_server_gets_well(server: Server, picture: Encode, name: str) -> None:
     image = picture()
     server.assert_well(image)
-    memory, files = server.memory(), server.files()
+    memory, files = memory_of(server.pid), server.files()
     with _ATTACKS[name](server.address, image):
         server.assert_well(image)
-        assert server.memory() < memory + _SPARE_BYTES
+        assert memory_of(server.pid) < memory + _SPARE_BYTES
     server.assert_well(image)
     wait_until(lambda: server.files() <= files + _SPARE_FILES)
-    assert server.memory() < memory + _SPARE_BYTES
+    assert memory_of(server.pid) < memory + _SPARE_BYTES
     assert "Traceback" not in server.log.read_text()

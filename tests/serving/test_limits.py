@@ -10,14 +10,20 @@ from typing import Any
 import grpc
 import pytest
 import raw_http2 as http2
+from gated_engine import Gate
+from inference_messages import infer_request
 from limited_server import answers_rightly, served, status_of
 
+from maskrcnn_trt.protos.inference import open_inference_pb2 as triton_pb
+from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 
 Encode = Callable[..., bytes]
 GET_MODEL = "/maskrcnn.v1.Detector/GetModel"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+MODEL = "maskrcnn_resnet18_fpn"
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 GARBAGE = b"\xff\xff\xff\xff"
 BAD, LATE, BUSY = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -153,6 +159,49 @@ def test_stream_that_waits_longest_gives_way(bundle: Path, picture: Encode) -> N
                 stream.cancel()
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("is_triton", [False, True])
+def test_stream_is_read_no_further_than_it_has_places(
+    bundle: Path, gate: Gate, picture: Encode, is_triton: bool
+) -> None:
+    """A message that it did not await could be given up for those that others are to send."""
+    image = picture()
+
+    async def ask() -> None:
+        async with (
+            served(bundle, queue_size=4, max_batch=1) as address,
+            grpc.aio.insecure_channel(address, OWN_CONNECTION) as own,
+            grpc.aio.insecure_channel(address, OWN_CONNECTION) as others,
+        ):
+            full = stream_of(own, is_triton)
+            gate.close()
+            for _ in range(2):  # the one at the model and the next
+                await full.write(request_of(image, is_triton))
+            for _ in range(8):  # which is as many as are waited for
+                stream = stream_of(others, is_triton)
+                await stream.write(request_of(b"no image", is_triton))
+                assert "no JPEG" in str(await stream.read())
+            gate.open()
+            assert all([await full.read() is not grpc.aio.EOF for _ in range(2)])
+            await full.write(request_of(image, is_triton))
+            await full.done_writing()
+            assert "no JPEG" not in str(await full.read())
+            assert await full.code() is grpc.StatusCode.OK
+
+    asyncio.run(ask())
+
+
+def stream_of(channel: grpc.aio.Channel, is_triton: bool) -> Any:
+    if is_triton:
+        triton: Any = GRPCInferenceServiceStub(channel)
+        return triton.ModelStreamInfer()
+    stub: Any = DetectorStub(channel)
+    return stub.DetectStream()
+
+
+def request_of(image: bytes, is_triton: bool) -> pb.DetectRequest | triton_pb.ModelInferRequest:
+    return infer_request(MODEL, image) if is_triton else pb.DetectRequest(image=image)
 
 
 def test_calls_give_their_places_back_however_they_end(bundle: Path, picture: Encode) -> None:

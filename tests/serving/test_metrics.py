@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import re
 import shutil
 import socket
-import urllib.request
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 from gated_engine import Gate
+from inference_messages import infer_request
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as openmetrics_families,
 )
 from prometheus_client.parser import text_string_to_metric_families as text_families
+from scraped_metrics import Metrics, metrics_in, read
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -26,6 +28,7 @@ from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving import prometheus
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import ServingError
+from maskrcnn_trt.serving.gpu_metrics import GPU_METRICS
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
@@ -36,32 +39,6 @@ FORMATS = {
     "text/plain": text_families,
     "application/openmetrics-text; version=1.0.0": openmetrics_families,
 }
-
-
-def read(url: str, accept: str = "text/plain") -> str:
-    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept})) as answer:
-        assert answer.headers["Content-Type"].startswith(accept.partition(";")[0])
-        return answer.read().decode()
-
-
-class Metrics:
-    """The metrics at a URL."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    async def value(self, name: str, **labels: str) -> float:
-        """The value of a sample that is there once."""
-        text = await asyncio.to_thread(read, self.url)
-        samples = [sample for family in text_families(text) for sample in family.samples]
-        (value,) = (s.value for s in samples if (s.name, s.labels) == (name, labels))
-        return value
-
-    async def becomes(self, expected: float, name: str, **labels: str) -> None:
-        """Return when a sample has a value."""
-        async with asyncio.timeout(60):
-            while await self.value(name, **labels) != expected:
-                await asyncio.sleep(0.02)
 
 
 @pytest.fixture
@@ -75,25 +52,13 @@ def served(bundle: Path, caplog: pytest.LogCaptureFixture) -> Any:
         config = ServeConfig(port=0, metrics_port=0, drain_delay_s=0, **settings)
         caplog.set_level("INFO")
         async with detection_server(path, config, reload) as address:
-            match = re.search(r"metrics at (http://\S+/metrics)", caplog.text)
-            assert match
-            yield address, Metrics(match[1])
+            yield address, metrics_in(caplog.text)
 
     return serve
 
 
 def detect_request(image: bytes, **fields: Any) -> pb.DetectRequest:
     return pb.DetectRequest(image=image, **fields)
-
-
-def infer_request(model: str, *images: bytes) -> inference.ModelInferRequest:
-    tensor = inference.ModelInferRequest.InferInputTensor(
-        name="images",
-        datatype="BYTES",
-        shape=[len(images)],
-        contents=inference.InferTensorContents(bytes_contents=images),
-    )
-    return inference.ModelInferRequest(model_name=model, inputs=[tensor])
 
 
 def test_requests_of_both_protocols_are_counted(served: Any, picture: Encode) -> None:
@@ -165,8 +130,40 @@ def test_requests_of_both_protocols_are_counted(served: Any, picture: Encode) ->
             assert count == reasons.get(reason, 0)
         await metrics.value("maskrcnn_model_info", **image, backend="onnxruntime", device="cpu")
         assert await metrics.value("process_resident_memory_bytes") > 1e6
+        assert 0 <= await metrics.value("nv_cpu_utilization") <= 1
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        assert await metrics.value("nv_cpu_memory_total_bytes") == memory
+        assert 0 < await metrics.value("nv_cpu_memory_used_bytes") < memory
         assert await metrics.value("maskrcnn_event_loop_lag_seconds") >= 0
         assert await metrics.value("maskrcnn_event_loop_lag_worst_seconds") >= 0
+
+    asyncio.run(ask())
+
+
+def test_what_waits_is_counted_by_the_name_that_was_asked_for(served: Any, picture: Encode) -> None:
+    chosen = infer_request(MODEL, picture())
+    chosen.parameters["precision"].string_param = "fp32"
+
+    async def ask() -> None:
+        async with (
+            served(max_delay_ms=60_000) as (address, metrics),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            detector: Any = DetectorStub(channel)
+            triton: Any = GRPCInferenceServiceStub(channel)
+            waiting = [
+                detector.Detect(detect_request(picture())),
+                triton.ModelInfer(chosen),
+                detector.Detect(detect_request(picture(), precision="fp32")),
+                triton.ModelInfer(infer_request(f"{MODEL}-fp32", picture(), picture(1))),
+            ]
+            name, by_name = "nv_inference_pending_request_count", OWN | {"model": f"{MODEL}-fp32"}
+            await metrics.becomes(2, name, **OWN)
+            await metrics.becomes(3, name, **by_name)
+            for call in waiting:
+                call.cancel()
+            await metrics.becomes(0, name, **OWN)
+            await metrics.becomes(0, name, **by_name)
 
     asyncio.run(ask())
 
@@ -252,7 +249,7 @@ def test_the_documentation_has_them_all(served: Any) -> None:
     for name in re.findall(r"`((?:nv|maskrcnn)_[a-z_,{}]+)`", page):
         before, words, after = re.fullmatch(r"([^{]*){?([^}]*)}?(.*)", name).groups()
         documented |= {f"{before}{word}{after}".removesuffix("_total") for word in words.split(",")}
-    assert documented == families
+    assert documented == families | {*GPU_METRICS}
 
 
 def test_faults_of_the_backend_are_counted(served: Any, picture: Encode, gate: Gate) -> None:

@@ -1,5 +1,7 @@
 """Bundles that change and servers that stop, while a real client asks without a pause."""
 
+import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -11,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from scraped_metrics import metrics_in
 from server_load import Load, server_process, wait_until, worker_pids
 
 from maskrcnn_trt.model.manifest import read_manifest, write_manifest
@@ -18,6 +21,8 @@ from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
 
@@ -103,6 +108,35 @@ def test_stop_under_load(
         assert process.wait(timeout=60) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert "Traceback" not in log.read_text()
+
+
+def test_a_stop_leaves_the_old_model_to_those_who_use_it(
+    bundle: Path, picture: Encode, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    name = read_manifest(bundle).model_name
+
+    async def ask() -> None:
+        # A request waits for others to come until the new model has long been there.
+        config = ServeConfig(port=0, metrics_port=0, max_batch=64, max_delay_ms=8000)
+        async with contextlib.AsyncExitStack() as server:
+            address = await server.enter_async_context(detection_server(bundle, config))
+            metrics = metrics_in(caplog.text)
+            async with grpc.aio.insecure_channel(address) as channel:
+                detector: Any = DetectorStub(channel)
+                triton: Any = GRPCInferenceServiceStub(channel)
+                waiting = asyncio.ensure_future(detector.Detect(pb.DetectRequest(image=picture())))
+                await metrics.becomes(1, "maskrcnn_requests_in_progress")
+                load = inference.RepositoryModelLoadRequest(model_name=name)
+                loading = triton.RepositoryModelLoad(load)
+                await metrics.becomes(1, "maskrcnn_reloads_total", result="success")
+                stopping = asyncio.create_task(server.aclose())
+                assert await loading.code() is grpc.StatusCode.UNAVAILABLE
+                assert (await waiting).detections
+                await stopping
+                assert not worker_pids(os.getpid())
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("way", ["signal", "call"])

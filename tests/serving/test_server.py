@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import re
 import signal
 import socket
@@ -20,6 +21,7 @@ from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import BackendError, ServingError
+from maskrcnn_trt.serving.health import LIVENESS
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
@@ -129,6 +131,35 @@ def test_failed_warm_up_is_one_error(bundle: Path, gate: Gate) -> None:
 
     with pytest.raises(BackendError, match="does not compute"):
         asyncio.run(start())
+
+
+def test_a_process_that_answers_is_alive_before_and_after_it_is_ready(
+    bundle: Path, gate: Gate
+) -> None:
+    alive = HealthCheckRequest(service=LIVENESS)
+
+    async def ask() -> None:
+        async with contextlib.AsyncExitStack() as server:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            gate.close()
+            started = detection_server(bundle, ServeConfig(port=port, drain_delay_s=0))
+            starting = asyncio.create_task(server.enter_async_context(started))
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                health: Any = HealthStub(channel)
+                answer = await health.Check(alive, wait_for_ready=True)
+                assert answer.status == HealthCheckResponse.SERVING
+                answer = await health.Check(HealthCheckRequest())
+                assert answer.status == HealthCheckResponse.NOT_SERVING
+                watch = health.Watch(alive)
+                assert (await watch.read()).status == HealthCheckResponse.SERVING
+                gate.open()
+                await starting
+                await server.aclose()
+                assert await watch.read() is grpc.aio.EOF
+
+    asyncio.run(ask())
 
 
 def test_port_in_use_is_one_sentence(bundle: Path) -> None:

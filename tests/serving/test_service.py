@@ -11,6 +11,7 @@ from PIL import Image
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.health import LIVENESS
 
 Encode = Callable[..., bytes]
 
@@ -118,7 +119,7 @@ def test_messages_over_the_limit_are_refused(stub: Any, picture: Encode) -> None
     assert stub.Detect(pb.DetectRequest(image=picture()), timeout=30).detections
 
 
-@pytest.mark.parametrize("service", ["", "maskrcnn.v1.Detector"])
+@pytest.mark.parametrize("service", ["", "maskrcnn.v1.Detector", LIVENESS])
 def test_health_of_a_warm_server(channel: grpc.Channel, service: str) -> None:
     response = HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=30)
     assert response.status == HealthCheckResponse.SERVING

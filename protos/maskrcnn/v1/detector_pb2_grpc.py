@@ -60,7 +60,7 @@ class DetectorServicer:
         INVALID_ARGUMENT: the image cannot be used or an option is out of range.
         RESOURCE_EXHAUSTED: the server has no place left for this connection; try again later.
         DEADLINE_EXCEEDED: the request took longer than it may.
-        UNAVAILABLE: the server is stopping, or its model is being loaded again.
+        UNAVAILABLE: the server is stopping, or its model is unloaded or being loaded again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,6 +56,7 @@ def test_metadata_and_configuration_agree(triton: InferenceServerClient) -> None
     assert list(metadata.versions) == ["1"]
     assert config.max_batch_size == 4
     assert config.dynamic_batching.max_queue_delay_microseconds == 2000
+    assert config.dynamic_batching.default_queue_policy.default_timeout_microseconds == 0
     for tensors, configured in ((metadata.inputs, config.input), (metadata.outputs, config.output)):
         assert [t.name for t in tensors] == [c.name for c in configured]
         assert [list(t.shape) for t in tensors] == [[-1, *c.dims] for c in configured]
@@ -128,6 +129,7 @@ def test_repository_index(triton: InferenceServerClient) -> None:
         InferenceServerClient.get_model_config,
         InferenceServerClient.get_inference_statistics,
         InferenceServerClient.load_model,
+        InferenceServerClient.unload_model,
     ],
 )
 def test_unknown_models_are_not_found(triton: InferenceServerClient, ask: Any) -> None:
@@ -139,7 +141,6 @@ def test_unknown_models_are_not_found(triton: InferenceServerClient, ask: Any) -
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda client: client.unload_model(MODEL),
         lambda client: client.get_system_shared_memory_status(),
         lambda client: client.get_trace_settings(),
         lambda client: client.get_log_settings(),

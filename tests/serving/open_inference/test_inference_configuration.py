@@ -1,0 +1,58 @@
+"""How requests wait and what computes, as Triton's client reads it off the configuration."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_engine import GpuEngine
+from triton_requests import MODEL
+from tritonclient.grpc import aio as triton_aio
+from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup, ModelQueuePolicy
+
+from maskrcnn_trt.serving import models
+from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.placement import Place
+from maskrcnn_trt.serving.server import detection_server
+
+
+def configurations(bundle: Path, **settings: Any) -> list[Any]:
+    """Those of the model under each of its names."""
+
+    async def ask() -> list[Any]:
+        async with (
+            detection_server(bundle, ServeConfig(port=0, **settings)) as address,
+            triton_aio.InferenceServerClient(address) as client,
+        ):
+            names = (MODEL, f"{MODEL}-fp32")
+            return [(await client.get_model_config(name)).config for name in names]
+
+    return asyncio.run(ask())
+
+
+def test_configuration_tells_how_requests_wait_and_what_computes(bundle: Path) -> None:
+    settings = {"workers": 2, "timeout_s": 2.5, "queue_size": 7, "preferred_batch": (2, 4)}
+    for config in configurations(bundle, **settings):
+        batching, policy = config.dynamic_batching, config.dynamic_batching.default_queue_policy
+        assert list(batching.preferred_batch_size) == [2, 4]
+        assert (batching.priority_levels, batching.default_priority_level) == (3, 2)
+        assert policy.timeout_action == ModelQueuePolicy.REJECT
+        assert policy.default_timeout_microseconds == 2_500_000
+        assert policy.allow_timeout_override
+        assert policy.max_queue_size == 7
+        (group,) = config.instance_group
+        assert (group.kind, group.count, list(group.gpus)) == (ModelInstanceGroup.KIND_CPU, 2, [])
+        assert config.version_policy.latest.num_versions == 1
+
+
+def test_engines_are_grouped_by_their_gpus(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [Place({}, os.sched_getaffinity(0), gpu=gpu) for gpu in (0, 1, 0)]
+    monkeypatch.setattr(models, "places_for", lambda _: places)
+    monkeypatch.setattr(models, "BundleEngine", GpuEngine)
+    for config in configurations(bundle):
+        groups = [(group.kind, group.count, list(group.gpus)) for group in config.instance_group]
+        assert groups == [
+            (ModelInstanceGroup.KIND_GPU, 2, [0]),
+            (ModelInstanceGroup.KIND_GPU, 1, [1]),
+        ]

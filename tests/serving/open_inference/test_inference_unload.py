@@ -1,0 +1,278 @@
+"""Models that are unloaded and loaded again, as clients of both protocols see them."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from gated_engine import Gate
+from inference_messages import infer_request
+from server_load import server_process, wait_until, worker_pids
+from triton_requests import MODEL, images_of
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+from unloadable_server import (
+    UNLOADED,
+    assert_serving,
+    assert_unloaded,
+    held_request,
+    serving,
+    status_of,
+    until,
+    until_not_ready,
+)
+
+from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+
+Encode = Callable[..., bytes]
+
+
+@pytest.fixture
+def served(bundle: Path, caplog: pytest.LogCaptureFixture) -> Any:
+    """A server of the bundle, as a context."""
+    return partial(serving, bundle, caplog)
+
+
+def test_unload_answers_what_is_in_progress_and_ends_the_engines(
+    served: Any, gate: Gate, picture: Encode
+) -> None:
+    request = pb.DetectRequest(image=picture())
+
+    async def ask() -> None:
+        async with served() as server:
+            calls = [
+                await held_request(server, gate, picture()),
+                asyncio.ensure_future(server.detector.Detect(request)),
+                asyncio.create_task(server.triton.infer(MODEL, images_of(picture()))),
+            ]
+            await server.metrics.becomes(3, "maskrcnn_requests_in_progress")
+            unloading = asyncio.create_task(server.triton.unload_model(MODEL))
+            await until_not_ready(server)
+            await assert_unloaded(server, picture())
+            assert len(worker_pids(os.getpid())) == 1
+            assert not unloading.done()
+            gate.open()
+            first, second, third = await asyncio.gather(*calls)
+            assert first.detections == second.detections
+            assert third.as_numpy("num_detections") == len(first.detections)
+            await unloading
+            assert not worker_pids(os.getpid())
+
+    asyncio.run(ask())
+
+
+def test_an_unloaded_model_is_described_counted_and_loaded_again(
+    served: Any, picture: Encode
+) -> None:
+    engines = {"model": MODEL, "precision": "fp32"}
+
+    async def ask() -> None:
+        reload = asyncio.Event()
+        async with served(reload=reload) as server:
+            triton = server.triton
+            before = await triton.infer(MODEL, images_of(picture()))
+            described = await server.detector.GetModel(pb.GetModelRequest())
+            config = await triton.get_model_config(MODEL)
+            for unload_dependents in (False, True, False):
+                await triton.unload_model(MODEL, unload_dependents=unload_dependents)
+                await assert_unloaded(server, picture())
+            assert await server.detector.GetModel(pb.GetModelRequest()) == described
+            assert await triton.get_model_config(MODEL) == config
+            assert (await triton.get_model_metadata(MODEL)).name == MODEL
+            (statistics,) = (await triton.get_inference_statistics(MODEL)).model_stats
+            assert statistics.inference_stats.success.count == 1
+            assert statistics.inference_stats.fail.count == 9  # a third for an unknown model
+            assert await server.metrics.value("maskrcnn_engines_up", **engines) == 0
+            assert await server.metrics.value("maskrcnn_rejected_total", reason="unloaded") == 6
+
+            await triton.load_model(MODEL)
+            await assert_serving(server, picture())
+            after = await triton.infer(MODEL, images_of(picture()))
+            np.testing.assert_array_equal(before.as_numpy("masks"), after.as_numpy("masks"))
+            assert await server.metrics.value("maskrcnn_engines_up", **engines) == 1
+
+            await triton.unload_model(MODEL)
+            reload.set()
+            await server.metrics.becomes(1, "maskrcnn_engines_up", **engines)
+            await assert_serving(server, picture())
+
+    asyncio.run(ask())
+
+
+def test_streams_outlive_an_unload(served: Any, picture: Encode) -> None:
+    async def ask() -> None:
+        async with served() as server:
+            detections = server.detector.DetectStream()
+            inferences = server.inference.ModelStreamInfer()
+
+            async def answers() -> tuple[Any, Any]:
+                await detections.write(pb.DetectRequest(image=picture()))
+                await inferences.write(infer_request(MODEL, picture()))
+                return await detections.read(), await inferences.read()
+
+            detected, inferred = await answers()
+            assert detected.response.detections
+            assert inferred.infer_response.outputs
+            await server.triton.unload_model(MODEL)
+            detected, inferred = await answers()
+            assert detected.error.code == grpc.StatusCode.UNAVAILABLE.value[0]
+            assert UNLOADED in detected.error.message
+            assert UNLOADED in inferred.error_message
+            await server.triton.load_model(MODEL)
+            detected, inferred = await answers()
+            assert detected.response.detections
+            assert inferred.infer_response.outputs
+
+    asyncio.run(ask())
+
+
+def test_what_cannot_be_unloaded_is_refused(served: Any, picture: Encode) -> None:
+    async def ask() -> None:
+        async with served() as server:
+            for name, parameters, expected in (
+                (f"{MODEL}-fp32", (), f"INVALID_ARGUMENT.* unload '{MODEL}'"),
+                ("resnet", (), "NOT_FOUND.*model 'resnet' is not served"),
+                (MODEL, ("config",), "INVALID_ARGUMENT.*parameter 'config' is not known"),
+            ):
+                request = inference.RepositoryModelUnloadRequest(model_name=name)
+                for parameter in parameters:
+                    request.parameters[parameter].string_param = "{}"
+                with pytest.raises(grpc.RpcError, match=rf"(?s){expected}"):
+                    await server.inference.RepositoryModelUnload(request)
+            await assert_serving(server, picture())
+
+    asyncio.run(ask())
+
+
+def test_a_load_that_fails_leaves_the_model_unloaded(
+    bundle: Path, tmp_path: Path, picture: Encode, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "bundle"
+    shutil.copytree(bundle, path)
+    manifest = path / "manifest.json"
+
+    async def ask() -> None:
+        reload = asyncio.Event()
+        async with serving(path, caplog, reload) as server:
+            await server.triton.unload_model(MODEL)
+            manifest.rename(path / "elsewhere")
+            with pytest.raises(InferenceServerException, match="it has no manifest") as caught:
+                await server.triton.load_model(MODEL)
+            assert "FAILED_PRECONDITION" in caught.value.status()
+            await assert_unloaded(server, picture())
+            reload.set()
+            await until(lambda: "not reloaded, and the old one stays unloaded" in caplog.text)
+            await assert_unloaded(server, picture())
+            (path / "elsewhere").rename(manifest)
+            await server.triton.load_model(MODEL)
+            await assert_serving(server, picture())
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("order", ["load, unload", "unload, load"])
+def test_loads_and_unloads_follow_each_other(
+    served: Any, gate: Gate, picture: Encode, order: str
+) -> None:
+    async def ask() -> None:
+        async with served() as server:
+            in_progress = await held_request(server, gate, picture())
+            number = gate.count
+            if order == "load, unload":
+                first = asyncio.create_task(server.triton.load_model(MODEL))
+                await until(lambda: gate.count > number)  # it warms up
+                second = asyncio.create_task(server.triton.unload_model(MODEL))
+            else:
+                first = asyncio.create_task(server.triton.unload_model(MODEL))
+                await until_not_ready(server)
+                second = asyncio.create_task(server.triton.load_model(MODEL))
+            gate.open()
+            assert (await in_progress).detections
+            await first
+            await second
+            if order == "load, unload":
+                await assert_unloaded(server, picture())
+                assert not worker_pids(os.getpid())
+            else:
+                await assert_serving(server, picture())
+                assert len(worker_pids(os.getpid())) == 1
+
+    asyncio.run(ask())
+
+
+def test_an_unload_goes_on_without_its_client(served: Any, gate: Gate, picture: Encode) -> None:
+    async def ask() -> None:
+        async with served() as server:
+            in_progress = await held_request(server, gate, picture())
+            request = inference.RepositoryModelUnloadRequest(model_name=MODEL)
+            unloading = server.inference.RepositoryModelUnload(request)
+            await until_not_ready(server)
+            unloading.cancel()
+            gate.open()
+            assert (await in_progress).detections
+            await until(lambda: not worker_pids(os.getpid()))
+            await assert_unloaded(server, picture())
+
+    asyncio.run(ask())
+
+
+def test_a_broken_engine_is_not_started_again_once_unloaded(
+    served: Any, gate: Gate, picture: Encode
+) -> None:
+    async def ask() -> None:
+        async with served() as server:
+            gate.break_with(RuntimeError("no memory"))
+            for _ in range(3):
+                call = server.detector.Detect(pb.DetectRequest(image=picture()))
+                assert await call.code() is grpc.StatusCode.INTERNAL
+            await server.triton.unload_model(MODEL)
+            assert not worker_pids(os.getpid())
+            gate.break_with(None)
+            await server.triton.load_model(MODEL)
+            await assert_serving(server, picture())
+
+    asyncio.run(ask())
+
+
+def test_a_stop_while_a_model_is_unloaded_answers_what_is_in_progress(
+    served: Any, gate: Gate, picture: Encode
+) -> None:
+    async def ask() -> None:
+        async with served() as server:
+            in_progress = await held_request(server, gate, picture())
+            request = inference.RepositoryModelUnloadRequest(model_name=MODEL)
+            unloading = server.inference.RepositoryModelUnload(request)
+            await until_not_ready(server)
+            stopping = asyncio.create_task(server.stop())
+            status, message = await status_of(unloading)
+            assert (status, message) == (grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+            gate.open()
+            assert (await in_progress).detections
+            await stopping
+            assert not worker_pids(os.getpid())
+
+    asyncio.run(ask())
+
+
+def test_a_signal_stops_a_server_whose_model_is_unloaded(bundle: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with (
+        server_process(bundle, log) as (process, address),
+        InferenceServerClient(address) as client,
+    ):
+        client.unload_model(MODEL)
+        assert not worker_pids(process.pid)
+        process.send_signal(signal.SIGHUP)
+        wait_until(client.is_server_ready)
+        client.unload_model(MODEL)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    assert "Traceback" not in log.read_text()

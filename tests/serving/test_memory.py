@@ -1,0 +1,101 @@
+"""What requests take of the server's memory while they wait for the model."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from inference_messages import infer_request
+from scraped_metrics import metrics_in
+from server_load import memory_of, server_process
+
+from maskrcnn_trt.protos.inference import open_inference_pb2 as triton_pb
+from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+
+Encode = Callable[..., bytes]
+MODEL = "maskrcnn_resnet18_fpn"
+_PADDING = bytes(30 << 20)
+"""After the end of a JPEG, where nobody looks at it."""
+_SIDE = 3200
+"""Of pixels that take as much."""
+_NEVER = "3600000"
+"""Milliseconds."""
+
+
+def pixels() -> triton_pb.ModelInferRequest:
+    request = triton_pb.ModelInferRequest(model_name=MODEL)
+    request.inputs.add(name="images", datatype="UINT8", shape=[1, _SIDE, _SIDE, 3])
+    return request
+
+
+def raw_pixels() -> triton_pb.ModelInferRequest:
+    request = pixels()
+    request.raw_input_contents.append(bytes(_SIDE * _SIDE * 3))
+    return request
+
+
+def typed_pixels() -> triton_pb.ModelInferRequest:
+    request = pixels()
+    values = np.ones(_SIDE * _SIDE * 3, np.uint8)
+    request.inputs[0].contents.uint_contents.extend(memoryview(values))  # type: ignore[arg-type]
+    return request
+
+
+def test_request_is_gone_when_its_images_are_decoded(
+    bundle: Path, picture: Encode, tmp_path: Path
+) -> None:
+    image = picture() + _PADDING
+    detection = pb.DetectRequest(image=image)
+    inferences = raw_pixels(), typed_pixels(), infer_request(MODEL, image)
+    sent = sum(message.ByteSize() for message in (detection, detection, *inferences, *inferences))
+    log = tmp_path / "log"
+    options = "--metrics-port", "0", "--max-batch", "16", "--max-delay-ms", _NEVER
+
+    async def ask(pid: int, address: str) -> None:
+        metrics = metrics_in(log.read_text())
+        async with grpc.aio.insecure_channel(address) as channel:
+            detector: Any = DetectorStub(channel)
+            triton: Any = GRPCInferenceServiceStub(channel)
+            before = memory_of(pid)
+            calls = [detector.Detect(detection), *map(triton.ModelInfer, inferences)]
+            streams = detector.DetectStream(), triton.ModelStreamInfer()
+            await streams[0].write(detection)
+            for request in inferences:
+                await streams[1].write(request)
+            await metrics.becomes(8, "nv_inference_pending_request_count", model=MODEL, version="1")
+            # What was freed may stay with the process, which is about as much as was sent.
+            assert memory_of(pid) < before + 2 * sent
+            for call in (*calls, *streams):
+                call.cancel()
+
+    with server_process(bundle, log, *options) as (process, address):
+        asyncio.run(ask(process.pid, address))
+
+
+def test_a_refused_request_is_gone_at_once(bundle: Path, picture: Encode, tmp_path: Path) -> None:
+    """Of each protocol, by calls and by streams, without a collection by Python."""
+    image = picture()[:400] + _PADDING
+    detection, inference = pb.DetectRequest(image=image), infer_request(MODEL, image)
+
+    async def refusals(address: str) -> list[grpc.StatusCode]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            detector: Any = DetectorStub(channel)
+            triton: Any = GRPCInferenceServiceStub(channel)
+            calls = detector.Detect(detection), triton.ModelInfer(inference)
+            streams = detector.DetectStream(), triton.ModelStreamInfer()
+            await streams[0].write(detection)
+            await streams[1].write(inference)
+            assert (await streams[0].read()).error.message
+            assert (await streams[1].read()).error_message
+            return [await call.code() for call in calls]
+
+    with server_process(bundle, tmp_path / "log") as (process, address):
+        asyncio.run(refusals(address))
+        before = memory_of(process.pid)
+        for _ in range(3):
+            assert set(asyncio.run(refusals(address))) == {grpc.StatusCode.INVALID_ARGUMENT}
+        assert memory_of(process.pid) < before + 4 * len(image)

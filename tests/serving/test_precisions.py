@@ -1,0 +1,156 @@
+"""Several precisions of one bundle, served side by side."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import grpc
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from numpy.typing import NDArray
+from scraped_metrics import Metrics, metrics_in
+from server_load import server_process
+from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
+from tritonclient.grpc import aio as triton_aio
+
+from maskrcnn_trt.export.commands import export
+from maskrcnn_trt.model.manifest import Precision
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.predictor import Predictor
+
+Encode = Callable[..., bytes]
+
+MODEL: Final = "maskrcnn_resnet18_fpn"
+PRECISIONS: Final[tuple[Precision, ...]] = ("fp16", "fp32", "tf32")
+PICTURES: Final = 6
+
+SAME = 2e-5
+"""Scores of an image in one precision differ by less, whatever else is in its batch."""
+DIFFERENT = 5e-5
+"""Some score of an image differs by more between fp16 and fp32."""
+
+Scores = dict[Precision, list[NDArray[np.float32]]]
+
+
+class Server(NamedTuple):
+    address: str
+    metrics: Metrics
+
+
+@pytest.fixture(scope="module")
+def precise_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in three precisions, of which fp32 and TF32 are the same graph."""
+    path = tmp_path_factory.mktemp("bundles") / "precise"
+    words = [str(tiny_checkpoint), "-o", str(path), "--precision", "fp32", "tf32", "fp16"]
+    result = CliRunner().invoke(export, [*words, "--shape", "96x160"])
+    assert result.exit_code == 0, result.output
+    assert len(list(path.glob("*.onnx"))) == 2
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(precise_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server on ONNX Runtime whose default is fp16."""
+    log = tmp_path_factory.mktemp("logs") / "log"
+    options = [word for precision in PRECISIONS for word in ("--precision", precision)]
+    options += ["--backend", "onnxruntime", "--metrics-port", "0", "--max-wait-s", "60"]
+    with server_process(precise_bundle, log, *options) as (_, address):
+        yield Server(address, metrics_in(log.read_text()))
+
+
+@pytest.fixture(scope="module")
+def expected(precise_bundle: Path, picture: Encode) -> Scores:
+    """The scores of each picture by precision, found without a server."""
+    scores: Scores = {}
+    for precision in PRECISIONS:
+        with contextlib.closing(Predictor(precise_bundle, precision, "onnxruntime")) as predictor:
+            found = [predictor.detect(picture(seed)) for seed in range(PICTURES)]
+        scores[precision] = [detections.scores for detections in found]
+    return scores
+
+
+def images_of(*images: bytes) -> list[InferInput]:
+    array = np.array(images, np.object_)
+    return [InferInput("images", array.shape, "BYTES").set_data_from_numpy(array)]
+
+
+def scores_of(result: InferResult, row: int = 0) -> NDArray[np.float32]:
+    scores: NDArray[np.float32] = result.as_numpy("scores")[row]
+    return scores[: result.as_numpy("num_detections")[row, 0]]
+
+
+def assert_same(scores: Any, expected: NDArray[np.float32]) -> None:
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=SAME)
+
+
+def test_half_precision_differs_and_tf32_does_not_on_a_cpu(expected: Scores) -> None:
+    for half, full, same in zip(*(expected[p] for p in PRECISIONS), strict=True):
+        assert DIFFERENT < np.abs(half - full).max() < 1e-3
+        assert_same(same, full)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_precision_is_chosen_by_name_and_by_parameter(
+    server: Server, expected: Scores, picture: Encode, precision: Precision
+) -> None:
+    with (
+        InferenceServerClient(server.address) as triton,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stub: Any = DetectorStub(channel)
+        images = images_of(*map(picture, range(4)))
+        by_name = triton.infer(f"{MODEL}-{precision}", images)
+        by_parameter = triton.infer(MODEL, images, parameters={"precision": precision})
+        for seed in range(4):
+            response = stub.Detect(pb.DetectRequest(image=picture(seed), precision=precision))
+            own = [detection.score for detection in response.detections]
+            for scores in (scores_of(by_name, seed), scores_of(by_parameter, seed), own):
+                assert_same(scores, expected[precision][seed])
+
+
+def test_the_first_precision_is_the_default(
+    server: Server, expected: Scores, picture: Encode
+) -> None:
+    with (
+        InferenceServerClient(server.address) as triton,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stub: Any = DetectorStub(channel)
+        assert tuple(stub.GetModel(pb.GetModelRequest()).precisions) == PRECISIONS
+        own = [d.score for d in stub.Detect(pb.DetectRequest(image=picture())).detections]
+        for scores in (scores_of(triton.infer(MODEL, images_of(picture()))), own):
+            assert_same(scores, expected["fp16"][0])
+        assert [model.name for model in triton.get_model_repository_index().models] == [
+            MODEL,
+            *(f"{MODEL}-{precision}" for precision in PRECISIONS),
+        ]
+
+
+def test_requests_of_all_precisions_at_once_are_not_mixed_up(
+    server: Server, expected: Scores, picture: Encode
+) -> None:
+    asked = [(p, seed) for _ in range(4) for seed in range(PICTURES) for p in PRECISIONS]
+
+    async def computed() -> list[float]:
+        name = "maskrcnn_request_seconds_count"
+        values = (server.metrics.value(name, model=MODEL, precision=p) for p in PRECISIONS)
+        return [await value for value in values]
+
+    async def ask() -> tuple[list[InferResult], list[float]]:
+        async with triton_aio.InferenceServerClient(server.address) as triton:
+            for precision in PRECISIONS:  # so that each has been counted once
+                await triton.infer(f"{MODEL}-{precision}", images_of(picture()))
+            before = await computed()
+            calls = (triton.infer(f"{MODEL}-{p}", images_of(picture(s))) for p, s in asked)
+            results = await asyncio.gather(*calls)
+            counts = zip(await computed(), before, strict=True)
+            return results, [after - earlier for after, earlier in counts]
+
+    results, counts = asyncio.run(ask())
+    for (precision, seed), result in zip(asked, results, strict=True):
+        assert_same(scores_of(result), expected[precision][seed])
+    assert counts == [4 * PICTURES] * len(PRECISIONS)
