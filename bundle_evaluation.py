@@ -112,7 +112,7 @@ def evaluate_bundle(
     return BundleEvaluation(
         metrics=metrics,
         images=len(dataset) - left_out,
-        left_out=left_out + _missing_from(dataset),
+        left_out=left_out + dataset.left_out,
         seconds=seconds,
         backend=engine.name,
         device=engine.device,
@@ -183,11 +183,6 @@ def _collect(
             "left out %s: %s (broken files so far: %d)", record.path, detections, left_out
         )
     return left_out
-
-
-def _missing_from(dataset: CocoDataset) -> int:
-    """Images that the annotation file lists and the data set leaves out."""
-    return sum(len(names) for fault, names in dataset.faults.items() if fault.startswith("images:"))
 
 
 def _image_detections_from(found: Detections) -> ImageDetections:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..model.manifest import BundleError, Precision, read_manifest
-from ..model.spec import ShapeBucket
+from ..model.spec import OUTPUT_NAMES, ShapeBucket
 from ..serving.backends.base import Backend
 from ..serving.backends.loading import load_backend
 from ..serving.config import BackendName
@@ -41,17 +41,23 @@ class BundleEngine:
             raise BundleError(f"{bundle} has no input size {bucket}; choose from {sizes}")
 
     def runs_over(self, images: NDArray[np.uint8]) -> list[Run]:
-        """On the device where the backend can, and from host to host as it is served."""
+        """On the device where the backend can, and from host to host, a batch at a time."""
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)
         infer = functools.partial(backend.infer, bucket, images, sizes)
         runs = [_run(backend, "host", infer, lambda found: found.num_detections)]
         if backend.name == "onnxruntime":
             compute = cast("OnnxRuntimeBackend", backend).bind_on_device(bucket, images, sizes)
-            on_device = _run(
-                backend, "device", compute, lambda found: found[0].numpy()[: len(images)]
+            numbers = OUTPUT_NAMES.index("num_detections")
+            runs.insert(
+                0,
+                _run(
+                    backend,
+                    "device",
+                    compute,
+                    lambda found: found[numbers].numpy()[: len(images)],
+                ),
             )
-            runs.insert(0, on_device)
         elif backend.name == "torch":
             runs.insert(0, _run_of_torch(cast("TorchBackend", backend), bucket, images, sizes))
         return runs

@@ -31,7 +31,7 @@ class Run:
     queue: Callable[[], object]
     """Begins the batch, and returns what will have been found in it."""
     counts_in: Callable[[Any], Iterable[int]]
-    """How many detections of each image there are in that, once the batch is complete."""
+    """Numbers of detections, one an image, in what `queue` returned; for a complete batch."""
     wait: Callable[[], object] | None = None
     """Returns when all batches that were begun are complete; None where `queue` waits itself."""
 

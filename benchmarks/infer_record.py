@@ -45,8 +45,8 @@ Every engine has a process of its own in each precision, is loaded once for the 
 measured at the smallest batch first. Latencies are of a batch, in ms, from its begin to its end,
 each batch begun when the last was complete. "images/s" is measured after that, with as many batches
 queued back to back and one wait at the end. "data" is where the images lie before the clock starts
-and the detections are when it stops: on the device that computes, or in arrays on the host, as in
-serving, so that copying counts. "found" are the detections of an image, the mean of a batch.
+and the detections are when it stops: on the device that computes, or in arrays on the host, so that
+copying counts. "found" is the mean number of detections an image.
 """
 _PEER = """\
 Torchvision's model is measured as it ships: it scales the images, pastes the masks into them, and

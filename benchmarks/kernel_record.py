@@ -31,7 +31,7 @@ Torchvision's pooling was given its own best layout, NCHW, whatever ours was giv
 features' type; in bf16 it has none. Its gradient is that of its whole pooling, without the forward
 pass. Its suppression takes one image at a time, as its models do, and keeps as many boxes as
 survive. `paste_rle` ends with run lengths on the GPU; making strings of them, which pycocotools'
-time includes, is left to the host.
+time includes, is left to `compress_runs`.
 """
 
 

@@ -77,10 +77,8 @@ def show(report: Report, table: RenderableType, json_path: Path | None) -> None:
         json_path.write_text(json.dumps(asdict(report), indent=2) + "\n")
 
 
-INFER_COLUMNS = (
-    *("engine", "data", "batch", "images/s", *_PERCENTILES),
-    *("MiB", "found", "times", "floor"),
-)
+_LOAD_COLUMNS = ("engine", "data", "batch", "images/s")
+INFER_COLUMNS = (*_LOAD_COLUMNS, *_PERCENTILES, "MiB", "found", "times", "floor")
 
 
 def infer_rows(
@@ -109,7 +107,7 @@ def infer_rows(
         )
         for r in own
     ]
-    blank = ("",) * (len(INFER_COLUMNS) - 4)
+    blank = ("",) * (len(INFER_COLUMNS) - len(_LOAD_COLUMNS))
     return measured + [
         (f.engine, "", str(f.batch or "all"), "failed", *blank)
         for f in failures

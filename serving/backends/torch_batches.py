@@ -92,7 +92,7 @@ class GraphedProgram:
 
 
 class BatchSlot:
-    """What a batch in flight needs: pinned memory, and a stream that copies."""
+    """What a batch in flight needs: its tensors on the GPU, and a stream that copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -55,6 +55,7 @@ class CocoDataset:
         categories: classes by ascending id; label 1 is `categories[0]`.
         records: the usable images, by ascending id.
         faults: what was left out: ids (or file names) by reason.
+        left_out: number of images that were.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class CocoDataset:
         self.categories = _categories_from(content["categories"], self.name)
         faults: dict[str, list[str]] = defaultdict(list)
         images = _images_from(content["images"], config.images, faults)
+        self.left_out = len(content["images"]) - len(images)
         listed = {e["id"] for e in content["images"] if isinstance(e.get("id"), int)}
         labels = {category.id: label for label, category in enumerate(self.categories, start=1)}
         instances = _instances_from(content["annotations"], images, listed, labels, faults)
