@@ -67,7 +67,7 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
     from .quickstart_figures import plot_losses
     from .training.run import run_training
 
-    start, console = time.monotonic(), Console()
+    start, console = time.monotonic(), Console(markup=False, emoji=False)
     _claim(output)
     with _step(console, 1, "drawing a data set", output / "data"):
         config = _drawn_config(output, seed, images, iterations)

@@ -41,7 +41,8 @@ class AccessPolicy:
     """What `token_file` and `admin_token_file` allow.
 
     Without the first, anyone may detect; with it, who has a token of either file. Admin calls take
-    a token of the second; if there is neither file, they are for clients on this machine.
+    a token of the second; if there is neither file, they are for clients on this machine, or with
+    `local_admin` off for nobody.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -52,6 +53,7 @@ class AccessPolicy:
         """
         self._tokens = _tokens_of(config.token_file)
         self._admin_tokens = _tokens_of(config.admin_token_file)
+        self._local_admin = config.local_admin
         if (self._tokens or self._admin_tokens) and not config.tls_certificate:
             _warn_unless_loopback(config.host)
 
@@ -83,6 +85,11 @@ class AccessPolicy:
         if is_admin:
             return
         if self._tokens is None and self._admin_tokens is None:
+            if not self._local_admin:
+                raise ForbiddenError(
+                    "nobody may change what is served; the server's setting admin_token_file lets "
+                    "those do so who have a token"
+                )
             if not _is_loopback(peer):
                 raise ForbiddenError(
                     "only clients on the server's own machine may change what it serves; its "
@@ -97,19 +104,17 @@ class AccessPolicy:
             raise _unauthenticated()
 
 
-_Tokens = Renewed[tuple[bytes, ...]]
+def tokens_in(path: Path) -> list[str]:
+    """The tokens of a file that has one a line, beside comments and empty lines.
 
-
-def _tokens_of(path: Path | None) -> _Tokens | None:
-    return None if path is None else Renewed([path], lambda: _read_digests(path))
-
-
-def _read_digests(path: Path) -> tuple[bytes, ...]:
+    Raises:
+        ServingError: the file cannot be read, holds something else, or no token.
+    """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ServingError(f"the tokens in {path} cannot be read: {error}") from None
-    digests = []
+    tokens = []
     for number, line in enumerate(lines, start=1):
         if not (token := line.partition("#")[0].strip()):
             continue
@@ -118,10 +123,17 @@ def _read_digests(path: Path) -> tuple[bytes, ...]:
                 f"line {number} of {path} is no token; one has letters, digits and -._~+/, and "
                 "stands on a line of its own"
             )
-        digests.append(_digest(token))
-    if not digests:
-        raise ServingError(f"{path} holds no token; write one a line, or leave the setting out")
-    return tuple(digests)
+        tokens.append(token)
+    if not tokens:
+        raise ServingError(f"{path} holds no token; write one a line, or name no such file")
+    return tokens
+
+
+_Tokens = Renewed[tuple[bytes, ...]]
+
+
+def _tokens_of(path: Path | None) -> _Tokens | None:
+    return None if path is None else Renewed([path], lambda: tuple(map(_digest, tokens_in(path))))
 
 
 def _holds(tokens: _Tokens | None, digest: bytes) -> bool:

@@ -53,8 +53,8 @@ class Arrivals:
             if limit in self._awaited:
                 raise ExpiredError(f"the message did not arrive within {timeout_s:g} s") from None
             raise QueueFullError(
-                "the server waits for as many messages as it may, and for this one longest; "
-                "try again later"
+                "the server waits for as many messages as it may, twice its queue_size, and for "
+                "this one longest; try again later"
             ) from None
         finally:
             self._awaited.pop(limit, None)
@@ -62,4 +62,5 @@ class Arrivals:
     def _give_up_oldest(self) -> None:
         oldest = next(iter(self._awaited))
         del self._awaited[oldest]
-        oldest.reschedule(0)  # which is past
+        if not oldest.expired():
+            oldest.reschedule(0)  # which is past

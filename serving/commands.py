@@ -26,6 +26,8 @@ def serve(bundle: Path, doctor: bool, **values: Any) -> None:
     """
     import asyncio
 
+    # Else gRPC writes a line of its own form for each client that does not shake hands.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from .logs import configure_logs
     from .server import serve as serve_bundle
 

@@ -1,6 +1,7 @@
 """The verbs `client` and `predict`: detection in files and folders."""
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -9,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from ..model.manifest import Precision
-from .config import MAX_RETRIES, BackendName, ReportFormat, ServeConfig
+from .config import DAY_S, MAX_RETRIES, BackendName, ReportFormat, ServeConfig
 
 if TYPE_CHECKING:
     from .connection import Credentials
@@ -32,6 +33,20 @@ class _SourceType(click.ParamType[Path | str]):
         return str(value) if "://" in str(value) else Path(_SOURCE.convert(value, param, ctx))
 
 
+class _NumberRange(click.FloatRange):
+    """A range that holds only numbers: NaN compares as neither below nor above its ends."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is no number.", param, ctx)
+        return number
+
+
+_SECONDS = _NumberRange(min=0, min_open=True, max=DAY_S)
+
 _REPORT_OPTIONS = (
     click.option(
         "-o", "--output", type=click.Path(file_okay=False), default="detections",
@@ -44,7 +59,7 @@ _REPORT_OPTIONS = (
         "drawn; coco, all in detections.json; numpy, an NPZ of each image's arrays.",
     ),
     click.option(
-        "--score-threshold", type=click.FloatRange(0, 1), default=0.5, show_default=True,
+        "--score-threshold", type=_NumberRange(0, 1), default=0.5, show_default=True,
         help="Leave out detections that score no higher.",
     ),
 )  # fmt: skip
@@ -58,7 +73,7 @@ _TERMS_OPTIONS = (
         help="How urgent it is; 1 goes first.",
     ),
     click.option(
-        "--server-timeout", "server_timeout_s", type=click.FloatRange(min=0, min_open=True),
+        "--server-timeout", "server_timeout_s", type=_SECONDS,
         help="Seconds after which the server gives an image up; it may have a limit of its own.",
     ),
 )  # fmt: skip
@@ -68,8 +83,8 @@ _CONNECTION_OPTIONS = (
         help="Requests in flight.",
     ),
     click.option(
-        "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=30.0,
-        show_default=True, help="Seconds to wait for an answer, over all tries.",
+        "--timeout", "timeout_s", type=_SECONDS, default=30.0, show_default=True,
+        help="Seconds to wait for an answer, over all tries.",
     ),
     click.option(
         "--retries", type=click.IntRange(0, MAX_RETRIES), default=MAX_RETRIES, show_default=True,
@@ -82,7 +97,10 @@ _CONNECTION_OPTIONS = (
     ),
     click.option("--certificate", type=_FILE, help="PEM of the client's own certificate."),
     click.option("--key", type=_FILE, help="PEM of the key of --certificate."),
-    click.option("--token-file", type=_FILE, help="Holds the token that the server asks for."),
+    click.option(
+        "--token-file", type=_FILE,
+        help="Holds the token that the server asks for; # begins a comment.",
+    ),
 )  # fmt: skip
 
 
@@ -150,8 +168,21 @@ def _credentials(
     if (certificate is None) != (key is None):
         raise click.UsageError("--certificate and --key go together; give both or none")
     root, own, private = (None if path is None else path.read_bytes() for path in files)
-    token = None if token_file is None else token_file.read_text().strip()
+    token = None if token_file is None else _token_in(token_file)
     return Credentials(root_certificate=root, certificate=own, key=private, token=token)
+
+
+def _token_in(path: Path) -> str:
+    from .access import tokens_in
+    from .errors import ServingError
+
+    try:
+        tokens = tokens_in(path)
+    except ServingError as error:
+        raise click.UsageError(str(error)) from None
+    if len(tokens) > 1:
+        raise click.UsageError(f"{path} holds {len(tokens)} tokens; leave only your own in it")
+    return tokens[0]
 
 
 @click.command()

@@ -107,7 +107,7 @@ def show(sections: Iterable[Section]) -> bool:
         for finding in section.findings:
             state = Text(finding.state, _STYLES[finding.state])
             table.add_row(state, Text(finding.subject), Text(finding.text))
-        Console().print(table)
+        Console(markup=False, emoji=False).print(table)
         healthy = healthy and section.is_healthy
     return healthy
 

@@ -11,6 +11,7 @@ import pynvml
 from prometheus_client.core import GaugeMetricFamily, Metric, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
+from .errors import BackendError
 from .placement import gpu_bus_ids
 
 _log = logging.getLogger(__name__)
@@ -117,8 +118,8 @@ def _open_nvml() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted(what: str) -> Iterator[None]:
-    """Leave out what NVML does not tell, which is an ordinary case."""
+    """Leave out what the driver does not tell, which is an ordinary case."""
     try:
         yield
-    except pynvml.NVMLError as error:
+    except (pynvml.NVMLError, BackendError) as error:
         _log.debug("%s: %s", what, error)

@@ -5,7 +5,7 @@ The library's own leaves its watches open, and a server that stops gracefully wa
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 import grpc
 from grpc_health.v1 import health_pb2 as pb
@@ -29,19 +29,17 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
     def __init__(
         self,
         *services: str,
-        models: Callable[[], Collection[str]],
-        is_up: Callable[[], bool],
+        models: Callable[[], Mapping[str, bool]],
     ) -> None:
         """Speak for the server as a whole, for services and for models.
 
         Args:
             services: Their full names.
-            models: The names of those that are served at the moment.
-            is_up: Whether a server that is ready can answer requests at the moment.
+            models: By the names of what is served at the moment, whether requests can be answered
+                then. The first stands for the server.
         """
         self._services = frozenset({"", LIVENESS, *services})
         self._models = models
-        self._is_up = is_up
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -52,8 +50,12 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
 
     @property
     def is_serving(self) -> bool:
-        """Whether the server is running and up."""
-        return self.is_running and self._is_up()
+        """Whether the server is running, and can answer requests for its first model."""
+        return self.is_running and next(iter(self._models().values()))
+
+    def is_model_serving(self, name: str) -> bool:
+        """Whether the server is running, and can answer requests for that model."""
+        return self.is_running and self._models().get(name, False)
 
     def set_ready(self) -> None:
         """Say SERVING from here on."""
@@ -97,6 +99,8 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
     def _response_to(self, request: pb.HealthCheckRequest) -> pb.HealthCheckResponse:
         if not self._knows(request.service):
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
-        if self.is_serving or request.service == LIVENESS:
+        is_model = request.service in self._models()
+        serving = self.is_model_serving(request.service) if is_model else self.is_serving
+        if serving or request.service == LIVENESS:
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVING)
         return pb.HealthCheckResponse(status=pb.HealthCheckResponse.NOT_SERVING)

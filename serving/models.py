@@ -100,9 +100,12 @@ class ServedModel:
             ) from None
 
     @property
-    def is_up(self) -> bool:
-        """Whether it can answer requests for the default precision at the moment."""
-        return not self.is_unloaded and self.batcher().is_up
+    def states(self) -> dict[str, bool]:
+        """By each of its names, whether requests can be answered at the moment."""
+        return {
+            name: not self.is_unloaded and self.batcher(precision).is_up
+            for name, precision in self.names.items()
+        }
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:

@@ -6,7 +6,11 @@ import sys
 from collections.abc import Mapping, Set
 from typing import NamedTuple
 
+from .errors import BackendError
+
 _CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_TIMEOUT_S = 60.0
+"""For CUDA to start."""
 
 # CUDA itself, which knows of MIG, containers and the environment. It is asked in a process of its
 # own, since a process that has loaded CUDA keeps hold of every GPU.
@@ -66,7 +70,19 @@ def visible_gpus() -> list[str]:
 
 
 def gpu_bus_ids() -> list[str]:
-    """PCI bus ID of each GPU that CUDA finds; the parts of one that is divided by MIG share its."""
+    """PCI bus ID of each GPU that CUDA finds; the parts of one that is divided by MIG share its.
+
+    Raises:
+        BackendError: the driver does not answer.
+    """
     command = [sys.executable, "-I", "-S", "-c", _BUS_IDS]
-    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    try:
+        found = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=False, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise BackendError(
+            f"CUDA does not say within {_TIMEOUT_S:g} s which GPUs there are; see whether "
+            "nvidia-smi does, and restart what hangs"
+        ) from None
     return found.stdout.splitlines()

@@ -72,14 +72,14 @@ def write_report(
     _check_overwrites(files, folder, formats)
     folder.mkdir(parents=True, exist_ok=True)
     report, failures = _Report(folder, formats), []
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     pairs = zip(files, outcomes, strict=True)
     try:
         for path, outcome in track(pairs, "Detecting", len(files), console=console):
             failure = report.add(path, outcome)
             if failure:
                 failures.append(f"{path}: {failure}")
-                console.print(failures[-1], style="red", markup=False, soft_wrap=True)
+                console.print(failures[-1], style="red", soft_wrap=True)
     finally:
         report.finish()
     if failures:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ..model.config_faults import sentence_from_fault
-from .config import ServeConfig
+from .config import ServeConfig, ServeFields
 
 _PREFIX = "MASKRCNN_"
 """Of the names of variables in the environment."""
@@ -104,11 +104,11 @@ def _take_defaults(context: click.Context, parameter: click.Parameter, path: Pat
     if not isinstance(values, dict):
         raise click.UsageError(f"{path} is no mapping of settings to values, as in port: 8500")
     try:
-        config = ServeConfig.model_validate(values)
+        fields = ServeFields.model_validate(values)
     except ValidationError as error:
-        fault = sentence_from_fault(error, ServeConfig)
+        fault = sentence_from_fault(error, ServeFields)
         raise click.UsageError(f"{path}: {fault}") from None
-    context.default_map = config.model_dump(exclude_unset=True)
+    context.default_map = fields.model_dump(exclude_unset=True)
 
 
 def _check_environment() -> None:

@@ -111,11 +111,7 @@ async def detection_server(
         service = DetectorService(pipeline, config)
         add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         names = [service.full_name for service in _SERVICES]
-        health = HealthService(
-            *names,
-            models=lambda: pipeline.model.names,
-            is_up=lambda: pipeline.model.is_up,
-        )
+        health = HealthService(*names, models=lambda: pipeline.model.states)
         add_HealthServicer_to_server(health, server)
         inference = InferenceService(pipeline, config, health)
         add_GRPCInferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]

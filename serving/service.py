@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import traceback
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
@@ -160,7 +159,7 @@ def _release_frames(error: Exception) -> None:
         if raised is None or id(raised) in released:
             continue
         released.add(id(raised))
-        traceback.clear_frames(raised.__traceback__)
+        raised.__traceback__ = None
         pending += raised.__cause__, raised.__context__
         if isinstance(raised, BaseExceptionGroup):
             pending += raised.exceptions

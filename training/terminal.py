@@ -23,7 +23,9 @@ class _ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            self.format(record), markup=False, emoji=False, highlight=False, soft_wrap=True
+        )
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def convert(
         raise WeightsError(f"{file}: {error}") from None
     output.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(output, conversion.checkpoint)
-    Console().print(table_of(conversion))
+    Console(markup=False, emoji=False).print(table_of(conversion))
     click.echo(f"the checkpoint is {output}")
 
 

@@ -25,6 +25,8 @@ from .inference import infer
 from .metadata import model_config, model_metadata, server_metadata
 from .responses import MODEL_VERSION
 
+_READY = "READY"
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 _StreamContext = grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse]
 _Method = Callable[["InferenceService", Any, _Context], Awaitable[Any]]
@@ -81,11 +83,9 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.ModelReadyRequest, context: _Context
     ) -> pb.ModelReadyResponse:
         """Whether a model can; it is not if it is not served at all."""
-        served = request.name in self._pipeline.model.names and request.version in (
-            "",
-            MODEL_VERSION,
-        )
-        return pb.ModelReadyResponse(ready=served and self._health.is_serving)
+        is_version = request.version in ("", MODEL_VERSION)
+        ready = is_version and self._health.is_model_serving(request.name)
+        return pb.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(  # noqa: N802
         self, request: pb.ServerMetadataRequest, context: _Context
@@ -126,21 +126,23 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.RepositoryIndexRequest, context: _Context
     ) -> pb.RepositoryIndexResponse:
         """List the models."""
-        ready = self._health.is_serving
-        why_not = (
-            "unloaded"
-            if self._pipeline.model.is_unloaded
-            else "the server starts or stops, or its model broke and is loaded again"
-        )
-        state, reason = ("READY", "") if ready else ("UNAVAILABLE", why_not)
-        index = pb.RepositoryIndexResponse.ModelIndex
+        models = map(self._index_of, self._pipeline.model.names)
         return pb.RepositoryIndexResponse(
-            models=[
-                index(name=name, version=MODEL_VERSION, state=state, reason=reason)
-                for name in self._pipeline.model.names
-                if ready or not request.ready
-            ]
+            models=[model for model in models if model.state == _READY or not request.ready]
         )
+
+    def _index_of(self, name: str) -> pb.RepositoryIndexResponse.ModelIndex:
+        index = pb.RepositoryIndexResponse.ModelIndex(name=name, version=MODEL_VERSION)
+        if self._health.is_model_serving(name):
+            index.state = _READY
+        else:
+            index.state = "UNAVAILABLE"
+            index.reason = (
+                "unloaded"
+                if self._pipeline.model.is_unloaded
+                else "the server starts or stops, or the model broke and is loaded again"
+            )
+        return index
 
     @_refusing
     async def RepositoryModelLoad(  # noqa: N802

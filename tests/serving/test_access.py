@@ -80,6 +80,7 @@ def test_without_tokens_this_machine_may_load_models(files: dict[str, Path]) -> 
     for peer in (HERE, "ipv6:[::1]:50000", "ipv6:%5B::1%5D:50000", "ipv4:127.8.8.8:1"):
         assert outcome(policy(), LOAD, peer=peer) == "yes"
         assert outcome(policy(token_file=files["token_file"]), LOAD, peer=peer) == "no"
+        assert outcome(policy(local_admin=False), LOAD, peer=peer) == "no"
     for peer in (ELSEWHERE, "ipv6:[2001:db8::1]:1", "ipv6:[::2]:1", "", "unknown", "127.0.0.1"):
         assert outcome(policy(), LOAD, peer=peer) == "no"
 

@@ -110,6 +110,16 @@ def test_terms_reach_the_server(tmp_path: Path) -> None:
         check(detector)
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "1e30", "0"])
+@pytest.mark.parametrize("option", ["--timeout", "--server-timeout"])
+def test_times_that_nobody_can_wait_are_refused(tmp_path: Path, option: str, value: str) -> None:
+    image = tmp_path / "a.jpg"
+    image.write_bytes(IMAGE)
+    result = CliRunner().invoke(client, ["localhost:1", str(image), option, value])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.stderr
+
+
 def test_refusals_of_some_images_leave_the_others() -> None:
     images = [b"a", b"bb", b"ccc", b"dddd"]
     with serving(Detector([BUSY])) as address, DetectorClient(address, retries=0) as detector:

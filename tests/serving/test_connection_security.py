@@ -68,7 +68,7 @@ def test_server_that_knows_its_clients(
 def test_command_shows_its_credentials(authority: trustme.CA, tmp_path: Path) -> None:
     image, token, root = tmp_path / "a.jpg", tmp_path / "token", tmp_path / "root.pem"
     image.write_bytes(IMAGE)
-    token.write_text("s3cret\n")
+    token.write_text("# of this machine\n\ns3cret  # until May\n")
     root.write_bytes(authority.cert_pem.bytes())
     output = tmp_path / "found"
     with serving(Detector(token="s3cret"), server_credentials(authority)) as address:
@@ -81,6 +81,25 @@ def test_command_shows_its_credentials(authority: trustme.CA, tmp_path: Path) ->
     assert isinstance(refused.exception, AccessError)
     half = CliRunner().invoke(client, [*words, "--certificate", str(root)])
     assert "--certificate and --key go together" in half.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"# mine\n", "holds no token; write one a line"),
+        (b"one\ntwo\n", "holds 2 tokens; leave only your own in it"),
+        (b"Bearer one\n", "line 1 of"),
+    ],
+)
+def test_command_takes_one_token_from_its_file(tmp_path: Path, content: bytes, words: str) -> None:
+    image, token = tmp_path / "a.jpg", tmp_path / "token"
+    image.write_bytes(IMAGE)
+    token.write_bytes(content)
+    result = CliRunner().invoke(client, ["localhost:1", str(image), "--token-file", str(token)])
+    assert result.exit_code == 2
+    assert str(token) in result.stderr
+    assert words in result.stderr
 
 
 @both_ways

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -10,9 +12,11 @@ import grpc
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from numpy.typing import NDArray
 from scraped_metrics import Metrics, metrics_in
-from server_load import server_process
+from server_load import server_process, wait_until, worker_pids
 from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
 from tritonclient.grpc import aio as triton_aio
 
@@ -154,3 +158,36 @@ def test_requests_of_all_precisions_at_once_are_not_mixed_up(
     for (precision, seed), result in zip(asked, results, strict=True):
         assert_same(scores_of(result), expected[precision][seed])
     assert counts == [4 * PICTURES] * len(PRECISIONS)
+
+
+def test_each_precision_is_ready_for_itself(
+    precise_bundle: Path, tmp_path: Path, picture: Encode
+) -> None:
+    options = "--precision", "fp32", "--precision", "fp16", "--backend", "onnxruntime"
+    with (
+        server_process(precise_bundle, tmp_path / "log", *options) as (process, address),
+        InferenceServerClient(address) as triton,
+        grpc.insecure_channel(address) as channel,
+    ):
+        names = MODEL, f"{MODEL}-fp32", f"{MODEL}-fp16"
+        by_health: set[tuple[bool, ...]] = set()
+        by_triton: set[tuple[bool, ...]] = set()
+
+        def all_ready() -> bool:
+            health, serving = HealthStub(channel), HealthCheckResponse.SERVING
+            answers = [health.Check(HealthCheckRequest(service=n), timeout=60) for n in names]
+            told = [
+                tuple(a.status == serving for a in answers),
+                tuple(map(triton.is_model_ready, names)),
+            ]
+            by_health.add(told[0])
+            by_triton.add(told[1])
+            return all(map(all, told))
+
+        assert all_ready()
+        for pid in worker_pids(process.pid):
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: not all_ready())
+            wait_until(all_ready)
+        for told in (by_health, by_triton):
+            assert {(False, False, True), (True, True, False)} < told

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from maskrcnn_trt.model.images import ImageError
 from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.errors import UnreachableError
@@ -124,3 +125,13 @@ def test_picture_that_goes_while_it_is_looked_at_fails_alone(
     assert "1.jpg: the file cannot be read (No such file" in capsys.readouterr().err
     assert {record["image_id"] for record in json.loads((output / "detections.json").read_text())}
     assert (output / "2.png").exists()
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [Path(name) for name in (":cat:.jpg", "[bold]street[/bold].jpg")]
+    reasons = [ImageError("sent to localhost:abc"), ImageError("[red]")]
+    with pytest.raises(Exception, match="2 of 2 images failed"):
+        write_report(paths, reasons, tmp_path)
+    said = capsys.readouterr().err
+    assert ":cat:.jpg: sent to localhost:abc" in said
+    assert "[bold]street[/bold].jpg: [red]" in said

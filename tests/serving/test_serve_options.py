@@ -91,7 +91,7 @@ def test_every_setting_can_be_set_each_way(tmp_path: Path) -> None:
         ("max_bach: 8", "unknown key max_bach (did you mean max_batch?)"),
         ("port: 70000", "port is 70000; allowed: whole number, >= 0, <= 65535"),
         ("precision: fp16", "precision is 'fp16'; allowed: list of fp32"),
-        ("preferred_batch: [16]", "preferred_batch is 16; allowed: 1 to max_batch, which is 8"),
+        ("hang_timeout_s: .inf", "hang_timeout_s is inf; allowed: number, > 0, <= 86400"),
         ("- 1", "is no mapping of settings to values"),
         ("a: [", "is no YAML"),
     ],
@@ -103,6 +103,53 @@ def test_faults_of_the_file_are_named(tmp_path: Path, text: str, words: str) -> 
     assert result.exit_code == 2
     assert f"{file}: " in result.stderr or f"{file} " in result.stderr
     assert words in result.stderr
+
+
+def test_settings_that_go_together_may_come_from_several_sources(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("tls_certificate: server.pem\npreferred_batch: [9]\n")
+    expected = ServeConfig(
+        tls_certificate=Path("server.pem"),
+        tls_key=Path("server.key"),
+        preferred_batch=(9,),
+        max_batch=16,
+    )
+    assert config_of(run("--config", file, max_batch="16", tls_key="server.key")) == expected
+    assert (
+        config_of(run("--config", file, "--max-batch", 16, "--tls-key", "server.key")) == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("preferred_batch: [16]", "preferred_batch is 16; allowed: 1 to max_batch, which is 8"),
+        ("tls_key: server.key", "tls_certificate and tls_key go together"),
+        ("metrics_port: 8500", "port and metrics_port are both 8500; give each its own, or 0"),
+    ],
+)
+def test_settings_of_the_file_that_do_not_go_together_are_refused(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    result = run("--config", file)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_each_port_may_be_picked() -> None:
+    assert config_of(run("--port", 0, "--metrics-port", 0)).metrics_port == 0
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "1e10"])
+@pytest.mark.parametrize("name", [n for n in ServeConfig.model_fields if n.endswith("_s")])
+def test_times_are_finite_and_at_most_a_day(name: str, value: str) -> None:
+    result = run(f"--{name.replace('_', '-')}", value)
+    assert result.exit_code == 2
+    assert f"--{name.replace('_', '-')} is {float(value)}; allowed: number, >" in result.stderr
+    assert ", <= 86400" in result.stderr
+    assert f"MASKRCNN_{name.upper()} is" in run(**{name: value}).stderr
 
 
 @pytest.mark.parametrize(
@@ -127,6 +174,9 @@ def test_faults_of_the_environment_are_named(environment: dict[str, str], words:
         ("--preferred-batch", 9, "preferred_batch is 9; allowed: 1 to max_batch, which is 8"),
         ("--precision", "int8", "--precision"),
         ("--timeout-s", -1, "--timeout-s is -1.0"),
+        ("--max-delay-ms", "nan", "--max-delay-ms is nan; allowed: number, >= 0, <= 86400000"),
+        ("--queue-size", 2**31, "--queue-size is 2147483648; allowed: whole number, >= 1, <= 1"),
+        ("--metrics-port", 8500, "port and metrics_port are both 8500; give each its own"),
     ],
 )
 def test_faults_of_options_are_named(option: str, value: object, words: str) -> None:

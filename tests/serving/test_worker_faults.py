@@ -1,5 +1,6 @@
 """Workers that end, hang and are killed, under servers in processes of their own."""
 
+import asyncio
 import os
 import re
 import shutil
@@ -12,13 +13,24 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from server_load import Load, server_process, starting_server, wait_until, worker_pids
+from inference_messages import infer_request
+from scraped_metrics import metrics_in
+from server_load import (
+    Load,
+    Process,
+    server_process,
+    starting_server,
+    wait_until,
+    worker_pids,
+)
 
+from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import DetectorClient
 
 Encode = Callable[..., bytes]
+MODEL = "maskrcnn_resnet18_fpn"
 
 
 def is_serving(channel: grpc.Channel) -> bool:
@@ -58,6 +70,29 @@ def test_one_worker_that_is_killed_or_hangs(bundle: Path, tmp_path: Path, pictur
     assert text.count("ended: Killed; the engine is started again") == 3
     assert text.count("ended: Segmentation fault") == 1
     assert text.count("takes longer than hang_timeout_s for a batch") == 1
+
+
+def test_all_requests_of_a_batch_that_is_lost_are_refused(
+    bundle: Path, tmp_path: Path, picture: Encode
+) -> None:
+    """By the protocol of Triton, in which the error of a batch comes by several tasks."""
+    log = tmp_path / "log"
+    options = "--max-delay-ms", "600000", "--max-batch", "8", "--metrics-port", "0"
+
+    async def ask(process: Process, address: str) -> list[grpc.StatusCode]:
+        metrics = metrics_in(log.read_text())
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = GRPCInferenceServiceStub(channel)
+            calls = [stub.ModelInfer(infer_request(MODEL, picture())) for _ in range(7)]
+            name = "nv_inference_pending_request_count"
+            await metrics.becomes(7, name, model=MODEL, version="1")
+            (pid,) = worker_pids(process.pid)
+            os.kill(pid, signal.SIGKILL)
+            return [await call.code() for call in calls]
+
+    with server_process(bundle, log, *options) as server:
+        assert set(asyncio.run(ask(*server))) == {grpc.StatusCode.UNAVAILABLE}
+    assert "Traceback" not in log.read_text()
 
 
 def test_one_of_two_workers_serves_on(bundle: Path, tmp_path: Path, picture: Encode) -> None:

@@ -96,6 +96,7 @@ def test_a_refused_request_is_gone_at_once(bundle: Path, picture: Encode, tmp_pa
     with server_process(bundle, tmp_path / "log") as (process, address):
         asyncio.run(refusals(address))
         before = memory_of(process.pid)
-        for _ in range(3):
+        for _ in range(8):
             assert set(asyncio.run(refusals(address))) == {grpc.StatusCode.INVALID_ARGUMENT}
-        assert memory_of(process.pid) < before + 4 * len(image)
+        # What was freed may stay with the process, but not most of all that was sent.
+        assert memory_of(process.pid) < before + 10 * len(image)
