@@ -1,3 +1,4 @@
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,12 @@ from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 from maskrcnn_trt.training.config import load_config
 from maskrcnn_trt.training.data.coco import CocoDataset
 from maskrcnn_trt.training.data.synthetic import SyntheticConfig, draw_dataset
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_to_collect() -> None:
+    """Workers are forks, and crash or hang where they collect what gRPC left of other tests."""
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
