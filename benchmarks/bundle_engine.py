@@ -45,22 +45,28 @@ class BundleEngine:
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)
         infer = functools.partial(backend.infer, bucket, images, sizes)
-        runs = [_run(backend, "host", infer, lambda found: found.num_detections)]
+        on_host = _run(backend, "host", infer, lambda found: found.num_detections)
         if backend.name == "onnxruntime":
-            compute = cast("OnnxRuntimeBackend", backend).bind_on_device(bucket, images, sizes)
-            numbers = OUTPUT_NAMES.index("num_detections")
-            runs.insert(
-                0,
-                _run(
-                    backend,
-                    "device",
-                    compute,
-                    lambda found: found[numbers].numpy()[: len(images)],
-                ),
-            )
-        elif backend.name == "torch":
-            runs.insert(0, _run_of_torch(cast("TorchBackend", backend), bucket, images, sizes))
-        return runs
+            onnxruntime = cast("OnnxRuntimeBackend", backend)
+            return [_run_of_onnxruntime(onnxruntime, bucket, images, sizes), on_host]
+        if backend.name == "torch":
+            return [_run_of_torch(cast("TorchBackend", backend), bucket, images, sizes), on_host]
+        return [on_host]
+
+
+def _run_of_onnxruntime(
+    backend: "OnnxRuntimeBackend",
+    bucket: ShapeBucket,
+    images: NDArray[np.uint8],
+    image_sizes: NDArray[np.int64],
+) -> Run:
+    numbers = OUTPUT_NAMES.index("num_detections")
+    return _run(
+        backend,
+        "device",
+        backend.bind_on_device(bucket, images, image_sizes),
+        lambda found: found[numbers].numpy()[: len(images)],
+    )
 
 
 def _run_of_torch(

@@ -70,11 +70,12 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
         self, request: pb.HealthCheckRequest, context: _Context
     ) -> pb.HealthCheckResponse:
         """The status of a service."""
-        if not self._knows(request.service):
+        response = self._response_to(request)
+        if response.status == pb.HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(
                 grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r} here"
             )
-        return self._response_to(request)
+        return response
 
     async def Watch(  # noqa: N802
         self, request: pb.HealthCheckRequest, context: _Context
@@ -93,14 +94,12 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(change.wait(), _PERIOD_S)
 
-    def _knows(self, service: str) -> bool:
-        return service in self._services or service in self._models()
-
     def _response_to(self, request: pb.HealthCheckRequest) -> pb.HealthCheckResponse:
-        if not self._knows(request.service):
-            return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
-        is_model = request.service in self._models()
-        serving = self.is_model_serving(request.service) if is_model else self.is_serving
-        if serving or request.service == LIVENESS:
-            return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVING)
-        return pb.HealthCheckResponse(status=pb.HealthCheckResponse.NOT_SERVING)
+        service, answer = request.service, pb.HealthCheckResponse
+        if service in self._services:
+            serving = service == LIVENESS or self.is_serving
+        elif service in self._models():
+            serving = self.is_model_serving(service)
+        else:
+            return answer(status=answer.SERVICE_UNKNOWN)
+        return answer(status=answer.SERVING if serving else answer.NOT_SERVING)

@@ -1,10 +1,8 @@
 """What is published of GPUs: of a driver that tests compile, and of the real one where it is."""
 
 import os
-import re
 import subprocess
 import sys
-import urllib.request
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 from driver_stubs import needs_compiler, stubbed_driver
 from prometheus_client.parser import text_string_to_metric_families
+from scraped_metrics import metrics_in, read
 from server_load import server_process
 
 from maskrcnn_trt.serving.gpu_metrics import GPU_METRICS
@@ -55,12 +54,10 @@ def test_a_server_publishes_what_its_gpus_tell(
         monkeypatch.setenv(name, value)
     no_driver, log = Path(os.environ["NO_DRIVER"]), tmp_path / "log"
     with server_process(bundle, log, "--metrics-port", "0"):
-        match = re.search(r"metrics at (http://\S+)", log.read_text())
-        assert match
+        url = metrics_in(log.read_text()).url
 
         def scrape() -> Gpus:
-            with urllib.request.urlopen(match[1]) as answer:
-                return gpus_in(answer.read().decode())
+            return gpus_in(read(url))
 
         common = {"nv_gpu_memory_total_bytes": 80 << 30, "nv_gpu_memory_used_bytes": 3 << 30}
         power = {"nv_gpu_power_usage": 123.456, "nv_gpu_power_limit": 700}

@@ -14,6 +14,7 @@ import grpcurl
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from triton_requests import MODEL
 
 import maskrcnn_trt.serving
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
@@ -22,7 +23,6 @@ from maskrcnn_trt.serving.client import DetectorClient
 
 PAGE = (Path(maskrcnn_trt.serving.__file__).parent / "deploy" / "other-clients.md").read_text()
 SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE, flags=re.M)}
-MODEL = "maskrcnn_resnet18_fpn"
 
 
 def blocks(section: str, language: str) -> list[str]:

@@ -17,7 +17,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from numpy.typing import NDArray
 from scraped_metrics import Metrics, metrics_in
 from server_load import server_process, wait_until, worker_pids
-from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
+from triton_requests import MODEL, images_of
+from tritonclient.grpc import InferenceServerClient, InferResult
 from tritonclient.grpc import aio as triton_aio
 
 from maskrcnn_trt.export.commands import export
@@ -28,7 +29,6 @@ from maskrcnn_trt.serving.predictor import Predictor
 
 Encode = Callable[..., bytes]
 
-MODEL: Final = "maskrcnn_resnet18_fpn"
 PRECISIONS: Final[tuple[Precision, ...]] = ("fp16", "fp32", "tf32")
 PICTURES: Final = 6
 
@@ -75,11 +75,6 @@ def expected(precise_bundle: Path, picture: Encode) -> Scores:
             found = [predictor.detect(picture(seed)) for seed in range(PICTURES)]
         scores[precision] = [detections.scores for detections in found]
     return scores
-
-
-def images_of(*images: bytes) -> list[InferInput]:
-    array = np.array(images, np.object_)
-    return [InferInput("images", array.shape, "BYTES").set_data_from_numpy(array)]
 
 
 def scores_of(result: InferResult, row: int = 0) -> NDArray[np.float32]:

@@ -10,6 +10,7 @@ import numpy as np
 from inference_messages import infer_request
 from scraped_metrics import metrics_in
 from server_load import memory_of, server_process
+from triton_requests import MODEL
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as triton_pb
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -17,7 +18,6 @@ from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 
 Encode = Callable[..., bytes]
-MODEL = "maskrcnn_resnet18_fpn"
 _PADDING = bytes(30 << 20)
 """After the end of a JPEG, where nobody looks at it."""
 _SIDE = 3200

@@ -23,6 +23,7 @@ from server_load import (
     wait_until,
     worker_pids,
 )
+from triton_requests import MODEL
 
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
@@ -30,7 +31,6 @@ from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import DetectorClient
 
 Encode = Callable[..., bytes]
-MODEL = "maskrcnn_resnet18_fpn"
 
 
 def is_serving(channel: grpc.Channel) -> bool:

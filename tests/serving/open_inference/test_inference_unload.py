@@ -23,6 +23,7 @@ from unloadable_server import (
     assert_serving,
     assert_unloaded,
     held_request,
+    held_unload,
     serving,
     status_of,
     until,
@@ -211,10 +212,7 @@ def test_loads_and_unloads_follow_each_other(
 def test_an_unload_goes_on_without_its_client(served: Any, gate: Gate, picture: Encode) -> None:
     async def ask() -> None:
         async with served() as server:
-            in_progress = await held_request(server, gate, picture())
-            request = inference.RepositoryModelUnloadRequest(model_name=MODEL)
-            unloading = server.inference.RepositoryModelUnload(request)
-            await until_not_ready(server)
+            in_progress, unloading = await held_unload(server, gate, picture())
             unloading.cancel()
             gate.open()
             assert (await in_progress).detections
@@ -247,10 +245,7 @@ def test_a_stop_while_a_model_is_unloaded_answers_what_is_in_progress(
 ) -> None:
     async def ask() -> None:
         async with served() as server:
-            in_progress = await held_request(server, gate, picture())
-            request = inference.RepositoryModelUnloadRequest(model_name=MODEL)
-            unloading = server.inference.RepositoryModelUnload(request)
-            await until_not_ready(server)
+            in_progress, unloading = await held_unload(server, gate, picture())
             stopping = asyncio.create_task(server.stop())
             status, message = await status_of(unloading)
             assert (status, message) == (grpc.StatusCode.UNAVAILABLE, "the server is stopping")

@@ -16,6 +16,7 @@ from triton_requests import MODEL, images_of
 from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
+from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
@@ -82,6 +83,16 @@ async def held_request(server: Served, gate: Gate, image: bytes) -> Any:
     call = asyncio.ensure_future(server.detector.Detect(pb.DetectRequest(image=image)))
     await until(lambda: gate.count > number)
     return call
+
+
+async def held_unload(server: Served, gate: Gate, image: bytes) -> tuple[Any, Any]:
+    """A request that the gate holds, and the call to unload the model, which waits for it."""
+    in_progress = await held_request(server, gate, image)
+    unloading = server.inference.RepositoryModelUnload(
+        inference.RepositoryModelUnloadRequest(model_name=MODEL)
+    )
+    await until_not_ready(server)
+    return in_progress, unloading
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
