@@ -6,7 +6,11 @@ from typing import Any
 
 import click
 
-SECONDS = click.FloatRange(min=0, min_open=True)
+from ..model.option_types import FiniteRange
+from ..serving.config import DAY_S
+
+POSITIVE = FiniteRange(min=0, min_open=True)
+SECONDS = FiniteRange(min=0, min_open=True, max=DAY_S)
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from ..model.option_types import FiniteRange
+from ..serving.config import DAY_S
 from ..serving.detections import MaskFormat
 from .options import (
+    POSITIVE,
     SECONDS,
     images_in_words,
     images_option,
@@ -43,12 +46,12 @@ _CONCURRENCIES = (1, 4, 16)
     "may be given several times.",
 )  # fmt: skip
 @click.option(
-    "--rate", "rates", multiple=True, type=SECONDS,
+    "--rate", "rates", multiple=True, type=POSITIVE,
     help="Images a second that come whether or not those before are answered; may be given "
     "several times.",
 )  # fmt: skip
 @click.option(
-    "--load", "loads", multiple=True, type=SECONDS,
+    "--load", "loads", multiple=True, type=POSITIVE,
     help="Such a rate as a share of the highest that --concurrency reached; may be given several "
     "times.",
 )  # fmt: skip
@@ -63,7 +66,7 @@ _CONCURRENCIES = (1, 4, 16)
 )  # fmt: skip
 @seconds_option
 @click.option(
-    "--warmup", "warmup_seconds", type=click.FloatRange(min=0), default=1.0,
+    "--warmup", "warmup_seconds", type=FiniteRange(min=0, max=DAY_S), default=1.0,
     help="Seconds before each that are not counted.",
 )  # fmt: skip
 @click.option(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ..model.manifest import EngineKind
+from ..model.option_types import FiniteRange
 from ..plugins.compute_capability import CapabilityType
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ _OPTIONS = (
         help="Whether tensorrt takes our CUDA kernels or standard operators.  [default: plugins]",
     ),
     click.option(
-        "--workspace", "workspace_gib", type=click.FloatRange(min=0, min_open=True), metavar="GIB",
+        "--workspace", "workspace_gib", type=FiniteRange(min=0, min_open=True), metavar="GIB",
         help="Most GPU memory for the scratch space of a layer. If left out, TensorRT decides.",
     ),
     click.option(

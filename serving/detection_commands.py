@@ -1,7 +1,6 @@
 """The verbs `client` and `predict`: detection in files and folders."""
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -10,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from ..model.manifest import Precision
+from ..model.option_types import FiniteRange
 from .config import DAY_S, MAX_RETRIES, BackendName, ReportFormat, ServeConfig
 
 if TYPE_CHECKING:
@@ -33,19 +33,7 @@ class _SourceType(click.ParamType[Path | str]):
         return str(value) if "://" in str(value) else Path(_SOURCE.convert(value, param, ctx))
 
 
-class _NumberRange(click.FloatRange):
-    """A range that holds only numbers: NaN compares as neither below nor above its ends."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number: float = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{value} is no number.", param, ctx)
-        return number
-
-
-_SECONDS = _NumberRange(min=0, min_open=True, max=DAY_S)
+_SECONDS = FiniteRange(min=0, min_open=True, max=DAY_S)
 
 _REPORT_OPTIONS = (
     click.option(
@@ -59,7 +47,7 @@ _REPORT_OPTIONS = (
         "drawn; coco, all in detections.json; numpy, an NPZ of each image's arrays.",
     ),
     click.option(
-        "--score-threshold", type=_NumberRange(0, 1), default=0.5, show_default=True,
+        "--score-threshold", type=FiniteRange(0, 1), default=0.5, show_default=True,
         help="Leave out detections that score no higher.",
     ),
 )  # fmt: skip

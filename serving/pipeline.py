@@ -9,6 +9,7 @@ from contextvars import Context
 from pathlib import Path
 from typing import Any
 
+from ..model.manifest import read_manifest
 from .config import ServeConfig
 from .detections import Answer, DetectionOptions, Detections, Timing, Value
 from .errors import ExpiredError, QueueFullError
@@ -62,6 +63,14 @@ class Pipeline:
             finally:
                 async with self._changing:  # which needs the tasks until it is done
                     self._computing.cancel()
+
+    def stored_name(self) -> str:
+        """Name of the model that `reload` would load.
+
+        Raises:
+            BundleError: the bundle is missing.
+        """
+        return read_manifest(self._bundle).model_name
 
     async def reload(self) -> None:
         """Load the bundle anew, and serve it in place of the old one once it is warm.

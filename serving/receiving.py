@@ -16,6 +16,7 @@ from .errors import InvalidRequestError, ServingError
 from .pipeline import Pipeline
 from .scheduling import Places
 from .service import refusal_from_error
+from .wire_format import check_message
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -28,6 +29,8 @@ _DETECTING = frozenset(
 _CALLS_PER_PLACE = 16
 """Calls that may be open for each request in progress. More requests than are computed are refused
 for that; what this bounds is answers that clients do not take."""
+_UNCHECKED_BYTES = 256 << 10
+"""Of a message, which becomes 12 MiB at most when it is parsed."""
 
 
 class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic, but in stubs
@@ -159,6 +162,8 @@ class _Requests:
 
 def _parsed(message: bytes, parse: _Parse) -> Any:
     try:
+        if len(message) > _UNCHECKED_BYTES:
+            check_message(message, parse.__self__.DESCRIPTOR)  # type: ignore[attr-defined]
         return parse(message)
     except DecodeError:
         raise InvalidRequestError(

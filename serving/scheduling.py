@@ -51,8 +51,10 @@ class RequestTerms:
                 f"priority is {self.priority}; it must be one of "
                 f"{', '.join(map(str, PRIORITIES))}, of which 1 goes first"
             )
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise InvalidRequestError(f"the timeout is {self.timeout_s} s; it must be above 0")
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise InvalidRequestError(
+                f"the timeout is {self.timeout_s} s; it must be above 0 and finite"
+            )
 
 
 DEFAULT_TERMS = RequestTerms()

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...model.manifest import BundleError, Manifest
 from ...model.spec import ShapeBucket
 
 
@@ -49,6 +50,21 @@ class Outputs(NamedTuple):
     """[B, D, M, M] probabilities."""
 
 
+def check_outputs(outputs: Outputs, manifest: Manifest) -> None:
+    """Refuse a model whose detections have other shapes than its bundle says.
+
+    Raises:
+        BundleError: they have.
+    """
+    rows, side = manifest.max_detections, manifest.mask_side
+    expected, found = (rows, side, side), outputs.masks.shape[1:]
+    if found != expected:
+        raise BundleError(
+            f"the model's masks are of shape {list(found)}, and by the manifest's max_detections "
+            f"and mask_side of {list(expected)}; export the bundle again"
+        )
+
+
 class Backend(Protocol):
     """Computes detections for the shape buckets of one precision."""
 
@@ -69,7 +85,11 @@ class Backend(Protocol):
         """Input sizes that `infer` accepts."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket, so that no request pays for what the first run of a size costs."""
+        """Run every bucket, so that no request pays for what the first run of a size costs.
+
+        Raises:
+            BundleError: what comes out does not fit the manifest.
+        """
 
     def infer(
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...model.manifest import Manifest, Precision, verified_path
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from ..errors import BackendError
-from .base import Outputs, batch_sizes, black_batch
+from .base import Outputs, batch_sizes, black_batch, check_outputs
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class OnnxRuntimeBackend:
         Raises:
             BundleError: the bundle has none, or one is missing or damaged.
         """
+        self._manifest = manifest
         self._precision = precision
         artifacts = manifest.artifacts_for(precision)
         self._paths = {a.bucket: verified_path(bundle, a) for a in artifacts}
@@ -67,10 +68,14 @@ class OnnxRuntimeBackend:
         return tuple(self._paths)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket once, on a GPU at every size that batches are then padded to."""
+        """Run every bucket once, on a GPU at every size that batches are then padded to.
+
+        Raises:
+            BundleError: what comes out does not fit the manifest.
+        """
         for bucket in self.buckets:
             for batch in batch_sizes(max_batch if self.device == "cuda" else 1):
-                self.infer(bucket, *black_batch(bucket, batch))
+                check_outputs(self.infer(bucket, *black_batch(bucket, batch)), self._manifest)
 
     def infer(
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ...model.manifest import EngineKind, Manifest, Precision, verified_path
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
-from .base import Outputs, black_batch
+from .base import Outputs, black_batch, check_outputs
 from .device import BatchRunner, DeviceMemory, current_gpu, free_memory, synchronize
 from .plan_checks import check_memory
 from .plans import Plan, PlanRuntime
@@ -40,6 +40,7 @@ class TensorRTBackend:
             BackendError: one cannot be loaded or takes no such batch, or memory is short.
         """
         self.name = kind
+        self._manifest = manifest
         artifacts = manifest.artifacts_for(precision, kind)
         self._cache = None
         if kind == "tensorrt-rtx":
@@ -59,10 +60,16 @@ class TensorRTBackend:
         return tuple(self._plans)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket at each batch size that its plan is run at."""
+        """Run every bucket at each batch size that its plan is run at.
+
+        Raises:
+            BackendError: the runtime fails.
+            BundleError: what comes out does not fit the manifest.
+        """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
-                self.infer(bucket, *black_batch(bucket, min(batch, max_batch)))
+                images = black_batch(bucket, min(batch, max_batch))
+                check_outputs(self.infer(bucket, *images), self._manifest)
 
     def infer(
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]

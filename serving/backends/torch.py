@@ -16,7 +16,7 @@ from ...model.compiled_program import artifact_program, current_target
 from ...model.manifest import Artifact, CompileTarget, Manifest, Precision
 from ...model.spec import ShapeBucket
 from ..errors import BackendError
-from .base import Outputs, batch_sizes, black_batch
+from .base import Outputs, batch_sizes, black_batch, check_outputs
 from .torch_batches import BatchSlots, DeviceOutputs, GraphedProgram
 
 _log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class TorchBackend:
         device = (
             torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         )
+        self._manifest = manifest
         artifacts = manifest.artifacts_for(precision, "torch")
         if on_gpu:
             _warn_if_not_compiled(artifacts)
@@ -77,10 +78,15 @@ class TorchBackend:
         return tuple(self._programs)
 
     def warm_up(self, max_batch: int) -> None:
-        """Compile and capture every bucket at each batch size that it is run at."""
+        """Compile and capture every bucket at each batch size that it is run at.
+
+        Raises:
+            BackendError: the GPU has too little memory.
+            BundleError: what comes out does not fit the manifest.
+        """
         for bucket in self.buckets:
             for batch in batch_sizes(max_batch) if self.device == "cuda" else [1]:
-                self.infer(bucket, *black_batch(bucket, batch))
+                check_outputs(self.infer(bucket, *black_batch(bucket, batch)), self._manifest)
 
     def infer(
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]

@@ -149,9 +149,9 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.RepositoryModelLoadRequest, context: _Context
     ) -> pb.RepositoryModelLoadResponse:
         """Load the bundle anew from where it is; if that fails, all stays as it was."""
-        self._precision_of(request.model_name, "")
         _refuse_parameters(request.parameters, "the bundle is loaded as it is")
         try:
+            await self._check_loadable(request.model_name)
             await self._see_through(self._pipeline.reload)
         except (BundleError, BackendError) as error:
             raise ReloadError(str(error)) from error
@@ -172,6 +172,14 @@ class InferenceService(GRPCInferenceServiceServicer):
         _refuse_parameters(parameters, "only unload_dependents is, and changes nothing")
         await self._see_through(self._pipeline.unload)
         return pb.RepositoryModelUnloadResponse()
+
+    async def _check_loadable(self, name: str) -> None:
+        """Refuse what is neither served nor the name of the bundle that lies there by now."""
+        try:
+            self._precision_of(name, "")
+        except ModelNotFoundError:
+            if name != await asyncio.to_thread(self._pipeline.stored_name):
+                raise
 
     async def _see_through(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Change what is served; a client that goes does not stop it half way."""

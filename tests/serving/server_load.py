@@ -51,6 +51,13 @@ def memory_of(pid: int) -> int:
     return int(match[1]) << 10
 
 
+def peak_memory_of(pid: int) -> int:
+    """Bytes that a process has had at most."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert match
+    return int(match[1]) << 10
+
+
 def worker_pids(server: int) -> set[int]:
     """The processes that compute for a server."""
     return {

@@ -20,27 +20,27 @@ from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 Encode = Callable[..., bytes]
 _PADDING = bytes(30 << 20)
 """After the end of a JPEG, where nobody looks at it."""
-_SIDE = 3200
-"""Of pixels that take as much."""
+_SIDE, _TYPED_SIDE = 3200, 1600
+"""Of pixels that take as much, and of as many as may be sent one by one."""
 _NEVER = "3600000"
 """Milliseconds."""
 
 
-def pixels() -> triton_pb.ModelInferRequest:
+def pixels(side: int) -> triton_pb.ModelInferRequest:
     request = triton_pb.ModelInferRequest(model_name=MODEL)
-    request.inputs.add(name="images", datatype="UINT8", shape=[1, _SIDE, _SIDE, 3])
+    request.inputs.add(name="images", datatype="UINT8", shape=[1, side, side, 3])
     return request
 
 
 def raw_pixels() -> triton_pb.ModelInferRequest:
-    request = pixels()
+    request = pixels(_SIDE)
     request.raw_input_contents.append(bytes(_SIDE * _SIDE * 3))
     return request
 
 
 def typed_pixels() -> triton_pb.ModelInferRequest:
-    request = pixels()
-    values = np.ones(_SIDE * _SIDE * 3, np.uint8)
+    request = pixels(_TYPED_SIDE)
+    values = np.ones(_TYPED_SIDE * _TYPED_SIDE * 3, np.uint8)
     request.inputs[0].contents.uint_contents.extend(memoryview(values))  # type: ignore[arg-type]
     return request
 

@@ -1,6 +1,7 @@
 """Clients with names ask for images; who is computed when is read off the batches."""
 
 import contextlib
+import math
 
 import pytest
 
@@ -180,6 +181,8 @@ def test_all_that_waits_can_be_taken_at_once() -> None:
         ({"priority": 0}, "priority is 0; it must be one of 1, 2, 3"),
         ({"priority": 4}, "priority is 4"),
         ({"timeout_s": 0.0}, r"timeout is 0\.0 s; it must be above 0"),
+        ({"timeout_s": math.inf}, "timeout is inf s; it must be .* finite"),
+        ({"timeout_s": math.nan}, "timeout is nan s"),
     ],
 )
 def test_terms_out_of_range_are_refused(terms: dict[str, float], words: str) -> None:

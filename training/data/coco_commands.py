@@ -19,6 +19,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
+from ...model.option_types import FiniteRange
 from .coco_files import BASE_URL, Edition, Part
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ _CHECKSUMS = click.option(
 @_CHECKSUMS
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=30.0,
     show_default=True,
     help="Seconds without data, or next to none, after which to connect anew.",

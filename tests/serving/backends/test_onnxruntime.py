@@ -216,6 +216,14 @@ def test_damaged_artefact_is_refused(bundle: Path, tmp_path: Path) -> None:
         OnnxRuntimeBackend(tmp_path, manifest, "fp32")
 
 
+@pytest.mark.parametrize("entry", ["max_detections", "mask_side"])
+def test_manifest_of_other_detections_is_refused(bundle: Path, entry: str) -> None:
+    manifest = read_manifest(bundle).model_copy(update={entry: 7})
+    backend = OnnxRuntimeBackend(bundle, manifest, "fp32")
+    with pytest.raises(BundleError, match=rf"by the manifest's.*{entry}.*\b7\b"):
+        backend.warm_up(1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 3])
 def test_on_a_gpu(

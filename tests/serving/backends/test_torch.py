@@ -122,6 +122,14 @@ def test_a_damaged_program_is_refused(torch_bundle: Path, tmp_path: Path) -> Non
         load_backend(tmp_path, manifest, "fp32", "torch")
 
 
+def test_manifest_of_other_detections_is_refused(torch_bundle: Path) -> None:
+    manifest = read_manifest(torch_bundle).model_copy(update={"mask_side": 7})
+    backend = load_backend(torch_bundle, manifest, "fp32", "torch", max_batch=1)
+    with pytest.raises(BundleError, match=r"by the manifest's.*mask_side.*7"):
+        backend.warm_up(1)
+    backend.close()
+
+
 def test_without_a_gpu_auto_prefers_onnxruntime(
     torch_bundle: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

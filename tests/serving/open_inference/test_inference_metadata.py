@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tritonclient.grpc import InferenceServerClient, InferRequestedOutput
 from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
+from maskrcnn_trt.model.manifest import read_manifest, write_manifest
 from maskrcnn_trt.protos.inference import open_inference_pb2 as pb
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.serving.config import ServeConfig
@@ -216,12 +218,37 @@ def test_damaged_bundle_is_refused_and_the_old_one_serves_on(
             triton_aio.InferenceServerClient(address) as client,
         ):
             (copy / "manifest.json").unlink()
-            with pytest.raises(InferenceServerException, match="it has no manifest") as caught:
+            for name in (MODEL, "resnet"):
+                with pytest.raises(InferenceServerException, match="it has no manifest"):
+                    await client.load_model(name)
+            write_manifest(copy, read_manifest(bundle).model_copy(update={"mask_side": 14}))
+            with pytest.raises(InferenceServerException, match="mask_side") as caught:
                 await client.load_model(MODEL)
             assert (await client.infer(MODEL, images_of(picture()))).as_numpy("scores").any()
             return str(caught.value.status())
 
     assert "FAILED_PRECONDITION" in asyncio.run(ask())
+
+
+def test_bundle_of_another_name_is_loaded_by_that(
+    bundle: Path, tmp_path: Path, picture: Encode
+) -> None:
+    copy = tmp_path / "bundle"
+    shutil.copytree(bundle, copy)
+
+    async def ask() -> None:
+        async with (
+            detection_server(copy, ServeConfig(port=0)) as address,
+            triton_aio.InferenceServerClient(address) as client,
+        ):
+            write_manifest(copy, read_manifest(copy).model_copy(update={"model_name": "newer"}))
+            with pytest.raises(InferenceServerException, match="'newest' is not served"):
+                await client.load_model("newest")
+            await client.load_model("newer")
+            assert not await client.is_model_ready(MODEL)
+            assert (await client.infer("newer", images_of(picture()))).as_numpy("scores").any()
+
+    asyncio.run(ask())
 
 
 def test_stop_answers_what_a_stream_has_asked_for(bundle: Path, picture: Encode) -> None:
