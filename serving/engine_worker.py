@@ -18,6 +18,7 @@ from ..model.images import ImageError
 from ..model.manifest import BundleError
 from .channels import Channel
 from .errors import BackendError, ServingError
+from .garbage_collection import pass_over_present_objects
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ def _serve(engine: Any, channel: Channel) -> None:
             method, *arguments = call
             try:
                 answer = getattr(engine, method)(*arguments)
+                if method == "warm_up":
+                    pass_over_present_objects()
             except BaseException as error:  # SystemExit too: the thread has to answer
                 answer = _portable(error, "a batch failed")
             channel.send(answer)

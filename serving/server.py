@@ -19,6 +19,7 @@ from .access import AccessPolicy
 from .certificates import server_credentials
 from .config import ServeConfig
 from .errors import ServingError
+from .garbage_collection import pass_over_present_objects
 from .health import HealthService
 from .listening import listening_server
 from .loop_lag import LoopLag
@@ -67,6 +68,7 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
     try:
         async with detection_server(bundle, config, reload) as address:
             is_ready = True
+            pass_over_present_objects()
             on_ready(address)
             await stop.wait()
             for number in signals:  # a second signal ends the process at once

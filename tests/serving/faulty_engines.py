@@ -1,5 +1,6 @@
 """An engine that does what its items say, for processes that import this module."""
 
+import gc
 import logging
 import os
 import signal
@@ -67,6 +68,11 @@ def hang_at_second(calls: Path) -> None:
         file.write(b".")
     if calls.stat().st_size == 2:
         hang()
+
+
+def objects_looked_at() -> int:
+    """By collections of garbage."""
+    return len(gc.get_objects())
 
 
 def thread_cores() -> set[int]:

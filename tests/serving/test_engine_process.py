@@ -65,6 +65,15 @@ def test_outputs_are_those_of_the_backend(bundle: Path, picture: Encode) -> None
             np.testing.assert_allclose(own, whole[row : row + 1], rtol=0, atol=1e-4)
 
 
+def test_collections_of_garbage_pass_over_a_warm_engine() -> None:
+    process = process_of(ObedientEngine())
+    process.load()
+    cold = process.compute([deeds.objects_looked_at])[0]
+    process.warm_up(1)
+    assert process.compute([deeds.objects_looked_at])[0] < cold / 10
+    process.close()
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [

@@ -162,6 +162,22 @@ def test_a_process_that_answers_is_alive_before_and_after_it_is_ready(
     asyncio.run(ask())
 
 
+def test_collections_of_garbage_pass_over_what_a_ready_server_keeps(bundle: Path) -> None:
+    program = (
+        "import asyncio, gc, os, pathlib, signal\n"
+        "from maskrcnn_trt.serving.config import ServeConfig\n"
+        "from maskrcnn_trt.serving.server import serve\n"
+        "def stop(address):\n"
+        "    print(gc.get_freeze_count(), len(gc.get_objects()))\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"bundle = pathlib.Path({str(bundle)!r})\n"
+        "asyncio.run(serve(bundle, ServeConfig(port=0, drain_delay_s=0), stop))\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    passed_over, looked_at = map(int, printed.stdout.split())
+    assert looked_at < passed_over / 10
+
+
 def test_port_in_use_is_one_sentence(bundle: Path) -> None:
     async def start(port: int) -> None:
         async with detection_server(bundle, ServeConfig(port=port)):
