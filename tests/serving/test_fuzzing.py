@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from request_strategies import Likely, messages
 from server_load import server_process
+from triton_requests import MODEL
 
 from maskrcnn_trt.protos.inference import open_inference_pb2
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2
 
-MODEL = "maskrcnn_resnet18_fpn"
 _SERVICES = (
     detector_pb2.DESCRIPTOR.services_by_name["Detector"],
     open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],

@@ -13,6 +13,7 @@ import raw_http2 as http2
 from gated_engine import Gate
 from inference_messages import infer_request
 from limited_server import answers_rightly, served, status_of
+from triton_requests import MODEL
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as triton_pb
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -22,7 +23,6 @@ from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 Encode = Callable[..., bytes]
 GET_MODEL = "/maskrcnn.v1.Detector/GetModel"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-MODEL = "maskrcnn_resnet18_fpn"
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 GARBAGE = b"\xff\xff\xff\xff"
 BAD, LATE, BUSY = (

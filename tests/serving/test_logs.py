@@ -14,6 +14,9 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
+from server_load import wait_until
+from triton_requests import MODEL
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
@@ -21,7 +24,6 @@ from maskrcnn_trt.serving.logs import name_call, name_request, request_id
 
 Encode = Callable[..., bytes]
 
-MODEL = "maskrcnn_resnet18_fpn"
 ID = "x-request-id"
 
 
@@ -106,6 +108,26 @@ def test_requests_are_named_and_logged_as_json(
     (timing,) = first["timings"]
     assert 0 < timing["infer_us"] / 1000 < first["duration_ms"]
     assert (second["status"], second["timings"]) == ("INVALID_ARGUMENT", [])
+
+
+def test_clients_that_do_not_shake_hands_leave_no_line_that_is_not_json(
+    bundle: Path, port: int, tmp_path: Path
+) -> None:
+    log, certificate, key = (tmp_path / name for name in ("log", "certificate", "key"))
+    issued = trustme.CA().issue_cert("localhost")
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    options = "--log-format", "json", "--tls-certificate", str(certificate), "--tls-key", str(key)
+    with server(bundle, port, *options, streams=f"2>{log}"):
+        wait_until(lambda: log.exists() and "ready at" in log.read_text())
+        for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\xff" + bytes(255)):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+                client.sendall(sent)
+                with contextlib.suppress(ConnectionError):
+                    while client.recv(4096):
+                        pass
+    messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
+    assert any("ready at" in message for message in messages)
 
 
 @pytest.mark.parametrize("streams", [">/dev/full 2>&1", ">&- 2>&-"])

@@ -20,6 +20,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as text_families
 from scraped_metrics import Metrics, metrics_in, read
+from triton_requests import MODEL
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -33,7 +34,6 @@ from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
 
-MODEL = "maskrcnn_resnet18_fpn"
 OWN = {"model": MODEL, "version": "1"}
 FORMATS = {
     "text/plain": text_families,
