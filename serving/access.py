@@ -176,7 +176,7 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def _warn_unless_loopback(host: str) -> None:
-    if not _is_loopback_host(host.strip("[]")):
+    if not _is_loopback_host(host):
         _log.warning(
             "tokens travel unencrypted to %s, where others can read them; set tls_certificate and "
             "tls_key",

@@ -142,6 +142,7 @@ class Batcher(Generic[Item, Result]):
 
         Raises:
             BackendDownError: no engine is there, or the one that computed it ended.
+            BackendError: the engine failed on the batch.
         """
         if not self.is_up:
             raise _down_error()
@@ -170,7 +171,9 @@ class Batcher(Generic[Item, Result]):
             if not worker.is_up:
                 worker.engine.kill()  # or it would be waited for until it had started
             worker.is_up = False
-        list(self._threads.map(EngineProcess.close, up))
+        # In threads of their own, as a batch that hangs keeps one of the others.
+        with ThreadPoolExecutor(max(1, len(up))) as closing:
+            list(closing.map(EngineProcess.close, up))
         self._threads.shutdown()
         for worker in self._workers:
             worker.engine.exited.result()

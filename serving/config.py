@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from ..model.config import FrozenConfig
 from ..model.manifest import Precision
@@ -28,7 +28,7 @@ class ServeFields(FrozenConfig):
     model_config = ConfigDict(allow_inf_nan=False)
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 listens on all."""
+    """Address to listen on; 0.0.0.0 listens on all of IPv4, and :: on all there are."""
     port: int = Field(8500, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
     precision: tuple[Precision, ...] = ()
@@ -100,6 +100,11 @@ class ServeFields(FrozenConfig):
     tracing: bool = False
     """Send spans to where OpenTelemetry's own variables in the environment say."""
 
+    @field_validator("host")
+    @classmethod
+    def _strip_brackets(cls, host: str) -> str:
+        return host.removeprefix("[").removesuffix("]")
+
 
 class ServeConfig(ServeFields):
     """How a bundle is served: settings that go together."""
@@ -129,3 +134,8 @@ class ServeConfig(ServeFields):
                 "a free one"
             )
         return self
+
+
+def address_of(host: str, port: int) -> str:
+    """`host:port`, with the brackets that an address of IPv6 has then."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -18,7 +18,7 @@ from rich.text import Text
 from ..model.manifest import BundleError, Manifest, Precision, read_manifest, verified_path
 from .arrivals import MESSAGES_PER_PLACE
 from .backends.loading import BACKENDS, check_backend, choose_backend, served_precision
-from .config import ServeConfig
+from .config import ServeConfig, address_of
 from .errors import ServingError
 from .host import available_cores, available_memory, gpu_names, installed_versions
 from .server import detection_server
@@ -158,10 +158,12 @@ def _limit_findings(config: ServeConfig) -> list[Finding]:
 def _port_finding(name: str, host: str, port: int) -> Finding:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host.strip("[]"), port), family=family).close()
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
         remedy = "choose an address of this machine and a free port"
-        return Finding(name, f"{host}:{port} cannot be had ({error.strerror}); {remedy}", "fault")
+        return Finding(
+            name, f"{address_of(host, port)} cannot be had ({error.strerror}); {remedy}", "fault"
+        )
     return Finding(name, f"{port} is free at {host}" if port else "any that is free")
 
 

@@ -166,10 +166,11 @@ class EngineProcess(Generic[Item, Result]):
 
     def _close_channels(self) -> None:
         """Close those that nobody uses, for errors may keep this object alive for a while."""
-        for _ in range(self._channels.qsize()):
-            channel = self._channels.get()
-            channel.close()
-            self._channels.put(channel)
+        with contextlib.suppress(queue.Empty):  # others take them, too
+            for _ in range(self._channels.qsize()):
+                channel = self._channels.get_nowait()
+                channel.close()
+                self._channels.put(channel)
 
 
 def start_engines(

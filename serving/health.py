@@ -4,7 +4,6 @@ The library's own leaves its watches open, and a server that stops gracefully wa
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 
 import grpc
@@ -15,7 +14,7 @@ LIVENESS = "liveness"
 """Name of a service that is SERVING as long as the process answers, whatever becomes of models."""
 
 _PERIOD_S = 1.0
-"""Between looks at what is watched."""
+"""Between looks at the models."""
 
 _Context = grpc.aio.ServicerContext[pb.HealthCheckRequest, pb.HealthCheckResponse]
 
@@ -42,6 +41,8 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
         self._models = models
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._changed = asyncio.Event()
+        """Set at the next change, and then replaced."""
 
     @property
     def is_running(self) -> bool:
@@ -60,11 +61,22 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
     def set_ready(self) -> None:
         """Say SERVING from here on."""
         self._ready.set()
+        self._tell_watches()
 
     def stop(self) -> None:
         """Say NOT_SERVING from here on, and end the watches."""
         self._ready.set()
         self._stopping.set()
+        self._tell_watches()
+
+    async def run(self) -> None:
+        """Look for changes of the models until cancelled."""
+        known = self._models()
+        while True:
+            await asyncio.sleep(_PERIOD_S)
+            if (found := self._models()) != known:
+                known = found
+                self._tell_watches()
 
     async def Check(  # noqa: N802 (named by the protocol)
         self, request: pb.HealthCheckRequest, context: _Context
@@ -83,16 +95,18 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
         """The status of a service now and after each change."""
         sent = None
         while True:
+            change, is_last = self._changed, self._stopping.is_set()
             response = self._response_to(request)
             if response != sent:
                 await context.write(response)
                 sent = response
-            elif self._stopping.is_set():
+            if is_last:
                 return
-            else:
-                change = self._stopping if self._ready.is_set() else self._ready
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(change.wait(), _PERIOD_S)
+            await change.wait()
+
+    def _tell_watches(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _response_to(self, request: pb.HealthCheckRequest) -> pb.HealthCheckResponse:
         service, answer = request.service, pb.HealthCheckResponse

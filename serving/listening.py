@@ -8,7 +8,7 @@ import grpc
 
 from .access import AccessPolicy
 from .calls import CallWatch
-from .config import ServeConfig
+from .config import ServeConfig, address_of
 from .errors import ServingError
 from .pipeline import Pipeline
 from .receiving import Reception
@@ -52,7 +52,7 @@ def listening_server(
     reception = Reception(access, config, pipeline)
     interceptors = [CallWatch(pipeline.telemetry.tracer), reception]
     server = grpc.aio.server(interceptors=interceptors, options=_options(config))
-    address = f"{config.host}:{config.port}"
+    address = address_of(config.host, config.port)
     try:
         if credentials is None:
             return server, server.add_insecure_port(address)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ..model.manifest import read_manifest
+from .admission import Places
 from .config import ServeConfig
 from .detections import Answer, DetectionOptions, Detections, Timing, Value
 from .errors import ExpiredError, QueueFullError
 from .host_work import answer_from_result, is_quick, item_from_image
 from .models import ServedModel
 from .preprocessing import SourceImage
-from .scheduling import Places, RequestTerms
+from .scheduling import RequestTerms
 from .telemetry import Telemetry
+
+_log = logging.getLogger(__name__)
 
 _LEAST_BATCHES, _LEAST_PLACES = 2, 16
 """Places that there are however slow the model is: for one batch to be ready when another is done,
@@ -84,18 +88,20 @@ class Pipeline:
             BackendError: a backend does not run, or not beside the old one.
         """
         async with self._changing:
-            with self.telemetry.metrics.reloading():
-                model = ServedModel(self._bundle, self._config)
-                try:
-                    await model.load()
-                    await model.warm_up()
-                except BaseException:
-                    await asyncio.to_thread(model.close)
-                    raise
+            try:
+                model = await self._loaded()
+            except Exception as error:
+                _log.error(
+                    "the bundle is not reloaded, and the old one %s: %s",
+                    "stays unloaded" if self.model.is_unloaded else "serves on",
+                    error,
+                )
+                raise
             released = self._released()
             self.model = model
             # In no context, as it would go on in that of the request that asked for this.
             self._computing = self._tasks.create_task(model.run(), context=Context())
+            _log.info("the bundle is reloaded: %s", model.manifest.model_name)
             await released
 
     async def unload(self) -> None:
@@ -106,6 +112,19 @@ class Pipeline:
         async with self._changing:
             self.model.is_unloaded = True
             await self._released()
+            _log.info("the model is unloaded: %s", self.model.manifest.model_name)
+
+    async def _loaded(self) -> ServedModel:
+        """The model that the bundle now has, warm."""
+        with self.telemetry.metrics.reloading():
+            model = await asyncio.to_thread(ServedModel, self._bundle, self._config)
+            try:
+                await model.load()
+                await model.warm_up()
+            except BaseException:
+                await asyncio.to_thread(model.close)
+                raise
+        return model
 
     def _released(self) -> asyncio.Future[None]:
         """The end of what is now the model; it comes also when nobody waits for it any more."""
@@ -162,6 +181,7 @@ class Pipeline:
             InvalidRequestError: the precision is not served.
             ExpiredError: the request took longer than it may.
             BackendDownError: the model broke and is not there again yet.
+            BackendError: it failed on the batch that the image was in.
         """
         limits = [s for s in (terms.timeout_s, self._config.timeout_s) if s is not None]
         timeout_s = min(limits, default=None)

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Self, TypeAlias
@@ -10,11 +11,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from .access import AccessPolicy, is_open
+from .admission import Places
 from .arrivals import MESSAGES_PER_PLACE, Arrivals
 from .config import ServeConfig
-from .errors import InvalidRequestError, ServingError
+from .errors import InvalidRequestError, QueueFullError, ServingError
 from .pipeline import Pipeline
-from .scheduling import Places
 from .service import refusal_from_error
 from .wire_format import check_message
 
@@ -29,6 +30,8 @@ _DETECTING = frozenset(
 _CALLS_PER_PLACE = 16
 """Calls that may be open for each request in progress. More requests than are computed are refused
 for that; what this bounds is answers that clients do not take."""
+_OPEN_CALLS_OF_ONE = 8
+"""Calls for health and reflection, which need no token, that a connection may have open."""
 _UNCHECKED_BYTES = 256 << 10
 """Of a message, which becomes 12 MiB at most when it is parsed."""
 
@@ -49,7 +52,11 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         self._metrics = pipeline.telemetry.metrics
         self._timeout_s = config.receive_timeout_s
         self._arrivals = Arrivals(MESSAGES_PER_PLACE * config.queue_size)
+        self._open_arrivals = Arrivals(MESSAGES_PER_PLACE * config.queue_size)
+        """Of calls that anyone may make, which so end no stream of those who may detect."""
         self._places = Places(_CALLS_PER_PLACE * config.queue_size)
+        self._open_calls = Counter[str]()
+        """By connection."""
 
     async def intercept_service(
         self,
@@ -62,17 +69,20 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
             return handler
         reply = self._reply_to_stream if handler.request_streaming else self._reply_to_one
         method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
+        arrivals = self._open_arrivals if is_open(method) else self._arrivals
 
         # gRPC's iterator of messages is left alone, since it holds each until the next comes.
         async def guarded(_: object, context: _Context) -> Any:
             peer = context.peer()
             try:
                 self._access.check(method, metadata, peer)
-                if not is_open(method):
+                if is_open(method):
+                    self._count_open_call(peer, context)
+                else:
                     self._hold_place(peer, context)
                 if method in _DETECTING:
                     await self._check_place(peer, context)
-                return await reply(handler, context)
+                return await reply(handler, context, arrivals)
             except ServingError as error:
                 self._metrics.count_refusal(error)
                 await context.abort(*refusal_from_error(error))
@@ -90,6 +100,22 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         held.enter_context(self._places.hold(peer))
         context.add_done_callback(lambda _: held.close())  # type: ignore[arg-type]  # by stubs
 
+    def _count_open_call(self, peer: str, context: _Context) -> None:
+        """Refuse a call that anyone may make where its connection has many of them open."""
+        if self._open_calls[peer] >= _OPEN_CALLS_OF_ONE:
+            raise QueueFullError(
+                f"the connection has {_OPEN_CALLS_OF_ONE} calls for health and reflection open; "
+                "end one first"
+            )
+        self._open_calls[peer] += 1
+
+        def end(_: object) -> None:
+            self._open_calls[peer] -= 1
+            if not self._open_calls[peer]:
+                del self._open_calls[peer]
+
+        context.add_done_callback(end)  # type: ignore[arg-type]  # by stubs
+
     async def _check_place(self, peer: str, context: _Context) -> None:
         """Refuse a request that would find no place."""
         try:
@@ -97,23 +123,23 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         except ServingError as error:  # which is counted already
             await context.abort(*refusal_from_error(error))
 
-    async def _reply_to_one(self, handler: Any, context: _Context) -> Any:
+    async def _reply_to_one(self, handler: Any, context: _Context, arrivals: Arrivals) -> Any:
         """Reply to the first message as the handler does to one request."""
         behaviour = handler.unary_unary or handler.unary_stream
         # The request gets no name here: it is gone as soon as the handler has no use for it.
-        return await behaviour(await self._only_request(handler, context), context)
+        return await behaviour(await self._only_request(handler, context, arrivals), context)
 
-    async def _only_request(self, handler: Any, context: _Context) -> Any:
+    async def _only_request(self, handler: Any, context: _Context, arrivals: Arrivals) -> Any:
         parse = handler.request_deserializer
-        request = await self._next_request(parse, context, self._timeout_s)
+        request = await _next_request(arrivals, parse, context, self._timeout_s)
         if request is None:
             raise InvalidRequestError("the call ended before its request")
         return request
 
-    async def _reply_to_stream(self, handler: Any, context: _Context) -> None:
+    async def _reply_to_stream(self, handler: Any, context: _Context, arrivals: Arrivals) -> None:
         """Reply to the messages as the handler does to requests, up to one that is none."""
         parse, behaviour = handler.request_deserializer, handler.stream_stream
-        requests = _Requests(partial(self._next_request, parse, context, None))
+        requests = _Requests(partial(_next_request, arrivals, parse, context, None))
         try:
             if inspect.isasyncgenfunction(behaviour):
                 async for response in behaviour(requests, context):
@@ -123,12 +149,6 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         except ExceptionGroup as failures:  # of tasks; gRPC knows when the client is to blame
             raise failures.exceptions[0] from None
         requests.check()
-
-    async def _next_request(
-        self, parse: _Parse, context: _Context, timeout_s: float | None
-    ) -> Any | None:
-        message = await self._arrivals.next(context, timeout_s)
-        return None if message is None else _parsed(message, parse)
 
 
 class _Requests:
@@ -158,6 +178,13 @@ class _Requests:
         """Raise what ended the requests before their time."""
         if self._failure is not None:
             raise self._failure
+
+
+async def _next_request(
+    arrivals: Arrivals, parse: _Parse, context: _Context, timeout_s: float | None
+) -> Any | None:
+    message = await arrivals.next(context, timeout_s)
+    return None if message is None else _parsed(message, parse)
 
 
 def _parsed(message: bytes, parse: _Parse) -> Any:

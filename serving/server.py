@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
@@ -17,7 +18,7 @@ from ..protos.maskrcnn.v1 import detector_pb2
 from ..protos.maskrcnn.v1.detector_pb2_grpc import add_DetectorServicer_to_server
 from .access import AccessPolicy
 from .certificates import server_credentials
-from .config import ServeConfig
+from .config import ServeConfig, address_of
 from .errors import ServingError
 from .garbage_collection import pass_over_present_objects
 from .health import HealthService
@@ -122,11 +123,15 @@ async def detection_server(
         try:
             # Before the groups, which would wrap what is raised.
             await pipeline.model.warm_up()
-            async with pipeline.running(), _background(pipeline, lag, reload or asyncio.Event()):
+            async with (
+                pipeline.running(),
+                _background(_reload(pipeline, reload or asyncio.Event()), health.run(), lag.run()),
+            ):
                 health.set_ready()
-                _log.info("ready at %s:%d", config.host, port)
+                address = address_of(config.host, port)
+                _log.info("ready at %s", address)
                 try:
-                    yield f"{config.host}:{port}"
+                    yield address
                 finally:
                     health.stop()
                     await asyncio.sleep(config.drain_delay_s)
@@ -151,33 +156,25 @@ def _metrics_server(pipeline: Pipeline, lag: LoopLag, config: ServeConfig) -> It
 
 
 @contextlib.asynccontextmanager
-async def _background(
-    pipeline: Pipeline, lag: LoopLag, reload: asyncio.Event
-) -> AsyncIterator[None]:
+async def _background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Do within the context what no request asks for."""
-    async with asyncio.TaskGroup() as tasks:
-        work = [tasks.create_task(w) for w in (_reload(pipeline, reload), lag.run())]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one) for one in work]
         try:
             yield
         finally:
-            for task in work:
+            for task in tasks:
                 task.cancel()
 
 
 async def _reload(pipeline: Pipeline, asked: asyncio.Event) -> None:
-    """Reload the bundle whenever asked to; a fault is logged, and what was served before is."""
+    """Reload the bundle whenever asked to; if that fails, what was served before is."""
     while True:
         await asked.wait()
         asked.clear()
         try:
             await pipeline.reload()
-        except Exception as error:
-            unexpected = not isinstance(error, (BundleError, ServingError))
-            _log.error(
-                "the bundle is not reloaded, and the old one %s: %s",
-                "stays unloaded" if pipeline.model.is_unloaded else "serves on",
-                error,
-                exc_info=unexpected,
-            )
-        else:
-            _log.info("the bundle is reloaded: %s", pipeline.model.manifest.model_name)
+        except (BundleError, ServingError):
+            pass  # which the pipeline has logged
+        except Exception:
+            _log.exception("the bundle could not be reloaded")

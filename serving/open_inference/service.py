@@ -187,13 +187,18 @@ class InferenceService(GRPCInferenceServiceServicer):
             raise StoppingError("the server is starting or stopping")
         task = asyncio.create_task(change())
         self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(self._end_change)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
                 raise StoppingError("the server is stopping") from None
             raise
+
+    def _end_change(self, task: asyncio.Task[None]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # or asyncio would log it where the client is gone
 
     @_refusing
     def ModelInfer(  # noqa: N802

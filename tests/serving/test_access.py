@@ -205,6 +205,54 @@ def test_server_asks_for_tokens_in_calls_of_each_kind(
     asyncio.run(ask())
 
 
+def test_strangers_end_no_stream_of_those_who_have_a_token(
+    bundle: Path, files: dict[str, Path], picture: Callable[..., bytes]
+) -> None:
+    request = pb.DetectRequest(image=picture())
+    own = [("grpc.use_local_subchannel_pool", 1)]
+
+    async def ask() -> None:
+        config = ServeConfig(port=0, drain_delay_s=0, stop_grace_s=0, queue_size=2, **files)
+        async with (
+            detection_server(bundle, config) as address,
+            grpc.aio.insecure_channel(address) as channel,
+            contextlib.AsyncExitStack() as strangers,
+        ):
+            user: Any = DetectorStub(channel)
+            stream = user.DetectStream(metadata=bearing("line-1"))
+            await stream.write(request)
+            assert (await stream.read()).response.detections
+            for _ in range(12):  # three times as many as are waited for
+                other = await strangers.enter_async_context(
+                    grpc.aio.insecure_channel(address, options=own)
+                )
+                silent = ServerReflectionStub(other).ServerReflectionInfo()
+                await silent.write(ServerReflectionRequest(list_services=""))
+                assert (await silent.read()).list_services_response.service
+            await stream.write(request)
+            assert (await stream.read()).response.detections
+
+    asyncio.run(ask())
+
+
+def test_calls_that_anyone_may_make_are_few_of_a_connection(bundle: Path) -> None:
+    async def ask() -> None:
+        async with connected(bundle, stop_grace_s=0) as channel:
+            health: Any = HealthStub(channel)
+            watches = [health.Watch(HealthCheckRequest()) for _ in range(8)]
+            for watch in watches:
+                assert (await watch.read()).status
+            status, message = await status_of(health.Check(HealthCheckRequest()))
+            assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "has 8 calls for health and reflection open" in message
+            watches[0].cancel()
+            async with asyncio.timeout(60):
+                while (await health.Check(HealthCheckRequest()).code()) != grpc.StatusCode.OK:
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(ask())
+
+
 def test_health_and_reflection_are_for_everyone(bundle: Path, files: dict[str, Path]) -> None:
     async def ask() -> None:
         async with connected(bundle, **files) as channel:

@@ -12,6 +12,7 @@ import pytest
 from gated_engine import Gate
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from scraped_metrics import metrics_in
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
@@ -143,8 +144,9 @@ def test_what_is_given_up_at_the_model_frees_its_place(
 
 
 def test_a_client_with_many_requests_does_not_shut_another_out(
-    bundle: Path, gate: Gate, picture: Encode
+    bundle: Path, gate: Gate, picture: Encode, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     order: list[str] = []
 
     async def ask(stub: Any, name: str) -> None:
@@ -154,19 +156,19 @@ def test_a_client_with_many_requests_does_not_shut_another_out(
 
     async def ask_both() -> None:
         async with (
-            served(bundle, queue_size=16) as address,
+            served(bundle, queue_size=16, metrics_port=0) as address,
             connected(address) as greedy,
             connected(address) as modest,
             asyncio.TaskGroup() as tasks,
         ):
-            warm = gate.count
+            metrics, warm = metrics_in(caplog.text), gate.count
             gate.close()
             for _ in range(40):
                 tasks.create_task(ask(greedy, "greedy"))
             await batches(gate, warm + 1)
-            await asyncio.sleep(0.5)  # for all of them to be there
+            await metrics.becomes(26, "maskrcnn_rejected_total", reason="queue_full")
             tasks.create_task(ask(modest, "modest"))
-            await asyncio.sleep(0.5)
+            await metrics.becomes(15, "maskrcnn_requests_in_progress")
             gate.open()
 
     asyncio.run(ask_both())

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import raw_http2 as http2
 from google.protobuf.message import Message
+from grpc_health.v1.health_pb2 import HealthCheckRequest
 from server_load import memory_of, server_process, wait_until
 
 from maskrcnn_trt.protos.inference import open_inference_pb2
@@ -29,6 +30,8 @@ _SPARE_FILES = 15
 """That may stay open for a while: gRPC looks no further at a client for which much waits."""
 _CALLS = 20
 """By one connection whose answers are not read."""
+_HEALTH_CALLS = 900
+"""By one connection."""
 _AT_ONCE = 200
 """Calls that the server takes however suddenly they come; it may end some of a larger burst."""
 
@@ -166,6 +169,20 @@ def _calls(method: str, request: Message) -> Iterator[bytes]:
             yield http2.message(1, request)
 
 
+@contextmanager
+def health_that_is_asked_and_not_read(address: str, image: bytes) -> Iterator[None]:
+    with ExitStack() as connections:
+        for index in range(20):
+            settings = http2.NO_WINDOW if index % 2 else b""
+            connection = connections.enter_context(http2.connect(address, settings))
+            method = f"/grpc.health.v1.Health/{('Watch', 'Check')[index % 2]}"
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                for stream in range(1, 2 * _HEALTH_CALLS, 2):
+                    request = http2.message(stream, HealthCheckRequest())
+                    connection.sendall(http2.call(stream, method) + request)
+        yield
+
+
 def inference(image: bytes) -> open_inference_pb2.ModelInferRequest:
     request = open_inference_pb2.ModelInferRequest(model_name="maskrcnn_resnet18_fpn")
     tensor = request.inputs.add(name="images", datatype="BYTES", shape=[1])
@@ -188,6 +205,7 @@ _ATTACKS: dict[str, Callable[[str, bytes], AbstractContextManager[None]]] = {
         bytes_that_come_one_by_one,
         rapid_resets,
         headers_without_end,
+        health_that_is_asked_and_not_read,
     )
 } | {
     "answers_not_read": answers_that_are_not_read(http2.DETECT, detection),

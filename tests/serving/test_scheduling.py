@@ -1,13 +1,12 @@
 """Clients with names ask for images; who is computed when is read off the batches."""
 
-import contextlib
 import math
 
 import pytest
 
 from maskrcnn_trt.model.spec import ShapeBucket
-from maskrcnn_trt.serving.errors import InvalidRequestError, QueueFullError
-from maskrcnn_trt.serving.scheduling import BatchPolicy, Places, RequestTerms, Schedule, Ticket
+from maskrcnn_trt.serving.errors import InvalidRequestError
+from maskrcnn_trt.serving.scheduling import BatchPolicy, RequestTerms, Schedule, Ticket
 
 WIDE, TALL = ShapeBucket(96, 160), ShapeBucket(160, 96)
 
@@ -188,97 +187,3 @@ def test_all_that_waits_can_be_taken_at_once() -> None:
 def test_terms_out_of_range_are_refused(terms: dict[str, float], words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         RequestTerms(**terms)  # type: ignore[arg-type]
-
-
-def taken_by(peer: str, places: Places, held: contextlib.ExitStack) -> int:
-    """Places that a connection gets until it is refused."""
-    number = 0
-    with contextlib.suppress(QueueFullError):
-        while True:
-            held.enter_context(places.hold(peer))
-            number += 1
-    return number
-
-
-@pytest.mark.parametrize(
-    ("number", "shares"),
-    [(1, [1, 0]), (2, [1, 1, 0]), (6, [5, 1, 0]), (16, [14, 1, 1, 0]), (256, [227, 25, 3, 1, 0])],
-)
-def test_places_are_shared_out(number: int, shares: list[int]) -> None:
-    places = Places(number)
-    with contextlib.ExitStack() as held:
-        assert [taken_by(peer, places, held) for peer in "abcde"[: len(shares)]] == shares
-
-
-def test_greedy_connections_come_to_hold_as_many_places() -> None:
-    places = Places(256)
-    held = {peer: [contextlib.ExitStack()] for peer in "ab"}
-
-    def grow(peer: str) -> None:
-        with contextlib.suppress(QueueFullError):
-            while True:
-                stack = contextlib.ExitStack()
-                stack.enter_context(places.hold(peer))
-                held[peer].append(stack)
-
-    for _ in range(1000):  # requests are answered in turn, and followed by as many as can be
-        for peer in held:
-            if held[peer]:
-                held[peer].pop().close()
-            grow(peer)
-    assert abs(len(held["a"]) - len(held["b"])) < 10
-    for stack in [*held["a"], *held["b"]]:
-        stack.close()
-
-
-def test_a_request_gets_all_its_places_or_none() -> None:
-    places = Places(8)
-    with places.hold("a", 8), pytest.raises(QueueFullError, match="takes 1 of"):
-        places.hold("b").__enter__()
-    with places.hold("a", 3):
-        with pytest.raises(QueueFullError, match="5 are free and its connection holds 3;"):
-            places.hold("a", 5).__enter__()
-        with places.hold("b", 5):
-            pass
-        with pytest.raises(QueueFullError, match=r"takes 6 of .* 5 are free"):
-            places.hold("b", 6).__enter__()
-    with places.hold("a", 8):
-        pass
-
-
-def test_places_come_back_whatever_happens() -> None:
-    places = Places(1)
-    for _ in range(3):
-        with contextlib.suppress(ZeroDivisionError), places.hold("a"):
-            raise ZeroDivisionError
-    with (
-        places.hold("a"),
-        pytest.raises(QueueFullError, match="0 are free and its connection holds 0;"),
-    ):
-        places.hold("b").__enter__()
-
-
-def test_no_more_places_than_images_that_are_computed_in_time() -> None:
-    places = Places(100, max_wait_s=1.0, least=8)
-    with places.hold("a"):
-        assert places.number == 100
-        for _ in range(200):
-            places.observe(0.03)
-        assert places.number == 33
-        for _ in range(200):
-            places.observe(0.5)
-        assert places.number == 8
-        for _ in range(200):
-            places.observe(0.001)
-        assert places.number == 100
-
-
-def test_places_in_use_may_become_fewer() -> None:
-    places = Places(20, max_wait_s=1.0, least=2)
-    with places.hold("a", 10):
-        for _ in range(200):
-            places.observe(1.0)
-        with pytest.raises(QueueFullError, match="0 are free and its connection holds 0"):
-            places.hold("b").__enter__()
-    with places.hold("b", 20):  # nothing is in progress, so that this need not wait
-        pass

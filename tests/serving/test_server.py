@@ -178,6 +178,23 @@ def test_collections_of_garbage_pass_over_what_a_ready_server_keeps(bundle: Path
     assert looked_at < passed_over / 10
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_addresses_of_ipv6_may_have_brackets(bundle: Path, picture: Encode, host: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    config = ServeConfig(host=host, port=0, metrics_port=0, drain_delay_s=0)
+
+    async def ask() -> Any:
+        async with detection_server(bundle, config) as address:
+            assert address.startswith("[::1]:")
+            async with AsyncDetectorClient(address) as client:
+                return await client.detect(picture())
+
+    assert len(asyncio.run(ask()))
+
+
 def test_port_in_use_is_one_sentence(bundle: Path) -> None:
     async def start(port: int) -> None:
         async with detection_server(bundle, ServeConfig(port=port)):

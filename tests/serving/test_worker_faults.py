@@ -113,6 +113,29 @@ def test_one_of_two_workers_serves_on(bundle: Path, tmp_path: Path, picture: Enc
         wait_until(lambda: len(worker_pids(process.pid)) == 2)
 
 
+def test_a_batch_that_hangs_does_not_keep_a_server_from_stopping(
+    bundle: Path, tmp_path: Path, picture: Encode
+) -> None:
+    options = "--hang-timeout-s", "3600", "--stop-grace-s", "0.1", "--metrics-port", "0"
+    log = tmp_path / "log"
+    with server_process(bundle, log, *options) as (process, address):
+
+        async def ask() -> grpc.StatusCode:
+            metrics = metrics_in(log.read_text())
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub: Any = DetectorStub(channel)
+                (pid,) = worker_pids(process.pid)
+                os.kill(pid, signal.SIGSTOP)
+                call = stub.Detect(pb.DetectRequest(image=picture()))
+                await metrics.becomes(1, "maskrcnn_requests_in_progress")
+                process.send_signal(signal.SIGTERM)
+                status: grpc.StatusCode = await call.code()
+                return status
+
+        assert asyncio.run(ask()) is not grpc.StatusCode.OK
+        assert process.wait(120) == 0
+
+
 def test_workers_end_with_a_server_that_is_killed(bundle: Path, tmp_path: Path) -> None:
     shared = set(os.listdir("/dev/shm"))
     with server_process(bundle, tmp_path / "log", "--workers", "2") as (process, _):

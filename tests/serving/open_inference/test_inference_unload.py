@@ -1,6 +1,7 @@
 """Models that are unloaded and loaded again, as clients of both protocols see them."""
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
@@ -159,6 +160,8 @@ def test_a_load_that_fails_leaves_the_model_unloaded(
     path = tmp_path / "bundle"
     shutil.copytree(bundle, path)
     manifest = path / "manifest.json"
+    failure = "not reloaded, and the old one stays unloaded"
+    load = inference.RepositoryModelLoadRequest(model_name=MODEL)
 
     async def ask() -> None:
         reload = asyncio.Event()
@@ -170,13 +173,19 @@ def test_a_load_that_fails_leaves_the_model_unloaded(
             assert "FAILED_PRECONDITION" in caught.value.status()
             await assert_unloaded(server, picture())
             reload.set()
-            await until(lambda: "not reloaded, and the old one stays unloaded" in caplog.text)
+            await until(lambda: caplog.text.count(failure) == 2)
             await assert_unloaded(server, picture())
+            loading = server.inference.RepositoryModelLoad(load)
+            await until(lambda: caplog.text.count(failure) == 3 or loading.cancel())
+            gc.collect()
+            assert "never retrieved" not in caplog.text
             (path / "elsewhere").rename(manifest)
             await server.triton.load_model(MODEL)
             await assert_serving(server, picture())
 
     asyncio.run(ask())
+    assert f"the model is unloaded: {MODEL}" in caplog.text
+    assert f"the bundle is reloaded: {MODEL}" in caplog.text
 
 
 @pytest.mark.parametrize("order", ["load, unload", "unload, load"])
