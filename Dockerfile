@@ -30,6 +30,10 @@ ENV PATH="/opt/maskrcnn/bin:$PATH"
 ENTRYPOINT ["maskrcnn"]
 
 FROM base AS training
+# As below, for `maskrcnn export --engine torch`, which compiles for the GPU that it is run on.
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
 COPY --from=training-install /opt/maskrcnn /opt/maskrcnn
 WORKDIR /home/maskrcnn
 USER maskrcnn

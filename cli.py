@@ -1,6 +1,7 @@
 """The command `maskrcnn`: one verb a stage, each imported only when it is used."""
 
 import difflib
+import errno
 import importlib
 import re
 import sys
@@ -61,6 +62,8 @@ _USER_ERRORS = frozenset(
         "maskrcnn_trt.training.validation.ExpectationError",
     }
 )
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _LazyGroup(click.Group):
@@ -144,6 +147,8 @@ def _sentence_from_fault(error: Exception, args: Sequence[str]) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:  # in writing, which names no file
+        return f"{error.strerror}, in writing a file or the output; make room and try again"
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         module = error.name.partition(".")[0]
         extra = _extra_with(module)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ..model.option_types import FiniteRange
+from ..serving.addresses import check_address
 from ..serving.config import DAY_S
 from ..serving.detections import MaskFormat
 from .options import (
@@ -121,6 +122,7 @@ def serve(
     elif options or engine_rate or peer:
         raise click.UsageError(f"{server} is no bundle, of which a server could be started")
     else:
+        _check_server(server)
         report = ServeReport(_told(measure_server(server, settings)))
     show(report, serve_table(report.results), json_path)
     if output is not None:
@@ -128,6 +130,13 @@ def serve(
 
         what = images_in_words(images, sources, NOISE)
         click.echo(f"the record is {write_record(report, what, output)}")
+
+
+def _check_server(server: str) -> None:
+    try:
+        check_address(server)
+    except ValueError as error:
+        raise click.UsageError(f"{server} is no bundle, and {error}") from None
 
 
 def _with_levels(values: dict[str, Any]) -> dict[str, Any]:

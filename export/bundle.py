@@ -254,7 +254,7 @@ def _check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing)
     """
     shorter, longer = preprocessing.min_size, preprocessing.max_size
     for bucket in buckets:
-        if min(bucket) < shorter and max(bucket) < longer:
+        if not preprocessing.fits(bucket):
             raise BundleError(
                 f"inputs of {bucket} hold no image, because images are resized to a shorter side "
                 f"of {shorter} pixels or a longer one of {longer}; give --shape that holds them"

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..model.manifest import CompiledProgram, Precision, sha256_of
 from ..model.mask_rcnn import MaskRCNN
 from ..model.program import quiet_torch
 from ..model.spec import ShapeBucket
+from .errors import EngineError
 from .fused_graph import fuse_convolutions
 
 _COMPILING_AT_ONCE = 4
@@ -96,9 +98,13 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
 
     Returns:
         What was written for each, or None where no GPU is.
+
+    Raises:
+        EngineError: there is a GPU, but no compiler of C.
     """
     if not torch.cuda.is_available():
         return [None] * len(compilations)
+    _check_compiler()
     processes = ProcessPoolExecutor(
         min(_COMPILING_AT_ONCE, len(os.sched_getaffinity(0))),
         multiprocessing.get_context("spawn"),
@@ -111,6 +117,15 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
         CompiledProgram(path=path.name, sha256=sha256_of(path), target=target)
         for path in (compilation.compiled for compilation in compilations)
     ]
+
+
+def _check_compiler() -> None:
+    """Refuse to compile for a GPU where Triton will not find what it looks for in the end."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise EngineError(
+            "torch compiles for a GPU with a compiler of C, and there is none; install one and the "
+            "headers of libc, as by `apt-get install gcc libc6-dev`, or name it in CC"
+        )
 
 
 def _compile(compilation: Compilation) -> None:

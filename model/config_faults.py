@@ -19,8 +19,8 @@ def sentence_from_fault(error: ValidationError, model: type[BaseModel]) -> str:
     fault = error.errors()[0]
     name = _name_of(fault)
     match fault["type"]:
-        case "extra_forbidden":
-            return _unknown(name, model)
+        case "extra_forbidden" | "invalid_key":
+            return _unknown(fault, model)
         case "value_error":
             message = fault["msg"].removeprefix("Value error, ")
             return f"{name}: {message}" if name else message
@@ -35,13 +35,15 @@ def _name_of(fault: ErrorDetails) -> str:
     return ".".join(map(str, fault["loc"]))
 
 
-def _unknown(name: str, model: type[BaseModel]) -> str:
-    section, _, leaf = name.rpartition(".")
+def _unknown(fault: ErrorDetails, model: type[BaseModel]) -> str:
+    name = _name_of(fault)
+    *above, leaf = map(str, fault["loc"])  # which may have dots in it
     known = _keys(model)
     elsewhere = [other for other in known if other.rpartition(".")[2] == leaf]
     close = elsewhere or difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-    return f"unknown key {name}{hint}; allowed here: {', '.join(_names_within(section, model))}"
+    allowed = ", ".join(_names_within(".".join(above), model))
+    return f"unknown key {name}{hint}; allowed here: {allowed}"
 
 
 def _allowed(fault: ErrorDetails, model: type[BaseModel]) -> str:

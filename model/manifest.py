@@ -47,6 +47,10 @@ class Preprocessing(_Record):
     pixel_std: tuple[float, float, float]
     channel_order: Literal["RGB"] = "RGB"
 
+    def fits(self, bucket: ShapeBucket) -> bool:
+        """Whether images of some ratio of sides, once resized, have a place in a bucket."""
+        return min(bucket) >= self.min_size or max(bucket) >= self.max_size
+
 
 class BatchProfile(_Record):
     """Batch sizes that an engine takes in one of its optimisation profiles."""
@@ -142,8 +146,8 @@ class Manifest(_Record):
     """The bundle's table of contents, stored as `manifest.json`."""
 
     schema_version: Literal[1] = 1
-    model_name: str
-    categories: tuple[Category, ...]
+    model_name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    categories: tuple[Category, ...] = Field(min_length=1)
     preprocessing: Preprocessing
     max_detections: int = Field(gt=0)
     mask_side: int = Field(gt=0)
@@ -157,6 +161,17 @@ class Manifest(_Record):
             path = Path(name)
             if path.is_absolute() or ".." in path.parts:
                 raise ValueError(f"artifact path {name!r} leaves the bundle")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> "Manifest":
+        shorter, longer = self.preprocessing.min_size, self.preprocessing.max_size
+        for artifact in self.artifacts:
+            if not self.preprocessing.fits(artifact.bucket):
+                raise ValueError(
+                    f"artifact {artifact.path!r}: its bucket {artifact.bucket} holds no image by "
+                    f"preprocessing, whose min_size is {shorter} and max_size {longer}"
+                )
         return self
 
     @property
@@ -212,7 +227,8 @@ def read_manifest(bundle: Path) -> Manifest:
     """Read and validate a bundle's manifest; the artefacts' hashes are checked when loaded.
 
     Raises:
-        BundleError: no manifest there, or one this version does not understand.
+        BundleError: no manifest there, or one that cannot be read or served, or that this version
+            does not understand.
     """
     path = bundle / MANIFEST_NAME
     try:
@@ -222,10 +238,15 @@ def read_manifest(bundle: Path) -> Manifest:
             f"{bundle} is no bundle: it has no {MANIFEST_NAME}; "
             "make one with `maskrcnn export CHECKPOINT -o BUNDLE`"
         ) from None
+    except OSError as error:
+        raise BundleError(
+            f"{path} cannot be read ({error.strerror}); it must be a file that this user may read"
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise BundleError(f"{path}: {where}: {first['msg']}; export the bundle again") from None
+        fault = first["msg"].removeprefix("Value error, ")
+        raise BundleError(f"{path}: {where}: {fault}; export the bundle again") from None
 
 
 def verified_path(bundle: Path, file: Artifact | CompiledProgram) -> Path:

@@ -1,8 +1,11 @@
 """Admission of requests: who may have how many images in progress."""
 
+import asyncio
 import math
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 from .errors import QueueFullError
 
@@ -10,6 +13,12 @@ _MOST_FOR_ONE_FREE = 8
 """Places that a connection may hold for each that it leaves free."""
 _PACE_WEIGHT = 0.05
 """Of one image in the pace, a moving average."""
+
+
+class _Waiting(NamedTuple):
+    peer: str
+    number: int
+    is_admitted: asyncio.Event
 
 
 class Places:
@@ -35,6 +44,7 @@ class Places:
         self._pace_s = 0.0
         self._in_use = 0
         self._held: dict[str, int] = {}
+        self._waiting: deque[_Waiting] = deque()
 
     @property
     def number(self) -> int:
@@ -46,6 +56,7 @@ class Places:
     def observe(self, seconds: float) -> None:
         """Learn how long an image kept what computes busy."""
         self._pace_s += _PACE_WEIGHT * (seconds - self._pace_s)
+        self._admit()
 
     def check(self, peer: str, number: int = 1) -> None:
         """Refuse what `hold` would refuse now.
@@ -53,12 +64,11 @@ class Places:
         Raises:
             QueueFullError: the connection may not hold so many.
         """
-        held, free = self._held.get(peer, 0), self.number - self._in_use
-        left = free - number
-        if left < 0 or (held and held + number - 1 > _MOST_FOR_ONE_FREE * left):
+        if not self._fit(peer, number):
+            held, free = self._held.get(peer, 0), max(0, self.number - self._in_use)
             raise QueueFullError(
                 f"the request takes {number} of the places for images in progress, of which "
-                f"{max(0, free)} are free and its connection holds {held}; try again later"
+                f"{free} are free and its connection holds {held}; try again later"
             )
 
     @contextmanager
@@ -73,12 +83,65 @@ class Places:
             QueueFullError: the connection may not hold so many.
         """
         self.check(peer, number)
-        self._held[peer] = self._held.get(peer, 0) + number
-        self._in_use += number
+        self._take(peer, number)
         try:
             yield
         finally:
-            self._in_use -= number
-            self._held[peer] -= number
-            if not self._held[peer]:
-                del self._held[peer]
+            self._give_back(peer, number)
+
+    async def wait(self, peer: str, number: int = 1) -> ExitStack:
+        """Hold places as soon as `hold` would give them, in turn with others that wait.
+
+        Args:
+            peer: The connection that holds them.
+            number: How many, not more than there are at most.
+
+        Returns:
+            What gives them back when it is closed.
+
+        Raises:
+            QueueFullError: as many wait as there are places at most.
+        """
+        if not self._waiting and self._fit(peer, number):
+            self._take(peer, number)
+        elif len(self._waiting) >= self._number:
+            raise QueueFullError("as many requests wait for a place as may; try again later")
+        else:
+            await self._admission_of(_Waiting(peer, number, asyncio.Event()))
+        held = ExitStack()
+        held.callback(self._give_back, peer, number)
+        return held
+
+    async def _admission_of(self, waiting: "_Waiting") -> None:
+        self._waiting.append(waiting)
+        try:
+            await waiting.is_admitted.wait()
+        except asyncio.CancelledError:
+            if waiting.is_admitted.is_set():
+                self._give_back(waiting.peer, waiting.number)
+            else:
+                self._waiting.remove(waiting)
+                self._admit()  # those behind it may fit
+            raise
+
+    def _admit(self) -> None:
+        """Give places to those that wait, of which none goes before the first."""
+        while self._waiting and self._fit(self._waiting[0].peer, self._waiting[0].number):
+            first = self._waiting.popleft()
+            self._take(first.peer, first.number)
+            first.is_admitted.set()
+
+    def _fit(self, peer: str, number: int) -> bool:
+        held, left = self._held.get(peer, 0), self.number - self._in_use - number
+        return left >= 0 and (not held or held + number - 1 <= _MOST_FOR_ONE_FREE * left)
+
+    def _take(self, peer: str, number: int) -> None:
+        self._held[peer] = self._held.get(peer, 0) + number
+        self._in_use += number
+
+    def _give_back(self, peer: str, number: int) -> None:
+        self._in_use -= number
+        self._held[peer] -= number
+        if not self._held[peer]:
+            del self._held[peer]
+        self._admit()

@@ -1,5 +1,6 @@
 """Transport security of the server: who it is, and whom it believes."""
 
+import base64
 import ssl
 from pathlib import Path
 
@@ -8,6 +9,17 @@ import grpc
 from .config import ServeConfig
 from .errors import ServingError
 from .renewal import Renewed
+
+_KEYS = tuple(
+    bytes.fromhex(algorithm)
+    for algorithm in (
+        "300d 0609 2a864886f70d010101 0500",  # RSA
+        "3013 0607 2a8648ce3d0201 0608 2a8648ce3d030107",  # P-256
+        "3010 0607 2a8648ce3d0201 0605 2b81040022",  # P-384
+    )
+)
+"""What names the kind of its key in a certificate (DER, RFC 3279 and 5480), of those that gRPC's
+clients in Python and C++ take. OpenSSL takes more."""
 
 
 def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
@@ -44,7 +56,8 @@ def _configuration(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:  # gRPC would take anything, and refuse every connection
         context.load_cert_chain(certificate, key, password=_refuse_password)
-    except OSError as error:  # of OpenSSL, or as files were replaced meanwhile
+        _check_kind(certificate, pair[1])
+    except (OSError, ValueError) as error:  # of OpenSSL, or as files were replaced meanwhile
         reason = getattr(error, "reason", None) or error
         raise ServingError(
             f"{certificate} and {key} cannot be used together ({reason}); "
@@ -61,6 +74,17 @@ def _configuration(
             "those of the clients"
         ) from None
     return grpc.ssl_server_certificate_configuration([pair], authorities)
+
+
+def _check_kind(certificate: Path, pem: bytes) -> None:
+    """Refuse a certificate of a key with which gRPC would not be reached."""
+    first = pem.partition(b"CERTIFICATE-----")[2].partition(b"-----END")[0]
+    content = base64.b64decode(first)
+    if not any(algorithm in content for algorithm in _KEYS):
+        raise ServingError(
+            f"{certificate} was made for a kind of key with which gRPC's clients reach no server; "
+            "give one for an RSA key, or for a key on the curve P-256 or P-384"
+        )
 
 
 def _read(path: Path, setting: str) -> bytes:

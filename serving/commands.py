@@ -26,8 +26,8 @@ def serve(bundle: Path, doctor: bool, **values: Any) -> None:
     """
     import asyncio
 
-    # Else gRPC writes a line of its own form for each client that does not shake hands.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # Else gRPC writes lines of its own form for clients that break its rules.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from .logs import configure_logs
     from .server import serve as serve_bundle
 

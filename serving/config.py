@@ -58,7 +58,7 @@ class ServeFields(FrozenConfig):
     max_pixels: int = Field(MAX_PIXELS, ge=64)
     """Pixels of an image."""
     max_message_mb: int = Field(64, ge=1, le=1024)
-    """Mebibytes of a request. Three times `queue_size` of them may be in memory at once, those on
+    """Mebibytes of a request. Four times `queue_size` of them may be in memory at once, those on
     their way among them, and one that was read takes several times its size until it is decoded."""
     max_connections: int = Field(4096, ge=1)
     """Connections at once; more are closed."""

@@ -1,19 +1,22 @@
-"""How a client reaches a server: security, retries, keepalive, and what their failures mean."""
+"""How a client reaches a server: address, security, retries, keepalive, and when it is gone."""
 
+import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeGuard
 
 import grpc
 
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from ..protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from .addresses import check_address
+from .client_errors import SMALLER, error_from_rpc
 from .config import MAX_RETRIES
 from .detections import Detections
-from .errors import AccessError, ClientError, DeadlineError, RefusedError, UnreachableError
-from .messages import REQUEST_ID_KEY
+from .errors import AccessError, ClientError, ClosedError, DeadlineError, RefusedError
 
 Outcome = Detections | ClientError | OSError
 """What became of an image: an OSError is that its file cannot be read."""
@@ -25,14 +28,12 @@ _MOST = 2**31 - 1
 """gRPC's largest number, which it takes for no limit, and for never."""
 _PING_TIMEOUT_MS = 20_000
 """For the server to show that it is there."""
+_STATE_S = 1.0
+"""For gRPC to say how its channel is, which it does at once but where it was closed meanwhile."""
 _UNCHECKED_BYTES = 4 << 20
 """gRPC's own limit of a message, up to which requests are sent without asking for the server's."""
-_SMALLER = "send a smaller image, or give the server a higher --max-message-mb"
-_OWN_DEADLINE = "Deadline Exceeded"
-"""What gRPC says where the client has waited long enough, be there a server or not."""
-_TOO_LARGE = "message larger than max"
-"""With the status of a server that is too busy, though to send it again is of no use."""
-_CLOSED = "Socket closed", "Connection reset", "Broken pipe"
+_CALL_FAILURES = grpc.RpcError, ValueError, grpc.aio.UsageError, asyncio.CancelledError
+"""What a call ends with, those last three where its channel is closed."""
 _SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
 
 
@@ -83,7 +84,8 @@ class Connection:
         """Prepare a connection, which is made by the first request.
 
         Args:
-            address: `host:port` of the server, or any name that gRPC resolves.
+            address: `host:port` of the server, or a target with a scheme of gRPC, as `dns:` or
+                `unix:`.
             timeout_s: Longest wait for the answer to a request, over all its tries; a stream has
                 no such limit.
             retries: Times that a request is sent again if the server is too busy or away, as
@@ -93,8 +95,9 @@ class Connection:
                 that it is there, as `channel_options` says.
 
         Raises:
-            ValueError: `retries` or `keepalive_s` is out of range.
+            ValueError: `address` can be none, or `retries` or `keepalive_s` is out of range.
         """
+        check_address(address)
         self._address = address
         self._timeout_s = timeout_s
         options = channel_options(retries, keepalive_s)
@@ -106,6 +109,21 @@ class Connection:
         self._stub: Any = DetectorStub(self._channel)  # type: ignore[no-untyped-call]
         self._limits: pb.Limits | None = None
         self._asking = self._lock()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def _meaning_of_errors(self) -> Iterator[None]:
+        """Let what fails in calls raise what it means; see `error_from_rpc`."""
+        try:
+            yield
+        except _CALL_FAILURES as error:
+            if self._closed and not _is_of_own_task(error):
+                raise ClosedError(
+                    f"the client of {self._address} is closed; make another to ask more"
+                ) from error
+            if isinstance(error, grpc.RpcError):
+                raise error_from_rpc(error, self._address, self._timeout_s) from error
+            raise
 
 
 def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tuple[str, Any]]:
@@ -154,6 +172,18 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
     ]
 
 
+def channel_state(channel: grpc.Channel) -> grpc.ChannelConnectivity:
+    """How a channel is that is not of asyncio, and tells so to subscribers only."""
+    states: SimpleQueue[grpc.ChannelConnectivity] = SimpleQueue()
+    channel.subscribe(states.put)
+    try:
+        return states.get(timeout=_STATE_S)
+    except Empty:
+        return grpc.ChannelConnectivity.SHUTDOWN
+    finally:
+        channel.unsubscribe(states.put)
+
+
 def is_large(request: pb.DetectRequest) -> bool:
     """Whether a request is to be sent only if `check_size` lets it pass."""
     return request.ByteSize() > _UNCHECKED_BYTES
@@ -175,59 +205,20 @@ def check_size(request: pb.DetectRequest, limits: pb.Limits, address: str) -> No
         raise RefusedError(
             grpc.StatusCode.INVALID_ARGUMENT,
             f"the request has {size:,} bytes, and the server at {address} takes {limit:,} at most; "
-            f"{_SMALLER}",
+            f"{SMALLER}",
         )
-
-
-@contextlib.contextmanager
-def meaning_of_errors(address: str) -> Iterator[None]:
-    """Let what fails in calls to a server raise what it means; see `error_from_rpc`."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_from_rpc(error, address) from error
-
-
-def error_from_rpc(error: grpc.RpcError, address: str) -> ClientError:
-    """What a call's failure means, in a sentence.
-
-    It is a RefusedError where the server itself spoke, UNAVAILABLE included: then a server is there
-    that says why it does not detect.
-    """
-    status, details = error.code(), error.details() or ""
-    if status is grpc.StatusCode.CANCELLED:
-        return UnreachableError(
-            f"the server at {address} dropped the request; it stopped, or more came at once than "
-            "it gets to look at: try again later"
-        )
-    if status is grpc.StatusCode.UNAVAILABLE and not _is_answer(error):
-        return UnreachableError(_unreachable(address, details))
-    if status is grpc.StatusCode.DEADLINE_EXCEEDED and details == _OWN_DEADLINE:
-        return DeadlineError(
-            f"no server answered at {address} in time; start one with `maskrcnn serve BUNDLE`, or "
-            "give the one that is there more time with --timeout"
-        )
-    if status is grpc.StatusCode.UNIMPLEMENTED:
-        return UnreachableError(f"what answers at {address} is no server of this kind ({details})")
-    if status in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return AccessError(
-            f"the server at {address} gives no access ({details}); name the file that holds your "
-            "token with --token-file"
-        )
-    if status is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in details:
-        return RefusedError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"the request is larger than the server at {address} takes ({details}); {_SMALLER}",
-        )
-    return RefusedError(status, details)
 
 
 class Silence:
-    """How many requests in a row got no answer, by which one knows that the server is gone."""
+    """How many requests in a row got no answer, by which one knows that the server is gone.
 
-    def __init__(self, limit: int) -> None:
-        """Take the server for gone at so many."""
+    One that is late is none of them while there is a connection: the server is only too busy.
+    """
+
+    def __init__(self, limit: int, state: Callable[[], grpc.ChannelConnectivity]) -> None:
+        """Take the server for gone at so many; the state is that of the channel."""
         self._limit = limit
+        self._state = state
         self._count = 0
 
     def check(self, outcome: Outcome) -> Outcome:
@@ -235,11 +226,12 @@ class Silence:
 
         Raises:
             AccessError: the server gives this client no access.
+            ClosedError: the client is closed.
             ClientError: the last of so many requests in a row that got no answer.
         """
-        if isinstance(outcome, AccessError):
+        if isinstance(outcome, AccessError | ClosedError):
             raise outcome
-        if isinstance(outcome, ClientError) and not isinstance(outcome, RefusedError):
+        if self._is_silence(outcome):
             self._count += 1
             if self._count >= self._limit:
                 raise outcome
@@ -247,31 +239,25 @@ class Silence:
             self._count = 0
         return outcome
 
+    def _is_silence(self, outcome: Outcome) -> TypeGuard[ClientError]:
+        if isinstance(outcome, DeadlineError):
+            return self._state() is not grpc.ChannelConnectivity.READY
+        return isinstance(outcome, ClientError) and not isinstance(outcome, RefusedError)
 
-def _is_answer(error: grpc.RpcError) -> bool:
-    """Whether the server spoke; a status that gRPC makes up for nobody's answer has no such id."""
-    metadata: Any = error.trailing_metadata() or ()
-    return any(key == REQUEST_ID_KEY for key, _ in metadata)
+
+def check_concurrency(concurrency: int) -> None:
+    """Refuse a number of requests in flight of which none could be.
+
+    Raises:
+        ValueError: it is less than one.
+    """
+    if concurrency < 1:
+        raise ValueError(f"concurrency is {concurrency}; give 1 or more")
 
 
-def _unreachable(address: str, details: str) -> str:
-    if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification Check failed" in details:
-        return (
-            f"the certificate of the server at {address} is not to be trusted ({details}); name "
-            "the authority that signed it with --root-certificate, and the host as it does"
-        )
-    if "WRONG_VERSION_NUMBER" in details:
-        return f"the server at {address} does not speak TLS; leave out --tls and its certificates"
-    if "Failed to create security handshaker" in details:
-        return "a certificate or a key is not usable; give --root-certificate and the others as PEM"
-    if any(text in details for text in _CLOSED):
-        return (
-            f"the server at {address} closed the connection; it stopped, or asks for TLS (--tls) "
-            "or for a certificate of yours (--certificate)"
-        )
-    if "ping timeout" in details:
-        return (
-            f"the server at {address} fell silent ({details}); its machine or the way there "
-            "failed: try again later"
-        )
-    return f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`"
+def _is_of_own_task(error: BaseException) -> bool:
+    """Whether the task is cancelled, and not only its call, which gRPC raises alike."""
+    if not isinstance(error, asyncio.CancelledError):
+        return False
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

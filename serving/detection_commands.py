@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from ..model.manifest import Precision
 from ..model.option_types import FiniteRange
+from .addresses import check_address
 from .config import DAY_S, MAX_RETRIES, BackendName, ReportFormat, ServeConfig
 
 if TYPE_CHECKING:
@@ -30,7 +31,11 @@ class _SourceType(click.ParamType[Path | str]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Path | str:
-        return str(value) if "://" in str(value) else Path(_SOURCE.convert(value, param, ctx))
+        return str(value) if _is_address(value) else Path(_SOURCE.convert(value, param, ctx))
+
+
+def _is_address(place: object) -> bool:
+    return "://" in str(place)
 
 
 _SECONDS = FiniteRange(min=0, min_open=True, max=DAY_S)
@@ -38,7 +43,8 @@ _SECONDS = FiniteRange(min=0, min_open=True, max=DAY_S)
 _REPORT_OPTIONS = (
     click.option(
         "-o", "--output", type=click.Path(file_okay=False), default="detections",
-        show_default=True, help="Folder for what is found.",
+        show_default=True,
+        help="Folder for what is found; for pictures, another than that of the images.",
     ),
     click.option(
         "--format", "formats", multiple=True, type=click.Choice(get_args(ReportFormat)),
@@ -101,8 +107,16 @@ def _options(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _
     return decorate
 
 
+def _checked_address(_: click.Context, __: click.Parameter, value: str) -> str:
+    try:
+        check_address(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
 @click.command()
-@click.argument("host")
+@click.argument("host", callback=_checked_address)
 @click.argument("images", nargs=-1, required=True, type=_SOURCE)
 @_options(*_REPORT_OPTIONS, *_TERMS_OPTIONS, *_CONNECTION_OPTIONS)
 def client(
@@ -125,10 +139,10 @@ def client(
     """
     from .client import DetectorClient
     from .detections import DetectionOptions
-    from .reports import image_files, write_report
+    from .reports import write_report
     from .scheduling import RequestTerms
 
-    files = image_files(images)
+    files, folder = _files_and_folder(images, output, formats)
     options = DetectionOptions(score_threshold=score_threshold)
     terms = RequestTerms(precision=precision, priority=priority, timeout_s=server_timeout_s)
     credentials = _credentials(**security)
@@ -136,7 +150,31 @@ def client(
         host, timeout_s=timeout_s, retries=retries, credentials=credentials
     ) as detector:
         outcomes = detector.detect_many(files, options, terms, concurrency=concurrency)
-        write_report(files, outcomes, Path(output), formats)
+        write_report(files, outcomes, folder, formats)
+
+
+def _files_and_folder(
+    images: Sequence[Path | str], output: str, formats: Sequence[ReportFormat]
+) -> tuple[list[Path], Path]:
+    """What to detect in and where to write, checked before anything is loaded or asked.
+
+    Raises:
+        click.UsageError: one of them is an address, there are no images, or what would be written
+            collides with them or with each other.
+    """
+    from .reports import check_folder, image_files
+
+    for image in images:
+        if _is_address(image):
+            raise click.UsageError(f"{image} is an address, which is read only with --ray")
+    if _is_address(output):
+        raise click.UsageError(
+            f"{output} is an address, which is written to only by predict with --ray; "
+            "choose a folder with --output"
+        )
+    files, folder = image_files([Path(image) for image in images]), Path(output)
+    check_folder(folder, files, formats)
+    return files, folder
 
 
 def _credentials(
@@ -201,7 +239,8 @@ def _token_in(path: Path) -> str:
     "with_ray",
     is_flag=True,
     help="Spread the work over this machine or the cluster of RAY_ADDRESS. IMAGES and --output may "
-    "be addresses, such as s3://bucket/folder; what is found becomes Parquet files there.",
+    "be addresses, such as s3://bucket/folder; folders are taken with those in them, and what is "
+    "found becomes Parquet files.",
 )
 def predict(
     bundle: Path,
@@ -228,14 +267,14 @@ def predict(
         )  # fmt: skip
         return
     from .predictor import Predictor
-    from .reports import image_files, write_report
+    from .reports import write_report
 
-    for image in images:
-        if isinstance(image, str):
-            raise click.UsageError(f"{image} is an address, which is read only with --ray")
-    files = image_files([Path(image) for image in images])
-    with contextlib.closing(Predictor(bundle, precision, backend, max_batch)) as predictor:
-        write_report(files, predictor.detect_many(files, options), Path(output), formats)
+    files, folder = _files_and_folder(images, output, formats)
+    with (
+        contextlib.closing(Predictor(bundle, precision, backend, max_batch)) as predictor,
+        contextlib.closing(predictor.detect_many(files, options)) as outcomes,
+    ):
+        write_report(files, outcomes, folder, formats)
 
 
 def _predict_with_ray(
@@ -256,7 +295,7 @@ def _predict_with_ray(
         raise click.UsageError("--format is of no use with --ray, which writes Parquet files")
     from .ray_prediction import predict_with_ray
 
-    target = output if "://" in output else str(Path(output).absolute())
+    target = output if _is_address(output) else str(Path(output).absolute())
     sources = [i if isinstance(i, str) else str(i.absolute()) for i in images]
     summary = predict_with_ray(bundle, sources, target, options, **model)
     click.echo(f"detections in {summary.images - summary.failures} images, see {output}")

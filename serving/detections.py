@@ -61,7 +61,7 @@ class Timing:
     decode_us: int = 0
     """Decoding, resizing and padding."""
     queue_us: int = 0
-    """Waiting for a batch to fill and for the model to be free."""
+    """Waiting for threads, for a batch to fill and for the model to be free."""
     infer_us: int = 0
     """The model's run over the whole batch."""
     encode_us: int = 0

@@ -37,8 +37,9 @@ _DISTRIBUTIONS: Final = (
     "pycuda",
 )
 
-_REQUESTS_PER_PLACE: Final = 1 + MESSAGES_PER_PLACE
-"""In memory at most for each image in progress: its own, and those on their way."""
+_REQUESTS_PER_PLACE: Final = 2 + MESSAGES_PER_PLACE
+"""In memory at most for each image in progress: its own, one of a stream that waits for its place,
+and those on their way."""
 
 State = Literal["ok", "note", "warning", "fault"]
 
@@ -115,7 +116,7 @@ def show(sections: Iterable[Section]) -> bool:
 def most_request_bytes(config: ServeConfig) -> int:
     """Bytes of the requests that the settings let a server hold at once, as they are sent.
 
-    Those that were read, a third of them, take several times as much until they are decoded.
+    Those that were read, half of them, take several times as much until they are decoded.
     """
     return _REQUESTS_PER_PLACE * config.queue_size * config.max_message_mb << 20
 

@@ -16,14 +16,23 @@
         ├── RefusedError          the server answered with an error; `code` tells which
         ├── AccessError           the server gives this client no access
         ├── UnreachableError      no server there
-        └── DeadlineError         no answer in time
+        ├── DeadlineError         no answer in time
+        └── ClosedError           the client itself was closed
 
 `model.images.ImageError` and `model.manifest.BundleError` stand beside this tree.
 """
 
+from bisect import bisect_right
+from itertools import accumulate
+
 import grpc
 
 from ..model.images import ImageError
+
+_MESSAGE_BYTES = 2048
+"""Of a status' message as it is sent. Clients take some 8 KiB of metadata, and what has more they
+take for a fault of the connection."""
+_ELLIPSIS = "..."
 
 
 class ServingError(Exception):
@@ -79,7 +88,7 @@ class ClientError(ServingError):
 
 
 class RefusedError(ClientError):
-    """The server answered a request with an error."""
+    """The server answered a request with an error, or would have."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -96,6 +105,10 @@ class UnreachableError(ClientError):
 
 class DeadlineError(ClientError):
     """No answer came in time."""
+
+
+class ClosedError(ClientError):
+    """The client was closed before it had an answer."""
 
 
 _STATUS: dict[type[Exception], grpc.StatusCode] = {
@@ -116,6 +129,22 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
 def image_error_from_os_error(error: OSError) -> ImageError:
     """Why an image cannot be used whose file cannot be read."""
     return ImageError(f"the file cannot be read ({error.strerror or error})")
+
+
+def shortened(message: str) -> str:
+    """The message of a status, cut where it is longer than clients take, as what quotes them is."""
+    sizes = map(_sent_bytes, message[: _MESSAGE_BYTES + 1])
+    fitting = bisect_right(list(accumulate(sizes)), _MESSAGE_BYTES)
+    if fitting == len(message):
+        return message
+    return message[: fitting - len(_ELLIPSIS)] + _ELLIPSIS
+
+
+def _sent_bytes(character: str) -> int:
+    """What a character takes in a status, where gRPC escapes what is not plain by three a byte."""
+    if " " <= character <= "~" and character != "%":
+        return 1
+    return 3 * len(character.encode(errors="replace"))
 
 
 def status_from_error(error: Exception) -> grpc.StatusCode:

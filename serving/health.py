@@ -10,6 +10,8 @@ import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
+from .errors import shortened
+
 LIVENESS = "liveness"
 """Name of a service that is SERVING as long as the process answers, whatever becomes of models."""
 
@@ -84,9 +86,8 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # it has no types
         """The status of a service."""
         response = self._response_to(request)
         if response.status == pb.HealthCheckResponse.SERVICE_UNKNOWN:
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r} here"
-            )
+            message = f"there is no service {request.service!r} here"
+            await context.abort(grpc.StatusCode.NOT_FOUND, shortened(message))
         return response
 
     async def Watch(  # noqa: N802

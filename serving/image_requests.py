@@ -1,9 +1,9 @@
 """From images to the requests of a client, and from the answers of a stream to their outcomes."""
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 import numpy as np
@@ -19,6 +19,7 @@ from .scheduling import DEFAULT_TERMS, RequestTerms
 ImageSource = bytes | Path | NDArray[np.uint8]
 """The contents of a JPEG, PNG or WebP file, its path, or pixels [H, W, 3] RGB."""
 
+_T = TypeVar("_T")
 _STATUS_FROM_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
@@ -31,61 +32,54 @@ def request_from_image(
     """The request for an image; pixels travel as PNG.
 
     Raises:
+        TypeError: it is no ImageSource.
+        RefusedError: an array has not the shape [H, W, 3] or is empty, INVALID_ARGUMENT.
         OSError: its file cannot be read.
     """
     return request_from_options(_encoded(image), options, terms, request_id)
 
 
-class RequestStream:
-    """The requests of a stream, whose ids count the images.
+class UntilFailure(Generic[_T]):
+    """Images, or requests of a stream, until one cannot be had.
 
-    An image that cannot be had or sent ends them: gRPC would drop the exception, and with it the
-    answers to the images before.
+    The error waits for `check`, so that those before are answered first; of a stream, gRPC would
+    drop it, and with it their answers.
     """
 
-    def __init__(
-        self,
-        images: Iterable[ImageSource] | AsyncIterable[ImageSource],
-        make: Callable[[ImageSource, str], Any],
-    ) -> None:
-        """Make a request of each image and its id, by a coroutine if they are iterated so."""
-        self._images = images
-        self._make = make
+    def __init__(self, items: Iterable[_T] | AsyncIterable[_T]) -> None:
+        """Take them to be iterated as they can be; if they are not async, in either way."""
+        self._items = items
         self._failure: Exception | None = None
 
-    def __iter__(self) -> Iterator[pb.DetectRequest]:
-        assert isinstance(self._images, Iterable)
+    def __iter__(self) -> Iterator[_T]:
+        assert isinstance(self._items, Iterable)
         try:
-            for index, image in enumerate(self._images):
-                yield self._make(image, str(index))
+            for item in self._items:  # noqa: UP028  # it would close a generator of the caller's
+                yield item
         except Exception as error:
             self._failure = error
 
-    async def __aiter__(self) -> AsyncIterator[pb.DetectRequest]:
-        index = 0
+    async def __aiter__(self) -> AsyncIterator[_T]:
         try:
-            async for image in async_images(self._images):
-                yield await self._make(image, str(index))
-                index += 1
+            async for item in async_items(self._items):
+                yield item
         except Exception as error:
             self._failure = error
 
     def check(self) -> None:
-        """Raise what ended the requests before their time."""
+        """Raise what ended them before their time."""
         if self._failure is not None:
             raise self._failure
 
 
-async def async_images(
-    images: Iterable[ImageSource] | AsyncIterable[ImageSource],
-) -> AsyncIterator[ImageSource]:
-    """The images, however they come."""
-    if isinstance(images, AsyncIterable):
-        async for image in images:
-            yield image
+async def async_items(items: Iterable[_T] | AsyncIterable[_T]) -> AsyncIterator[_T]:
+    """The items, however they come."""
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
     else:
-        for image in images:
-            yield image
+        for item in items:
+            yield item
 
 
 def outcome_from_answer(
@@ -103,6 +97,23 @@ def _encoded(image: ImageSource) -> bytes:
         return image
     if isinstance(image, Path):
         return image.read_bytes()
+    _check_pixels(image)
     file = BytesIO()
     Image.fromarray(image).save(file, "PNG", compress_level=1)
     return file.getvalue()
+
+
+def _check_pixels(image: Any) -> None:
+    is_array = isinstance(image, np.ndarray)
+    if not is_array or image.dtype != np.uint8:
+        kind = f"array of {image.dtype}" if is_array else type(image).__name__
+        remedy = "; wrap a path in Path" if isinstance(image, str) else ""
+        raise TypeError(
+            "an image is the bytes of a file, a pathlib.Path or a uint8 array [H, W, 3], not "
+            f"{kind}{remedy}"
+        )
+    if image.ndim != 3 or image.shape[2] != 3 or not image.size:
+        raise RefusedError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"an array of shape {list(image.shape)} holds no picture; it must be [H, W, 3] RGB",
+        )

@@ -6,12 +6,11 @@ import sys
 
 import grpc
 
-from .access import AccessPolicy
 from .calls import CallWatch
 from .config import ServeConfig, address_of
 from .errors import ServingError
-from .pipeline import Pipeline
 from .receiving import Reception
+from .tracing import Tracer
 
 _log = logging.getLogger(__name__)
 
@@ -33,24 +32,23 @@ _OTHER_FILES = 256
 
 def listening_server(
     config: ServeConfig,
-    access: AccessPolicy,
     credentials: grpc.ServerCredentials | None,
-    pipeline: Pipeline,
+    tracer: Tracer,
+    reception: Reception,
 ) -> tuple[grpc.aio.Server, int]:
     """A server without services that is bound to its port, and the port.
 
     Args:
         config: What it lets its clients do.
-        access: Who may call what.
         credentials: What it shows its clients; none, it does not encrypt.
-        pipeline: What detects.
+        tracer: Traces calls.
+        reception: Lets calls in.
 
     Raises:
         ServingError: the address cannot be listened on.
     """
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
-    reception = Reception(access, config, pipeline)
-    interceptors = [CallWatch(pipeline.telemetry.tracer), reception]
+    interceptors = [CallWatch(tracer), reception]
     server = grpc.aio.server(interceptors=interceptors, options=_options(config))
     address = address_of(config.host, config.port)
     try:
@@ -65,8 +63,12 @@ def listening_server(
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a record says more than that a client went before it had its answer."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], grpc.aio.InternalError)
+    """Whether a record says more than that a client was gone, or sent text that is none.
+
+    The latter would quote the text, which can be a token.
+    """
+    failures = grpc.aio.InternalError, UnicodeDecodeError
+    return record.exc_info is None or not isinstance(record.exc_info[1], failures)
 
 
 def _options(config: ServeConfig) -> list[tuple[str, int]]:

@@ -3,12 +3,9 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from pathlib import Path
-from typing import Any
 
 from ..model.manifest import read_manifest
 from .admission import Places
@@ -16,6 +13,7 @@ from .config import ServeConfig
 from .detections import Answer, DetectionOptions, Detections, Timing, Value
 from .errors import ExpiredError, QueueFullError
 from .host_work import answer_from_result, is_quick, item_from_image
+from .image_threads import ImageThreads, timed
 from .models import ServedModel
 from .preprocessing import SourceImage
 from .scheduling import RequestTerms
@@ -53,7 +51,8 @@ class Pipeline:
             least=max(_LEAST_PLACES, _LEAST_BATCHES * config.max_batch),
         )
         """Those of images in progress, of which who has one detected holds one."""
-        self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="images")
+        self.threads = ImageThreads(config.threads)
+        """Those that work on images."""
         self._changing = asyncio.Lock()
 
     @contextlib.asynccontextmanager
@@ -138,7 +137,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Release threads and model."""
-        self._threads.shutdown()
+        self.threads.close()
         self.model.close()
 
     def check_place(self, peer: str) -> None:
@@ -204,10 +203,6 @@ class Pipeline:
             answered(answer.timing)
             return answer
 
-    def in_thread(self, work: Callable[..., Value], *arguments: Any) -> asyncio.Future[Value]:
-        """Do work on images in one of the threads for that."""
-        return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
-
     async def _detect(
         self,
         model: ServedModel,
@@ -217,28 +212,27 @@ class Pipeline:
         terms: RequestTerms,
     ) -> Answer[Value]:
         batcher = model.batcher(terms.precision)
-        start = time.monotonic()
         image = source, options, form, model.manifest, batcher.info, self._config.max_pixels
         if is_quick(source, batcher.info):
-            item = item_from_image(*image)
+            decoded = timed(item_from_image, *image)
         else:
-            item = await self.in_thread(item_from_image, *image)
+            decoded = await self.threads.run(terms.peer, item_from_image, *image)
         del image, source
-        decode_s = time.monotonic() - start
-        result = await batcher.infer(item, terms)
-        self.places.observe(result.infer_s / result.batch_size / batcher.concurrency)
-        start = time.monotonic()
-        found = result.value, item, options, form, model.manifest
+        result = await batcher.infer(decoded.value, terms)
+        found = result.value, decoded.value, options, form, model.manifest
         if batcher.info.takes_orders:  # it has answered already, and a thread would only take time
-            value, in_engine = answer_from_result(*found)
+            encoded = timed(answer_from_result, *found)
         else:
-            value, in_engine = await self.in_thread(answer_from_result, *found)
-        encode_s = time.monotonic() - start
+            encoded = await self.threads.run(terms.peer, answer_from_result, *found)
+        inferred_s = result.infer_s / result.batch_size / batcher.concurrency
+        worked_s = (decoded.worked_s + encoded.worked_s) / self.threads.number
+        self.places.observe(max(inferred_s, worked_s))
+        value, in_engine = encoded.value
         timing = Timing(
-            decode_us=_microseconds(decode_s) + in_engine.decode_us,
-            queue_us=_microseconds(result.queue_s),
+            decode_us=_microseconds(decoded.worked_s) + in_engine.decode_us,
+            queue_us=_microseconds(decoded.waited_s + result.queue_s + encoded.waited_s),
             infer_us=in_engine.infer_us or _microseconds(result.infer_s),
-            encode_us=_microseconds(encode_s) + in_engine.encode_us,
+            encode_us=_microseconds(encoded.worked_s) + in_engine.encode_us,
             batch_size=result.batch_size,
         )
         return Answer(value, timing)

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..model.manifest import Manifest
+from ..model.manifest import BundleError, Manifest
 from ..model.masks import MaskPaste, Rle, rles_from_probabilities
 from .backends.base import Outputs
 from .detections import DetectionOptions, Detections, MaskFormat, Outlines
@@ -36,6 +36,9 @@ def detections_from_outputs(
         image: The image at that place.
         manifest: Of the bundle that gave the outputs.
         options: Which detections to keep, and the form of their masks.
+
+    Raises:
+        BundleError: the bundle has no name for a label.
     """
     kept = kept_rows(outputs.scores[row, : outputs.num_detections[row]], options)
     boxes = _source_boxes(outputs.boxes[row, kept], image)
@@ -83,7 +86,16 @@ def detections_from_rows(
         mask_format: Form of the masks.
         rles: N masks of the source image, where they are wanted.
         probabilities: [N, M, M], where they or the polygons that they give are wanted.
+
+    Raises:
+        BundleError: the bundle has no name for a label.
     """
+    unknown = labels[(labels < 1) | (labels > len(manifest.categories))]
+    if unknown.size:
+        raise BundleError(
+            f"the model gives label {unknown[0]}, but the bundle's manifest has "
+            f"{len(manifest.categories)} categories; export the bundle again"
+        )
     chosen = [manifest.categories[label - 1] for label in labels]
     outlined = probabilities if mask_format is MaskFormat.POLYGON else None
     return Detections(

@@ -1,8 +1,11 @@
 """The metrics of a server over HTTP, as Prometheus scrapes them."""
 
 import contextlib
+import io
+import logging
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -17,6 +20,7 @@ from prometheus_client.core import Metric
 from prometheus_client.core import UnknownMetricFamily as _Untyped
 from prometheus_client.registry import Collector
 
+from .config import address_of
 from .cpu_metrics import CpuCollector
 from .errors import ServingError
 from .gpu_metrics import GpuCollector
@@ -26,6 +30,8 @@ from .models import ServedModel
 from .open_inference.responses import MODEL_VERSION
 from .open_inference.statistics import Statistics
 from .pipeline import Pipeline
+
+_log = logging.getLogger(__name__)
 
 _STATS: Final = "inference_stats"
 _TRITON: Final = {
@@ -41,8 +47,9 @@ _TRITON: Final = {
 """Metrics of Triton, what they mean, and where ModelStatistics has them."""
 
 _VERSIONED: Final = ("model", "version")
-_TIMEOUT_S = 5.0
-"""Longest wait for a word of a client."""
+_REQUEST_S = 5.0
+"""For a client to ask and to take the answer."""
+_MOST_CONNECTIONS = 32
 _POLL_S = 0.05
 """Between looks for whether to stop."""
 
@@ -130,11 +137,71 @@ def add_server_metrics(registry: CollectorRegistry, pipeline: Pipeline, lag: Loo
         Gauge(name, documentation, registry=registry).set_function(value)
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = _TIMEOUT_S
+class _FaultLog(io.StringIO):
+    """What is written where an answer cannot be made, which is the traceback."""
 
+    def flush(self) -> None:
+        """Log what was written."""
+        _log.error("the metrics cannot be told\n%s", self.getvalue())
+
+
+class _Handler(WSGIRequestHandler):
     def log_message(self, *message: object) -> None:
         """Say nothing, where the class would write each request to standard error."""
+
+    def get_stderr(self) -> io.StringIO:
+        """Where faults of the server's own go."""
+        return _FaultLog()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Ends connections that take too long, and the oldest where there are too many.
+
+    What clients do wrong is said nowhere, where the class would write a traceback.
+    """
+
+    daemon_threads = True  # so that no client keeps the server from stopping
+    request_queue_size = 128  # others wait a second and more before they try again
+
+    def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
+        self.address_family = family
+        self._began: dict[Any, float] = {}
+        """By connection, the oldest first."""
+        self._lock = threading.Lock()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._began) >= _MOST_CONNECTIONS:
+                self._end_oldest()
+            self._began[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        latest = time.monotonic() - _REQUEST_S
+        with self._lock:
+            for _ in range(sum(began < latest for began in self._began.values())):
+                self._end_oldest()
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # not while it is ended
+            self._began.pop(request, None)
+            super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        super().server_close()
+        with self._lock:
+            while self._began:
+                self._end_oldest()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("a client of the metrics broke off", exc_info=True)
+
+    def _end_oldest(self) -> None:
+        connection = next(iter(self._began))
+        del self._began[connection]
+        with contextlib.suppress(OSError):  # where the client is gone
+            connection.shutdown(socket.SHUT_RDWR)  # which its thread notices, and closes it
 
 
 @contextlib.contextmanager
@@ -153,10 +220,10 @@ def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterato
         ServingError: the address cannot be listened on.
     """
     try:
-        server = _listening_server(host.strip("[]"), port)
+        server = _listening_server(host, port)
     except OSError as error:
         raise ServingError(
-            f"cannot listen on {host}:{port} for metrics ({error.strerror}); "
+            f"cannot listen on {address_of(host, port)} for metrics ({error.strerror}); "
             "choose another --metrics-port, or 0 for a free one"
         ) from None
     with server:
@@ -164,17 +231,12 @@ def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterato
         thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="metrics")
         thread.start()
         try:
-            yield f"http://{host}:{server.server_port}/metrics"
+            yield f"http://{address_of(host, server.server_port)}/metrics"
         finally:
             server.shutdown()
             thread.join()
 
 
-def _listening_server(host: str, port: int) -> WSGIServer:
+def _listening_server(host: str, port: int) -> _Server:
     (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-
-    class Server(ThreadingMixIn, WSGIServer):
-        address_family = family
-        daemon_threads = True  # so that no client keeps the server from stopping
-
-    return Server((host, port), _Handler)
+    return _Server(family, (host, port))

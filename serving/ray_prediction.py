@@ -3,6 +3,7 @@
 import contextlib
 import errno
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +14,14 @@ import ray
 import ray.data
 import ray.exceptions
 
-from ..model.images import IMAGE_SUFFIXES
+from ..model.images import ImageError
 from ..model.manifest import Precision, read_manifest
 from .coco_json import coco_results
 from .config import BackendName
 from .detections import DetectionOptions, Detections
 from .errors import ServingError
 from .predictor import Predictor
+from .stored_images import StoredImages, quoted_address, read_image, stored_images
 
 _RLE = pa.struct([("size", pa.list_(pa.int64())), ("counts", pa.string())])
 _DETECTION = pa.struct(
@@ -58,9 +60,12 @@ class _Detector:
         self._predictor = Predictor(**predictor)
 
     def __call__(self, batch: dict[str, Any]) -> pa.Table:
-        outcomes = self._predictor.detect_many(batch["bytes"].tolist(), self._options)
+        reads = list(zip(batch["bytes"].tolist(), batch["error"].tolist(), strict=True))
+        images = (data for data, fault in reads if not fault)
+        outcomes = self._predictor.detect_many(images, self._options)
         rows = []
-        for path, outcome in zip(batch["path"].tolist(), outcomes, strict=True):
+        for path, (_, fault) in zip(batch["path"].tolist(), reads, strict=True):
+            outcome = fault or next(outcomes)
             row: dict[str, Any] = {"path": path}
             if isinstance(outcome, Detections):
                 row |= {"height": outcome.height, "width": outcome.width}
@@ -69,6 +74,17 @@ class _Detector:
                 row["error"] = str(outcome)
             rows.append(row)
         return pa.Table.from_pylist(rows, SCHEMA)
+
+
+def _with_bytes(
+    stores: Sequence[pyarrow.fs.FileSystem], row: dict[str, Any]
+) -> dict[str, str | bytes]:
+    """The bytes of a row's image, or the error that says why there are none."""
+    path = row["path"]
+    try:
+        return {"path": path, "bytes": read_image(stores[row["store"]], path), "error": ""}
+    except ImageError as error:
+        return {"path": path, "bytes": b"", "error": str(error)}
 
 
 def predict_with_ray(
@@ -85,7 +101,7 @@ def predict_with_ray(
 
     Args:
         bundle: The bundle's folder, which every machine of the cluster has at this path.
-        sources: Paths, or addresses as `s3://bucket/folder`; of folders, what is named as an image.
+        sources: Paths, or addresses as `s3://bucket/folder`; `stored_images` says which images.
         output: New or empty folder, as an absolute path or an address, for Parquet files of
             `SCHEMA`, written as blocks are done.
         options: Which detections to keep.
@@ -96,8 +112,8 @@ def predict_with_ray(
     Raises:
         BundleError: there is no bundle.
         FileExistsError: there is something in `output`, with which the results would mix.
-        ServingError: there are no images, a bucket cannot be reached, or the backend or the cluster
-            failed.
+        ServingError: there are no images, a bucket cannot be reached, the backend or the cluster
+            failed, or not every image has its row.
     """
     read_manifest(bundle)  # so that no cluster has to find out
     predictor = {
@@ -108,14 +124,30 @@ def predict_with_ray(
     }
     detector = {"options": options, "predictor": predictor}
     with _reached_storage():
-        files, folder = pyarrow.fs.FileSystem.from_uri(output)
+        target = quoted_address(output)
+        files, folder = pyarrow.fs.FileSystem.from_uri(target)
         if files.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True)):
             fault = "holds files already; choose another folder"
             raise FileExistsError(errno.EEXIST, fault, output)
-        _write_detections(sources, detector, 4 * max_batch, output)
+        images = stored_images(sources)
+        _write_detections(images, detector, 4 * max_batch, target)
         written = pyarrow.dataset.dataset(folder, filesystem=files)
-        failures = written.count_rows(filter=pyarrow.dataset.field("error").is_valid())
-        return RaySummary(written.count_rows(), failures)
+        return _summary(written, len(images.places), output)
+
+
+def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RaySummary:
+    """What a run left behind.
+
+    Raises:
+        ServingError: there are more or fewer rows than images.
+    """
+    rows = written.count_rows()
+    if rows != images:
+        raise ServingError(
+            f"{output} holds {rows} rows of {images} images; detect anew, in a folder that nothing "
+            "else writes to"
+        )
+    return RaySummary(rows, written.count_rows(filter=pyarrow.dataset.field("error").is_valid()))
 
 
 @contextlib.contextmanager
@@ -137,30 +169,27 @@ def _reached_storage() -> Iterator[None]:
 
 
 def _write_detections(
-    sources: Sequence[str], detector: dict[str, Any], batch_size: int, output: str
+    images: StoredImages, detector: dict[str, Any], batch_size: int, output: str
 ) -> None:
     with ray.init(ignore_reinit_error=True):
         try:
-            _detections(sources, detector, batch_size).write_parquet(output)
+            _detections(images, detector, batch_size).write_parquet(output)
         except ray.exceptions.RayError as error:
             cause = str(error).strip().rpartition("\n")[2]
             raise ServingError(f"Ray could not go on: {cause}") from error
 
 
 def _detections(
-    sources: Sequence[str], detector: dict[str, Any], batch_size: int
+    images: StoredImages, detector: dict[str, Any], batch_size: int
 ) -> ray.data.Dataset:
-    """The plan of the work, which starts when its rows are asked for."""
-    suffixes = [suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES]
-    try:
-        images = ray.data.read_binary_files(
-            list(sources), include_paths=True, file_extensions=suffixes
-        )
-    except (FileNotFoundError, ValueError) as error:  # it lists them here
-        raise ServingError(f"there is no image to detect in: {error}") from None
+    """The plan of the work, which starts when its rows are asked for.
+
+    The images are not read by Ray, which passes over hidden ones and stops at what it cannot read.
+    """
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = int(resources.get("GPU", 0))
-    return images.map_batches(
+    rows = ray.data.from_items([{"store": store, "path": path} for store, path in images.places])
+    return rows.map(partial(_with_bytes, images.stores)).map_batches(
         _Detector,
         batch_size=batch_size,
         batch_format="numpy",

@@ -1,5 +1,6 @@
 """How calls come in: who may make them, how many at once, how slowly, and whether they parse."""
 
+import asyncio
 import contextlib
 import inspect
 from collections import Counter
@@ -32,6 +33,8 @@ _CALLS_PER_PLACE = 16
 for that; what this bounds is answers that clients do not take."""
 _OPEN_CALLS_OF_ONE = 8
 """Calls for health and reflection, which need no token, that a connection may have open."""
+_LAST_MESSAGES_S = 2.0
+"""For messages that are on their way when the server stops."""
 _UNCHECKED_BYTES = 256 << 10
 """Of a message, which becomes 12 MiB at most when it is parsed."""
 
@@ -57,6 +60,11 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         self._places = Places(_CALLS_PER_PLACE * config.queue_size)
         self._open_calls = Counter[str]()
         """By connection."""
+
+    def stop(self) -> None:
+        """Give up messages that are not there in a while, and those that may never come at once."""
+        self._open_arrivals.stop()
+        asyncio.get_running_loop().call_later(_LAST_MESSAGES_S, self._arrivals.stop)
 
     async def intercept_service(
         self,

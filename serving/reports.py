@@ -1,9 +1,16 @@
 """What `predict` and `client` leave behind: pictures, COCO results and arrays."""
 
+import contextlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+import os
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from uuid import uuid4
 
 import click
 import numpy as np
@@ -29,18 +36,20 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
     """The images among files and folders; of a folder those whose names end as images' do.
 
     Raises:
-        click.UsageError: there are none, or two of the same name whose results would collide.
+        click.UsageError: there are none, or two that would be the same image in the results.
     """
-    files: dict[str, Path] = {}
+    files: dict[int | str, Path] = {}
     for source in sources:
         found = [source]
         if source.is_dir():
             found = sorted(p for p in source.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
         for path in found:
-            other = files.setdefault(path.stem, path)
+            image_id = image_id_from_path(path)
+            other = files.setdefault(image_id, path)
             if other != path:
                 raise click.UsageError(
-                    f"{other} and {path} would write the same results; give one at a time"
+                    f"{other} and {path} would both be image {image_id} in the results; "
+                    "give one at a time"
                 )
     if not files:
         raise click.UsageError(
@@ -49,15 +58,33 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
     return list(files.values())
 
 
+def check_folder(folder: Path, files: Sequence[Path], formats: Collection[ReportFormat]) -> None:
+    """Refuse to write pictures where another run would take them for images.
+
+    Raises:
+        click.UsageError: there are to be pictures, and images or what they link to lie there.
+    """
+    if "pictures" not in formats:
+        return
+    places = {os.path.realpath(path.parent) for path in files}
+    places |= {os.path.dirname(os.path.realpath(path)) for path in files}
+    if os.path.realpath(folder) in places:
+        raise click.UsageError(
+            f"{folder} holds images that were given, and pictures are written only to another "
+            "folder than theirs; choose another --output"
+        )
+
+
 def write_report(
     files: Sequence[Path],
     outcomes: Iterable[Detections | ImageError | ClientError | OSError],
     folder: Path,
     formats: Collection[ReportFormat] = ("pictures", "coco"),
 ) -> None:
-    """Write each image's detections as they come.
+    """Write each image's detections as they come; in the main thread.
 
-    Whatever ends it before the last, the COCO results of those that came are written.
+    Whatever ends it before the last, SIGTERM and SIGHUP among it, the COCO results of those that
+    came are written. If none came, those of an earlier run stay.
 
     Args:
         files: The images.
@@ -68,20 +95,22 @@ def write_report(
 
     Raises:
         click.ClickException: some images failed, all others are written.
+        OSError: a file could not be written; it is named, and those before it are.
     """
-    _check_overwrites(files, folder, formats)
     folder.mkdir(parents=True, exist_ok=True)
     report, failures = _Report(folder, formats), []
     console = Console(stderr=True, markup=False, emoji=False)
     pairs = zip(files, outcomes, strict=True)
-    try:
-        for path, outcome in track(pairs, "Detecting", len(files), console=console):
-            failure = report.add(path, outcome)
-            if failure:
-                failures.append(f"{path}: {failure}")
-                console.print(failures[-1], style="red", soft_wrap=True)
-    finally:
-        report.finish()
+    with _ended_by_signals() as ignore_signals:
+        try:
+            for path, outcome in track(pairs, "Detecting", len(files), console=console):
+                failure = report.add(path, outcome)
+                if failure:
+                    failures.append(f"{path}: {failure}")
+                    console.print(failures[-1], style="red", soft_wrap=True)
+        finally:
+            ignore_signals()
+            report.finish()
     if failures:
         raise click.ClickException(_sentences_from_failures(failures, len(files)))
 
@@ -106,22 +135,72 @@ class _Report:
             self._results += coco_results(image_id_from_path(path), outcome)
         if "numpy" in self._formats:
             arrays: dict[str, Any] = arrays_from_detections(outcome)
-            np.savez_compressed(self._folder / f"{path.stem}.npz", **arrays)
+            file = BytesIO()
+            np.savez_compressed(file, **arrays)
+            _write(self._folder / f"{path.stem}.npz", file.getvalue())
         if "pictures" in self._formats:
             try:
                 picture = _drawn(path, outcome)
             except (OSError, ImageError) as error:  # it was replaced or went in the meantime
                 return _sentence_from_failure(error)
-            picture.save(self._folder / f"{path.stem}.png")
+            _write(self._folder / f"{path.stem}.png", picture)
         return ""
 
     def finish(self) -> None:
-        """Write the COCO results, at once in place of what was there, and say how much it is."""
+        """Write the COCO results and say how much it is, if there was an answer at all."""
+        if not self._images:
+            return
         if "coco" in self._formats:
-            partial = self._folder / f".{RESULTS_NAME}.partial"
-            partial.write_text(json.dumps(self._results))
-            partial.replace(self._folder / RESULTS_NAME)
+            _write(self._folder / RESULTS_NAME, json.dumps(self._results).encode())
         click.echo(f"{self._detections} detections in {self._images} images, see {self._folder}")
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[Callable[[], None]]:
+    """Let SIGTERM and SIGHUP end what is within as Ctrl+C does, with a status of their own.
+
+    Those that are ignored, as under `nohup`, or handled already stay so.
+
+    Yields:
+        A function after which they are ignored.
+    """
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL
+    ]
+
+    def handle_with(handler: Any) -> None:
+        for number in numbers:
+            signal.signal(number, handler)
+
+    def end(number: int, _: object) -> NoReturn:
+        handle_with(signal.SIG_IGN)  # `timeout` and shells send theirs twice
+        sys.exit(128 + number)
+
+    handle_with(end)
+    try:
+        yield partial(handle_with, signal.SIG_IGN)
+    finally:
+        handle_with(signal.SIG_DFL)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Put a whole file in place of what was there, or leave that.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    unfinished = path.with_name(f".{uuid4().hex}.partial")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    except OSError as error:
+        remedy = "make room or choose another folder with --output"
+        raise OSError(error.errno, f"{error.strerror}; {remedy}", str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
 
 
 def _sentence_from_failure(error: Exception) -> str:
@@ -134,19 +213,9 @@ def _sentences_from_failures(failures: Sequence[str], images: int) -> str:
     return "\n  ".join([f"{len(failures)} of {images} images failed:", *shown])
 
 
-def _check_overwrites(
-    files: Sequence[Path], folder: Path, formats: Collection[ReportFormat]
-) -> None:
-    if "pictures" not in formats:
-        return
-    pictures = {(folder / f"{path.stem}.png").resolve() for path in files}
-    overwritten = pictures & {path.resolve() for path in files}
-    if overwritten:
-        raise click.UsageError(
-            f"{overwritten.pop()} would be overwritten; choose another folder with --output"
-        )
-
-
-def _drawn(path: Path, detections: Detections) -> Image.Image:
+def _drawn(path: Path, detections: Detections) -> bytes:
+    """A PNG of an image and what was found in it."""
     image = decode_image(path.read_bytes(), max_pixels=detections.height * detections.width)
-    return Image.fromarray(draw_detections(image, detections))
+    file = BytesIO()
+    Image.fromarray(draw_detections(image, detections)).save(file, "PNG")
+    return file.getvalue()

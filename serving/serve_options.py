@@ -8,13 +8,13 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 import click
-import yaml
 from click.core import ParameterSource
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ..model.config_faults import sentence_from_fault
-from .config import ServeConfig, ServeFields
+from .config import ServeConfig
+from .settings_file import settings_from_file
 
 _PREFIX = "MASKRCNN_"
 """Of the names of variables in the environment."""
@@ -95,20 +95,8 @@ def _click_type(kind: Any) -> Any:
 
 def _take_defaults(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
     """Make what a file says the defaults of the command."""
-    if path is None:
-        return
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise click.UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise click.UsageError(f"{path} is no mapping of settings to values, as in port: 8500")
-    try:
-        fields = ServeFields.model_validate(values)
-    except ValidationError as error:
-        fault = sentence_from_fault(error, ServeFields)
-        raise click.UsageError(f"{path}: {fault}") from None
-    context.default_map = fields.model_dump(exclude_unset=True)
+    if path is not None:
+        context.default_map = settings_from_file(path)
 
 
 def _check_environment() -> None:

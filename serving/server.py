@@ -27,6 +27,7 @@ from .loop_lag import LoopLag
 from .open_inference.service import InferenceService
 from .pipeline import Pipeline
 from .prometheus import add_server_metrics, metrics_server
+from .receiving import Reception
 from .reflection import add_reflection
 from .service import DetectorService
 from .telemetry import Telemetry
@@ -110,7 +111,8 @@ async def detection_server(
         _metrics_server(pipeline, lag, config),
     ):
         await pipeline.model.load()
-        server, port = listening_server(config, access, credentials, pipeline)
+        reception = Reception(access, config, pipeline)
+        server, port = listening_server(config, credentials, telemetry.tracer, reception)
         service = DetectorService(pipeline, config)
         add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         names = [service.full_name for service in _SERVICES]
@@ -137,6 +139,7 @@ async def detection_server(
                     await asyncio.sleep(config.drain_delay_s)
                     service.stop_reading()
                     inference.stop_reading()
+                    reception.stop()
                     await server.stop(config.stop_grace_s)
         finally:
             await server.stop(None)

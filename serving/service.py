@@ -10,7 +10,7 @@ import grpc
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from ..protos.maskrcnn.v1 import detector_pb2_grpc as pb_grpc
 from .config import ServeConfig
-from .errors import StoppingError, status_from_error
+from .errors import shortened, status_from_error
 from .messages import (
     encoded_detections,
     model_response,
@@ -19,6 +19,7 @@ from .messages import (
     terms_from_request,
 )
 from .pipeline import Pipeline
+from .streams import Place, Streams
 
 _log = logging.getLogger(__name__)
 
@@ -40,29 +41,35 @@ class DetectorService(pb_grpc.DetectorServicer):
         """Serve a pipeline, which is configured so."""
         self._pipeline = pipeline
         self._config = config
-        self._readers: set[asyncio.Task[None]] = set()
-
-    def stop_reading(self) -> None:
-        """End the streams when what they asked for so far is answered."""
-        for reader in self._readers:
-            reader.cancel()
+        self._streams = Streams[pb.DetectRequest](pipeline, images=lambda _: 1)
+        self.stop_reading = self._streams.stop
+        """Ends the streams when what they asked for so far is answered."""
 
     def Detect(  # noqa: N802 (named by the protocol)
         self, request: pb.DetectRequest, context: _DetectContext
     ) -> Awaitable[pb.DetectResponse]:
         """Detect in one image."""
-        return refusing(self._response_to(request, context.peer()), context)
+        peer = context.peer()
+        return refusing(self._response_to(request, peer, self._pipeline.places.hold(peer)), context)
 
     async def DetectStream(  # noqa: N802
         self, requests: AsyncIterator[pb.DetectRequest], context: _StreamContext
     ) -> None:
         """Detect in each image of a stream, several at once."""
-        async with asyncio.TaskGroup() as tasks:
-            reader = tasks.create_task(self._answer_stream(requests, context, tasks))
-            self._readers.add(reader)
-            reader.add_done_callback(self._readers.discard)
-        if reader.cancelled():
-            await context.abort(*refusal_from_error(StoppingError("the server is stopping")))
+        peer = context.peer()
+        writing = asyncio.Lock()  # gRPC takes one message at a time
+
+        async def answer(request: pb.DetectRequest, place: Place) -> None:
+            answering = self._response_to(request, peer, place)
+            request_id = request.id
+            del request
+            response = await _stream_response(request_id, answering)
+            async with writing:
+                await context.write(response)
+            window.release()
+
+        async with self._streams.reading(requests, peer, answer) as window:
+            pass
 
     async def GetModel(  # noqa: N802
         self, request: pb.GetModelRequest, context: _ModelContext
@@ -72,32 +79,9 @@ class DetectorService(pb_grpc.DetectorServicer):
         buckets = model.batcher().info.buckets
         return model_response(model.manifest, buckets, model.precisions, self._config)
 
-    async def _answer_stream(
-        self,
-        requests: AsyncIterator[pb.DetectRequest],
-        context: _StreamContext,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        # A stream is read no faster than it is answered: what comes has a place already.
-        places = asyncio.Semaphore(self._pipeline.stream_window)
-        writing = asyncio.Lock()  # gRPC takes one message at a time
-
-        async def answer(request: pb.DetectRequest) -> None:
-            answering = self._response_to(request, context.peer())
-            request_id = request.id
-            del request
-            response = await _stream_response(request_id, answering)
-            async with writing:
-                await context.write(response)
-            places.release()
-
-        await places.acquire()
-        async for request in requests:
-            tasks.create_task(answer(request))
-            del request
-            await places.acquire()
-
-    async def _response_to(self, request: pb.DetectRequest, peer: str) -> pb.DetectResponse:
+    async def _response_to(
+        self, request: pb.DetectRequest, peer: str, place: Place
+    ) -> pb.DetectResponse:
         model = self._pipeline.model
         name = model.manifest.model_name
         if request.HasField("precision"):
@@ -106,7 +90,7 @@ class DetectorService(pb_grpc.DetectorServicer):
         with watch as timings, model.use():
             options = options_from_request(request)
             terms = terms_from_request(request, peer, name)
-            with self._pipeline.places.hold(peer):
+            with place:
                 detecting = self._pipeline.detect(
                     request.image, options, encoded_detections, terms, model
                 )
@@ -147,7 +131,7 @@ def refusal_from_error(error: Exception) -> tuple[grpc.StatusCode, str]:
         _log.error("a request failed", exc_info=error)
         message = "the server failed on this request; its log says why"
     _release_frames(error)
-    return status, message
+    return status, shortened(message)
 
 
 def _release_frames(error: Exception) -> None:

@@ -90,6 +90,15 @@ def test_extras_are_installed_by_name(
         assert extra in EXTRAS
 
 
+def test_what_compiles_has_the_same_compiler(tmp_path: Path) -> None:
+    serving, training = (
+        shell(runs(stage, "apt-get"), tmp_path, "apt-get", "rm", EXTRAS="torch")
+        for stage in ("serving", "training")
+    )
+    assert training == serving
+    assert "gcc" in training
+
+
 def test_servers_are_started_with_words_that_they_know() -> None:
     (command,) = (words for name, words in stages()["serving"] if name == "CMD")
     (entry,) = (words for name, words in stages()["serving"] if name == "ENTRYPOINT")

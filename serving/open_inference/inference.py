@@ -1,6 +1,8 @@
 """From a request for inference to its answer."""
 
 import asyncio
+from contextlib import AbstractContextManager
+from typing import Any
 
 from ...model.images import ImageError
 from ...protos.inference import open_inference_pb2 as pb
@@ -35,6 +37,7 @@ async def infer(
     peer: str,
     max_batch: int,
     max_pixels: int,
+    place: AbstractContextManager[Any] | None = None,
 ) -> tuple[pb.ModelInferResponse, list[Timing]]:
     """Detect in the images of a request, each of which is batched for itself.
 
@@ -46,6 +49,7 @@ async def infer(
         peer: The connection that the request came by.
         max_batch: Images that a request may hold.
         max_pixels: Pixels that an image may have.
+        place: What to detect within, where the request has its places already.
 
     Returns:
         The answer, and where the time of each image went.
@@ -63,12 +67,12 @@ async def infer(
     terms = terms_from_request(request, precision, peer)
     images = input_from_request(request, max_batch, max_pixels)
     response = empty_response(request)
-    with pipeline.places.hold(peer, images.number):
+    with place or pipeline.places.hold(peer, images.number):
         detecting = _detect_all(pipeline, model, images, options, terms)
         del request, images  # which are held no longer than until they are converted
         answers = await detecting
     found = [answer.value for answer in answers]
-    await pipeline.in_thread(add_outputs, response, found, outputs, manifest)
+    await pipeline.threads.run(peer, add_outputs, response, found, outputs, manifest)
     return response, [answer.timing for answer in answers]
 
 
@@ -80,7 +84,7 @@ async def _detect_all(
     terms: RequestTerms,
 ) -> list[Answer[Detections]]:
     # Megabytes are turned over in threads, not in the event loop, and only for who has places.
-    sources = await pipeline.in_thread(images_from_input, images)
+    sources = (await pipeline.threads.run(terms.peer, images_from_input, images)).value
     del images
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from ...model.images import ImageError, check_size
 from ...protos.inference import open_inference_pb2 as pb
 from ..detections import DetectionOptions, MaskFormat
 from ..errors import InvalidRequestError
@@ -50,6 +51,7 @@ def input_from_request(
     Raises:
         InvalidRequestError: the input is missing, not of a shape or datatype that is taken, or its
             contents do not fit them.
+        ImageError: images of this shape cannot be used.
     """
     tensor, raw = _input_of(request)
     _check_shape(tensor)
@@ -59,12 +61,8 @@ def input_from_request(
             f"input {INPUT_NAME!r} holds {number} images; a request takes 1 to {max_batch}"
         )
     check_contents(tensor, raw)
-    pixels = 0 if tensor.datatype == "BYTES" else tensor.shape[1] * tensor.shape[2]
-    if pixels > max_pixels:
-        raise InvalidRequestError(
-            f"input {INPUT_NAME!r} has shape {list(tensor.shape)}, images of {pixels} pixels; "
-            f"send smaller ones, as the server's max_pixels is {max_pixels}"
-        )
+    if tensor.datatype != "BYTES":
+        _check_image_size(tensor, max_pixels)
     return ImageInput(number, tensor, raw)
 
 
@@ -178,6 +176,20 @@ def _check_shape(tensor: InputTensor) -> None:
             f"input {INPUT_NAME!r} has shape {list(shape)}; "
             f"{tensor.datatype} must have shape {expected}"
         )
+
+
+def _check_image_size(tensor: InputTensor, max_pixels: int) -> None:
+    height, width = tensor.shape[1:3]
+    pixels = height * width
+    if pixels > max_pixels:
+        raise InvalidRequestError(
+            f"input {INPUT_NAME!r} has shape {list(tensor.shape)}, images of {pixels} pixels; "
+            f"send smaller ones, as the server's max_pixels is {max_pixels}"
+        )
+    try:
+        check_size(height, width, max_pixels)
+    except ImageError as error:  # as all that follow are, too
+        raise ImageError(f"{INPUT_NAME}[0]: {error}") from None
 
 
 def _parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:

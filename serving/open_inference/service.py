@@ -21,6 +21,7 @@ from ..errors import (
 from ..health import HealthService
 from ..pipeline import Pipeline
 from ..service import refusal_from_error, refusing
+from ..streams import Place, Streams
 from .inference import infer
 from .metadata import model_config, model_metadata, server_metadata
 from .responses import MODEL_VERSION
@@ -59,12 +60,14 @@ class InferenceService(GRPCInferenceServiceServicer):
         self._pipeline = pipeline
         self._config = config
         self._health = health
-        self._readers: set[asyncio.Task[None]] = set()
+        self._max_batch = min(config.max_batch, config.queue_size)
+        self._streams = Streams[pb.ModelInferRequest](pipeline, self._places_of)
         self._changes: set[asyncio.Task[None]] = set()
 
     def stop_reading(self) -> None:
         """End the streams when what they asked for so far is answered, and give up loading."""
-        for task in (*self._readers, *self._changes):
+        self._streams.stop()
+        for task in self._changes:
             task.cancel()
 
     async def ServerLive(  # noqa: N802 (named by the protocol)
@@ -212,36 +215,26 @@ class InferenceService(GRPCInferenceServiceServicer):
     ) -> None:
         """Answer the requests of a stream in their order, several at once."""
         answers: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
-        # A stream is read no faster than it is answered: what comes has a place already.
-        places = asyncio.Semaphore(self._pipeline.stream_window)
         peer = context.peer()
 
-        async def read() -> None:
-            try:
-                await places.acquire()
-                async for request in requests:
-                    answer = self._stream_response_to(request, peer)
-                    answers.put_nowait(tasks.create_task(answer))
-                    del request
-                    await places.acquire()
-            finally:
-                answers.put_nowait(None)
+        def answer(request: pb.ModelInferRequest, place: Place) -> Any:
+            return self._stream_response_to(request, peer, place)
 
-        async with asyncio.TaskGroup() as tasks:
-            reader = tasks.create_task(read())
-            self._readers.add(reader)
-            reader.add_done_callback(self._readers.discard)
-            while answer := await answers.get():
-                await context.write(await answer)
-                places.release()
-        if reader.cancelled():
-            await context.abort(*refusal_from_error(StoppingError("the server is stopping")))
+        async with self._streams.reading(requests, peer, answer, answers.put_nowait) as window:
+            while task := await answers.get():
+                await context.write(await task)
+                window.release()
+
+    def _places_of(self, request: pb.ModelInferRequest) -> int:
+        """Places that a request takes, if its images are as many as may be."""
+        shape = request.inputs[0].shape if request.inputs else ()
+        return shape[0] if shape and 1 <= shape[0] <= self._max_batch else 1
 
     async def _stream_response_to(
-        self, request: pb.ModelInferRequest, peer: str
+        self, request: pb.ModelInferRequest, peer: str, place: Place
     ) -> pb.ModelStreamInferResponse:
         refused = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
-        answer = self._response_to(request, peer)
+        answer = self._response_to(request, peer, place)
         del request
         try:
             response = await answer
@@ -251,7 +244,9 @@ class InferenceService(GRPCInferenceServiceServicer):
         response.parameters["triton_final_response"].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response)
 
-    async def _response_to(self, request: pb.ModelInferRequest, peer: str) -> pb.ModelInferResponse:
+    async def _response_to(
+        self, request: pb.ModelInferRequest, peer: str, place: Place | None = None
+    ) -> pb.ModelInferResponse:
         model = self._pipeline.model  # for all images, though the bundle be loaded anew meanwhile
         watch = self._pipeline.telemetry.request(model, request.model_name, request.id, peer)
         with watch as timings:
@@ -263,8 +258,9 @@ class InferenceService(GRPCInferenceServiceServicer):
                     model,
                     precision=precision,
                     peer=peer,
-                    max_batch=min(self._config.max_batch, self._config.queue_size),
+                    max_batch=self._max_batch,
                     max_pixels=self._config.max_pixels,
+                    place=place,
                 )
                 del request  # so that it is gone when its images are decoded
                 response, found = await answer

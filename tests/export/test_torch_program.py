@@ -7,9 +7,15 @@ from torch.export import ExportedProgram
 from torch.nn import functional as F
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint, prepared_model
+from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.export.fused_graph import fuse_convolutions
 from maskrcnn_trt.export.fused_modules import rearrange_for_gpu
-from maskrcnn_trt.export.torch_program import program_from_model, write_program
+from maskrcnn_trt.export.torch_program import (
+    Compilation,
+    compile_programs,
+    program_from_model,
+    write_program,
+)
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.model.manifest import BundleError
 from maskrcnn_trt.model.program import load_program
@@ -117,3 +123,14 @@ def test_bf16_without_programs_is_refused(tiny_checkpoint: Path, tmp_path: Path)
     with pytest.raises(BundleError, match=r"bf16 .* add --engine torch"):
         bundle_from_checkpoint(tiny_checkpoint, tmp_path / "bundle", precisions=("bf16",))
     assert not (tmp_path / "bundle").exists()
+
+
+def test_gpu_without_a_compiler_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    compilation = Compilation(tmp_path / "model.pt2", "fp32", BUCKET, torch.uint8)
+    with pytest.raises(EngineError, match=r"compiler of C, and there is none; install one"):
+        compile_programs([compilation])

@@ -1,7 +1,8 @@
-"""Pictures to detect in, and a server in this process on a real socket."""
+"""Pictures to detect in, a server in this process on a real socket, and a store of buckets."""
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -80,3 +81,18 @@ def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gate]:
     monkeypatch.setattr(models, "BundleEngine", partial(GatedEngine, gate))
     yield gate
     gate.open()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a store that speaks as S3 does, for which there are keys in the environment."""
+    moto = pytest.importorskip("moto.server")
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()

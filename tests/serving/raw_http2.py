@@ -1,6 +1,7 @@
 """HTTP/2 by hand, for what no well-behaved client does."""
 
 import socket
+from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
@@ -25,18 +26,19 @@ def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> b
     return head + payload
 
 
-def call(stream: int, method: str = DETECT) -> bytes:
+def call(stream: int, method: str = DETECT, metadata: Mapping[str, bytes] | None = None) -> bytes:
     """The beginning of a call of a stream, which has an odd number above the last."""
     fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": method,
-        ":authority": "localhost",
-        "te": "trailers",
-        "content-type": "application/grpc",
+        ":method": b"POST",
+        ":scheme": b"http",
+        ":path": method.encode(),
+        ":authority": b"localhost",
+        "te": b"trailers",
+        "content-type": b"application/grpc",
+        **(metadata or {}),
     }
     literals = [
-        bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value
         for name, value in fields.items()
     ]
     return frame(HEADERS, END_HEADERS, stream, b"".join(literals))

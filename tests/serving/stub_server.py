@@ -55,15 +55,19 @@ class Detector(DetectorServicer):  # type: ignore[misc]  # generated, it has no 
 
 
 @contextlib.contextmanager
-def serving(detector: Detector, credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
+def serving(
+    detector: Detector,
+    credentials: grpc.ServerCredentials | None = None,
+    address: str = "localhost:0",
+) -> Iterator[str]:
     server = grpc.server(
         ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", 2 * len(IMAGE))]
     )
     add_DetectorServicer_to_server(detector, server)
     if credentials is None:
-        port = server.add_insecure_port("localhost:0")
+        port = server.add_insecure_port(address)
     else:
-        port = server.add_secure_port("localhost:0", credentials)
+        port = server.add_secure_port(address, credentials)
     server.start()
     try:
         yield f"localhost:{port}"

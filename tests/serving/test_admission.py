@@ -1,5 +1,6 @@
 """Who gets how many places among the images in progress."""
 
+import asyncio
 import contextlib
 
 import pytest
@@ -100,3 +101,74 @@ def test_places_in_use_may_become_fewer() -> None:
             places.hold("b").__enter__()
     with places.hold("b", 20):  # nothing is in progress, so that this need not wait
         pass
+
+
+async def settled() -> None:
+    """Let all tasks go as far as they can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_who_waits_for_places_gets_them_in_turn() -> None:
+    places, admitted = Places(4), list[str]()
+
+    async def take(peer: str, number: int) -> contextlib.ExitStack:
+        held = await places.wait(peer, number)
+        admitted.append(peer)
+        return held
+
+    async def ask() -> None:
+        first = await take("a", 4)
+        waiting = [asyncio.create_task(take(*one)) for one in (("b", 3), ("c", 1), ("d", 1))]
+        await settled()
+        assert admitted == ["a"]
+        first.close()
+        await settled()
+        assert admitted == ["a", "b", "c"]  # d would go before none, but there is no place left
+        (await waiting[1]).close()
+        await settled()
+        assert admitted == ["a", "b", "c", "d"]
+        for task in (waiting[0], waiting[2]):
+            (await task).close()
+        with places.hold("e", 4):
+            pass
+
+    asyncio.run(ask())
+
+
+def test_who_stops_waiting_gives_way() -> None:
+    places = Places(2)
+
+    async def ask() -> None:
+        first = await places.wait("a")
+        large = asyncio.create_task(places.wait("b", 2))
+        small = asyncio.create_task(places.wait("c"))
+        await settled()
+        assert not small.done()
+        large.cancel()
+        (await small).close()
+        late = asyncio.create_task(places.wait("d", 2))
+        await settled()
+        first.close()
+        late.cancel()  # at the moment at which it is admitted
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        with places.hold("e", 2):
+            pass
+
+    asyncio.run(ask())
+
+
+def test_no_more_wait_than_there_are_places() -> None:
+    places = Places(2)
+
+    async def ask() -> None:
+        with places.hold("a", 2):
+            waiting = [asyncio.create_task(places.wait("b")) for _ in range(2)]
+            await settled()
+            with pytest.raises(QueueFullError, match="as many requests wait"):
+                await places.wait("c")
+        for task in waiting:
+            (await task).close()
+
+    asyncio.run(ask())

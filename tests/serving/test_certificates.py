@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import datetime
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
@@ -156,6 +159,63 @@ def encrypted(key: bytes) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.BestAvailableEncryption(b"password"),
     )
+
+
+Key = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey
+
+
+def write_self_signed(key: Key, identity: dict[str, Path]) -> bytes:
+    """Make a key that of the server, and return its certificate, which is signed by itself."""
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    builder = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    )
+    digest = None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256()
+    certificate = builder.sign(key, digest).public_bytes(serialization.Encoding.PEM)
+    identity["tls_certificate"].write_bytes(certificate)
+    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    identity["tls_key"].write_bytes(key.private_bytes(*pem, serialization.NoEncryption()))
+    return certificate
+
+
+@pytest.mark.parametrize("curve", [ec.SECP256R1(), ec.SECP384R1(), None])
+def test_keys_that_are_taken_are_reached(
+    bundle: Path, identity: dict[str, Path], curve: ec.EllipticCurve | None
+) -> None:
+    key = ec.generate_private_key(curve) if curve else rsa.generate_private_key(65537, 2048)
+    root = write_self_signed(key, identity)
+
+    async def ask() -> None:
+        async with served(bundle, **identity) as address:
+            assert await is_reached_with(address, root_certificate=root)
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("curve", [ec.SECP256K1(), ec.SECP521R1(), None])
+def test_keys_with_which_clients_reach_nobody_are_refused(
+    bundle: Path,
+    authority: trustme.CA,
+    identity: dict[str, Path],
+    caplog: pytest.LogCaptureFixture,
+    curve: ec.EllipticCurve | None,
+) -> None:
+    key = ec.generate_private_key(curve) if curve else ed25519.Ed25519PrivateKey.generate()
+
+    async def ask() -> None:
+        async with served(bundle, **identity) as address:
+            write_self_signed(key, identity)
+            assert await is_reached_with(address, root_certificate=authority.cert_pem.bytes())
+
+    asyncio.run(ask())
+    sentence = f"{identity['tls_certificate']} was made for a kind of key with which"
+    assert f"stays in force: {sentence}" in caplog.text
+    with pytest.raises(ServingError, match=r"give one for an RSA key, or .* P-256") as caught:
+        server_credentials(ServeConfig(**identity))
+    assert str(caught.value).startswith(sentence)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,23 @@ def test_idle_stream_lives_on(
     asyncio.run(wait())
 
 
+@both_streams
+def test_stream_that_outlives_its_connection_is_told_so(
+    bundle: Path, picture: Encode, ask: Ask
+) -> None:
+    ended = threading.Event()
+
+    async def wait_for_it() -> None:
+        async with served(bundle, max_connection_age_s=0.5, stop_grace_s=0.5) as address:
+            try:
+                with pytest.raises(UnreachableError, match=r"ended the connection.*send again"):
+                    await ask(address, picture(), lambda: ended.wait(60))
+            finally:
+                ended.set()
+
+    asyncio.run(wait_for_it())
+
+
 def test_server_allows_for_what_clients_ask_by_default() -> None:
     assert 1000 * connection.KEEPALIVE_S > listening._CLIENT_PING_MS
     for seconds in (0, 0.5, float("nan")):

@@ -1,8 +1,10 @@
 """Clients that ask for many images, some of which get no answer."""
 
+import asyncio
 import contextlib
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from many_requests import Run, both_runs
 from stub_server import Detector, serving
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.errors import (
     AccessError,
@@ -23,7 +26,11 @@ from maskrcnn_trt.serving.errors import (
 Encode = Callable[..., bytes]
 RunMany = Callable[..., Run]
 
-_STATUSES = {b"dropped": grpc.StatusCode.CANCELLED, b"refused": grpc.StatusCode.INTERNAL}
+_STATUSES = {
+    b"dropped": grpc.StatusCode.CANCELLED,
+    b"refused": grpc.StatusCode.INTERNAL,
+    b"busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
 
 
 class Moody(Detector):
@@ -32,9 +39,15 @@ class Moody(Detector):
     def __init__(self) -> None:
         super().__init__()
         self.going_on = threading.Event()
+        self.late = threading.Semaphore(0)
+        """Has one for each late one that has come."""
+        self.ended = threading.Semaphore(0)
+        """Has one for each late one that has ended."""
 
     def Detect(self, request: pb.DetectRequest, context: Any) -> pb.DetectResponse:  # noqa: N802
         if request.image == b"late":
+            context.add_callback(self.ended.release)
+            self.late.release()
             self.going_on.wait(60)
         if request.image in _STATUSES:
             context.abort(_STATUSES[request.image], "not this one")
@@ -42,8 +55,12 @@ class Moody(Detector):
 
 
 @pytest.fixture
-def moody() -> Iterator[str]:
-    detector = Moody()
+def detector() -> Moody:
+    return Moody()
+
+
+@pytest.fixture
+def moody(detector: Moody) -> Iterator[str]:
     with serving(detector) as address:
         yield address
         detector.going_on.set()
@@ -110,3 +127,90 @@ def test_file_that_cannot_be_read_is_one_outcome(
     assert isinstance(folder, IsADirectoryError)
     assert [type(other) for other in others] == [FileNotFoundError] * 9
     assert len(last)
+
+
+@both_runs
+def test_server_that_is_there_but_busy_does_not_end_the_run(run: RunMany, moody: str) -> None:
+    found = run(moody, [b"busy"] * 4, concurrency=2, timeout_s=1.0)
+    assert kinds(found.outcomes) == [DeadlineError] * 4
+    assert found.end is None
+
+
+@both_runs
+def test_server_that_swallows_what_it_gets_ends_the_run(run: RunMany) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        found = run(address, [b"x"] * 100, concurrency=2, timeout_s=0.5)
+    assert kinds(found.outcomes) == [DeadlineError]
+    assert isinstance(found.end, DeadlineError)
+
+
+@both_runs
+def test_images_that_end_with_an_error_leave_those_before_theirs(run: RunMany, moody: str) -> None:
+    def images() -> Iterator[bytes]:
+        yield from [b"a", b"bb", b"refused", b"dddd"]
+        raise LookupError("no more")
+
+    outcomes: list[Any] = []
+    with pytest.raises(LookupError, match="no more"):
+        run(moody, images(), concurrency=3, retries=0, into=outcomes)
+    assert kinds(outcomes) == [1, 2, RefusedError, 4]
+
+
+def test_images_that_end_with_an_error_may_come_asynchronously(moody: str) -> None:
+    async def images() -> AsyncIterator[bytes]:
+        for image in (b"a", b"bb"):
+            yield image
+        raise LookupError("no more")
+
+    outcomes: list[Any] = []
+
+    async def ask() -> None:
+        async with AsyncDetectorClient(moody) as client:
+            async for outcome in client.detect_many(images()):
+                outcomes.append(outcome)  # noqa: PERF401  # for what came before the error
+
+    with pytest.raises(LookupError, match="no more"):
+        asyncio.run(ask())
+    assert kinds(outcomes) == [1, 2]
+
+
+def test_results_that_nobody_wants_are_cancelled(detector: Moody, moody: str) -> None:
+    images = (image for image in (b"a", b"late", b"late", b"bb"))
+    with DetectorClient(moody) as client:
+        results: Any = client.detect_many(images, concurrency=2)
+        assert kinds([next(results)]) == [1]
+        assert detector.late.acquire(timeout=60)
+        results.close()
+        assert detector.ended.acquire(timeout=60)
+        assert kinds(list(client.detect_many(images))) == [2]  # which were not closed
+
+
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+def test_results_that_no_task_wants_are_cancelled(detector: Moody, moody: str, how: str) -> None:
+    async def ask() -> None:
+        async with AsyncDetectorClient(moody) as client:
+            results: Any = client.detect_many([b"a", b"late", b"late"], concurrency=2)
+            assert kinds([await anext(results)]) == [1]
+            assert await asyncio.to_thread(detector.late.acquire, timeout=60)
+            if how == "closed":
+                await results.aclose()
+            else:
+                following = asyncio.ensure_future(anext(results))
+                assert await asyncio.to_thread(detector.late.acquire, timeout=60)
+                following.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await following
+            assert await asyncio.to_thread(detector.ended.acquire, timeout=60)
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("concurrency", [0, -1])
+@pytest.mark.parametrize("client", [DetectorClient, AsyncDetectorClient])
+def test_requests_in_flight_are_one_or_more(client: type[Any], concurrency: int) -> None:
+    async def ask() -> None:
+        with pytest.raises(ValueError, match=f"concurrency is {concurrency}; give 1 or more"):
+            client("localhost:1").detect_many([b"x"], concurrency=concurrency)
+
+    asyncio.run(ask())

@@ -58,14 +58,15 @@ def test_fault_of_the_request_is_not_sent_again(ask: Callable[..., Detections]) 
 @both_ways
 def test_deadline_is_over_all_tries(ask: Callable[..., Detections]) -> None:
     detector = Detector([AWAY] * 9)
-    with serving(detector) as address, pytest.raises(DeadlineError, match="no server answered"):
+    late = r"no result came from localhost:\d+ within 1 s; the server is too busy, or not there: "
+    with serving(detector) as address, pytest.raises(DeadlineError, match=late):
         ask(address, timeout_s=1.0)
     assert 1 < detector.calls < 5
 
 
 @both_ways
 def test_no_server_is_told_from_one_that_gives_up(ask: Callable[..., Detections]) -> None:
-    with pytest.raises(DeadlineError, match=r"no server answered at .*; start one with"):
+    with pytest.raises(DeadlineError, match=r"no result came .* timeout_s, or start one with"):
         ask("localhost:1", timeout_s=0.5)
     gives_up = Detector([grpc.StatusCode.DEADLINE_EXCEEDED])
     with serving(gives_up) as address, pytest.raises(RefusedError, match="not now") as caught:

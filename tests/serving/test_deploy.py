@@ -204,6 +204,13 @@ def test_server_understands_its_words_and_has_the_time_to_stop() -> None:
     assert POD["terminationGracePeriodSeconds"] > waiting + config.stop_grace_s
 
 
+def test_connections_end_for_clients_to_find_new_pods() -> None:
+    config = config_of(CONTAINER)
+    assert config.max_connection_age_s
+    for seconds in (config.max_connection_age_s, config.stop_grace_s):
+        assert f"{seconds:g} s" in README
+
+
 def test_requests_fit_into_the_memory_between_request_and_limit() -> None:
     deployment = MANIFESTS["deployment.yaml"]
     for container in (CONTAINER, container_of(patched(deployment, MANIFESTS[GPU_PATCH]))):

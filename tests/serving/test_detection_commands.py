@@ -142,14 +142,45 @@ def test_summary_names_the_first_failures(bundle: Path, folder: Path, tmp_path: 
     assert last == "  and 2 more"
 
 
-def test_colliding_outputs_are_refused(bundle: Path, folder: Path, picture: Encode) -> None:
-    result = run(predict, bundle, folder, "-o", folder)
+def test_pictures_among_the_images_are_refused(bundle: Path, folder: Path, tmp_path: Path) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "linked.jpg").symlink_to(folder / "012.jpg")
+    for source, *words in (
+        (predict, bundle, folder, "-o", folder),
+        (client, "localhost:1", folder, "-o", folder / ".." / "pictures"),
+        (client, "localhost:1", links, "-o", links),
+        (client, "localhost:1", links, "-o", folder),
+    ):
+        result = run(source, *words)
+        assert result.exit_code == 2
+        assert "pictures are written only to another folder" in result.stderr
+        assert "choose another --output" in result.stderr
+    assert {path.name for path in folder.iterdir()} == {"012.jpg", "cat.png", "notes.txt"}
+    assert run(predict, bundle, folder, "-o", folder, "--format", "coco").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["cat.jpg", "12.jpg", "0012.webp"])
+def test_images_that_would_be_the_same_in_the_results_are_refused(
+    bundle: Path, folder: Path, picture: Encode, tmp_path: Path, name: str
+) -> None:
+    (folder / name).write_bytes(picture())
+    result = run(predict, bundle, folder, "-o", tmp_path / "found")
     assert result.exit_code == 2
-    assert "cat.png would be overwritten" in result.stderr
-    (folder / "cat.jpg").write_bytes(picture())
-    result = run(predict, bundle, folder)
-    assert result.exit_code == 2
-    assert "cat.jpg and" in result.stderr
+    image_id = "cat" if name == "cat.jpg" else 12
+    assert f"{folder / name} " in result.stderr
+    assert f"would both be image {image_id} in the results" in result.stderr
+
+
+def test_addresses_are_written_only_with_ray(
+    bundle: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for source in ((predict, bundle), (client, "localhost:1")):
+        result = run(*source, folder, "-o", "s3://bucket/found")
+        assert result.exit_code == 2
+        assert "s3://bucket/found is an address, which is written to only by" in result.stderr
+    assert not list(tmp_path.glob("s3*"))
 
 
 def test_folder_without_images_is_refused(bundle: Path, tmp_path: Path) -> None:

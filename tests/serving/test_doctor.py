@@ -148,7 +148,7 @@ def test_settings_that_ask_for_more_than_there_is_are_warnings(bundle: Path) -> 
 
 def test_memory_counts_messages_that_are_on_their_way(bundle: Path) -> None:
     found = limits_of(bundle, queue_size=256, max_message_mb=64)["memory"]
-    assert "would take 48.0 GiB as they are sent, 3 times queue_size times" in found.text
+    assert "would take 64.0 GiB as they are sent, 4 times queue_size times" in found.text
     mebibytes = available_memory() >> 20
     # Those in progress alone would take half of what is there, or a sixth.
     assert limits_of(bundle, queue_size=mebibytes // 2, max_message_mb=1)["memory"].state == (

@@ -19,6 +19,7 @@ WITH_EXTRAS = {
         "device_steps",
         "opentelemetry_tracing",
         "ray_prediction",
+        "stored_images",
     )
 }
 """Modules that need more than the base install, and are imported when their backend is chosen."""

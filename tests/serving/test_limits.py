@@ -152,7 +152,7 @@ def test_stream_that_waits_longest_gives_way(bundle: Path, picture: Encode) -> N
                 assert (await streams[-1].read()).response.detections
             status, message = await status_of(streams[0])
             assert status is BUSY
-            assert "for this one longest" in message
+            assert "of this connection for this one longest" in message
             await streams[4].write(pb.DetectRequest(id="again", image=picture()))
             assert (await streams[4].read()).id == "again"
             for stream in streams:

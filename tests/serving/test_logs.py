@@ -14,8 +14,9 @@ from typing import Any
 
 import grpc
 import pytest
+import raw_http2 as http2
 import trustme
-from server_load import wait_until
+from server_load import Process, server_process
 from triton_requests import MODEL
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
@@ -27,34 +28,50 @@ Encode = Callable[..., bytes]
 ID = "x-request-id"
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number: int = free.getsockname()[1]
-        return number
+@contextlib.contextmanager
+def server(bundle: Path, log: Path, *options: str) -> Iterator[str]:
+    """The address of a server that stops at a signal."""
+    options = "--drain-delay-s", "0", *options
+    with server_process(bundle, log, *options) as (process, address):
+        yield address
+        stop(process)
 
 
 @contextlib.contextmanager
-def server(bundle: Path, port: int, *options: str, streams: str) -> Iterator[None]:
-    """A server whose standard streams go where the shell says, until it stops at a signal."""
-    program = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", str(port)]
+def server_without_streams(bundle: Path, streams: str) -> Iterator[str]:
+    """The address of a server whose standard streams go where the shell says.
+
+    Since it cannot tell its port, it gets one that was free a moment ago.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = "--port", address.rpartition(":")[2], "--drain-delay-s", "0", "--log-level", "debug"
+    program = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), *options]
     shell = ["sh", "-c", f'exec "$0" "$@" {streams}']
-    command = [*shell, *program, "--drain-delay-s", "0", *options]
-    with subprocess.Popen(command) as process:
+    with subprocess.Popen([*shell, *program], text=True) as process:
         try:
-            yield
-            process.terminate()
-            assert process.wait(60) == 0
+            yield address
+            stop(process)
         finally:
             process.kill()
 
 
-class Client:
-    """Asks the server at a port once it is there."""
+def stop(process: Process) -> None:
+    process.terminate()
+    assert process.wait(60) == 0
 
-    def __init__(self, port: int) -> None:
-        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+
+def messages_of(log: Path) -> list[str]:
+    """What a log of JSON says, of which each line must be an object."""
+    return [json.loads(line)["message"] for line in log.read_text().splitlines()]
+
+
+class Client:
+    """Asks the server at an address once it is there."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address)
         self._stub: Any = DetectorStub(self._channel)
 
     def __enter__(self) -> "Client":
@@ -80,11 +97,11 @@ class Client:
 
 
 def test_requests_are_named_and_logged_as_json(
-    bundle: Path, port: int, picture: Encode, tmp_path: Path
+    bundle: Path, picture: Encode, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     options = "--log-format", "json", "--log-level", "debug"
-    with server(bundle, port, *options, streams=f"2>{log}"), Client(port) as client:
+    with server(bundle, log, *options) as address, Client(address) as client:
         ok, own = client.ask(picture(), "frame:7/b")
         assert (ok, own) == (grpc.StatusCode.OK, "frame:7/b")
         _, made = client.ask(b"no image", 'of "mine" and more', id="seven")
@@ -111,45 +128,55 @@ def test_requests_are_named_and_logged_as_json(
 
 
 def test_clients_that_do_not_shake_hands_leave_no_line_that_is_not_json(
-    bundle: Path, port: int, tmp_path: Path
+    bundle: Path, tmp_path: Path
 ) -> None:
     log, certificate, key = (tmp_path / name for name in ("log", "certificate", "key"))
     issued = trustme.CA().issue_cert("localhost")
     issued.cert_chain_pems[0].write_to_path(certificate)
     issued.private_key_pem.write_to_path(key)
     options = "--log-format", "json", "--tls-certificate", str(certificate), "--tls-key", str(key)
-    with server(bundle, port, *options, streams=f"2>{log}"):
-        wait_until(lambda: log.exists() and "ready at" in log.read_text())
+    with server(bundle, log, *options) as address:
         for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\xff" + bytes(255)):
-            with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            with http2.open_socket(address) as client:
                 client.sendall(sent)
-                with contextlib.suppress(ConnectionError):
-                    while client.recv(4096):
-                        pass
-    messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
-    assert any("ready at" in message for message in messages)
+                assert http2.is_closed(client)
+    assert any("ready at" in message for message in messages_of(log))
+
+
+def test_calls_that_break_the_protocol_leave_no_line(bundle: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    bad_metadata = (
+        {"grpc-timeout": b"-5m"},
+        {"grpc-encoding": b"snappy"},
+        {"authorization": b"Bearer secret\xff"},
+        {ID: b"\xff\xfe"},
+    )
+    with server(bundle, log, "--log-format", "json") as address:
+        for metadata in bad_metadata:
+            with http2.connect(address) as client:
+                client.sendall(http2.call(1, metadata=metadata))
+                client.sendall(http2.message(1, pb.DetectRequest(image=b"no image")))
+                http2.frames_until(client, http2.HEADERS)
+    assert "ready at" in messages_of(log)[-1]
 
 
 @pytest.mark.parametrize("streams", [">/dev/full 2>&1", ">&- 2>&-"])
 def test_a_server_that_cannot_write_a_word_answers(
-    bundle: Path, port: int, picture: Encode, streams: str
+    bundle: Path, picture: Encode, streams: str
 ) -> None:
-    with (
-        server(bundle, port, "--log-level", "debug", streams=streams),
-        Client(port) as client,
-    ):
+    with server_without_streams(bundle, streams) as address, Client(address) as client:
         for _ in range(20):
             assert client.ask(picture())[0] is grpc.StatusCode.OK
             assert client.ask(b"no image")[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_log_that_nobody_reads_holds_nothing_up(bundle: Path, port: int, tmp_path: Path) -> None:
+def test_a_log_that_nobody_reads_holds_nothing_up(bundle: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     with (
-        server(bundle, port, "--log-level", "debug", streams=f"2>{pipe}"),
-        Client(port) as client,
+        server(bundle, pipe, "--log-level", "debug") as address,
+        Client(address) as client,
     ):
         for _ in range(1000):  # lines of more than 100 bytes; a pipe holds 65,536
             assert client.ask(b"no image")[0] is grpc.StatusCode.INVALID_ARGUMENT

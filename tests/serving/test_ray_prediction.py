@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,11 @@ def found_in(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def found(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was found in one row's image, by whatever name."""
+    return [detection | {"image_id": 0} for detection in row["detections"]]
+
+
 @pytest.mark.slow
 def test_ray_finds_what_predict_finds(bundle: Path, picture: Encode, tmp_path: Path) -> None:
     pytest.importorskip("ray")
@@ -59,15 +64,26 @@ def test_ray_finds_what_predict_finds(bundle: Path, picture: Encode, tmp_path: P
 
     (folder / "bad.png").write_bytes(b"no image")
     (folder / "notes.txt").write_text("no picture")
-    words = ("predict", bundle, folder, "--ray", *common, tmp_path / "b")
+    (folder / "_x").mkdir()
+    same = [folder / "_MG_0001.jpg", folder / "_x" / "half?of #1.jpg", tmp_path / "picture.data"]
+    for path in same:
+        path.write_bytes(picture(0, (200, 120)))
+    unreadable = "/proc/self/mem"
+    words = ("predict", bundle, folder, same[-1], unreadable, "--ray", *common, tmp_path / "#b")
     without_engine = maskrcnn(*words, "--backend", "tensorrt")
     assert without_engine.returncode == 1
     assert "Ray could not go on" in without_engine.stderr.splitlines()[-1]
     assert "no fp32 tensorrt artefact" in without_engine.stderr.splitlines()[-1]
     result = maskrcnn(*words)
     assert result.returncode == 1
-    assert "1 of 7 images failed" in result.stderr
-    rows = {Path(r["path"]).stem: r for r in parquet.read_table(tmp_path / "b").to_pylist()}
+    assert "2 of 11 images failed" in result.stderr
+    written = parquet.read_table(tmp_path / "#b").to_pylist()
+    rows = {Path(row["path"]).stem: row for row in written}
+    for path in same:
+        row = rows.pop(path.stem)
+        assert row["path"] == str(path)
+        assert found(row) == found(rows["0"])
+    assert "the file cannot be read" in rows.pop("mem")["error"]
     assert rows.keys() == {*"012345", "bad"}
     bad = rows.pop("bad")
     assert bad["error"] == "the data is no JPEG, PNG or WebP image"
@@ -78,21 +94,6 @@ def test_ray_finds_what_predict_finds(bundle: Path, picture: Encode, tmp_path: P
     again = maskrcnn(*words)
     assert again.returncode == 1
     assert "holds files already; choose another folder" in again.stderr
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a store that speaks as S3 does, for which there are keys in the environment."""
-    moto = pytest.importorskip("moto.server")
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
 
 
 @pytest.mark.slow
@@ -119,8 +120,8 @@ def test_ray_reads_and_writes_buckets(
         return maskrcnn(*words, **variables)
 
     by_variable = predicted("s3://bucket/pictures", "s3://bucket/one", AWS_ENDPOINT_URL=store)
-    by_address = predicted(f"s3://bucket/pictures?{place}", f"s3://bucket/two?{place}")
-    for result, folder in ((by_variable, "one"), (by_address, "two")):
+    by_address = predicted(f"s3://bucket/pictures?{place}", f"s3://bucket/the #2?{place}")
+    for result, folder in ((by_variable, "one"), (by_address, "the #2")):
         assert result.returncode == 0, result.stderr
         assert found_in(rows_in(folder)) == expected
 

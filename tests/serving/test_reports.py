@@ -1,7 +1,9 @@
 """What a run leaves behind that is ended before its last image."""
 
+import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -9,7 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from maskrcnn_trt.model.images import ImageError
 from maskrcnn_trt.serving.client import DetectorClient
@@ -27,7 +31,7 @@ def images_of(results: Path) -> set[int]:
     coco = pytest.importorskip("pycocotools.coco")
     truth = coco.COCO()
     truth.dataset = {
-        "images": [{"id": index, "height": 120, "width": 200} for index in range(9)],
+        "images": [{"id": index, "height": 120, "width": 200} for index in range(30)],
         "categories": [{"id": index} for index in (3, 7, 8)],
         "annotations": [],
     }
@@ -45,26 +49,39 @@ def pictures(folder: Path, picture: Encode, count: int) -> list[Path]:
     return paths
 
 
-def test_interrupted_run_leaves_the_results_so_far(
-    address: str, picture: Encode, tmp_path: Path
+def command(*words: object, before: str = "") -> list[str]:
+    """A command line of `maskrcnn`, behind what a shell does before it."""
+    line = [sys.executable, "-m", "maskrcnn_trt", *map(str, words), "--score-threshold", "0.2"]
+    return ["bash", "-c", f'{before}\nexec "$@"', "bash", *line]
+
+
+@contextlib.contextmanager
+def stuck_run(
+    fifo: Path, *words: object, before: str = ""
+) -> Iterator[tuple["subprocess.Popen[str]", Any]]:
+    """A process that has come to an image which never comes, and what would end that image."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    os.mkfifo(fifo)
+    line = command(*words, before=before)
+    with subprocess.Popen(line, **pipes) as process, fifo.open("wb") as end:
+        yield process, end
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_ended_run_leaves_the_results_so_far(
+    address: str, picture: Encode, tmp_path: Path, number: int, status: int
 ) -> None:
     paths = pictures(tmp_path, picture, 3)
     fifo, output = tmp_path / "3.jpg", tmp_path / "found"
-    os.mkfifo(fifo)  # at which the client waits for what never comes
-    words = ["client", address, *map(str, paths), str(fifo), "-o", str(output)]
-    words += ["--concurrency", "1", "--score-threshold", "0.2"]
-    with (
-        subprocess.Popen(
-            [sys.executable, "-m", "maskrcnn_trt", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process,
-        fifo.open("wb"),  # once the client has opened it, too
-    ):
-        process.send_signal(signal.SIGINT)
+    words = ["client", address, *paths, fifo, "-o", output, "--concurrency", 1]
+    with stuck_run(fifo, *words) as (process, _):
+        process.send_signal(number)
+        if number != signal.SIGINT:
+            process.send_signal(number)  # as `timeout` does
         said, complaint = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert "detections in 3 images, see" in said
     assert "Traceback" not in complaint
     assert images_of(output / "detections.json") == {0, 1, 2}
@@ -74,6 +91,99 @@ def test_interrupted_run_leaves_the_results_so_far(
         "2.png",
         "detections.json",
     }
+
+
+def test_ended_prediction_leaves_the_results_so_far(
+    bundle: Path, picture: Encode, tmp_path: Path
+) -> None:
+    paths = pictures(tmp_path, picture, 20)  # more than are read ahead
+    fifo, output = tmp_path / "20.jpg", tmp_path / "found"
+    with stuck_run(fifo, "predict", bundle, *paths, fifo, "-o", output) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "Traceback" not in complaint
+    found = images_of(output / "detections.json")
+    assert found == set(range(len(found))) != set()
+
+
+def test_ignored_hangup_stays_ignored(address: str, picture: Encode, tmp_path: Path) -> None:
+    paths = pictures(tmp_path, picture, 2)
+    fifo, output = tmp_path / "2.jpg", tmp_path / "found"
+    words = ["client", address, *paths, fifo, "-o", output, "--format", "coco"]
+    with stuck_run(fifo, *words, before="trap '' HUP") as (process, end):
+        process.send_signal(signal.SIGHUP)
+        end.write(picture(2))
+        end.close()
+        _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 0, complaint
+    assert images_of(output / "detections.json") == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("output_format", "limit_kb", "lost", "left"),
+    [
+        ("pictures", 40, "0.png", {"detections.json"}),
+        ("numpy", 0, "detections.json", set()),
+        ("coco", 0, "detections.json", set()),
+    ],
+)
+def test_full_disk_is_told_in_a_sentence(
+    bundle: Path,
+    address: str,
+    tmp_path: Path,
+    output_format: str,
+    limit_kb: int,
+    lost: str,
+    left: set[str],
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (120, 200, 3), np.uint8)
+    paths = [tmp_path / "0.jpg", tmp_path / "1.jpg"]
+    for path in paths:
+        Image.fromarray(noise).save(path)  # a PNG of which is larger than what is found in it
+    for verb, source in (("client", address), ("predict", bundle)):
+        output = tmp_path / verb
+        words = [verb, source, *paths, "-o", output, "--format", "coco", "--format", output_format]
+        line = command(*words, before=f"ulimit -f {limit_kb}")
+        result = subprocess.run(line, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 1
+        remedy = "make room or choose another folder with --output"
+        sentence = f"Error: {output / lost}: File too large; {remedy}\n"
+        assert result.stderr.endswith(sentence)
+        assert "Traceback" not in result.stderr
+        assert {path.name for path in output.iterdir()} == left
+        if left:
+            assert images_of(output / "detections.json") == {0}
+
+
+def test_output_to_a_full_disk_is_told_in_a_sentence(
+    address: str, picture: Encode, tmp_path: Path
+) -> None:
+    paths = pictures(tmp_path, picture, 1)
+    with open("/dev/full", "w") as full:
+        line = command("client", address, *paths, "-o", tmp_path / "found")
+        result = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("Error: No space left on device")
+    assert "Traceback" not in result.stderr
+    assert images_of(tmp_path / "found" / "detections.json") == {0}
+
+
+def test_run_without_an_answer_leaves_what_was_there(
+    picture: Encode, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = pictures(tmp_path, picture, 2)
+    results = tmp_path / "found" / "detections.json"
+    results.parent.mkdir()
+    results.write_text("what an earlier run has found")
+    with (
+        DetectorClient("localhost:1", retries=0) as client,
+        pytest.raises(UnreachableError),
+    ):
+        write_report(paths, client.detect_many(paths, concurrency=2), results.parent)
+    assert [path.name for path in results.parent.iterdir()] == ["detections.json"]
+    assert results.read_text() == "what an earlier run has found"
+    assert capsys.readouterr().out == ""
 
 
 def test_run_that_loses_its_server_leaves_the_results_so_far(
@@ -100,11 +210,17 @@ def test_results_that_cannot_be_written_leave_those_that_were(
     address: str, picture: Encode, tmp_path: Path
 ) -> None:
     paths = pictures(tmp_path, picture, 1)
-    (tmp_path / "detections.json").write_text("what an earlier run has found")
-    (tmp_path / ".detections.json.partial").mkdir()  # as if the disk were full
-    with DetectorClient(address) as client, pytest.raises(OSError, match="partial"):
-        write_report(paths, client.detect_many(paths), tmp_path, ("coco",))
-    assert (tmp_path / "detections.json").read_text() == "what an earlier run has found"
+    results = tmp_path / "detections.json"
+    results.write_text("what an earlier run has found")
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, usual[1]))  # as if the disk were full
+    try:
+        with DetectorClient(address) as client, pytest.raises(OSError, match=str(results)):
+            write_report(paths, client.detect_many(paths), tmp_path, ("coco",))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert results.read_text() == "what an earlier run has found"
+    assert {path.name for path in tmp_path.iterdir()} == {"0.jpg", "detections.json"}
 
 
 def test_picture_that_goes_while_it_is_looked_at_fails_alone(

@@ -94,6 +94,23 @@ def test_every_setting_can_be_set_each_way(tmp_path: Path) -> None:
         ("hang_timeout_s: .inf", "hang_timeout_s is inf; allowed: number, > 0, <= 86400"),
         ("- 1", "is no mapping of settings to values"),
         ("a: [", "is no YAML"),
+        ("1: 2", "unknown key 1; allowed here: host, port"),
+        ("null: 2", "unknown key None"),
+        ("2026-11-22: 2", "unknown key 2026-11-22; allowed here: host, port"),
+        ("host.name: a", "unknown key host.name"),
+        ("port: 1\nport: 2", "the key port comes twice"),
+        ("port: true", "port is True; allowed: whole number, >= 0, <= 65535"),
+        ("hang_timeout_s: true", "hang_timeout_s is True; allowed: number, > 0, <= 86400"),
+        ("preferred_batch: [4, true]", "True; allowed for preferred_batch: list of whole numbers"),
+        ("port: '8500'", "port is '8500'; allowed: whole number, >= 0, <= 65535"),
+        ("local_admin: 1", "local_admin is 1; allowed: true | false"),
+        ("port: " + 5000 * "1", 'no usable int in "<unicode string>", line 1, column 7: port: 111'),
+        ("port: 2026-13-45", "no usable timestamp in"),
+        ("port: !!timestamp soon", "no usable timestamp in"),
+        ("port: !!bool maybe", "no usable bool in"),
+        ("port: " + 5000 * "[", "holds what is no value of a setting"),
+        ("port: " + 500 * "[" + 500 * "]", "holds what is no value of a setting"),
+        ("port: &itself [*itself]", "holds what is no value of a setting"),
     ],
 )
 def test_faults_of_the_file_are_named(tmp_path: Path, text: str, words: str) -> None:
@@ -103,6 +120,14 @@ def test_faults_of_the_file_are_named(tmp_path: Path, text: str, words: str) -> 
     assert result.exit_code == 2
     assert f"{file}: " in result.stderr or f"{file} " in result.stderr
     assert words in result.stderr
+
+
+def test_settings_may_be_merged_and_none(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("timeout_s: null\n<<: {port: 1, max_batch: 2}\nport: 3\n")
+    assert config_of(run("--config", file)) == ServeConfig(port=3, max_batch=2)
+    file.write_text("# nothing is set\n")
+    assert config_of(run("--config", file)) == ServeConfig()
 
 
 def test_settings_that_go_together_may_come_from_several_sources(tmp_path: Path) -> None:

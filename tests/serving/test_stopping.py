@@ -10,6 +10,9 @@ from typing import Any
 
 import grpc
 import pytest
+import raw_http2 as http2
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from server_load import Process, server_process
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
@@ -101,6 +104,28 @@ def test_what_a_stopping_server_looked_at_is_answered(
     others = {outcome for outcome in outcomes if outcome != (grpc.StatusCode.OK, True)}
     assert (grpc.StatusCode.UNAVAILABLE, False) in others
     assert others <= {(grpc.StatusCode.UNAVAILABLE, False), (grpc.StatusCode.CANCELLED, False)}
+
+
+def test_clients_that_send_nothing_do_not_keep_a_server_from_stopping(
+    bundle: Path, tmp_path: Path
+) -> None:
+    async def ask() -> None:
+        with server_process(bundle, tmp_path / "log", "--stop-grace-s", "3600") as (
+            process,
+            address,
+        ):
+            async with grpc.aio.insecure_channel(address) as channel:
+                silent: Any = ServerReflectionStub(channel)
+                reflection = silent.ServerReflectionInfo()
+                await reflection.write(ServerReflectionRequest(list_services=""))
+                assert (await reflection.read()).list_services_response.service
+                half = http2.connect(address)
+                half.sendall(http2.call(1) + http2.message_that_stops(1))
+                with half:
+                    assert await end_of(process) == 0
+                assert await reflection.code() is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("delay", ["0.25", "0"])

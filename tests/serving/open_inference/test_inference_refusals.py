@@ -95,6 +95,21 @@ def test_pixels_of_unusable_size_are_refused(triton: InferenceServerClient) -> N
         assert "each side must have at least 8" in message
 
 
+@pytest.mark.parametrize("datatype", ["UINT8", "FP32"])
+@pytest.mark.parametrize("sides", [(0, 2**62), (2**62, 0), (0, 2**63 - 1), (0, 8)])
+def test_empty_pixels_are_refused_however_long_a_side(
+    triton: InferenceServerClient, sides: tuple[int, int], datatype: str
+) -> None:
+    raw = InferInput("images", (1, *sides, 3), datatype)
+    raw._raw_content = b""
+    typed = InferInput("images", (1, *sides, 3), datatype)
+    for tensor in (raw, typed):
+        message = refusal(triton, [tensor])
+        assert "INVALID_ARGUMENT" in message
+        assert f"images[0]: the image is {sides[0]}x{sides[1]} pixels" in message
+        assert "each side must have at least 8" in message
+
+
 def test_inputs_and_outputs_are_refused_by_name(
     triton: InferenceServerClient, picture: Encode
 ) -> None:

@@ -1,0 +1,121 @@
+"""Bundles from which nothing can be served, at start and in place of one that is served."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from triton_requests import MODEL, images_of
+from tritonclient.grpc import aio as triton_aio
+from tritonclient.utils import InferenceServerException
+
+from maskrcnn_trt.model.manifest import BundleError, read_manifest, sha256_of, write_manifest
+from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.server import detection_server
+
+Encode = Callable[..., bytes]
+
+
+@pytest.fixture
+def own_bundle(bundle: Path, tmp_path: Path) -> Path:
+    """A bundle that the test may change."""
+    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
+
+
+def change(bundle: Path, **entries: Any) -> None:
+    """Set entries of a bundle's manifest, and of its preprocessing."""
+    path = bundle / "manifest.json"
+    content = json.loads(path.read_text())
+    content["preprocessing"] |= entries.pop("preprocessing", {})
+    path.write_text(json.dumps(content | entries))
+
+
+async def refusal(call: Any) -> tuple[str, str]:
+    with pytest.raises(InferenceServerException) as caught:
+        await call
+    return str(caught.value.status()), caught.value.message()
+
+
+@pytest.mark.parametrize(
+    ("entries", "sentence"),
+    [
+        ({"categories": []}, "categories: Tuple should have at least 1 item"),
+        ({"model_name": ""}, "model_name: String should match pattern"),
+        ({"model_name": f"{MODEL}\n"}, "model_name: String should match pattern"),
+        ({"preprocessing": {"min_size": 800, "max_size": 1333}}, "bucket 96x160 holds no image"),
+        (None, "manifest.json cannot be read (Is a directory)"),
+    ],
+)
+def test_bundle_that_serves_nothing_is_refused(
+    own_bundle: Path,
+    picture: Encode,
+    caplog: pytest.LogCaptureFixture,
+    entries: dict[str, Any] | None,
+    sentence: str,
+) -> None:
+    async def ask() -> None:
+        config = ServeConfig(port=0, drain_delay_s=0)
+        async with (
+            detection_server(own_bundle, config) as address,
+            triton_aio.InferenceServerClient(address) as client,
+        ):
+            if entries is None:
+                (own_bundle / "manifest.json").unlink()
+                (own_bundle / "manifest.json").mkdir()
+            else:
+                change(own_bundle, **entries)
+            status, message = await refusal(client.load_model(MODEL))
+            assert "FAILED_PRECONDITION" in status
+            assert sentence in message
+            assert (await client.infer(MODEL, images_of(picture()))).as_numpy("scores").any()
+        with pytest.raises(BundleError) as caught:
+            async with detection_server(own_bundle, config):
+                pass
+        assert sentence in str(caught.value)
+
+    asyncio.run(ask())
+    assert "Traceback" not in caplog.text
+
+
+def add_to_labels(bundle: Path, surplus: int) -> None:
+    """Let the models of a bundle give other labels."""
+    manifest = read_manifest(bundle)
+    artifacts = []
+    for artifact in manifest.artifacts:
+        model = onnx.load(bundle / artifact.path)
+        for node in model.graph.node:  # those within have use for labels, too
+            for names in (node.input, node.output):
+                names[:] = ["own_labels" if name == "labels" else name for name in names]
+        number = onnx.numpy_helper.from_array(np.array(surplus, np.int64), "surplus")
+        model.graph.initializer.append(number)
+        total = onnx.helper.make_node("Add", ["own_labels", "surplus"], ["labels"])
+        model.graph.node.append(total)
+        onnx.save(model, bundle / artifact.path)
+        digest = sha256_of(bundle / artifact.path)
+        artifacts.append(artifact.model_copy(update={"sha256": digest}))
+    write_manifest(bundle, manifest.model_copy(update={"artifacts": tuple(artifacts)}))
+
+
+@pytest.mark.parametrize("label", [0, 4])
+def test_label_without_a_category_is_told(
+    own_bundle: Path, picture: Encode, caplog: pytest.LogCaptureFixture, label: int
+) -> None:
+    add_to_labels(own_bundle, label - 1)  # to those that the model gives, which are 1
+
+    async def ask() -> None:
+        async with (
+            detection_server(own_bundle, ServeConfig(port=0, drain_delay_s=0)) as address,
+            triton_aio.InferenceServerClient(address) as client,
+        ):
+            status, message = await refusal(client.infer(MODEL, images_of(picture())))
+            assert "INTERNAL" in status
+            assert "its log says why" in message
+
+    asyncio.run(ask())
+    assert f"the model gives label {label}, but the bundle's manifest has 3 cat" in caplog.text
+    assert "IndexError" not in caplog.text
