@@ -171,7 +171,9 @@ def _reached_storage() -> Iterator[None]:
 def _write_detections(
     images: StoredImages, detector: dict[str, Any], batch_size: int, output: str
 ) -> None:
-    with ray.init(ignore_reinit_error=True):
+    with contextlib.ExitStack() as started:
+        if not ray.is_initialized():  # or it would be its owner's, who may go on with it
+            started.enter_context(ray.init())
         try:
             _detections(images, detector, batch_size).write_parquet(output)
         except ray.exceptions.RayError as error:

@@ -152,7 +152,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.RepositoryModelLoadRequest, context: _Context
     ) -> pb.RepositoryModelLoadResponse:
         """Load the bundle anew from where it is; if that fails, all stays as it was."""
-        _refuse_parameters(request.parameters, "the bundle is loaded as it is")
+        _refuse_unknown(request.parameters, "the bundle is loaded as it is")
         try:
             await self._check_loadable(request.model_name)
             await self._see_through(self._pipeline.reload)
@@ -172,7 +172,7 @@ class InferenceService(GRPCInferenceServiceServicer):
                 f"unload {self._pipeline.model.manifest.model_name!r}, or serve without {precision}"
             )
         parameters = set(request.parameters) - {"unload_dependents"}  # of which there are none
-        _refuse_parameters(parameters, "only unload_dependents is, and changes nothing")
+        _refuse_unknown(parameters, "only unload_dependents is, and changes nothing")
         await self._see_through(self._pipeline.unload)
         return pb.RepositoryModelUnloadResponse()
 
@@ -286,6 +286,6 @@ class InferenceService(GRPCInferenceServiceServicer):
         return precisions[name]
 
 
-def _refuse_parameters(names: Collection[str], remark: str) -> None:
+def _refuse_unknown(names: Collection[str], remark: str) -> None:
     if names:
         raise InvalidRequestError(f"parameter {min(names)!r} is not known; {remark}")

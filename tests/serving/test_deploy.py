@@ -217,7 +217,7 @@ def test_requests_fit_into_the_memory_between_request_and_limit() -> None:
         resources = container["resources"]
         memory = [mebibytes(resources[kind]["memory"]) for kind in ("requests", "limits")]
         most = most_request_bytes(config_of(container)) >> 20
-        # The third of them that was read takes several times what was sent.
+        # The half of them that was read takes a few times what was sent.
         assert 2 * most <= memory[1] - memory[0]
     for config in (ServeConfig(), config_of(CONTAINER)):
         assert f"{most_request_bytes(config) / 2**30:g} GiB" in README

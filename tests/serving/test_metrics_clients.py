@@ -94,7 +94,7 @@ def test_whoever_breaks_off_is_no_news(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", "maskrcnn_trt.serving")  # which other tests may have given a level
     connection = connect()
     connection.sendall(b"GET /metrics HTTP/1.0\r\nAccept:")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from server_load import wait_until
 
 from maskrcnn_trt.model.images import ImageError
 from maskrcnn_trt.serving.client import DetectorClient
@@ -64,7 +65,14 @@ def stuck_run(
     os.mkfifo(fifo)
     line = command(*words, before=before)
     with subprocess.Popen(line, **pipes) as process, fifo.open("wb") as end:
+        # Python may sleep through a signal that comes at the moment at which it begins to read.
+        wait_until(lambda: _is_reading_pipe(process.pid))
         yield process, end
+
+
+def _is_reading_pipe(pid: int) -> bool:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return any("pipe_read" in (thread / "wchan").read_text() for thread in threads)
 
 
 @pytest.mark.parametrize(
