@@ -16,10 +16,10 @@ from .model.images import ImageError
 from .model.manifest import Manifest, Precision, read_manifest
 from .serving.backends.base import Backend
 from .serving.backends.loading import load_backend, served_precision
-from .serving.bulk import detect_many
 from .serving.config import BackendName
 from .serving.detections import Detections
-from .serving.steps import Outcome
+from .serving.offline.bulk import detect_many
+from .serving.steps.base import Outcome
 from .training.classes import check_categories
 from .training.config import DatasetConfig, EvaluationConfig
 from .training.data.coco import CocoDataset, DataError, ImageRecord

@@ -160,7 +160,7 @@ def _serve_and_draw(console: Console, bundle: Path, config: "TrainConfig", pictu
     from .quickstart_figures import draw_comparison
     from .serving.client import DetectorClient
     from .serving.detections import Detections
-    from .serving.predictor import Predictor
+    from .serving.offline.predictor import Predictor
     from .training.data.coco import CocoDataset
 
     assert config.data.val is not None

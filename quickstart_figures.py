@@ -12,7 +12,7 @@ from .model.images import decode_image, resize_image
 from .model.losses import LOSS_NAMES
 from .model.masks import mask_from_rle, rle_from_mask
 from .serving.detections import Detections
-from .serving.drawing import draw_detections
+from .serving.results.drawing import draw_detections
 from .training.data.coco import CocoDataset, ImageRecord
 from .training.data.instances import draw_mask
 

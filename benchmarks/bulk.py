@@ -16,11 +16,11 @@ from ..model.manifest import Manifest, Precision, read_manifest
 from ..model.spec import MAX_PIXELS, ShapeBucket
 from ..serving.backends.base import Backend
 from ..serving.backends.loading import load_backend, served_precision
-from ..serving.bulk import batch_steps, detect_many
 from ..serving.config import BackendName
 from ..serving.detections import DEFAULT_OPTIONS
-from ..serving.preprocessing import PlannedImage, plan_image
-from ..serving.steps import MODEL_STEP, Job, Outcome, Step
+from ..serving.offline.bulk import batch_steps, detect_many
+from ..serving.steps.base import MODEL_STEP, Job, Outcome, Step
+from ..serving.steps.preprocessing import PlannedImage, plan_image
 from .bulk_images import photo_like_jpegs
 from .timing import calls_per_second, durations_of
 

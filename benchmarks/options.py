@@ -51,7 +51,7 @@ def read_images(sources: Sequence[Path]) -> list[bytes]:
     Raises:
         click.UsageError: there is no image among them, or two have the same name.
     """
-    from ..serving.reports import image_files
+    from ..serving.results.reports import image_files
 
     return [path.read_bytes() for path in image_files(sources)] if sources else []
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ..model.spec import ShapeBucket
 from ..serving.client import DetectorClient
+from ..serving.client.image_requests import request_from_image
 from ..serving.detections import DetectionOptions, MaskFormat
-from ..serving.image_requests import request_from_image
 from .images import noise_jpeg
 from .process_usage import usage_between
 from .serve_load import Arrivals, ClosedLoop, Load, LoadPart, OpenLoop, Span, send_part

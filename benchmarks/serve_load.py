@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
-from ..serving.connection import channel_options
+from ..serving.client.connection import channel_options
 
 Arrivals = Literal["poisson", "constant"]
 

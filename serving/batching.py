@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ..model.spec import ShapeBucket
-from .engine_process import EngineProcess
+from .engines.engine_process import EngineProcess
 from .errors import BackendDownError
 from .scheduling import DEFAULT_TERMS, BatchPolicy, RequestTerms, Schedule, Ticket
 

@@ -28,7 +28,7 @@ def serve(bundle: Path, doctor: bool, **values: Any) -> None:
 
     # Else gRPC writes lines of its own form for clients that break its rules.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from .logs import configure_logs
+    from .monitoring.logs import configure_logs
     from .server import serve as serve_bundle
 
     config = config_from_options(values)

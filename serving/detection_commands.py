@@ -14,7 +14,7 @@ from .addresses import check_address
 from .config import DAY_S, MAX_RETRIES, BackendName, ReportFormat, ServeConfig
 
 if TYPE_CHECKING:
-    from .connection import Credentials
+    from .client.connection import Credentials
     from .detections import DetectionOptions
 
 _Command = Callable[..., None]
@@ -139,7 +139,7 @@ def client(
     """
     from .client import DetectorClient
     from .detections import DetectionOptions
-    from .reports import write_report
+    from .results.reports import write_report
     from .scheduling import RequestTerms
 
     files, folder = _files_and_folder(images, output, formats)
@@ -162,7 +162,7 @@ def _files_and_folder(
         click.UsageError: one of them is an address, there are no images, or what would be written
             collides with them or with each other.
     """
-    from .reports import check_folder, image_files
+    from .results.reports import check_folder, image_files
 
     for image in images:
         if _is_address(image):
@@ -186,7 +186,7 @@ def _credentials(
     token_file: Path | None,
 ) -> "Credentials | None":
     """What the options say to show the server; None without TLS."""
-    from .connection import Credentials
+    from .client.connection import Credentials
 
     files = (root_certificate, certificate, key)
     if not (tls or token_file or any(files)):
@@ -199,8 +199,8 @@ def _credentials(
 
 
 def _token_in(path: Path) -> str:
-    from .access import tokens_in
     from .errors import ServingError
+    from .transport.access import tokens_in
 
     try:
         tokens = tokens_in(path)
@@ -266,8 +266,8 @@ def predict(
             precision=precision, backend=backend, max_batch=max_batch,
         )  # fmt: skip
         return
-    from .predictor import Predictor
-    from .reports import write_report
+    from .offline.predictor import Predictor
+    from .results.reports import write_report
 
     files, folder = _files_and_folder(images, output, formats)
     with (
@@ -293,7 +293,7 @@ def _predict_with_ray(
     source = click.get_current_context().get_parameter_source("formats")
     if source is ParameterSource.COMMANDLINE:
         raise click.UsageError("--format is of no use with --ray, which writes Parquet files")
-    from .ray_prediction import predict_with_ray
+    from .offline.ray_prediction import predict_with_ray
 
     target = output if _is_address(output) else str(Path(output).absolute())
     sources = [i if isinstance(i, str) else str(i.absolute()) for i in images]

@@ -16,12 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..model.manifest import BundleError, Manifest, Precision, read_manifest, verified_path
-from .arrivals import MESSAGES_PER_PLACE
+from . import LOGGER
 from .backends.loading import BACKENDS, check_backend, choose_backend, served_precision
 from .config import ServeConfig, address_of
 from .errors import ServingError
 from .host import available_cores, available_memory, gpu_names, installed_versions
 from .server import detection_server
+from .transport.arrivals import MESSAGES_PER_PLACE
 
 _DISTRIBUTIONS: Final = (
     "maskrcnn-trt",
@@ -242,7 +243,7 @@ def _warnings() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             warnings.append(record.getMessage())
 
-    log, collector = logging.getLogger(__package__), _Collector(logging.WARNING)
+    log, collector = logging.getLogger(LOGGER), _Collector(logging.WARNING)
     propagate, log.propagate = log.propagate, False
     log.addHandler(collector)
     try:

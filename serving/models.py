@@ -9,10 +9,11 @@ from ..model.manifest import read_manifest
 from .backends.loading import served_precision
 from .batching import Batcher
 from .config import ServeConfig
-from .engine_process import EngineProcess, start_engines
-from .engines import BundleEngine, EngineItem, EngineResult
+from .engines.base import EngineItem, EngineResult
+from .engines.bundle_engine import BundleEngine
+from .engines.engine_process import EngineProcess, start_engines
+from .engines.placement import places_for
 from .errors import InvalidRequestError, UnloadedError
-from .placement import places_for
 from .scheduling import BatchPolicy
 
 ModelBatcher = Batcher[EngineItem, EngineResult]

@@ -11,13 +11,13 @@ from ..model.manifest import read_manifest
 from .admission import Places
 from .config import ServeConfig
 from .detections import Answer, DetectionOptions, Detections, Timing, Value
+from .engines.host_work import answer_from_result, is_quick, item_from_image
 from .errors import ExpiredError, QueueFullError
-from .host_work import answer_from_result, is_quick, item_from_image
 from .image_threads import ImageThreads, timed
 from .models import ServedModel
-from .preprocessing import SourceImage
+from .monitoring.telemetry import Telemetry
 from .scheduling import RequestTerms
-from .telemetry import Telemetry
+from .steps.preprocessing import SourceImage
 
 _log = logging.getLogger(__name__)
 

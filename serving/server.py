@@ -16,22 +16,22 @@ from ..protos.inference import open_inference_pb2
 from ..protos.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from ..protos.maskrcnn.v1 import detector_pb2
 from ..protos.maskrcnn.v1.detector_pb2_grpc import add_DetectorServicer_to_server
-from .access import AccessPolicy
-from .certificates import server_credentials
 from .config import ServeConfig, address_of
 from .errors import ServingError
 from .garbage_collection import pass_over_present_objects
-from .health import HealthService
-from .listening import listening_server
-from .loop_lag import LoopLag
+from .monitoring.loop_lag import LoopLag
+from .monitoring.prometheus import add_server_metrics, metrics_server
+from .monitoring.telemetry import Telemetry
+from .monitoring.tracing import load_tracer
 from .open_inference.service import InferenceService
 from .pipeline import Pipeline
-from .prometheus import add_server_metrics, metrics_server
-from .receiving import Reception
-from .reflection import add_reflection
 from .service import DetectorService
-from .telemetry import Telemetry
-from .tracing import load_tracer
+from .transport.access import AccessPolicy
+from .transport.certificates import server_credentials
+from .transport.health import HealthService
+from .transport.listening import listening_server
+from .transport.receiving import Reception
+from .transport.reflection import add_reflection
 
 _log = logging.getLogger(__name__)
 

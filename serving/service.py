@@ -19,7 +19,7 @@ from .messages import (
     terms_from_request,
 )
 from .pipeline import Pipeline
-from .streams import Place, Streams
+from .transport.streams import Place, Streams
 
 _log = logging.getLogger(__name__)
 

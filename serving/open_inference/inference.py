@@ -9,8 +9,8 @@ from ...protos.inference import open_inference_pb2 as pb
 from ..detections import Answer, DetectionOptions, Detections, Timing
 from ..models import ServedModel
 from ..pipeline import Pipeline
-from ..preprocessing import SourceImage
 from ..scheduling import RequestTerms
+from ..steps.preprocessing import SourceImage
 from .requests import (
     ImageInput,
     images_from_input,

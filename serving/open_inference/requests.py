@@ -7,8 +7,8 @@ from ...model.images import ImageError, check_size
 from ...protos.inference import open_inference_pb2 as pb
 from ..detections import DetectionOptions, MaskFormat
 from ..errors import InvalidRequestError
-from ..preprocessing import SourceImage
 from ..scheduling import DEFAULT_TERMS, RequestTerms
+from ..steps.preprocessing import SourceImage
 from .tensors import InputTensor, check_contents, pixels_from_tensor, strings_from_tensor
 
 INPUT_NAME = "images"

@@ -18,10 +18,10 @@ from ..errors import (
     ReloadError,
     StoppingError,
 )
-from ..health import HealthService
 from ..pipeline import Pipeline
 from ..service import refusal_from_error, refusing
-from ..streams import Place, Streams
+from ..transport.health import HealthService
+from ..transport.streams import Place, Streams
 from .inference import infer
 from .metadata import model_config, model_metadata, server_metadata
 from .responses import MODEL_VERSION

@@ -17,7 +17,7 @@ from maskrcnn_trt.model.manifest import Category, Preprocessing
 from maskrcnn_trt.model.mask_rcnn import Detections
 from maskrcnn_trt.model.masks import mask_from_rle
 from maskrcnn_trt.model.spec import OUTPUT_NAMES, ShapeBucket
-from maskrcnn_trt.serving.predictor import Predictor
+from maskrcnn_trt.serving.offline.predictor import Predictor
 
 DETECTRON2 = {
     "anchors": {"convention": "detectron2"},

@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["PIL", "maskrcnn_trt"]):
     from maskrcnn_trt.model.images import ImageError, decode_image, read_header
     from maskrcnn_trt.model.manifest import Preprocessing
     from maskrcnn_trt.model.spec import ShapeBucket
-    from maskrcnn_trt.serving.preprocessing import plan_image, prepare_image
+    from maskrcnn_trt.serving.steps.preprocessing import plan_image, prepare_image
 
 _MAX_PIXELS = 1 << 18
 _BUCKETS = (ShapeBucket(32, 48), ShapeBucket(48, 32))

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maskrcnn_trt.serving.engines import BundleEngine, EngineItem, EngineResult
+from maskrcnn_trt.serving.engines.base import EngineItem, EngineResult
+from maskrcnn_trt.serving.engines.bundle_engine import BundleEngine
 
 
 class Gate:

@@ -15,11 +15,11 @@ from maskrcnn_trt.serving import batching
 from maskrcnn_trt.serving.backends.base import Backend, Outputs
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.batching import Batcher, BatchResult
-from maskrcnn_trt.serving.engine_process import EngineProcess, start_engines
-from maskrcnn_trt.serving.engines import BundleEngine
-from maskrcnn_trt.serving.placement import places_for
-from maskrcnn_trt.serving.preprocessing import ModelInput, prepare_image
+from maskrcnn_trt.serving.engines.bundle_engine import BundleEngine
+from maskrcnn_trt.serving.engines.engine_process import EngineProcess, start_engines
+from maskrcnn_trt.serving.engines.placement import places_for
 from maskrcnn_trt.serving.scheduling import BatchPolicy
+from maskrcnn_trt.serving.steps.preprocessing import ModelInput, prepare_image
 
 Encode = Callable[..., bytes]
 Loaded = EngineProcess[ModelInput, Outputs]

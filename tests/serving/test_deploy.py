@@ -17,8 +17,8 @@ import maskrcnn_trt.serving
 from maskrcnn_trt.serving.commands import serve
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.doctor import most_request_bytes
-from maskrcnn_trt.serving.health import LIVENESS
 from maskrcnn_trt.serving.serve_options import config_from_options, config_options
+from maskrcnn_trt.serving.transport.health import LIVENESS
 
 FOLDER = Path(maskrcnn_trt.serving.__file__).parent / "deploy" / "kubernetes"
 MANIFESTS = {

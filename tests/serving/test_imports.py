@@ -12,14 +12,14 @@ WITH_EXTRAS = {
         "backends.tensorrt",
         "backends.torch",
         "backends.torch_batches",
-        "device_engine",
-        "device_files",
-        "device_marks",
-        "device_masks",
-        "device_steps",
-        "opentelemetry_tracing",
-        "ray_prediction",
-        "stored_images",
+        "engines.device_engine",
+        "steps.device_files",
+        "steps.device_marks",
+        "steps.device_masks",
+        "steps.device_steps",
+        "monitoring.opentelemetry_tracing",
+        "offline.ray_prediction",
+        "offline.stored_images",
     )
 }
 """Modules that need more than the base install, and are imported when their backend is chosen."""

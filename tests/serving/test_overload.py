@@ -12,7 +12,7 @@ from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.errors import RefusedError
-from maskrcnn_trt.serving.predictor import Predictor
+from maskrcnn_trt.serving.offline.predictor import Predictor
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]

@@ -25,7 +25,7 @@ from maskrcnn_trt.export.commands import export
 from maskrcnn_trt.model.manifest import Precision
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving.predictor import Predictor
+from maskrcnn_trt.serving.offline.predictor import Predictor
 
 Encode = Callable[..., bytes]
 

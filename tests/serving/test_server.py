@@ -21,8 +21,8 @@ from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import BackendError, ServingError
-from maskrcnn_trt.serving.health import LIVENESS
 from maskrcnn_trt.serving.server import detection_server
+from maskrcnn_trt.serving.transport.health import LIVENESS
 
 Encode = Callable[..., bytes]
 Process = subprocess.Popen[str]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving.health import LIVENESS
+from maskrcnn_trt.serving.transport.health import LIVENESS
 
 Encode = Callable[..., bytes]
 

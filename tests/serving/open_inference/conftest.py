@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tritonclient.grpc import InferenceServerClient
 
-from maskrcnn_trt.serving.predictor import Predictor
+from maskrcnn_trt.serving.offline.predictor import Predictor
 
 
 @pytest.fixture(scope="module")

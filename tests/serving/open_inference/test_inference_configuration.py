@@ -13,7 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup, ModelQueuePol
 
 from maskrcnn_trt.serving import models
 from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.placement import Place
+from maskrcnn_trt.serving.engines.placement import Place
 from maskrcnn_trt.serving.server import detection_server
 
 

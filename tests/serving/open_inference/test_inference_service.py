@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
-from maskrcnn_trt.serving.predictor import Predictor
+from maskrcnn_trt.serving.offline.predictor import Predictor
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]

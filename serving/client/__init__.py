@@ -1,0 +1,6 @@
+"""Clients of the server."""
+
+from .async_detector_client import AsyncDetectorClient
+from .detector_client import DetectorClient
+
+__all__ = ["AsyncDetectorClient", "DetectorClient"]

@@ -1,0 +1,1 @@
+"""What detections are written as: COCO results, arrays and pictures."""

@@ -1,0 +1,68 @@
+"""Detections drawn onto their image."""
+
+import colorsys
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from ...model.masks import mask_from_rle
+from ..detections import Detections
+
+_MASK_OPACITY = 0.45
+_GOLDEN_RATIO = 0.618034
+
+Colour = tuple[int, int, int]
+
+
+def colour_of(label: int) -> Colour:
+    """A bright RGB colour, the same for a label everywhere and far from its neighbours'."""
+    red, green, blue = colorsys.hsv_to_rgb(label * _GOLDEN_RATIO % 1, 0.85, 1)
+    return round(red * 255), round(green * 255), round(blue * 255)
+
+
+def draw_detections(image: NDArray[np.uint8], detections: Detections) -> NDArray[np.uint8]:
+    """Draw masks, boxes, class names and scores, the best detections on top.
+
+    Args:
+        image: [H, W, 3] RGB, upright.
+        detections: Of that image; masks are drawn if they are run-length encoded.
+
+    Returns:
+        A new [H, W, 3].
+    """
+    colours = [colour_of(label) for label in detections.labels.tolist()]
+    pixels = image.astype(np.float32)
+    for colour, rle in reversed(list(zip(colours, detections.rles or (), strict=False))):
+        mask = mask_from_rle(rle) != 0
+        pixels[mask] += _MASK_OPACITY * (np.array(colour, np.float32) - pixels[mask])
+    canvas = Image.fromarray(pixels.round().astype(np.uint8))
+    side = (canvas.width * canvas.height) ** 0.5
+    font = ImageFont.load_default(max(11.0, side / 45))
+    draw = ImageDraw.Draw(canvas)
+    for index in reversed(range(len(detections))):
+        left, top, right, bottom = detections.boxes[index].tolist()
+        text = f"{detections.class_names[index]} {detections.scores[index]:.2f}"
+        draw.rectangle(
+            (left, top, right, bottom), outline=colours[index], width=max(1, round(side / 400))
+        )
+        _draw_label(draw, canvas.size, text, (left, top), colours[index], font)
+    return np.array(canvas)
+
+
+def _draw_label(
+    draw: ImageDraw.ImageDraw,
+    size: tuple[int, int],
+    text: str,
+    corner: tuple[float, float],
+    colour: Colour,
+    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
+) -> None:
+    """Write on a filled ground above the corner, or as near to it as a canvas of `size` allows."""
+    _, _, right, bottom = draw.textbbox((2, 2), text, font=font)
+    width, height = right + 2, bottom + 2
+    x = max(0.0, min(corner[0], size[0] - width))
+    y = max(0.0, min(corner[1] - height, size[1] - height))
+    draw.rectangle((x, y, x + width, y + height), fill=colour)
+    luma = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]
+    draw.text((x + 2, y + 2), text, fill="black" if luma > 128 else "white", font=font)

@@ -1,0 +1,1 @@
+"""How calls reach the server: connections, who may call, limits, streams, health."""

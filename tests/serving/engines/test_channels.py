@@ -1,0 +1,94 @@
+import contextlib
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskrcnn_trt.serving.engines.channels import Channel
+
+Ends = tuple[Channel, Channel]
+
+
+@pytest.fixture
+def ends() -> Ends:
+    return Channel.pair()
+
+
+def passed(ends: Ends, message: Any) -> Any:
+    ends[0].send(message)
+    return ends[1].receive(copy=True)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(24, dtype=np.int64).reshape(2, 3, 4),
+        np.zeros((0, 4), np.float32),
+        np.array(7.5),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.arange(24).reshape(4, 6)[::2, 1:3],
+        np.random.default_rng(0).integers(0, 256, (3, 500, 700), np.uint8),
+    ],
+    ids=["small", "empty", "scalar", "fortran", "strided", "megabyte"],
+)
+def test_arrays_come_as_they_went(ends: Ends, array: np.ndarray) -> None:
+    got = passed(ends, ("name", [array, array + 1], {"bytes": b"\0" * 10**5}))
+    assert got[0] == "name"
+    np.testing.assert_array_equal(got[1][0], array, strict=True)
+    np.testing.assert_array_equal(got[1][1], array + 1, strict=True)
+    assert got[2] == {"bytes": b"\0" * 10**5}
+
+
+def test_messages_of_any_size_follow_one_another_in_both_directions(ends: Ends) -> None:
+    here, there = ends
+    for size in (10, 10**6, 0, 1000, 10**7, 3):
+        assert (passed((here, there), np.full(size, size)) == np.full(size, size)).all()
+        assert (passed((there, here), np.full(size, 1)) == np.full(size, 1)).all()
+
+
+def test_copies_outlive_the_next_message(ends: Ends) -> None:
+    here, there = ends
+    here.send(np.zeros(1000))
+    shared = there.receive(copy=False)
+    copied = passed(ends, np.ones(1000))
+    assert (shared == 1).all()
+    passed(ends, np.full(1000, 2.0))
+    assert (copied == 1).all()
+
+
+def test_the_end_of_a_line_is_noticed() -> None:
+    here, there = Channel.pair()
+    assert not here.poll(0)
+    del there
+    assert here.poll(None)
+    with pytest.raises(EOFError):
+        here.receive(copy=True)
+    with pytest.raises(BrokenPipeError):
+        here.send(1)
+
+
+def open_handles() -> set[tuple[str, str]]:
+    """Number and file of each, so that a new one shows although another is closed meanwhile."""
+    handles = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            handles.add((path.name, os.readlink(path)))
+    return handles
+
+
+def test_a_line_leaves_no_handle() -> None:
+    gc.collect()
+    handles = open_handles()
+    for size in (0, 10**6):
+        passed(Channel.pair(), np.ones(size))
+        ends = Channel.pair()
+        passed(ends, np.ones(size))
+        for end in (*ends, *ends):
+            end.close()
+        assert open_handles() <= handles
+        for message in (1, np.ones(10**7)):
+            with pytest.raises(OSError, match=r"closed|Bad file descriptor"):
+                ends[0].send(message)

@@ -1,0 +1,250 @@
+"""The log of a real server process, and what becomes of it where it cannot be written."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import raw_http2 as http2
+import trustme
+from server_load import Process, server_process
+from triton_requests import MODEL
+
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.monitoring.logs import name_call, name_request, request_id
+
+Encode = Callable[..., bytes]
+
+ID = "x-request-id"
+
+
+@contextlib.contextmanager
+def server(bundle: Path, log: Path, *options: str) -> Iterator[str]:
+    """The address of a server that stops at a signal."""
+    options = "--drain-delay-s", "0", *options
+    with server_process(bundle, log, *options) as (process, address):
+        yield address
+        stop(process)
+
+
+@contextlib.contextmanager
+def server_without_streams(bundle: Path, streams: str) -> Iterator[str]:
+    """The address of a server whose standard streams go where the shell says.
+
+    Since it cannot tell its port, it gets one that was free a moment ago.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = "--port", address.rpartition(":")[2], "--drain-delay-s", "0", "--log-level", "debug"
+    program = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), *options]
+    shell = ["sh", "-c", f'exec "$0" "$@" {streams}']
+    with subprocess.Popen([*shell, *program], text=True) as process:
+        try:
+            yield address
+            stop(process)
+        finally:
+            process.kill()
+
+
+def stop(process: Process) -> None:
+    process.terminate()
+    assert process.wait(60) == 0
+
+
+def messages_of(log: Path) -> list[str]:
+    """What a log of JSON says, of which each line must be an object."""
+    return [json.loads(line)["message"] for line in log.read_text().splitlines()]
+
+
+class Client:
+    """Asks the server at an address once it is there."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self._stub: Any = DetectorStub(self._channel)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def ask(self, image: bytes, sent_id: str = "", **fields: Any) -> tuple[grpc.StatusCode, str]:
+        """The status of a request, and the id that it got."""
+        call = self._stub.Detect.future(
+            pb.DetectRequest(image=image, **fields),
+            metadata=((ID, sent_id),) if sent_id else (),
+            wait_for_ready=True,
+            timeout=30,
+        )
+        return call.code(), dict(call.trailing_metadata())[ID]
+
+    def stream(self, *requests: pb.DetectRequest) -> tuple[list[str], str]:
+        """The ids of the answers to a stream, and that of the stream."""
+        call = self._stub.DetectStream(iter(requests), timeout=60)
+        return [answer.id for answer in call], dict(call.trailing_metadata())[ID]
+
+
+def test_requests_are_named_and_logged_as_json(
+    bundle: Path, picture: Encode, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    options = "--log-format", "json", "--log-level", "debug"
+    with server(bundle, log, *options) as address, Client(address) as client:
+        ok, own = client.ask(picture(), "frame:7/b")
+        assert (ok, own) == (grpc.StatusCode.OK, "frame:7/b")
+        _, made = client.ask(b"no image", 'of "mine" and more', id="seven")
+        assert re.fullmatch("[0-9a-f]{32}", made)
+        too_long = "x" * 129
+        assert client.ask(picture(), too_long)[1] != too_long
+        requests = [pb.DetectRequest(id=i, image=picture()) for i in ("1", "line\nbreak")]
+        answered, stream_id = client.stream(*requests)
+        assert sorted(answered) == ["1", "line\nbreak"]
+
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line in lines:
+        assert {"time", "level", "logger", "message"} <= set(line)
+        age = datetime.now(UTC) - datetime.fromisoformat(line["time"])
+        assert timedelta() <= age < timedelta(minutes=5)
+    logged = {line["request_id"]: line for line in lines if line.get("status")}
+    assert {"frame:7/b", f"{made}/seven", f"{stream_id}/1", stream_id} <= set(logged)
+    first, second = logged["frame:7/b"], logged[f"{made}/seven"]
+    assert (first["level"], first["model"], first["status"]) == ("DEBUG", MODEL, "OK")
+    assert first["peer"].startswith("ipv4:127.0.0.1:")
+    (timing,) = first["timings"]
+    assert 0 < timing["infer_us"] / 1000 < first["duration_ms"]
+    assert (second["status"], second["timings"]) == ("INVALID_ARGUMENT", [])
+
+
+def test_clients_that_do_not_shake_hands_leave_no_line_that_is_not_json(
+    bundle: Path, tmp_path: Path
+) -> None:
+    log, certificate, key = (tmp_path / name for name in ("log", "certificate", "key"))
+    issued = trustme.CA().issue_cert("localhost")
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    options = "--log-format", "json", "--tls-certificate", str(certificate), "--tls-key", str(key)
+    with server(bundle, log, *options) as address:
+        for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\xff" + bytes(255)):
+            with http2.open_socket(address) as client:
+                client.sendall(sent)
+                assert http2.is_closed(client)
+    assert any("ready at" in message for message in messages_of(log))
+
+
+def test_calls_that_break_the_protocol_leave_no_line(bundle: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    bad_metadata = (
+        {"grpc-timeout": b"-5m"},
+        {"grpc-encoding": b"snappy"},
+        {"authorization": b"Bearer secret\xff"},
+        {ID: b"\xff\xfe"},
+    )
+    with server(bundle, log, "--log-format", "json") as address:
+        for metadata in bad_metadata:
+            with http2.connect(address) as client:
+                client.sendall(http2.call(1, metadata=metadata))
+                client.sendall(http2.message(1, pb.DetectRequest(image=b"no image")))
+                http2.frames_until(client, http2.HEADERS)
+    assert "ready at" in messages_of(log)[-1]
+
+
+@pytest.mark.parametrize("streams", [">/dev/full 2>&1", ">&- 2>&-"])
+def test_a_server_that_cannot_write_a_word_answers(
+    bundle: Path, picture: Encode, streams: str
+) -> None:
+    with server_without_streams(bundle, streams) as address, Client(address) as client:
+        for _ in range(20):
+            assert client.ask(picture())[0] is grpc.StatusCode.OK
+            assert client.ask(b"no image")[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_log_that_nobody_reads_holds_nothing_up(bundle: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with (
+        server(bundle, pipe, "--log-level", "debug") as address,
+        Client(address) as client,
+    ):
+        for _ in range(1000):  # lines of more than 100 bytes; a pipe holds 65,536
+            assert client.ask(b"no image")[0] is grpc.StatusCode.INVALID_ARGUMENT
+    os.close(reader)
+
+
+PROGRAM = """
+import logging
+from maskrcnn_trt.serving.monitoring.logs import configure_logs, name_call, name_request
+configure_logs("{form}", "info")
+log, other = logging.getLogger("maskrcnn_trt.serving.x"), logging.getLogger("other")
+log.info("nobody's")
+name_call("call")
+name_request("1")
+log.info("%s's", "somebody", extra={{"answer": 42}})
+log.debug("too much")
+other.info("too much")
+try:
+    1 / 0
+except ZeroDivisionError:
+    other.exception("failed")
+"""
+
+
+def log_of(form: str, streams: str = "") -> tuple[int, str]:
+    """The exit code and the log of a program."""
+    command = f'exec "$0" -c "$1" {streams}'
+    result = subprocess.run(
+        ["sh", "-c", command, sys.executable, PROGRAM.format(form=form)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return result.returncode, result.stderr
+
+
+def test_text_has_a_line_each() -> None:
+    code, text = log_of("text")
+    assert code == 0
+    first, second, third, *traceback = text.splitlines()
+    assert re.fullmatch(r"[-0-9]+ [:,0-9]+ INFO maskrcnn_trt.serving.x: nobody's", first)
+    assert second.endswith(" INFO maskrcnn_trt.serving.x: somebody's [call/1]")
+    assert third.endswith(" ERROR other: failed [call/1]")
+    assert traceback[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_json_has_an_object_each() -> None:
+    code, text = log_of("json")
+    assert code == 0
+    first, second, third = map(json.loads, text.splitlines())
+    assert "request_id" not in first
+    assert (second["message"], second["request_id"], second["answer"]) == (
+        "somebody's",
+        "call/1",
+        42,
+    )
+    assert (second["level"], second["logger"]) == ("INFO", "maskrcnn_trt.serving.x")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", second["time"])
+    assert third["exception"].endswith("ZeroDivisionError: division by zero")
+
+
+def test_what_cannot_be_written_is_no_failure() -> None:
+    assert log_of("json", "2>/dev/full") == (0, "")
+    assert log_of("text", "2>&-") == (0, "")
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "a\nb", "a\u2028b", 'a"', "x" * 129, "é"])
+def test_what_could_forge_a_line_is_no_id(bad: str) -> None:
+    assert re.fullmatch("[0-9a-f]{32}", name_call(bad))
+    assert name_call("good") == "good"
+    name_request(bad)
+    assert request_id.get() == "good"

@@ -1,0 +1,88 @@
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from pycocotools import mask as coco_mask
+from torchvision.models.detection.roi_heads import paste_masks_in_image
+from torchvision.models.detection.transform import resize_boxes
+from torchvision.ops import clip_boxes_to_image
+
+from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.manifest import BundleError, read_manifest
+from maskrcnn_trt.serving.detections import DetectionOptions
+from maskrcnn_trt.serving.offline.predictor import Predictor
+
+Encode = Callable[..., bytes]
+
+
+@pytest.mark.parametrize(("height", "width"), [(120, 200), (333, 250), (50, 400)])
+def test_detections_are_torchvisions_postprocessing_of_the_model(
+    bundle: Path, picture: Encode, height: int, width: int
+) -> None:
+    data = picture(size=(height, width), codec="PNG")
+    scale = min(96 / min(height, width), 160 / max(height, width))
+    resized = int(height * scale), int(width * scale)
+    bucket = (96, 160) if resized[1] > resized[0] else (160, 96)
+    images = np.zeros((1, 3, *bucket), np.uint8)
+    pixels = Image.open(BytesIO(data)).resize(resized[::-1], Image.Resampling.BILINEAR)
+    images[0, :, : resized[0], : resized[1]] = np.array(pixels).transpose(2, 0, 1)
+    (artifact,) = (a for a in read_manifest(bundle).artifacts if a.bucket == bucket)
+    session = onnxruntime.InferenceSession(
+        bundle / artifact.path, providers=["CPUExecutionProvider"]
+    )
+    names = ["num_detections", "boxes", "scores", "labels", "masks"]
+    count, boxes, scores, labels, masks = (
+        torch.from_numpy(output)
+        for output in session.run(
+            names, {"images": images, "image_sizes": np.array([resized], np.int64)}
+        )
+    )
+    found = int(count[0])
+    assert found > 0
+    boxes = resize_boxes(boxes[0, :found], list(resized), [height, width])
+    boxes = clip_boxes_to_image(boxes, (height, width))
+    pasted = paste_masks_in_image(masks[0, :found, None], boxes, (height, width)) > 0.5
+
+    detections = Predictor(bundle).detect(data)
+    np.testing.assert_array_equal(detections.boxes, boxes.numpy())
+    np.testing.assert_array_equal(detections.scores, scores[0, :found].numpy())
+    np.testing.assert_array_equal(detections.labels, labels[0, :found].numpy())
+    assert detections.rles is not None
+    assert [rle.counts for rle in detections.rles] == [
+        coco_mask.encode(np.asfortranarray(mask[0].numpy().astype(np.uint8)))["counts"]
+        for mask in pasted
+    ]
+
+
+def test_nothing_above_the_threshold_is_no_detection(bundle: Path, picture: Encode) -> None:
+    detections = Predictor(bundle).detect(picture(), DetectionOptions(score_threshold=1))
+    assert len(detections) == 0
+    assert detections.boxes.shape == (0, 4)
+    assert detections.rles == ()
+
+
+def test_limit_on_pixels_is_kept(bundle: Path, picture: Encode) -> None:
+    with pytest.raises(ImageError, match="more than the 1000 pixels"):
+        Predictor(bundle).detect(picture(), max_pixels=1000)
+
+
+def test_missing_bundle_and_precision_are_named(bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"no manifest\.json; make one"):
+        Predictor(tmp_path)
+    with pytest.raises(BundleError, match="no fp16 onnx artefact, only fp32 onnx"):
+        Predictor(bundle, "fp16")
+
+
+def test_changed_artefact_is_refused(bundle: Path, tmp_path: Path) -> None:
+    for path in bundle.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    artifact = read_manifest(bundle).artifacts[-1]
+    with (tmp_path / artifact.path).open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(BundleError, match="not the file that was exported"):
+        Predictor(tmp_path)

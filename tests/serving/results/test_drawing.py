@@ -1,0 +1,66 @@
+import numpy as np
+import pytest
+
+from maskrcnn_trt.model.masks import rle_from_mask
+from maskrcnn_trt.serving.detections import Detections
+from maskrcnn_trt.serving.results.drawing import colour_of, draw_detections
+
+
+def one_detection(height: int, width: int, with_mask: bool = True) -> Detections:
+    """A square in the middle, half the picture's size, filled by its mask."""
+    box = np.array([[width // 4, height // 4, width * 3 // 4, height * 3 // 4]], np.float32)
+    mask = np.zeros((height, width), np.bool_)
+    mask[height // 4 : height * 3 // 4, width // 4 : width * 3 // 4] = True
+    return Detections(
+        height=height,
+        width=width,
+        boxes=box,
+        scores=np.array([0.5], np.float32),
+        labels=np.array([2], np.int64),
+        category_ids=np.array([7], np.int64),
+        class_names=("box",),
+        rles=(rle_from_mask(mask),) if with_mask else None,
+    )
+
+
+@pytest.mark.parametrize(("height", "width"), [(480, 640), (8, 8), (2000, 900)])
+def test_mask_and_box_take_the_colour_of_the_class(height: int, width: int) -> None:
+    image = np.full((height, width, 3), 40, np.uint8)
+    drawn = draw_detections(image, one_detection(height, width))
+    assert drawn.shape == image.shape
+    assert drawn.dtype == np.uint8
+    assert (image == 40).all()
+    colour = np.array(colour_of(2))
+    if height > 100:
+        middle = drawn[height // 2, width // 2].astype(int)
+        np.testing.assert_allclose(middle, 40 + 0.45 * (colour - 40), atol=1)
+        np.testing.assert_array_equal(drawn[height // 2, width // 4], colour)
+        np.testing.assert_array_equal(drawn[height - 1, width - 1], [40, 40, 40])
+
+
+def test_boxes_are_drawn_without_masks() -> None:
+    image = np.zeros((100, 100, 3), np.uint8)
+    drawn = draw_detections(image, one_detection(100, 100, with_mask=False))
+    np.testing.assert_array_equal(drawn[75, 50], colour_of(2))
+    assert not drawn[50, 50].any()
+
+
+def test_nothing_found_leaves_the_picture_as_it_is() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (50, 60, 3)).astype(np.uint8)
+    nothing = Detections(
+        height=50,
+        width=60,
+        boxes=np.zeros((0, 4), np.float32),
+        scores=np.zeros(0, np.float32),
+        labels=np.zeros(0, np.int64),
+        category_ids=np.zeros(0, np.int64),
+        class_names=(),
+        rles=(),
+    )
+    np.testing.assert_array_equal(draw_detections(image, nothing), image)
+
+
+def test_colours_of_neighbouring_classes_differ() -> None:
+    colours = np.array([colour_of(label) for label in range(1, 9)])
+    distances = np.abs(colours[:, None] - colours[None]).sum(-1)
+    assert distances[~np.eye(8, dtype=bool)].min() > 60

@@ -1,0 +1,242 @@
+"""Detection on the backend's device, a GPU where there is one, beside the same on the CPU."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.ops import box_iou
+
+from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.manifest import Manifest, read_manifest
+from maskrcnn_trt.serving.backends.torch import TorchBackend
+from maskrcnn_trt.serving.detections import (
+    DEFAULT_OPTIONS,
+    DetectionOptions,
+    Detections,
+    MaskFormat,
+)
+from maskrcnn_trt.serving.offline.bulk import batch_steps, detect_many, outcomes_of
+from maskrcnn_trt.serving.steps.base import Job, Outcome
+from maskrcnn_trt.serving.steps.device_steps import DeviceSteps
+from maskrcnn_trt.serving.steps.host_steps import HostSteps
+from maskrcnn_trt.serving.steps.preprocessing import SourceImage, plan_image
+
+LANDSCAPE, PORTRAIT = (120, 200), (200, 120)
+
+
+@pytest.fixture(scope="module")
+def manifest(torch_bundle: Path) -> Manifest:
+    return read_manifest(torch_bundle)
+
+
+@pytest.fixture(scope="module")
+def backend(torch_bundle: Path, manifest: Manifest) -> Iterator[TorchBackend]:
+    backend = TorchBackend(torch_bundle, manifest, "fp32", max_batch=4)
+    yield backend
+    backend.close()
+
+
+def smooth(seed: int, size: tuple[int, int], codec: str = "JPEG", **options: object) -> bytes:
+    """Blots of colour, which decoders agree upon."""
+    tiles = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), np.uint8)
+    image = Image.fromarray(tiles).resize(size[::-1], Image.Resampling.BICUBIC)
+    file = BytesIO()
+    image.convert(str(options.pop("mode", "RGB"))).save(file, codec, **options)
+    return file.getvalue()
+
+
+def planned(
+    images: Sequence[SourceImage],
+    backend: TorchBackend,
+    manifest: Manifest,
+    options: DetectionOptions,
+) -> list[Job]:
+    plan = partial(plan_image, max_pixels=10**6, apply_orientation=True)
+    return [Job(plan(i, manifest.preprocessing, backend.buckets), options) for i in images]
+
+
+def both_ways(
+    images: Sequence[SourceImage],
+    backend: TorchBackend,
+    manifest: Manifest,
+    options: DetectionOptions = DEFAULT_OPTIONS,
+    **device_options: int,
+) -> Iterator[tuple[Outcome, Outcome]]:
+    """What the device's steps give, and the host's."""
+    sources = planned(images, backend, manifest, options)
+    on_device = DeviceSteps(backend, manifest, threads=2, **device_options)
+    on_host = HostSteps(backend, manifest, threads=2)
+    found = [list(outcomes_of(sources, steps, max_batch=4)) for steps in (on_device, on_host)]
+    assert len(found[0]) == len(images)
+    return zip(*found, strict=True)
+
+
+def assert_same(own: Outcome, other: Outcome) -> None:
+    assert isinstance(own, Detections)
+    assert isinstance(other, Detections)
+    assert len(own) > 0
+    assert (own.height, own.width) == (other.height, other.width)
+    assert own.class_names == other.class_names
+    np.testing.assert_array_equal(own.category_ids, other.category_ids)
+    np.testing.assert_allclose(own.boxes, other.boxes, atol=1e-2)
+    np.testing.assert_allclose(own.scores, other.scores, atol=1e-4)
+
+
+def assert_alike(own: Outcome, other: Outcome) -> None:
+    """Most of one's detections are among the other's.
+
+    Masks are not compared: the model's weights are random, and its probabilities all near one half.
+    """
+    assert isinstance(own, Detections)
+    assert isinstance(other, Detections)
+    assert (own.height, own.width) == (other.height, other.width)
+    assert own.rles is not None
+    overlaps = box_iou(torch.from_numpy(own.boxes), torch.from_numpy(other.boxes))
+    overlaps[torch.from_numpy(own.labels[:, None] != other.labels)] = 0
+    assert (overlaps.amax(dim=1) > 0.9).float().mean() >= 0.8
+    assert {(rle.height, rle.width) for rle in own.rles} == {(own.height, own.width)}
+
+
+def test_pixels_decoded_by_the_host_give_the_same(
+    backend: TorchBackend, manifest: Manifest
+) -> None:
+    images = [smooth(n, size, "PNG") for n, size in enumerate([LANDSCAPE, PORTRAIT, LANDSCAPE])]
+    images.append(smooth(3, LANDSCAPE, mode="CMYK"))
+    for own, other in both_ways(images, backend, manifest):
+        assert_same(own, other)
+        assert isinstance(own, Detections)
+        assert isinstance(other, Detections)
+        assert own.rles == other.rles
+
+
+def test_files_decoded_by_the_device_give_as_good_as_the_same(
+    backend: TorchBackend, manifest: Manifest
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    images = [
+        smooth(0, LANDSCAPE, subsampling=0),
+        smooth(1, (75, 133), mode="L"),
+        smooth(2, LANDSCAPE, subsampling=0, exif=exif),
+        smooth(3, LANDSCAPE, subsampling=0, progressive=True),
+        smooth(4, LANDSCAPE, "WEBP", lossless=True),
+        smooth(5, PORTRAIT, subsampling=0),
+    ]
+    for own, other in both_ways(images, backend, manifest):
+        assert_alike(own, other)
+
+
+def test_masks_with_more_runs_than_expected_are_whole(
+    backend: TorchBackend, manifest: Manifest
+) -> None:
+    for own, other in both_ways([smooth(0, LANDSCAPE, "PNG")], backend, manifest, run_capacity=3):
+        assert isinstance(own, Detections)
+        assert isinstance(other, Detections)
+        assert own.rles == other.rles
+
+
+def test_damaged_files_are_told_apart_within_a_batch(
+    backend: TorchBackend, manifest: Manifest
+) -> None:
+    whole = smooth(0, LANDSCAPE, subsampling=0)
+    cut_off = whole[: len(whole) * 3 // 4]
+    without_tables = whole.replace(b"\xff\xdb", b"\xff\xe9").replace(b"\xff\xc4", b"\xff\xe9")
+    images = [whole, cut_off, without_tables, whole]
+    found = list(both_ways(images, backend, manifest))
+    for own, other in (found[1], found[2]):
+        assert isinstance(own, ImageError)
+        assert str(own) == str(other)
+    assert_alike(*found[0])
+    assert_alike(*found[3])
+
+
+@pytest.mark.parametrize("masks", MaskFormat)
+def test_options_are_kept(backend: TorchBackend, manifest: Manifest, masks: MaskFormat) -> None:
+    options = DetectionOptions(score_threshold=0.25, max_detections=3, mask_format=masks)
+    for own, other in both_ways([smooth(1, LANDSCAPE, "PNG")], backend, manifest, options):
+        assert_same(own, other)
+        assert isinstance(own, Detections)
+        assert isinstance(other, Detections)
+        assert own.rles == other.rles
+        assert (own.mask_probabilities is None) == (masks is not MaskFormat.PROBABILITIES)
+        if own.mask_probabilities is not None and other.mask_probabilities is not None:
+            np.testing.assert_allclose(own.mask_probabilities, other.mask_probabilities, atol=1e-4)
+        assert (own.polygons is None) == (masks is not MaskFormat.POLYGON)
+        if own.polygons is not None and other.polygons is not None:
+            assert any(own.polygons)
+            for outlines, expected in zip(own.polygons, other.polygons, strict=True):
+                for outline, corners in zip(outlines, expected, strict=True):
+                    np.testing.assert_allclose(outline, corners, atol=1e-2)
+
+
+def test_each_image_of_a_batch_has_options_of_its_own(
+    backend: TorchBackend, manifest: Manifest
+) -> None:
+    several = [
+        DetectionOptions(max_detections=n, mask_format=m) for n, m in enumerate(MaskFormat, 1)
+    ]
+    images = [smooth(1, LANDSCAPE, "PNG")] * len(several)
+    jobs = [
+        Job(job.image, options)
+        for job, options in zip(
+            planned(images, backend, manifest, several[0]), several, strict=True
+        )
+    ]
+    steps = DeviceSteps(backend, manifest, threads=2)
+    mixed = list(outcomes_of(jobs, steps, max_batch=4))
+    for job, own in zip(jobs, mixed, strict=True):
+        (other,) = outcomes_of([job], steps, max_batch=4)
+        assert_same(own, other)
+        assert isinstance(own, Detections)
+        assert isinstance(other, Detections)
+        assert len(own) == job.options.max_detections
+        assert own.rles == other.rles
+        assert (own.mask_probabilities is None) == (other.mask_probabilities is None)
+        assert (own.polygons is None) == (other.polygons is None)
+
+
+def test_pixels_need_no_decoding(backend: TorchBackend, manifest: Manifest) -> None:
+    images = [
+        np.frombuffer(np.random.default_rng(0).bytes(h * w * 3), np.uint8).reshape(h, w, 3)
+        for h, w in ((120, 200), (96, 160))  # resized, and of the model's own size
+    ]
+    for own, other in both_ways(images, backend, manifest):
+        assert_same(own, other)
+
+
+def test_the_time_of_each_stage_is_told(backend: TorchBackend, manifest: Manifest) -> None:
+    jobs = planned([smooth(0, LANDSCAPE)] * 3, backend, manifest, DEFAULT_OPTIONS)
+    for outcome in outcomes_of(jobs, DeviceSteps(backend, manifest, threads=1), max_batch=4):
+        assert isinstance(outcome, Detections)
+        timing = outcome.timing
+        assert min(timing.decode_us, timing.infer_us, timing.encode_us) > 0
+        assert timing.batch_size == 3
+
+
+def test_no_detection_is_an_answer(backend: TorchBackend, manifest: Manifest) -> None:
+    options = DetectionOptions(score_threshold=1)
+    for own, _ in both_ways([smooth(0, LANDSCAPE)], backend, manifest, options):
+        assert isinstance(own, Detections)
+        assert len(own) == 0
+        assert own.rles == ()
+
+
+def test_many_batches_in_progress_do_not_mix(backend: TorchBackend, manifest: Manifest) -> None:
+    count = 210 if torch.cuda.is_available() else 42  # where nothing overlaps
+    images = [smooth(n % 7, (LANDSCAPE, PORTRAIT)[n % 3 == 0], subsampling=0) for n in range(count)]
+    assert isinstance(batch_steps(backend, manifest, threads=2), DeviceSteps)
+    alone = [outcome for outcome, _ in both_ways(images[:21], backend, manifest)]
+    for n, own in enumerate(detect_many(images, backend, manifest, max_batch=4)):
+        assert_alike(own, alone[n % 21])
+
+
+def test_work_can_be_left_in_the_middle(backend: TorchBackend, manifest: Manifest) -> None:
+    results = detect_many([smooth(0, LANDSCAPE)] * 100, backend, manifest, max_batch=4)
+    first = next(iter(results))
+    del results
+    assert_alike(next(iter(detect_many([smooth(0, LANDSCAPE)], backend, manifest))), first)
