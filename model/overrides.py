@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from .config import FrozenConfig
+from .strict_yaml import value_from_yaml
 
 
 class OverrideError(ValueError):
@@ -24,9 +25,12 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
         if not equals or not key:
             raise OverrideError(f"override {override!r} is not of the form key.path=value")
         try:
-            result = with_value(result, key, yaml.safe_load(text))
-        except yaml.YAMLError:
-            raise OverrideError(f"the value of override {override!r} is not YAML") from None
+            result = with_value(result, key, value_from_yaml(text))
+        except yaml.YAMLError as error:
+            reason = " ".join(str(error).split())
+            raise OverrideError(
+                f"the value of override {override!r} is not YAML: {reason}"
+            ) from None
     return result
 
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
 from ..model.config_faults import sentence_from_fault
+from ..model.strict_yaml import value_from_yaml
 from .config import ServeFields
 
 
@@ -19,14 +20,14 @@ def settings_from_file(path: Path) -> dict[str, Any]:
         click.UsageError: the file is no YAML, or a key or value of it is not allowed.
     """
     try:
-        values = yaml.load(path.read_text(), _Loader) or {}
+        values = value_from_yaml(path.read_text()) or {}
         text = to_json(values, inf_nan_mode="constants")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise click.UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
-    except (RecursionError, PydanticSerializationError):
+    except PydanticSerializationError:
         raise click.UsageError(
-            f"{path} holds what is no value of a setting, as lists deep within lists; it must be a "
-            "mapping of settings to values, as in port: 8500"
+            f"{path} holds what is no value of a setting, as lists too deep within lists; it must "
+            "be a mapping of settings to values, as in port: 8500"
         ) from None
     if not isinstance(values, dict):
         raise click.UsageError(f"{path} is no mapping of settings to values, as in port: 8500")
@@ -36,28 +37,3 @@ def settings_from_file(path: Path) -> dict[str, Any]:
         fault = sentence_from_fault(error, ServeFields)
         raise click.UsageError(f"{path}: {fault}") from None
     return fields.model_dump(exclude_unset=True)
-
-
-class _Loader(yaml.SafeLoader):
-    """Finds keys that come twice, and names the place of what is not of its type."""
-
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        names = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in names:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value} comes twice", problem_mark=key.start_mark
-                    )
-                names.add(key.value)
-        return node
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError):  # what Python says of numbers, dates, tags
-            kind = node.tag.rpartition(":")[2]
-            raise yaml.MarkedYAMLError(
-                problem=f"no usable {kind}", problem_mark=node.start_mark
-            ) from None

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ..model.overrides import with_overrides
+from ..model.strict_yaml import value_from_yaml
 
 Values = dict[str, Any]
 """Keys and values of a section, as YAML gives them."""
@@ -78,7 +79,7 @@ def _read(source: str, path: Path) -> Values:
             f"'{path}' is neither a file nor a preset{hint}; presets: {', '.join(presets())}"
         )
     try:
-        values = yaml.safe_load(text)
+        values = value_from_yaml(text)
     except yaml.YAMLError as error:
         raise SourceError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if values is None:

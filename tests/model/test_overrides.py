@@ -23,14 +23,16 @@ def test_values_are_set_one_by_one_and_the_rest_is_kept() -> None:
     [
         ("roi.aligned", "'roi.aligned' is not of the form key.path=value"),
         ("=1", "'=1' is not of the form key.path=value"),
-        ("a=[", "the value of override 'a=[' is not YAML"),
+        ("a=[", "the value of override 'a=[' is not YAML: while parsing a flow node"),
+        ("a={b: 1, b: 2}", "the value of override 'a={b: 1, b: 2}' is not YAML: the key b comes"),
+        ("a=2026-13-45", "the value of override 'a=2026-13-45' is not YAML: no usable timestamp"),
         ("num_classes.a=1", "num_classes.a: num_classes is a value, not a section"),
     ],
 )
 def test_what_is_wrong_with_an_override_is_said(override: str, message: str) -> None:
     with pytest.raises(OverrideError) as caught:
         with_overrides({"num_classes": 80}, [override])
-    assert str(caught.value).removeprefix("override ") == message
+    assert str(caught.value).removeprefix("override ").startswith(message)
 
 
 def test_null_is_an_empty_section() -> None:

@@ -108,8 +108,8 @@ def test_every_setting_can_be_set_each_way(tmp_path: Path) -> None:
         ("port: 2026-13-45", "no usable timestamp in"),
         ("port: !!timestamp soon", "no usable timestamp in"),
         ("port: !!bool maybe", "no usable bool in"),
-        ("port: " + 5000 * "[", "holds what is no value of a setting"),
-        ("port: " + 500 * "[" + 500 * "]", "holds what is no value of a setting"),
+        ("port: " + 5000 * "[", "lists too deep within lists"),
+        ("port: " + 500 * "[" + 500 * "]", "lists too deep within lists"),
         ("port: &itself [*itself]", "holds what is no value of a setting"),
     ],
 )
