@@ -27,6 +27,14 @@ Encode = Callable[..., bytes]
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
+@pytest.fixture
+def heeded_interrupts() -> Iterator[None]:
+    """Processes heed SIGINT even if these tests are a shell's background job, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def images_of(results: Path) -> set[int]:
     """The ids of the images that pycocotools finds detections of."""
     coco = pytest.importorskip("pycocotools.coco")
@@ -75,6 +83,7 @@ def _is_reading_pipe(pid: int) -> bool:
     return any("pipe_read" in (thread / "wchan").read_text() for thread in threads)
 
 
+@pytest.mark.usefixtures("heeded_interrupts")
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
