@@ -92,10 +92,10 @@ def encoded_detections(detections: Detections) -> bytes:
         strict=True,
     )
     for index, (corners, label, category_id, class_name, score) in enumerate(rows):
-        message = response.detections.add(
-            label=label, class_name=class_name, category_id=category_id, score=score
-        )
         # Field by field takes half the time of messages that are made first and copied then.
+        message = response.detections.add()
+        message.label, message.class_name = label, class_name
+        message.category_id, message.score = category_id, score
         box = message.box
         box.x_min, box.y_min, box.x_max, box.y_max = corners
         if detections.rles is not None:

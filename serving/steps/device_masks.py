@@ -1,6 +1,6 @@
 """From the model's outputs on a device to boxes and encoded masks of the source images."""
 
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -56,18 +56,21 @@ class Masks(NamedTuple):
     paste: MaskPaste
 
 
-class MaskStrings(NamedTuple):
-    """The `counts` of COCO's encoding of a batch's masks, on a device or on the host."""
+Array = TypeVar("Array", Tensor, NDArray[Any])
 
-    text: Tensor
+
+class MaskStrings(NamedTuple, Generic[Array]):
+    """The `counts` of COCO's encoding of a batch's masks; NumPy's on the host."""
+
+    text: Array
     """[B, D, capacity] uint8, of which anything may follow a string."""
-    lengths: Tensor
+    lengths: Array
     """[B, D] int32, those of the strings, which may be more than there was room for."""
-    num_runs: Tensor
+    num_runs: Array
     """[B, D] int32, those of the masks; where there was no room for them, the rest is of no use."""
 
 
-def strings_of_masks(masks: Masks, run_capacity: int, capacity: int) -> MaskStrings:
+def strings_of_masks(masks: Masks, run_capacity: int, capacity: int) -> MaskStrings[Tensor]:
     """Paste masks into their source images, and encode them.
 
     Args:
@@ -92,18 +95,22 @@ def strings_of_masks(masks: Masks, run_capacity: int, capacity: int) -> MaskStri
 
 
 def chosen_strings(
-    masks: Masks, strings: MaskStrings, run_capacity: int, image: int, rows: NDArray[np.intp]
+    masks: Masks,
+    strings: MaskStrings[NDArray[Any]],
+    run_capacity: int,
+    image: int,
+    rows: NDArray[np.intp],
 ) -> list[bytes]:
     """The strings of some masks of an image; what found no room is pasted again.
 
     Args:
         masks: What was pasted.
-        strings: What it gave, on the host.
+        strings: What it gave.
         run_capacity: Runs of a mask that there was room for.
         image: Place of the image in the batch.
         rows: [N], which of its masks.
     """
-    text, lengths, num_runs = (tensor[image].numpy() for tensor in strings)
+    text, lengths, num_runs = (array[image] for array in strings)
     lengths, num_runs = lengths[rows], num_runs[rows]
     chosen = [
         text[row, :length].tobytes()

@@ -89,10 +89,10 @@ class _Inferred(NamedTuple):
 class _Pasted(NamedTuple):
     inferred: _Inferred
     masks: Masks
-    found: Sequence[Tensor]
-    """On the host: number, boxes, scores and labels of detections; boxes in source pixels."""
-    encoded: Mapping[MaskFormat, Sequence[Tensor]]
-    """On the host: strings and their lengths, probabilities, as they are wanted."""
+    found: Sequence[NDArray[Any]]
+    """Number, boxes, scores and labels of detections; boxes in source pixels."""
+    encoded: Mapping[MaskFormat, Sequence[NDArray[Any]]]
+    """Strings and their lengths, probabilities, as they are wanted."""
     ready: Mark
     """After which what is on the host can be used."""
 
@@ -248,7 +248,7 @@ class DeviceSteps:
 
     def _detections(self, batch: _Pasted, place: int, job: Job) -> Detections:
         image, options = job
-        count, boxes, scores, labels = (tensor[place].numpy() for tensor in batch.found)
+        count, boxes, scores, labels = (array[place] for array in batch.found)
         kept = kept_rows(scores[: int(count)], options)
         rles = probabilities = None
         if options.mask_format is MaskFormat.RLE:
@@ -256,7 +256,7 @@ class DeviceSteps:
             strings = chosen_strings(batch.masks, encoded, self._run_capacity, place, kept)
             rles = [Rle(*image.source_size, string) for string in strings]
         elif options.mask_format is not MaskFormat.NONE:
-            probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][place].numpy()[kept]
+            probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][place][kept]
         return detections_from_rows(
             boxes[kept],
             scores[kept],
@@ -275,10 +275,12 @@ class DeviceSteps:
             host = host.pin_memory()
         return host.to(self._device, non_blocking=True)
 
-    def _fetched(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _fetched(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         """Copies on the host, which are there when the current stream is done."""
         hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=self._on_gpu) for t in tensors]
-        return [h.copy_(t, non_blocking=True) for h, t in zip(hosts, tensors, strict=True)]
+        for host, tensor in zip(hosts, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        return [host.numpy() for host in hosts]
 
 
 def _timing_of(batch: _Pasted, host_s: float) -> Timing:

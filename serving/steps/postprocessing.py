@@ -96,7 +96,7 @@ def detections_from_rows(
             f"the model gives label {unknown[0]}, but the bundle's manifest has "
             f"{len(manifest.categories)} categories; export the bundle again"
         )
-    chosen = [manifest.categories[label - 1] for label in labels]
+    chosen = [manifest.categories[label - 1] for label in labels.tolist()]
     outlined = probabilities if mask_format is MaskFormat.POLYGON else None
     return Detections(
         height=source_size[0],

@@ -50,7 +50,7 @@ def test_strings_are_those_of_the_cpu_path_with_little_room_too(
 ) -> None:
     _, masks = drawn(device)
     on_device = strings_of_masks(masks, *room)
-    on_host = MaskStrings(*(tensor.cpu() for tensor in on_device))
+    on_host = MaskStrings(*(tensor.cpu().numpy() for tensor in on_device))
     lacks_room = (on_host.num_runs > room[0]) | (on_host.lengths > room[1])
     assert lacks_room.any() == (room != (4000, 8000))
     on_host.num_runs[:, lost] = room[0] + 1
