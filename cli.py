@@ -35,9 +35,9 @@ _VERBS = {
     ),
     "export": _Verb("export.commands:export", "Turn a checkpoint into a bundle to serve."),
     "engine": _Verb("export.engine_commands:engine", "Look into TensorRT engines."),
-    "serve": _Verb("serving.commands:serve", "Serve a bundle over gRPC."),
-    "predict": _Verb("serving.detection_commands:predict", "Detect in images without a server."),
-    "client": _Verb("serving.detection_commands:client", "Detect in images by asking a server."),
+    "serve": _Verb("serving.serve_command:serve", "Serve a bundle over gRPC."),
+    "predict": _Verb("serving.predict_command:predict", "Detect in images without a server."),
+    "client": _Verb("serving.client_command:client", "Detect in images by asking a server."),
     "bench": _Verb("benchmarks.commands:bench", "Measure throughput and latency."),
     "kernels": _Verb("plugins.commands:kernels", "Compile the CUDA kernels beforehand."),
 }

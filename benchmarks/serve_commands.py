@@ -153,8 +153,8 @@ def _config_from_words(bundle: Path, words: Sequence[str]) -> "ServeConfig":
     Raises:
         click.UsageError: there is no such option, or a value is not allowed.
     """
-    from ..serving.commands import serve as command
     from ..serving.config import ServeConfig
+    from ..serving.serve_command import serve as command
     from ..serving.serve_options import config_from_options
 
     with command.make_context("maskrcnn serve", [str(bundle), *words]) as context:

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from maskrcnn_trt.serving.commands import serve
+from maskrcnn_trt.serving.serve_command import serve
 
 ROOT = Path(__file__).parents[1]
 LINES = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text()).splitlines()

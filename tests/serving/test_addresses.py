@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from maskrcnn_trt.benchmarks.serve_commands import serve
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
-from maskrcnn_trt.serving.detection_commands import client
+from maskrcnn_trt.serving.client_command import client
 
 WRONG = [
     "localhost",

@@ -14,9 +14,9 @@ import yaml
 from click.testing import CliRunner
 
 import maskrcnn_trt.serving
-from maskrcnn_trt.serving.commands import serve
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.doctor import most_request_bytes
+from maskrcnn_trt.serving.serve_command import serve
 from maskrcnn_trt.serving.serve_options import config_from_options, config_options
 from maskrcnn_trt.serving.transport.health import LIVENESS
 

@@ -8,7 +8,8 @@ from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskrcnn_trt.serving.detection_commands import client, predict
+from maskrcnn_trt.serving.client_command import client
+from maskrcnn_trt.serving.predict_command import predict
 
 Encode = Callable[..., bytes]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from maskrcnn_trt.serving.commands import serve
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.doctor import Finding, Section, diagnose
 from maskrcnn_trt.serving.host import available_memory
+from maskrcnn_trt.serving.serve_command import serve
 
 DEFAULTS = dict.fromkeys(ServeConfig.model_fields, "the default")
 

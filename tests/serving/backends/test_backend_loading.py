@@ -19,9 +19,9 @@ from maskrcnn_trt.model.manifest import (
 )
 from maskrcnn_trt.serving.backends.loading import load_backend, served_precision
 from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend
-from maskrcnn_trt.serving.commands import serve
-from maskrcnn_trt.serving.detection_commands import predict
 from maskrcnn_trt.serving.errors import BackendError
+from maskrcnn_trt.serving.predict_command import predict
+from maskrcnn_trt.serving.serve_command import serve
 
 
 @pytest.fixture

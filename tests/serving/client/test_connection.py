@@ -13,7 +13,7 @@ from stub_server import IMAGE, Detector, both_ways, serving
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
-from maskrcnn_trt.serving.detection_commands import client
+from maskrcnn_trt.serving.client_command import client
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.errors import (
     DeadlineError,

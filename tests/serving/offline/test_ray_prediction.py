@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 from click.testing import CliRunner
 
-from maskrcnn_trt.serving.detection_commands import predict
+from maskrcnn_trt.serving.predict_command import predict
 
 Encode = Callable[..., bytes]
 

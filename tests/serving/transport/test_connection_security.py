@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from stub_server import IMAGE, Detector, both_ways, serving
 
 from maskrcnn_trt.serving.client.connection import Credentials
-from maskrcnn_trt.serving.detection_commands import client
+from maskrcnn_trt.serving.client_command import client
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.errors import AccessError, UnreachableError
 

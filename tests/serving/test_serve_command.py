@@ -2,7 +2,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from maskrcnn_trt.serving.commands import serve
+from maskrcnn_trt.serving.serve_command import serve
 
 
 def test_settings_out_of_range_are_named(bundle: Path) -> None:
