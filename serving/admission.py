@@ -59,7 +59,7 @@ class Places:
         self._admit()
 
     def check(self, peer: str, number: int = 1) -> None:
-        """Refuse what `hold` would refuse now.
+        """Refuse what `take` would refuse now.
 
         Raises:
             QueueFullError: the connection may not hold so many.
@@ -73,7 +73,15 @@ class Places:
 
     @contextmanager
     def hold(self, peer: str, number: int = 1) -> Iterator[None]:
-        """Hold places within the context.
+        """Hold places within the context; raises as `take` does."""
+        self.take(peer, number)
+        try:
+            yield
+        finally:
+            self.give_back(peer, number)
+
+    def take(self, peer: str, number: int = 1) -> None:
+        """Hold places until they are given back.
 
         Args:
             peer: The connection that holds them.
@@ -83,14 +91,15 @@ class Places:
             QueueFullError: the connection may not hold so many.
         """
         self.check(peer, number)
-        self._take(peer, number)
-        try:
-            yield
-        finally:
-            self._give_back(peer, number)
+        self._count(peer, number)
+
+    def give_back(self, peer: str, number: int = 1) -> None:
+        """Hold so many no longer."""
+        self._count(peer, -number)
+        self._admit()
 
     async def wait(self, peer: str, number: int = 1) -> ExitStack:
-        """Hold places as soon as `hold` would give them, in turn with others that wait.
+        """Hold places as soon as `take` would give them, in turn with others that wait.
 
         Args:
             peer: The connection that holds them.
@@ -103,13 +112,13 @@ class Places:
             QueueFullError: as many wait as there are places at most.
         """
         if not self._waiting and self._fit(peer, number):
-            self._take(peer, number)
+            self._count(peer, number)
         elif len(self._waiting) >= self._number:
             raise QueueFullError("as many requests wait for a place as may; try again later")
         else:
             await self._admission_of(_Waiting(peer, number, asyncio.Event()))
         held = ExitStack()
-        held.callback(self._give_back, peer, number)
+        held.callback(self.give_back, peer, number)
         return held
 
     async def _admission_of(self, waiting: "_Waiting") -> None:
@@ -118,7 +127,7 @@ class Places:
             await waiting.is_admitted.wait()
         except asyncio.CancelledError:
             if waiting.is_admitted.is_set():
-                self._give_back(waiting.peer, waiting.number)
+                self.give_back(waiting.peer, waiting.number)
             else:
                 self._waiting.remove(waiting)
                 self._admit()  # those behind it may fit
@@ -128,20 +137,15 @@ class Places:
         """Give places to those that wait, of which none goes before the first."""
         while self._waiting and self._fit(self._waiting[0].peer, self._waiting[0].number):
             first = self._waiting.popleft()
-            self._take(first.peer, first.number)
+            self._count(first.peer, first.number)
             first.is_admitted.set()
 
     def _fit(self, peer: str, number: int) -> bool:
         held, left = self._held.get(peer, 0), self.number - self._in_use - number
         return left >= 0 and (not held or held + number - 1 <= _MOST_FOR_ONE_FREE * left)
 
-    def _take(self, peer: str, number: int) -> None:
-        self._held[peer] = self._held.get(peer, 0) + number
+    def _count(self, peer: str, number: int) -> None:
         self._in_use += number
-
-    def _give_back(self, peer: str, number: int) -> None:
-        self._in_use -= number
-        self._held[peer] -= number
+        self._held[peer] = self._held.get(peer, 0) + number
         if not self._held[peer]:
             del self._held[peer]
-        self._admit()

@@ -32,6 +32,8 @@ from ..model.images import ImageError
 _MESSAGE_BYTES = 2048
 """Of a status' message as it is sent. Clients take some 8 KiB of metadata, and what has more they
 take for a fault of the connection."""
+_MOST_BYTES_A_CHARACTER = 12
+"""Of those: four, each escaped."""
 _ELLIPSIS = "..."
 
 
@@ -133,6 +135,8 @@ def image_error_from_os_error(error: OSError) -> ImageError:
 
 def shortened(message: str) -> str:
     """The message of a status, cut where it is longer than clients take, as what quotes them is."""
+    if _MOST_BYTES_A_CHARACTER * len(message) <= _MESSAGE_BYTES:
+        return message
     sizes = map(_sent_bytes, message[: _MESSAGE_BYTES + 1])
     fitting = bisect_right(list(accumulate(sizes)), _MESSAGE_BYTES)
     if fitting == len(message):

@@ -1,7 +1,6 @@
 """How calls come in: who may make them, how many at once, how slowly, and whether they parse."""
 
 import asyncio
-import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -104,9 +103,12 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
 
     def _hold_place(self, peer: str, context: _Context) -> None:
         """Hold a place until the call's answer is taken, or the client is gone."""
-        held = contextlib.ExitStack()
-        held.enter_context(self._places.hold(peer))
-        context.add_done_callback(lambda _: held.close())  # type: ignore[arg-type]  # by stubs
+        self._places.take(peer)
+
+        def give_back(_: object) -> None:
+            self._places.give_back(peer)
+
+        context.add_done_callback(give_back)  # type: ignore[arg-type]  # by stubs
 
     def _count_open_call(self, peer: str, context: _Context) -> None:
         """Refuse a call that anyone may make where its connection has many of them open."""
