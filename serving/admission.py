@@ -30,17 +30,25 @@ class Places:
     would have to wait for long is refused at once.
     """
 
-    def __init__(self, number: int, max_wait_s: float = math.inf, least: int = 1) -> None:
+    def __init__(
+        self,
+        number: int,
+        max_wait_s: float = math.inf,
+        least: int = 1,
+        what: str = "images in progress",
+    ) -> None:
         """Have places.
 
         Args:
             number: Places at most, and for what comes when all are free.
             max_wait_s: Time in which as many images are computed as there are places.
             least: Places that there are at any pace, if `number` is not smaller.
+            what: What they are places for, in the words of refusals.
         """
         self._number = number
         self._max_wait_s = max_wait_s
         self._least = least
+        self._what = what
         self._pace_s = 0.0
         self._in_use = 0
         self._held: dict[str, int] = {}
@@ -67,7 +75,7 @@ class Places:
         if not self._fit(peer, number):
             held, free = self._held.get(peer, 0), max(0, self.number - self._in_use)
             raise QueueFullError(
-                f"the request takes {number} of the places for images in progress, of which "
+                f"the request takes {number} of the places for {self._what}, of which "
                 f"{free} are free and its connection holds {held}; try again later"
             )
 

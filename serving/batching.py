@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 _FAILURES = 3
 """Batches that fail one after the other before an engine counts as broken."""
-_LONGEST_START_S = 600.0
+LONGEST_START_S = 600.0
 """For an engine to start again, before it counts as hung."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
@@ -247,7 +247,7 @@ class Batcher(Generic[Item, Result]):
             try:
                 engine = self._workers[number].engine.successor()
                 self._workers[number] = worker = _Worker(engine, is_up=False)
-                async with asyncio.timeout(_LONGEST_START_S):
+                async with asyncio.timeout(LONGEST_START_S):
                     await loop.run_in_executor(self._threads, self._prepare, engine)
             except Exception:
                 _log.exception("the engine does not start; next try in %g s", pause_s)

@@ -13,7 +13,7 @@ from .config import DAY_S, MAX_RETRIES, ReportFormat
 from .report_options import REPORT_OPTIONS, SOURCE, files_and_folder, options_of
 
 if TYPE_CHECKING:
-    from .client.connection import Credentials
+    from .client import Credentials
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SECONDS = FiniteRange(min=0, min_open=True, max=DAY_S)
@@ -113,7 +113,7 @@ def _credentials(
     token_file: Path | None,
 ) -> "Credentials | None":
     """What the options say to show the server; None without TLS."""
-    from .client.connection import Credentials
+    from .client import Credentials
 
     files = (root_certificate, certificate, key)
     if not (tls or token_file or any(files)):
@@ -127,7 +127,7 @@ def _credentials(
 
 def _token_in(path: Path) -> str:
     from .errors import ServingError
-    from .transport.access import tokens_in
+    from .tokens import tokens_in
 
     try:
         tokens = tokens_in(path)

@@ -109,6 +109,11 @@ class ServeFields(FrozenConfig):
 class ServeConfig(ServeFields):
     """How a bundle is served: settings that go together."""
 
+    @property
+    def images_per_request(self) -> int:
+        """Images that a request may hold, each of which takes a place."""
+        return min(self.max_batch, self.queue_size)
+
     @model_validator(mode="after")
     def _check_preferred_batch(self) -> "ServeConfig":
         for size in self.preferred_batch:

@@ -160,7 +160,8 @@ def _limit_findings(config: ServeConfig) -> list[Finding]:
 def _port_finding(name: str, host: str, port: int) -> Finding:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=family).close()
+        both = host == "::" and socket.has_dualstack_ipv6()  # as gRPC listens then
+        socket.create_server((host, port), family=family, dualstack_ipv6=both).close()
     except OSError as error:
         remedy = "choose an address of this machine and a free port"
         return Finding(

@@ -43,7 +43,7 @@ def machine_memory() -> dict[str, int]:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: what is free, or what its limits leave."""
+    """Bytes that this process may still take: what is free, within its limits."""
     free = machine_memory()["MemAvailable"]
     of_cgroups = [_number_in(_CGROUPS / name) for name in _MEMORY_LIMITS]
     of_process, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from ..model.manifest import read_manifest
 from .admission import Places
+from .batching import LONGEST_START_S
 from .config import ServeConfig
 from .detections import Answer, DetectionOptions, Detections, Timing, Value
 from .engines.host_work import answer_from_result, is_quick, item_from_image
-from .errors import ExpiredError, QueueFullError
+from .errors import BackendError, ExpiredError, QueueFullError
 from .image_threads import ImageThreads, timed
 from .models import ServedModel
 from .monitoring.telemetry import Telemetry
@@ -84,11 +85,12 @@ class Pipeline:
 
         Raises:
             BundleError: the bundle is missing, damaged or lacks a precision.
-            BackendError: a backend does not run, or not beside the old one.
+            BackendError: a backend does not run, not beside the old one, or is not ready in ten
+                minutes.
         """
         async with self._changing:
             try:
-                model = await self._loaded()
+                model = await self._loaded_in_time()
             except Exception as error:
                 _log.error(
                     "the bundle is not reloaded, and the old one %s: %s",
@@ -113,16 +115,28 @@ class Pipeline:
             await self._released()
             _log.info("the model is unloaded: %s", self.model.manifest.model_name)
 
+    async def _loaded_in_time(self) -> ServedModel:
+        """The model that the bundle now has, or an error where a disk or a driver hangs."""
+        with self.telemetry.metrics.reloading():
+            try:
+                async with asyncio.timeout(LONGEST_START_S) as limit:
+                    return await self._loaded()
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise BackendError(
+                    f"the model is not ready after {LONGEST_START_S:g} s, and is given up"
+                ) from None
+
     async def _loaded(self) -> ServedModel:
         """The model that the bundle now has, warm."""
-        with self.telemetry.metrics.reloading():
-            model = await asyncio.to_thread(ServedModel, self._bundle, self._config)
-            try:
-                await model.load()
-                await model.warm_up()
-            except BaseException:
-                await asyncio.to_thread(model.close)
-                raise
+        model = await asyncio.to_thread(ServedModel, self._bundle, self._config)
+        try:
+            await model.load()
+            await model.warm_up()
+        except BaseException:
+            await asyncio.to_thread(model.close)
+            raise
         return model
 
     def _released(self) -> asyncio.Future[None]:

@@ -17,6 +17,7 @@ from ..protos.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceS
 from ..protos.maskrcnn.v1 import detector_pb2
 from ..protos.maskrcnn.v1.detector_pb2_grpc import add_DetectorServicer_to_server
 from .config import ServeConfig, address_of
+from .detector_service import DetectorService
 from .errors import ServingError
 from .garbage_collection import pass_over_present_objects
 from .monitoring.loop_lag import LoopLag
@@ -25,7 +26,6 @@ from .monitoring.telemetry import Telemetry
 from .monitoring.tracing import load_tracer
 from .open_inference.service import InferenceService
 from .pipeline import Pipeline
-from .service import DetectorService
 from .transport.access import AccessPolicy
 from .transport.certificates import server_credentials
 from .transport.health import HealthService

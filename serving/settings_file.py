@@ -20,7 +20,8 @@ def settings_from_file(path: Path) -> dict[str, Any]:
         click.UsageError: the file is no YAML, or a key or value of it is not allowed.
     """
     try:
-        values = value_from_yaml(path.read_text()) or {}
+        values = value_from_yaml(path.read_text())
+        values = {} if values is None else values
         text = to_json(values, inf_nan_mode="constants")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise click.UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None

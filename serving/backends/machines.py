@@ -17,7 +17,7 @@ def probe_machine(kind: EngineKind) -> Machine:
     runtime = RUNTIMES[kind]
     trt = _module(runtime.module, runtime)
     cuda = _module("pycuda.driver", runtime)
-    from .device import compute_capability, current_gpu, free_memory
+    from .pycuda_device import compute_capability, current_gpu, free_memory
 
     try:
         with current_gpu():

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from ...model.manifest import EngineKind, Manifest, Precision, verified_path
 from ...model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from .base import Outputs, black_batch, check_outputs
-from .device import BatchRunner, DeviceMemory, current_gpu, free_memory, synchronize
 from .plan_checks import check_memory
 from .plans import Plan, PlanRuntime
+from .pycuda_device import BatchRunner, DeviceMemory, current_gpu, free_memory, synchronize
 from .runtime_cache import RuntimeCache, cache_path
 
 _DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)

@@ -1,6 +1,7 @@
 """Clients of the server."""
 
 from .async_detector_client import AsyncDetectorClient
+from .connection import Credentials
 from .detector_client import DetectorClient
 
-__all__ = ["AsyncDetectorClient", "DetectorClient"]
+__all__ = ["AsyncDetectorClient", "Credentials", "DetectorClient"]

@@ -22,7 +22,7 @@ from ..errors import (
     UnauthenticatedError,
     UnloadedError,
 )
-from ..open_inference.statistics import Statistics
+from .statistics import Statistics
 
 _SECONDS: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),

@@ -24,12 +24,12 @@ from ..config import address_of
 from ..errors import ServingError
 from ..models import ServedModel
 from ..open_inference.responses import MODEL_VERSION
-from ..open_inference.statistics import Statistics
 from ..pipeline import Pipeline
 from .cpu_metrics import CpuCollector
 from .gpu_metrics import GpuCollector
 from .loop_lag import LoopLag
 from .metrics import TRITON_REASONS
+from .statistics import Statistics
 
 _log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..detections import Timing
-from ..errors import status_from_error
 from ..models import ServedModel
+from ..statuses import status_from_error
 from .logs import name_request
 from .metrics import Metrics
 from .tracing import Tracer

@@ -35,9 +35,9 @@ def quoted_address(source: str) -> str:
 def stored_images(sources: Sequence[str]) -> StoredImages:
     """The images among files and folders, each once.
 
-    Folders are gone through to the bottom, unlike those of `reports.image_files`: where images are
-    many, they lie in folders by date or number, a bucket has no other folders than the beginnings
-    of names, and results go by the whole path, so that no two collide.
+    Folders are gone through to the bottom, unlike those of `results.reports.image_files`: where
+    images are many, they lie in folders by date or number, a bucket has no other folders than the
+    beginnings of names, and results go by the whole path, so that no two collide.
 
     Args:
         sources: Absolute paths, or addresses as `s3://bucket/folder`. Files are taken whatever

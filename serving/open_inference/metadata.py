@@ -64,7 +64,7 @@ def model_config(name: str, model: ServedModel, config: ServeConfig) -> pb.Model
             version_policy=pb.ModelVersionPolicy(
                 latest=pb.ModelVersionPolicy.Latest(num_versions=1)
             ),
-            max_batch_size=config.max_batch,
+            max_batch_size=config.images_per_request,
             input=[pb.ModelInput(name=INPUT_NAME, data_type=pb.TYPE_STRING, dims=[1])],
             output=[
                 pb.ModelOutput(name=s.name, data_type=_DATA_TYPES[s.datatype], dims=s.dims)

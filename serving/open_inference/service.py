@@ -19,8 +19,8 @@ from ..errors import (
     StoppingError,
 )
 from ..pipeline import Pipeline
-from ..service import refusal_from_error, refusing
 from ..transport.health import HealthService
+from ..transport.refusals import refusal_from_error, refusing
 from ..transport.streams import Place, Streams
 from .inference import infer
 from .metadata import model_config, model_metadata, server_metadata
@@ -60,7 +60,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         self._pipeline = pipeline
         self._config = config
         self._health = health
-        self._max_batch = min(config.max_batch, config.queue_size)
+        self._max_batch = config.images_per_request
         self._streams = Streams[pb.ModelInferRequest](pipeline, self._places_of)
         self._changes: set[asyncio.Task[None]] = set()
 

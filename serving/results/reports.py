@@ -142,7 +142,7 @@ class _Report:
             try:
                 picture = _drawn(path, outcome)
             except (OSError, ImageError) as error:  # it was replaced or went in the meantime
-                return _sentence_from_failure(error)
+                return f"its picture is not drawn: {_sentence_from_failure(error)}"
             _write(self._folder / f"{path.stem}.png", picture)
         return ""
 
@@ -159,7 +159,8 @@ class _Report:
 def _ended_by_signals() -> Iterator[Callable[[], None]]:
     """Let SIGTERM and SIGHUP end what is within as Ctrl+C does, with a status of their own.
 
-    Those that are ignored, as under `nohup`, or handled already stay so.
+    Those that are ignored, as under `nohup`, or handled already stay so. Once one has ended it,
+    both are ignored as long as the process lasts.
 
     Yields:
         A function after which they are ignored.
@@ -174,7 +175,11 @@ def _ended_by_signals() -> Iterator[Callable[[], None]]:
         for number in numbers:
             signal.signal(number, handler)
 
+    is_ending = False
+
     def end(number: int, _: object) -> NoReturn:
+        nonlocal is_ending
+        is_ending = True
         handle_with(signal.SIG_IGN)  # `timeout` and shells send theirs twice
         sys.exit(128 + number)
 
@@ -182,7 +187,8 @@ def _ended_by_signals() -> Iterator[Callable[[], None]]:
     try:
         yield partial(handle_with, signal.SIG_IGN)
     finally:
-        handle_with(signal.SIG_DFL)
+        if not is_ending:
+            handle_with(signal.SIG_DFL)
 
 
 def _write(path: Path, data: bytes) -> None:

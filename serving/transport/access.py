@@ -4,13 +4,13 @@ import hashlib
 import hmac
 import ipaddress
 import logging
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote
 
 from ..config import ServeConfig
-from ..errors import ForbiddenError, ServingError, UnauthenticatedError
+from ..errors import ForbiddenError, UnauthenticatedError
+from ..tokens import tokens_in
 from .renewal import Renewed
 
 _log = logging.getLogger(__name__)
@@ -26,8 +26,6 @@ _HEALTH_METHODS = tuple(
     f"{_INFERENCE}{name}" for name in ("ServerLive", "ServerReady", "ModelReady")
 )
 _OPEN_PREFIXES = ("/grpc.health.v1.Health/", "/grpc.reflection.", *_HEALTH_METHODS)
-
-_TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")  # RFC 6750, section 2.1
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -102,31 +100,6 @@ class AccessPolicy:
             )
         else:
             raise _unauthenticated()
-
-
-def tokens_in(path: Path) -> list[str]:
-    """The tokens of a file that has one a line, beside comments and empty lines.
-
-    Raises:
-        ServingError: the file cannot be read, holds something else, or no token.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ServingError(f"the tokens in {path} cannot be read: {error}") from None
-    tokens = []
-    for number, line in enumerate(lines, start=1):
-        if not (token := line.partition("#")[0].strip()):
-            continue
-        if not _TOKEN.fullmatch(token):  # which is not shown, as it may be a mistyped one
-            raise ServingError(
-                f"line {number} of {path} is no token; one has letters, digits and -._~+/, and "
-                "stands on a line of its own"
-            )
-        tokens.append(token)
-    if not tokens:
-        raise ServingError(f"{path} holds no token; write one a line, or name no such file")
-    return tokens
 
 
 _Tokens = Renewed[tuple[bytes, ...]]

@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from ..errors import shortened
+from ..statuses import shortened
 
 LIVENESS = "liveness"
 """Name of a service that is SERVING as long as the process answers, whatever becomes of models."""

@@ -25,7 +25,7 @@ _LEAST_UNSEEN = 256
 those that come, and all at twice as many. With fewer it would end some of a burst."""
 _CLIENT_PING_MS = 10_000
 """For a client to ping no more often than while it is sent nothing, be calls open or not; one that
-does is sent away. Ours asks every `connection.KEEPALIVE_S` while a call is open."""
+does is sent away. Ours asks every `client.connection.KEEPALIVE_S` while a call is open."""
 _OTHER_FILES = 256
 """That the process has open, beside connections."""
 

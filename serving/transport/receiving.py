@@ -14,9 +14,9 @@ from ..admission import Places
 from ..config import ServeConfig
 from ..errors import InvalidRequestError, QueueFullError, ServingError
 from ..pipeline import Pipeline
-from ..service import refusal_from_error
 from .access import AccessPolicy, is_open
 from .arrivals import MESSAGES_PER_PLACE, Arrivals
+from .refusals import refusal_from_error
 from .wire_format import check_message
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -30,6 +30,9 @@ _DETECTING = frozenset(
 _CALLS_PER_PLACE = 16
 """Calls that may be open for each request in progress. More requests than are computed are refused
 for that; what this bounds is answers that clients do not take."""
+_OPEN_SHARE = 4
+"""Images in progress for each message of an open call that may be on its way; so many fewer may be
+of those who may detect."""
 _OPEN_CALLS_OF_ONE = 8
 """Calls for health and reflection, which need no token, that a connection may have open."""
 _LAST_MESSAGES_S = 2.0
@@ -53,10 +56,11 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         self._pipeline = pipeline
         self._metrics = pipeline.telemetry.metrics
         self._timeout_s = config.receive_timeout_s
-        self._arrivals = Arrivals(MESSAGES_PER_PLACE * config.queue_size)
-        self._open_arrivals = Arrivals(MESSAGES_PER_PLACE * config.queue_size)
+        open_messages = max(1, config.queue_size // _OPEN_SHARE)
+        self._arrivals = Arrivals(MESSAGES_PER_PLACE * config.queue_size - open_messages)
+        self._open_arrivals = Arrivals(open_messages)
         """Of calls that anyone may make, which so end no stream of those who may detect."""
-        self._places = Places(_CALLS_PER_PLACE * config.queue_size)
+        self._places = Places(_CALLS_PER_PLACE * config.queue_size, what="open calls")
         self._open_calls = Counter[str]()
         """By connection."""
 

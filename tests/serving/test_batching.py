@@ -176,7 +176,7 @@ def test_buckets_do_not_starve_each_other(
 def test_an_engine_that_hangs_when_it_is_started_again_is_tried_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batching, "_LONGEST_START_S", 5.0)
+    monkeypatch.setattr(batching, "LONGEST_START_S", 5.0)
     starts = tmp_path / "starts"
     (engine,) = loaded(deeds.ObedientEngine(partial(deeds.hang_at_second, starts)))
 

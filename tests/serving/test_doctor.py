@@ -123,6 +123,14 @@ def test_port_that_is_taken(bundle: Path, taken_port: int) -> None:
         assert "Trial" not in found
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no socket here takes both families")
+def test_port_that_is_taken_of_the_other_family(bundle: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as listening:
+        port = listening.getsockname()[1]
+        found = examine(bundle, host="::", port=port)
+    assert any(str(port) in fault for fault in faults_in(found))
+
+
 def test_precision_that_the_bundle_lacks(bundle: Path) -> None:
     found = examine(bundle, precision=["fp32", "fp16"])
     assert not faults_in({"fp32": found["Backends in fp32"]})

@@ -93,6 +93,8 @@ def test_every_setting_can_be_set_each_way(tmp_path: Path) -> None:
         ("precision: fp16", "precision is 'fp16'; allowed: list of fp32"),
         ("hang_timeout_s: .inf", "hang_timeout_s is inf; allowed: number, > 0, <= 86400"),
         ("- 1", "is no mapping of settings to values"),
+        ("[]", "is no mapping of settings to values"),
+        ("false", "is no mapping of settings to values"),
         ("a: [", "is no YAML"),
         ("1: 2", "unknown key 1; allowed here: host, port"),
         ("null: 2", "unknown key None"),

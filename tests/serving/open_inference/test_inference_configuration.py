@@ -40,7 +40,7 @@ def test_configuration_tells_how_requests_wait_and_what_computes(bundle: Path) -
         assert policy.timeout_action == ModelQueuePolicy.REJECT
         assert policy.default_timeout_microseconds == 2_500_000
         assert policy.allow_timeout_override
-        assert policy.max_queue_size == 7
+        assert policy.max_queue_size == config.max_batch_size == 7
         (group,) = config.instance_group
         assert (group.kind, group.count, list(group.gpus)) == (ModelInstanceGroup.KIND_CPU, 2, [])
         assert config.version_policy.latest.num_versions == 1

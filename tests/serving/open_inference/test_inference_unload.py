@@ -33,6 +33,7 @@ from unloadable_server import (
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+from maskrcnn_trt.serving import pipeline
 
 Encode = Callable[..., bytes]
 
@@ -186,6 +187,26 @@ def test_a_load_that_fails_leaves_the_model_unloaded(
     asyncio.run(ask())
     assert f"the model is unloaded: {MODEL}" in caplog.text
     assert f"the bundle is reloaded: {MODEL}" in caplog.text
+
+
+def test_a_load_that_hangs_is_given_up(
+    served: Any, gate: Gate, picture: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> None:
+        async with served() as server:
+            gate.close()
+            with monkeypatch.context() as patched:
+                patched.setattr(pipeline, "LONGEST_START_S", 1.0)
+                with pytest.raises(InferenceServerException, match="not ready after 1 s") as caught:
+                    await server.triton.load_model(MODEL)
+            assert "FAILED_PRECONDITION" in caught.value.status()
+            gate.open()
+            await assert_serving(server, picture())
+            assert len(worker_pids(os.getpid())) == 1
+            await server.triton.load_model(MODEL)
+            await assert_serving(server, picture())
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("order", ["load, unload", "unload, load"])

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,9 @@ def test_ended_run_leaves_the_results_so_far(
     words = ["client", address, *paths, fifo, "-o", output, "--concurrency", 1]
     with stuck_run(fifo, *words) as (process, _):
         process.send_signal(number)
-        if number != signal.SIGINT:
-            process.send_signal(number)  # as `timeout` does
+        while number != signal.SIGINT and process.poll() is None:
+            process.send_signal(number)  # `timeout` does it twice
+            time.sleep(0.001)
         said, complaint = process.communicate(timeout=60)
     assert process.returncode == status
     assert "detections in 3 images, see" in said
@@ -255,7 +257,8 @@ def test_picture_that_goes_while_it_is_looked_at_fails_alone(
     output = tmp_path / "found"
     with DetectorClient(address) as client, pytest.raises(Exception, match="1 of 3 images failed"):
         write_report(paths, outcomes(client), output)
-    assert "1.jpg: the file cannot be read (No such file" in capsys.readouterr().err
+    expected = "1.jpg: its picture is not drawn: the file cannot be read (No such file"
+    assert expected in capsys.readouterr().err
     assert {record["image_id"] for record in json.loads((output / "detections.json").read_text())}
     assert (output / "2.png").exists()
 

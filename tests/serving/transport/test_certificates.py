@@ -15,8 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from maskrcnn_trt.serving.client import AsyncDetectorClient
-from maskrcnn_trt.serving.client.connection import Credentials
+from maskrcnn_trt.serving.client import AsyncDetectorClient, Credentials
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import AccessError, ServingError, UnreachableError
 from maskrcnn_trt.serving.server import detection_server

@@ -10,7 +10,7 @@ import trustme
 from click.testing import CliRunner
 from stub_server import IMAGE, Detector, both_ways, serving
 
-from maskrcnn_trt.serving.client.connection import Credentials
+from maskrcnn_trt.serving.client import Credentials
 from maskrcnn_trt.serving.client_command import client
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.errors import AccessError, UnreachableError

@@ -1,5 +1,5 @@
 from maskrcnn_trt.serving.detections import Timing
-from maskrcnn_trt.serving.open_inference.statistics import Statistics
+from maskrcnn_trt.serving.monitoring.statistics import Statistics
 
 
 def timing(batch_size: int, **durations: int) -> Timing:

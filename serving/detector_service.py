@@ -1,16 +1,13 @@
 """The gRPC service: requests in, answers out."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
 
 import grpc
 
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from ..protos.maskrcnn.v1 import detector_pb2_grpc as pb_grpc
 from .config import ServeConfig
-from .errors import shortened, status_from_error
 from .messages import (
     encoded_detections,
     model_response,
@@ -19,15 +16,12 @@ from .messages import (
     terms_from_request,
 )
 from .pipeline import Pipeline
+from .transport.refusals import refusal_from_error, refusing
 from .transport.streams import Place, Streams
-
-_log = logging.getLogger(__name__)
 
 _DetectContext = grpc.aio.ServicerContext[pb.DetectRequest, pb.DetectResponse]
 _StreamContext = grpc.aio.ServicerContext[pb.DetectRequest, pb.DetectStreamResponse]
 _ModelContext = grpc.aio.ServicerContext[pb.GetModelRequest, pb.GetModelResponse]
-
-T = TypeVar("T")
 
 
 class DetectorService(pb_grpc.DetectorServicer):
@@ -111,39 +105,3 @@ async def _stream_response(
         refusal = pb.Error(code=status.value[0], message=message)
         return pb.DetectStreamResponse(id=request_id, error=refusal)
     return pb.DetectStreamResponse(id=request_id, response=response)
-
-
-async def refusing(answer: Awaitable[T], context: grpc.aio.ServicerContext[Any, Any]) -> T:
-    """The answer to a call, which ends with a status if there is none."""
-    try:
-        return await answer
-    except Exception as error:
-        await context.abort(*refusal_from_error(error))
-
-
-def refusal_from_error(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """How a request is refused that raised; what is the server's own fault is logged.
-
-    The error is of no use after: where it was raised, nothing is held any more.
-    """
-    status, message = status_from_error(error), str(error)
-    if status is grpc.StatusCode.INTERNAL:
-        _log.error("a request failed", exc_info=error)
-        message = "the server failed on this request; its log says why"
-    _release_frames(error)
-    return status, shortened(message)
-
-
-def _release_frames(error: Exception) -> None:
-    """Let an error hold no image, since gRPC keeps it in a cycle until the next collection."""
-    pending: list[BaseException | None] = [error]
-    released: set[int] = set()
-    while pending:
-        raised = pending.pop()
-        if raised is None or id(raised) in released:
-            continue
-        released.add(id(raised))
-        raised.__traceback__ = None
-        pending += raised.__cause__, raised.__context__
-        if isinstance(raised, BaseExceptionGroup):
-            pending += raised.exceptions

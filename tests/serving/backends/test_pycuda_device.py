@@ -16,7 +16,7 @@ from maskrcnn_trt.serving.backends.base import TensorSpec
 cuda = pytest.importorskip("pycuda.driver", exc_type=ImportError)
 driver = pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
 
-from maskrcnn_trt.serving.backends.device import (  # noqa: E402
+from maskrcnn_trt.serving.backends.pycuda_device import (  # noqa: E402
     BatchRunner,
     DeviceMemory,
     compute_capability,
