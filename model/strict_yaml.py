@@ -36,7 +36,8 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError):  # what Python says of numbers, dates, tags
+        # What Python says of numbers, dates and tags.
+        except (ValueError, LookupError, ArithmeticError, AttributeError):
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(
                 problem=f"no usable {kind}", problem_mark=node.start_mark

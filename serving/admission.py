@@ -3,8 +3,8 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from .errors import QueueFullError
@@ -79,10 +79,25 @@ class Places:
                 f"{free} are free and its connection holds {held}; try again later"
             )
 
-    @contextmanager
-    def hold(self, peer: str, number: int = 1) -> Iterator[None]:
-        """Hold places within the context; raises as `take` does."""
-        self.take(peer, number)
+    @asynccontextmanager
+    async def hold(
+        self, peer: str, number: int = 1, *, in_turn: bool = False
+    ) -> AsyncIterator[None]:
+        """Hold places within the context.
+
+        Args:
+            peer: The connection that holds them.
+            number: How many, not more than there are at most.
+            in_turn: Whether to wait, behind others that do, until `take` would give them.
+
+        Raises:
+            QueueFullError: the connection may not hold so many now, or as many wait as there are
+                places at most.
+        """
+        if in_turn:
+            await self._take_in_turn(peer, number)
+        else:
+            self.take(peer, number)
         try:
             yield
         finally:
@@ -106,28 +121,13 @@ class Places:
         self._count(peer, -number)
         self._admit()
 
-    async def wait(self, peer: str, number: int = 1) -> ExitStack:
-        """Hold places as soon as `take` would give them, in turn with others that wait.
-
-        Args:
-            peer: The connection that holds them.
-            number: How many, not more than there are at most.
-
-        Returns:
-            What gives them back when it is closed.
-
-        Raises:
-            QueueFullError: as many wait as there are places at most.
-        """
+    async def _take_in_turn(self, peer: str, number: int) -> None:
         if not self._waiting and self._fit(peer, number):
             self._count(peer, number)
         elif len(self._waiting) >= self._number:
             raise QueueFullError("as many requests wait for a place as may; try again later")
         else:
             await self._admission_of(_Waiting(peer, number, asyncio.Event()))
-        held = ExitStack()
-        held.callback(self.give_back, peer, number)
-        return held
 
     async def _admission_of(self, waiting: "_Waiting") -> None:
         self._waiting.append(waiting)

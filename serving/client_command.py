@@ -44,7 +44,11 @@ _CONNECTION_OPTIONS = (
         "--retries", type=click.IntRange(0, MAX_RETRIES), default=MAX_RETRIES, show_default=True,
         help="Times to ask again, after a growing pause, a server that is too busy or away.",
     ),
-    click.option("--tls", is_flag=True, help="Encrypt; the options below do so, too."),
+    click.option(
+        "--tls/--no-tls", default=None,
+        help="Encrypt, as the options below do unasked. --no-tls sends a token as it is, for where "
+        "something else encrypts, as the sidecar of a service mesh.",
+    ),
     click.option(
         "--root-certificate", type=_FILE,
         help="PEM of the authority that signed the server's certificate, if it is no public one.",
@@ -106,13 +110,13 @@ def client(
 
 def _credentials(
     *,
-    tls: bool,
+    tls: bool | None,
     root_certificate: Path | None,
     certificate: Path | None,
     key: Path | None,
     token_file: Path | None,
 ) -> "Credentials | None":
-    """What the options say to show the server; None without TLS."""
+    """What the options say to show the server; None if that is nothing, without TLS."""
     from .client import Credentials
 
     files = (root_certificate, certificate, key)
@@ -120,9 +124,14 @@ def _credentials(
         return None
     if (certificate is None) != (key is None):
         raise click.UsageError("--certificate and --key go together; give both or none")
+    if tls is False and any(files):
+        raise click.UsageError("certificates are for TLS; leave them or --no-tls out")
     root, own, private = (None if path is None else path.read_bytes() for path in files)
     token = None if token_file is None else _token_in(token_file)
-    return Credentials(root_certificate=root, certificate=own, key=private, token=token)
+    encrypts = tls is not False
+    return Credentials(
+        root_certificate=root, certificate=own, key=private, token=token, tls=encrypts
+    )
 
 
 def _token_in(path: Path) -> str:

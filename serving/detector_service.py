@@ -1,6 +1,5 @@
 """The gRPC service: requests in, answers out."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable
 
 import grpc
@@ -51,19 +50,14 @@ class DetectorService(pb_grpc.DetectorServicer):
     ) -> None:
         """Detect in each image of a stream, several at once."""
         peer = context.peer()
-        writing = asyncio.Lock()  # gRPC takes one message at a time
 
-        async def answer(request: pb.DetectRequest, place: Place) -> None:
+        async def answer(request: pb.DetectRequest, place: Place) -> pb.DetectStreamResponse:
             answering = self._response_to(request, peer, place)
             request_id = request.id
             del request
-            response = await _stream_response(request_id, answering)
-            async with writing:
-                await context.write(response)
-            window.release()
+            return await _stream_response(request_id, answering)
 
-        async with self._streams.reading(requests, peer, answer) as window:
-            pass
+        await self._streams.answer(requests, answer, context)
 
     async def GetModel(  # noqa: N802
         self, request: pb.GetModelRequest, context: _ModelContext
@@ -84,7 +78,7 @@ class DetectorService(pb_grpc.DetectorServicer):
         with watch as timings, model.use():
             options = options_from_request(request)
             terms = terms_from_request(request, peer, name)
-            with place:
+            async with self._pipeline.time_limit(terms.timeout_s), place:
                 detecting = self._pipeline.detect(
                     request.image, options, encoded_detections, terms, model
                 )

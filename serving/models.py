@@ -9,6 +9,7 @@ from ..model.manifest import read_manifest
 from .backends.loading import served_precision
 from .batching import Batcher
 from .config import ServeConfig
+from .daemon_threads import in_daemon_thread
 from .engines.base import EngineItem, EngineResult
 from .engines.bundle_engine import BundleEngine
 from .engines.engine_process import EngineProcess, start_engines
@@ -33,8 +34,9 @@ class ServedModel:
         Raises:
             BundleError: the bundle is missing.
         """
-        self.manifest = read_manifest(bundle)
-        self._bundle = bundle
+        # Where it leads now: engines that start again need these files, and links are for reloads.
+        self._bundle = bundle.resolve()
+        self.manifest = read_manifest(self._bundle)
         self._config = config
         self._processes: dict[str, list[ModelProcess]] = {}
         self._batchers: dict[str, ModelBatcher] = {}
@@ -52,7 +54,7 @@ class ServedModel:
             BackendError: a backend does not run here, or not with such batches.
         """
         config = self._config
-        places = await asyncio.to_thread(places_for, config.workers)
+        places = await in_daemon_thread(places_for, config.workers)
         precisions = config.precision or (served_precision(self.manifest, config.backend),)
         for precision in dict.fromkeys(precisions):
             engine = BundleEngine(
@@ -60,7 +62,7 @@ class ServedModel:
             )
             self._processes[precision] = start_engines(engine, places, config.hang_timeout_s)
         processes = [process for group in self._processes.values() for process in group]
-        await asyncio.gather(*(asyncio.to_thread(process.load) for process in processes))
+        await asyncio.gather(*(in_daemon_thread(process.load) for process in processes))
         for process in processes:
             if process.is_spare:
                 process.kill()

@@ -11,6 +11,7 @@ from ..model.manifest import read_manifest
 from .admission import Places
 from .batching import LONGEST_START_S
 from .config import ServeConfig
+from .daemon_threads import in_daemon_thread
 from .detections import Answer, DetectionOptions, Detections, Timing, Value
 from .engines.host_work import answer_from_result, is_quick, item_from_image
 from .errors import BackendError, ExpiredError, QueueFullError
@@ -86,7 +87,7 @@ class Pipeline:
         Raises:
             BundleError: the bundle is missing, damaged or lacks a precision.
             BackendError: a backend does not run, not beside the old one, or is not ready in ten
-                minutes.
+                minutes for each precision.
         """
         async with self._changing:
             try:
@@ -117,25 +118,27 @@ class Pipeline:
 
     async def _loaded_in_time(self) -> ServedModel:
         """The model that the bundle now has, or an error where a disk or a driver hangs."""
+        limit_s = LONGEST_START_S * max(1, len(self._config.precision))
         with self.telemetry.metrics.reloading():
             try:
-                async with asyncio.timeout(LONGEST_START_S) as limit:
+                async with asyncio.timeout(limit_s) as limit:
                     return await self._loaded()
             except TimeoutError:
                 if not limit.expired():
                     raise
                 raise BackendError(
-                    f"the model is not ready after {LONGEST_START_S:g} s, and is given up"
+                    f"the model is not ready after {limit_s:g} s, and is given up; see whether the "
+                    "bundle's disk and `nvidia-smi` answer, and load it again"
                 ) from None
 
     async def _loaded(self) -> ServedModel:
         """The model that the bundle now has, warm."""
-        model = await asyncio.to_thread(ServedModel, self._bundle, self._config)
+        model = await in_daemon_thread(ServedModel, self._bundle, self._config)
         try:
             await model.load()
             await model.warm_up()
         except BaseException:
-            await asyncio.to_thread(model.close)
+            await in_daemon_thread(model.close)
             raise
         return model
 
@@ -169,6 +172,29 @@ class Pipeline:
             self.telemetry.metrics.count_failure(name, error, elapsed_s=0)
             raise
 
+    @contextlib.asynccontextmanager
+    async def time_limit(self, timeout_s: float | None) -> AsyncIterator[None]:
+        """Give up what is within the context when its request has taken as long as it may.
+
+        Args:
+            timeout_s: The longest that the request wants to take; the server's limit holds, too.
+
+        Raises:
+            ExpiredError: it took longer.
+        """
+        limits = [s for s in (timeout_s, self._config.timeout_s) if s is not None]
+        limit_s = min(limits, default=None)
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ExpiredError(
+                f"the request took longer than its {limit_s:g} s; ask for more with its "
+                "timeout_us or timeout, raise the server's timeout_s, or send less at once"
+            ) from None
+
     async def detect(
         self,
         source: SourceImage,
@@ -186,34 +212,22 @@ class Pipeline:
             options: What to answer with.
             form: Makes the answer of the detections, where the masks are encoded; a function of a
                 module, since that may be another process.
-            terms: How to compute it.
+            terms: How to compute it, but for its timeout, which is for the caller to keep.
             model: The one to detect with, which the caller uses.
 
         Raises:
             ImageError: the image cannot be used.
             InvalidRequestError: the precision is not served.
-            ExpiredError: the request took longer than it may.
             BackendDownError: the model broke and is not there again yet.
             BackendError: it failed on the batch that the image was in.
         """
-        limits = [s for s in (terms.timeout_s, self._config.timeout_s) if s is not None]
-        timeout_s = min(limits, default=None)
         watch = self.telemetry.image(
             model.manifest.model_name, terms.precision or model.precisions[0]
         )
         with watch as answered:
             detecting = self._detect(model, source, options, form, terms)
             del source  # which can be large, and may be gone while it waits for a batch
-            try:
-                async with asyncio.timeout(timeout_s) as limit:
-                    answer = await detecting
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise ExpiredError(
-                    f"the request took longer than its {timeout_s:g} s; ask for more with its "
-                    "timeout_us or timeout, raise the server's timeout_s, or send less at once"
-                ) from None
+            answer = await detecting
             answered(answer.timing)
             return answer
 
@@ -259,7 +273,7 @@ async def _end(model: ServedModel, computing: asyncio.Task[None]) -> None:
     finally:
         computing.cancel()
         await asyncio.wait([computing])
-        await asyncio.to_thread(model.close)
+        await in_daemon_thread(model.close)
 
 
 def _microseconds(seconds: float) -> int:

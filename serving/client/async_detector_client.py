@@ -45,7 +45,7 @@ class AsyncDetectorClient(Connection):
         request = pb.GetModelRequest()
         with self._meaning_of_errors():
             response: pb.GetModelResponse = await self._stub.GetModel(
-                request, timeout=self._timeout_s
+                request, timeout=self._timeout_s, metadata=self._metadata
             )
         return response
 
@@ -58,7 +58,9 @@ class AsyncDetectorClient(Connection):
         """Detect in one image; raises as `DetectorClient.detect` does."""
         request = await self._request(options, terms, image)
         with self._meaning_of_errors():
-            response = await self._stub.Detect(request, timeout=self._timeout_s)
+            response = await self._stub.Detect(
+                request, timeout=self._timeout_s, metadata=self._metadata
+            )
         return detections_from_response(response, options.mask_format)
 
     def detect_many(
@@ -86,7 +88,7 @@ class AsyncDetectorClient(Connection):
             async for image in async_items(images)
         )
         with self._meaning_of_errors():
-            call = self._stub.DetectStream(aiter(requests))
+            call = self._stub.DetectStream(aiter(requests), metadata=self._metadata)
             try:
                 async for answer in call:
                     yield outcome_from_answer(answer, options.mask_format)

@@ -65,7 +65,7 @@ def _unreachable(address: str, details: str) -> str:
             "the authority that signed it with --root-certificate, and the host as it does"
         )
     if "WRONG_VERSION_NUMBER" in details:
-        return f"the server at {address} does not speak TLS; leave out --tls and its certificates"
+        return f"the server at {address} does not speak TLS; give --no-tls, and no certificates"
     if "Failed to create security handshaker" in details:
         return "a certificate or a key is not usable; give --root-certificate and the others as PEM"
     if any(text in details for text in _CLOSED):

@@ -39,7 +39,7 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What a client and a server show each other over TLS; certificates and key are PEM."""
+    """What a client and a server show each other; certificates and key are PEM."""
 
     root_certificate: bytes | None = None
     """Of the authority that signed the server's certificate; none, those that gRPC ships."""
@@ -48,20 +48,25 @@ class Credentials:
     key: bytes | None = None
     """Of the client's certificate."""
     token: str | None = None
-    """Sent with each request as `authorization: Bearer TOKEN`, over TLS only."""
+    """Sent with each request as `authorization: Bearer TOKEN`."""
+    tls: bool = True
+    """Whether the client encrypts; if not, a token can be read on the way, unless something else
+    encrypts, as the sidecar of a service mesh does."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise ValueError("a client's certificate and its key go together; give both or none")
+        if not self.tls and (self.root_certificate or self.certificate):
+            raise ValueError("certificates are for TLS; leave them or tls=False out")
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What each call shows."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """The form in which gRPC takes them."""
-        channel = grpc.ssl_channel_credentials(self.root_certificate, self.key, self.certificate)
-        if self.token is None:
-            return channel
-        return grpc.composite_channel_credentials(
-            channel, grpc.access_token_call_credentials(self.token)
-        )
+        """The form in which gRPC takes those of a connection with TLS."""
+        return grpc.ssl_channel_credentials(self.root_certificate, self.key, self.certificate)
 
 
 class Connection:
@@ -90,7 +95,8 @@ class Connection:
                 no such limit.
             retries: Times that a request is sent again if the server is too busy or away, as
                 `channel_options` says.
-            credentials: For TLS; none, the connection is not encrypted.
+            credentials: What to show, over TLS unless they say otherwise; none, nothing, and
+                the connection is not encrypted.
             keepalive_s: Seconds of silence after which a server that is waited for has 20 to show
                 that it is there, as `channel_options` says.
 
@@ -101,10 +107,12 @@ class Connection:
         self._address = address
         self._timeout_s = timeout_s
         options = channel_options(retries, keepalive_s)
+        credentials = credentials or Credentials(tls=False)
+        self._metadata = credentials.metadata
         self._channel = (
-            self._transport.insecure_channel(address, options)
-            if credentials is None
-            else self._transport.secure_channel(address, credentials.channel_credentials(), options)
+            self._transport.secure_channel(address, credentials.channel_credentials(), options)
+            if credentials.tls
+            else self._transport.insecure_channel(address, options)
         )
         self._stub: Any = DetectorStub(self._channel)  # type: ignore[no-untyped-call]
         self._limits: pb.Limits | None = None

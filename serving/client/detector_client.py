@@ -58,7 +58,9 @@ class DetectorClient(Connection):
         """
         request = pb.GetModelRequest()
         with self._meaning_of_errors():
-            response: pb.GetModelResponse = self._stub.GetModel(request, timeout=self._timeout_s)
+            response: pb.GetModelResponse = self._stub.GetModel(
+                request, timeout=self._timeout_s, metadata=self._metadata
+            )
         return response
 
     def detect(
@@ -134,7 +136,7 @@ class DetectorClient(Connection):
             self._request(options, terms, image, str(place)) for place, image in enumerate(images)
         )
         with self._meaning_of_errors():
-            call = self._stub.DetectStream(iter(requests))
+            call = self._stub.DetectStream(iter(requests), metadata=self._metadata)
             try:
                 for answer in call:
                     yield outcome_from_answer(answer, options.mask_format)
@@ -185,7 +187,9 @@ class DetectorClient(Connection):
         try:
             request = self._request(options, terms, image)
             with self._meaning_of_errors():
-                return self._stub.Detect.future(request, timeout=self._timeout_s)
+                return self._stub.Detect.future(
+                    request, timeout=self._timeout_s, metadata=self._metadata
+                )
         except Exception as error:
             unsent: Future[Any] = Future()
             unsent.set_exception(error)

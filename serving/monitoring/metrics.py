@@ -156,7 +156,9 @@ def _image_histograms(registry: CollectorRegistry) -> _Image:
     seconds = partial(histogram, buckets=_SECONDS)
     return _Image(
         decode=seconds("maskrcnn_decode_seconds", "Time to decode, resize and pad an image."),
-        queue=seconds("maskrcnn_queue_seconds", "Time that an image waited for a batch to start."),
+        queue=seconds(
+            "maskrcnn_queue_seconds", "Time that an image waited for threads and a batch."
+        ),
         infer=seconds("maskrcnn_infer_seconds", "Time of the batch that an image was in."),
         encode=seconds("maskrcnn_encode_seconds", "Time to scale boxes and encode masks."),
         request=seconds(

@@ -39,7 +39,7 @@ _TRITON: Final = {
     "count": ("Images that were answered.", "inference_count"),
     "exec_count": ("Batches that they were in.", "execution_count"),
     "request_duration_us": ("Time that requests took which were answered.", f"{_STATS}.success.ns"),
-    "queue_duration_us": ("Time of it waiting for batches to start.", f"{_STATS}.queue.ns"),
+    "queue_duration_us": ("Time of it waiting for threads and batches.", f"{_STATS}.queue.ns"),
     "compute_input_duration_us": ("Time of it preparing images.", f"{_STATS}.compute_input.ns"),
     "compute_infer_duration_us": ("Time of it computing batches.", f"{_STATS}.compute_infer.ns"),
     "compute_output_duration_us": ("Time of it making answers.", f"{_STATS}.compute_output.ns"),

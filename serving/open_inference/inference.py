@@ -1,8 +1,7 @@
 """From a request for inference to its answer."""
 
 import asyncio
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractAsyncContextManager
 
 from ...model.images import ImageError
 from ...protos.inference import open_inference_pb2 as pb
@@ -37,7 +36,7 @@ async def infer(
     peer: str,
     max_batch: int,
     max_pixels: int,
-    place: AbstractContextManager[Any] | None = None,
+    place: AbstractAsyncContextManager[None] | None = None,
 ) -> tuple[pb.ModelInferResponse, list[Timing]]:
     """Detect in the images of a request, each of which is batched for itself.
 
@@ -49,7 +48,7 @@ async def infer(
         peer: The connection that the request came by.
         max_batch: Images that a request may hold.
         max_pixels: Pixels that an image may have.
-        place: What to detect within, where the request has its places already.
+        place: What to detect within, where the request is to wait for its places.
 
     Returns:
         The answer, and where the time of each image went.
@@ -58,6 +57,7 @@ async def infer(
         ImageError: an image cannot be used; the message names its index.
         InvalidRequestError: something else of the request cannot.
         QueueFullError: too many images are in progress.
+        ExpiredError: the request took longer than it may.
         ServingError: what else `Pipeline.detect` raises.
     """
     manifest = model.manifest
@@ -67,12 +67,13 @@ async def infer(
     terms = terms_from_request(request, precision, peer)
     images = input_from_request(request, max_batch, max_pixels)
     response = empty_response(request)
-    with place or pipeline.places.hold(peer, images.number):
-        detecting = _detect_all(pipeline, model, images, options, terms)
-        del request, images  # which are held no longer than until they are converted
-        answers = await detecting
-    found = [answer.value for answer in answers]
-    await pipeline.threads.run(peer, add_outputs, response, found, outputs, manifest)
+    async with pipeline.time_limit(terms.timeout_s):
+        async with place or pipeline.places.hold(peer, images.number):
+            detecting = _detect_all(pipeline, model, images, options, terms)
+            del request, images  # which are held no longer than until they are converted
+            answers = await detecting
+        found = [answer.value for answer in answers]
+        await pipeline.threads.run(peer, add_outputs, response, found, outputs, manifest)
     return response, [answer.timing for answer in answers]
 
 

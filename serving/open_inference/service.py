@@ -11,6 +11,7 @@ from ...model.manifest import BundleError
 from ...protos.inference import open_inference_pb2 as pb
 from ...protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from ..config import ServeConfig
+from ..daemon_threads import in_daemon_thread
 from ..errors import (
     BackendError,
     InvalidRequestError,
@@ -181,7 +182,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         try:
             self._precision_of(name, "")
         except ModelNotFoundError:
-            if name != await asyncio.to_thread(self._pipeline.stored_name):
+            if name != await in_daemon_thread(self._pipeline.stored_name):
                 raise
 
     async def _see_through(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -214,16 +215,12 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, requests: AsyncIterator[pb.ModelInferRequest], context: _StreamContext
     ) -> None:
         """Answer the requests of a stream in their order, several at once."""
-        answers: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
         peer = context.peer()
 
         def answer(request: pb.ModelInferRequest, place: Place) -> Any:
             return self._stream_response_to(request, peer, place)
 
-        async with self._streams.reading(requests, peer, answer, answers.put_nowait) as window:
-            while task := await answers.get():
-                await context.write(await task)
-                window.release()
+        await self._streams.answer(requests, answer, context, in_order=True)
 
     def _places_of(self, request: pb.ModelInferRequest) -> int:
         """Places that a request takes, if its images are as many as may be."""

@@ -109,8 +109,10 @@ def write_report(
                     failures.append(f"{path}: {failure}")
                     console.print(failures[-1], style="red", soft_wrap=True)
         finally:
-            ignore_signals()
-            report.finish()
+            try:
+                ignore_signals()
+            finally:  # one may come at that moment
+                report.finish()
     if failures:
         raise click.ClickException(_sentences_from_failures(failures, len(files)))
 

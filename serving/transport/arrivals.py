@@ -67,8 +67,8 @@ class Arrivals:
             if limit in self._awaited:
                 raise ExpiredError(f"the message did not arrive within {timeout_s:g} s") from None
             raise QueueFullError(
-                "the server waits for as many messages as it may, twice its queue_size, and of "
-                "this connection for this one longest; try again later"
+                "the server waits for as many messages as its queue_size allows, and of this "
+                "connection for this one longest; try again later"
             ) from None
         finally:
             self._awaited.pop(limit, None)

@@ -27,14 +27,14 @@ _DETECTING = frozenset(
     {"/maskrcnn.v1.Detector/Detect", "/inference.GRPCInferenceService/ModelInfer"}
 )
 """Methods whose one request takes places among the images in progress."""
-_CALLS_PER_PLACE = 16
+_CALLS_PER_PLACE = 8
 """Calls that may be open for each request in progress. More requests than are computed are refused
 for that; what this bounds is answers that clients do not take."""
-_OPEN_SHARE = 4
-"""Images in progress for each message of an open call that may be on its way; so many fewer may be
-of those who may detect."""
 _OPEN_CALLS_OF_ONE = 8
 """Calls for health and reflection, which need no token, that a connection may have open."""
+_OPEN_SHARE = 4
+"""Images in progress for each message of an open call that may be on its way, where that is enough
+for one connection; so many fewer may be of those who may detect."""
 _LAST_MESSAGES_S = 2.0
 """For messages that are on their way when the server stops."""
 _UNCHECKED_BYTES = 256 << 10
@@ -56,7 +56,8 @@ class Reception(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gen
         self._pipeline = pipeline
         self._metrics = pipeline.telemetry.metrics
         self._timeout_s = config.receive_timeout_s
-        open_messages = max(1, config.queue_size // _OPEN_SHARE)
+        enough_for_one = min(_OPEN_CALLS_OF_ONE, config.queue_size)
+        open_messages = max(enough_for_one, config.queue_size // _OPEN_SHARE)
         self._arrivals = Arrivals(MESSAGES_PER_PLACE * config.queue_size - open_messages)
         self._open_arrivals = Arrivals(open_messages)
         """Of calls that anyone may make, which so end no stream of those who may detect."""

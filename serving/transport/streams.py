@@ -3,17 +3,22 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..errors import QueueFullError, StoppingError
+import grpc
+
+from ..errors import StoppingError
 from ..pipeline import Pipeline
 
 Request = TypeVar("Request")
 
-Place = AbstractContextManager[Any]
-"""What an answer is to be made within; where there was no room to wait for a place, it refuses."""
+Place = AbstractAsyncContextManager[None]
+"""What an answer is to be made within, which waits or refuses."""
+
+_Answer = Callable[[Request, Place], Coroutine[Any, Any, Any]]
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Streams(Generic[Request]):
@@ -39,60 +44,92 @@ class Streams(Generic[Request]):
         for reader in self._readers:
             reader.cancel()
 
-    @contextlib.asynccontextmanager
-    async def reading(
+    async def answer(
         self,
         requests: AsyncIterable[Request],
-        peer: str,
-        answer: Callable[[Request, Place], Coroutine[Any, Any, Any]],
-        begun: Callable[[asyncio.Task[Any] | None], None] = lambda _: None,
-    ) -> AsyncIterator[asyncio.Semaphore]:
-        """Answer the requests of a stream, several at once; the context ends with the last.
+        answer: _Answer[Request],
+        context: _Context,
+        *,
+        in_order: bool = False,
+    ) -> None:
+        """Answer the requests of a stream, several at once, up to the last.
 
         Args:
             requests: Those of the stream.
-            peer: The connection that they come by.
             answer: Answers a request within its place, which it holds no longer than it computes.
-            begun: Gets the task of each answer in the order of the requests, and none at the end.
-
-        Yields:
-            What is to be released when an answer was taken, for another request to be read.
+            context: Of the call, which gets the answers.
+            in_order: Whether they are to come in the order of the requests.
 
         Raises:
             StoppingError: the server stopped before the stream ended.
         """
-        window = asyncio.Semaphore(self._pipeline.stream_window)
+        stream = _Stream(answer, context, in_order=in_order)
         async with asyncio.TaskGroup() as tasks:
-
-            async def read() -> None:
-                try:
-                    await window.acquire()
-                    async for request in requests:
-                        place = await self._place_for(request, peer)
-                        task = tasks.create_task(answer(request, place))
-                        if isinstance(place, contextlib.ExitStack):
-                            # A task that is cancelled before it begins does not enter its place.
-                            task.add_done_callback(partial(_close, place))
-                        begun(task)
-                        del request, place, task
-                        await window.acquire()
-                finally:
-                    begun(None)
-
-            reader = tasks.create_task(read())
+            reader = tasks.create_task(self._read(requests, context.peer(), stream, tasks))
             self._readers.add(reader)
             reader.add_done_callback(self._readers.discard)
-            yield window
         if reader.cancelled():
             raise StoppingError("the server is stopping")
 
-    async def _place_for(self, request: Request, peer: str) -> Place:
-        places, number = self._pipeline.places, self._images(request)
-        try:
-            return await places.wait(peer, number)
-        except QueueFullError:
-            return places.hold(peer, number)
+    async def _read(
+        self,
+        requests: AsyncIterable[Request],
+        peer: str,
+        stream: "_Stream[Request]",
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        async for request in requests:
+            images, is_placed = self._images(request), asyncio.Event()
+            place = self._place(peer, images, is_placed)
+            task = tasks.create_task(stream.serve(request, images, place))
+            task.add_done_callback(partial(_set, is_placed))  # refused before it asked for one
+            del request, place, task
+            await is_placed.wait()
+            await stream.has_room(self._pipeline.stream_window)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, peer: str, images: int, is_placed: asyncio.Event) -> AsyncIterator[None]:
+        async with self._pipeline.places.hold(peer, images, in_turn=True):
+            is_placed.set()
+            yield
 
 
-def _close(held: contextlib.ExitStack, _: asyncio.Task[Any]) -> None:
-    held.close()
+class _Stream(Generic[Request]):
+    """One stream: its images in progress, answers that were not taken among them."""
+
+    def __init__(self, answer: _Answer[Request], context: _Context, *, in_order: bool) -> None:
+        self._answer = answer
+        self._context = context
+        self._in_order = in_order
+        self._writing = asyncio.Lock()  # gRPC takes one message at a time
+        self._last = asyncio.Event()
+        """That the answer to the last request is written."""
+        self._last.set()
+        self._images = 0
+        self._changed = asyncio.Event()
+
+    async def has_room(self, images: int) -> None:
+        """Return when fewer images are in progress."""
+        while self._images >= images:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def serve(self, request: Request, images: int, place: Place) -> None:
+        """Answer a request of so many images."""
+        self._images += images
+        previous, self._last = self._last, asyncio.Event()
+        is_written = self._last
+        answering = self._answer(request, place)
+        del request, place
+        response = await answering
+        if self._in_order:
+            await previous.wait()
+        async with self._writing:
+            await self._context.write(response)
+        is_written.set()
+        self._images -= images
+        self._changed.set()
+
+
+def _set(event: asyncio.Event, _: object) -> None:
+    event.set()

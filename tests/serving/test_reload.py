@@ -14,13 +14,14 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from scraped_metrics import metrics_in
-from server_load import Load, server_process, wait_until, worker_pids
+from server_load import Load, memory_of, server_process, wait_until, worker_pids
 
 from maskrcnn_trt.model.manifest import read_manifest, write_manifest
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.server import detection_server
 
@@ -29,6 +30,8 @@ Encode = Callable[..., bytes]
 PRECISIONS = "--precision", "fp32", "--precision", "tf32"
 BOTH = "fp32", "tf32", "fp32"
 SERVING = HealthCheckResponse.SERVING
+_SPARE_BYTES = 30 << 20
+"""By which memory may differ from one reload to another."""
 
 
 @pytest.fixture
@@ -81,6 +84,54 @@ def test_reload_under_load(own_bundle: Path, tmp_path: Path, picture: Encode) ->
             assert model().name == "newer"
         assert load.failures == []
     assert "Traceback" not in log.read_text()
+
+
+def test_engines_start_again_from_the_files_that_they_were_loaded_from(
+    own_bundle: Path, tmp_path: Path, picture: Encode
+) -> None:
+    """Whatever a link to them has come to lead to meanwhile, which holds from the reload on."""
+    link, log = tmp_path / "current", tmp_path / "log"
+    link.symlink_to(own_bundle)
+    with (
+        server_process(link, log) as (process, address),
+        DetectorClient(address, timeout_s=60) as client,
+    ):
+        expected = client.detect(picture())
+        link.unlink()
+        link.symlink_to(tmp_path)  # which is no bundle
+        (worker,) = worker_pids(process.pid)
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: "the engine is there again" in log.read_text())
+        assert client.detect(picture()).rles == expected.rles
+
+
+def test_reloads_leave_nothing_behind(own_bundle: Path, tmp_path: Path, picture: Encode) -> None:
+    log = tmp_path / "log"
+    with (
+        server_process(own_bundle, log) as (process, address),
+        DetectorClient(address, timeout_s=60) as client,
+        grpc.insecure_channel(address) as c,
+    ):
+        stub: Any = GRPCInferenceServiceStub(c)
+        request = inference.RepositoryModelLoadRequest(
+            model_name=read_manifest(own_bundle).model_name
+        )
+        held = Path(f"/proc/{process.pid}")
+
+        def reload() -> tuple[int, int, int]:
+            """Files, threads and bytes after one more."""
+            stub.RepositoryModelLoad(request, timeout=60)
+            assert client.detect(picture()).rles
+            files, threads = (len(os.listdir(held / name)) for name in ("fd", "task"))
+            return files, threads, memory_of(process.pid)
+
+        for _ in range(2):
+            files, threads, memory = reload()
+        for _ in range(8):
+            *now, memory_now = reload()
+        assert now == [files, threads]
+        assert memory_now < memory + _SPARE_BYTES
+        assert len(worker_pids(process.pid)) == 1
 
 
 @pytest.mark.parametrize("whole_group", [False, True])

@@ -108,6 +108,7 @@ def test_every_setting_can_be_set_each_way(tmp_path: Path) -> None:
         ("local_admin: 1", "local_admin is 1; allowed: true | false"),
         ("port: " + 5000 * "1", 'no usable int in "<unicode string>", line 1, column 7: port: 111'),
         ("port: 2026-13-45", "no usable timestamp in"),
+        ("port: !!int ''", "no usable int in"),
         ("port: !!timestamp soon", "no usable timestamp in"),
         ("port: !!bool maybe", "no usable bool in"),
         ("port: " + 5000 * "[", "lists too deep within lists"),

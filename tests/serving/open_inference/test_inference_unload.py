@@ -1,6 +1,7 @@
 """Models that are unloaded and loaded again, as clients of both protocols see them."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import shutil
@@ -207,6 +208,29 @@ def test_a_load_that_hangs_is_given_up(
             await assert_serving(server, picture())
 
     asyncio.run(ask())
+
+
+def test_a_disk_that_hangs_keeps_no_server_from_its_end(
+    bundle: Path, picture: Encode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "bundle"
+    shutil.copytree(bundle, path)
+    hanging = path / "manifest.json"
+
+    async def ask(monkeypatch: pytest.MonkeyPatch) -> None:
+        async with serving(path, caplog) as server:
+            hanging.unlink()
+            os.mkfifo(hanging)  # of which nothing can be read
+            monkeypatch.setattr(pipeline, "LONGEST_START_S", 1.0)
+            for _ in range(2):
+                with pytest.raises(InferenceServerException, match="not ready after 1 s"):
+                    await server.triton.load_model(MODEL)
+            await assert_serving(server, picture())
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        asyncio.run(ask(monkeypatch))
+    with contextlib.suppress(OSError):
+        os.close(os.open(hanging, os.O_WRONLY | os.O_NONBLOCK))  # for the threads to end
 
 
 @pytest.mark.parametrize("order", ["load, unload", "unload, load"])

@@ -65,6 +65,17 @@ def test_server_that_knows_its_clients(
         Credentials(key=key)
 
 
+@both_ways
+def test_token_without_tls_is_for_who_asks_for_it(ask: Callable[..., Detections]) -> None:
+    with serving(Detector(token="s3cret")) as address:
+        shown = Credentials(token="s3cret", tls=False)
+        assert ask(address, credentials=shown).height == len(IMAGE)
+        with pytest.raises(UnreachableError, match="does not speak TLS; give --no-tls"):
+            ask(address, credentials=Credentials(token="s3cret"), retries=0)
+    with pytest.raises(ValueError, match="certificates are for TLS"):
+        Credentials(root_certificate=b"PEM", tls=False)
+
+
 def test_command_shows_its_credentials(authority: trustme.CA, tmp_path: Path) -> None:
     image, token, root = tmp_path / "a.jpg", tmp_path / "token", tmp_path / "root.pem"
     image.write_bytes(IMAGE)
@@ -81,6 +92,18 @@ def test_command_shows_its_credentials(authority: trustme.CA, tmp_path: Path) ->
     assert isinstance(refused.exception, AccessError)
     half = CliRunner().invoke(client, [*words, "--certificate", str(root)])
     assert "--certificate and --key go together" in half.stderr
+    both = CliRunner().invoke(client, [*words, *trust, "--no-tls"])
+    assert "certificates are for TLS; leave them or --no-tls out" in both.stderr
+
+
+def test_command_shows_a_token_where_something_else_encrypts(tmp_path: Path) -> None:
+    image, token = tmp_path / "a.jpg", tmp_path / "token"
+    image.write_bytes(IMAGE)
+    token.write_text("s3cret\n")
+    with serving(Detector(token="s3cret")) as address:
+        words = [address, str(image), "-o", str(tmp_path / "found"), "--format", "coco"]
+        result = CliRunner().invoke(client, [*words, "--token-file", str(token), "--no-tls"])
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(

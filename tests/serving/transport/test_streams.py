@@ -132,3 +132,32 @@ def test_a_stop_answers_what_has_a_place_and_ends_what_waits(
     code, answered = asyncio.run(ask())
     assert code is grpc.StatusCode.UNAVAILABLE
     assert 0 < answered < REQUESTS
+
+
+@pytest.mark.parametrize("is_triton", [False, True])
+def test_time_that_a_request_may_take_counts_while_it_waits_for_a_place(
+    bundle: Path, gate: Gate, picture: Encode, is_triton: bool
+) -> None:
+    image = picture()
+    inference = infer_request(MODEL, image)
+    inference.parameters["timeout"].int64_param = 300_000
+
+    async def refusal_on(channel: grpc.aio.Channel) -> str:
+        if is_triton:
+            triton: Any = GRPCInferenceServiceStub(channel)
+            return str((await triton.ModelStreamInfer(iter([inference])).read()).error_message)
+        detector: Any = DetectorStub(channel)
+        request = pb.DetectRequest(image=image, timeout_us=300_000)
+        return str((await detector.DetectStream(iter([request])).read()).error.message)
+
+    async def ask() -> None:
+        async with connections(bundle, 9, max_delay_ms=0) as (*holding, waiting):
+            gate.close()
+            stubs: list[Any] = [DetectorStub(channel) for channel in holding]
+            calls = [stub.Detect(pb.DetectRequest(image=image)) for stub in stubs]
+            await asyncio.sleep(0.5)  # for them to have all eight places
+            assert "took longer than its 0.3 s" in await refusal_on(waiting)
+            gate.open()
+            assert all([(await call).detections for call in calls])
+
+    asyncio.run(ask())
