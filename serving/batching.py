@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 _FAILURES = 3
 """Batches that fail one after the other before an engine counts as broken."""
 LONGEST_START_S = 600.0
-"""For an engine to start again, before it counts as hung."""
+"""For an engine to start, before it counts as hung."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 

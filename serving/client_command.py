@@ -115,20 +115,18 @@ def _credentials(
     certificate: Path | None,
     key: Path | None,
     token_file: Path | None,
-) -> "Credentials | None":
-    """What the options say to show the server; None if that is nothing, without TLS."""
+) -> "Credentials":
+    """What the options say to show the server."""
     from .client import Credentials
 
     files = (root_certificate, certificate, key)
-    if not (tls or token_file or any(files)):
-        return None
+    encrypts = bool(token_file or any(files)) if tls is None else tls
     if (certificate is None) != (key is None):
         raise click.UsageError("--certificate and --key go together; give both or none")
-    if tls is False and any(files):
+    if any(files) and not encrypts:
         raise click.UsageError("certificates are for TLS; leave them or --no-tls out")
     root, own, private = (None if path is None else path.read_bytes() for path in files)
     token = None if token_file is None else _token_in(token_file)
-    encrypts = tls is not False
     return Credentials(
         root_certificate=root, certificate=own, key=private, token=token, tls=encrypts
     )

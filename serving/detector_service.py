@@ -1,6 +1,7 @@
 """The gRPC service: requests in, answers out."""
 
 from collections.abc import AsyncIterator, Awaitable
+from functools import partial
 
 import grpc
 
@@ -43,20 +44,13 @@ class DetectorService(pb_grpc.DetectorServicer):
     ) -> Awaitable[pb.DetectResponse]:
         """Detect in one image."""
         peer = context.peer()
-        return refusing(self._response_to(request, peer, self._pipeline.places.hold(peer)), context)
+        return refusing(self._response_to(peer, request, self._pipeline.places.hold(peer)), context)
 
     async def DetectStream(  # noqa: N802
         self, requests: AsyncIterator[pb.DetectRequest], context: _StreamContext
     ) -> None:
         """Detect in each image of a stream, several at once."""
-        peer = context.peer()
-
-        async def answer(request: pb.DetectRequest, place: Place) -> pb.DetectStreamResponse:
-            answering = self._response_to(request, peer, place)
-            request_id = request.id
-            del request
-            return await _stream_response(request_id, answering)
-
+        answer = partial(self._stream_response_to, context.peer())
         await self._streams.answer(requests, answer, context)
 
     async def GetModel(  # noqa: N802
@@ -67,8 +61,21 @@ class DetectorService(pb_grpc.DetectorServicer):
         buckets = model.batcher().info.buckets
         return model_response(model.manifest, buckets, model.precisions, self._config)
 
+    async def _stream_response_to(
+        self, peer: str, request: pb.DetectRequest, place: Place
+    ) -> pb.DetectStreamResponse:
+        request_id, answer = request.id, self._response_to(peer, request, place)
+        del request
+        try:
+            response = await answer
+        except Exception as error:
+            status, message = refusal_from_error(error)
+            refusal = pb.Error(code=status.value[0], message=message)
+            return pb.DetectStreamResponse(id=request_id, error=refusal)
+        return pb.DetectStreamResponse(id=request_id, response=response)
+
     async def _response_to(
-        self, request: pb.DetectRequest, peer: str, place: Place
+        self, peer: str, request: pb.DetectRequest, place: Place
     ) -> pb.DetectResponse:
         model = self._pipeline.model
         name = model.manifest.model_name
@@ -87,15 +94,3 @@ class DetectorService(pb_grpc.DetectorServicer):
                 answer = await detecting
             timings.append(answer.timing)
             return response_from_answer(answer, request_id)
-
-
-async def _stream_response(
-    request_id: str, answer: Awaitable[pb.DetectResponse]
-) -> pb.DetectStreamResponse:
-    try:
-        response = await answer
-    except Exception as error:
-        status, message = refusal_from_error(error)
-        refusal = pb.Error(code=status.value[0], message=message)
-        return pb.DetectStreamResponse(id=request_id, error=refusal)
-    return pb.DetectStreamResponse(id=request_id, response=response)

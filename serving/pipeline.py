@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from contextvars import Context
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from .config import ServeConfig
 from .daemon_threads import in_daemon_thread
 from .detections import Answer, DetectionOptions, Detections, Timing, Value
 from .engines.host_work import answer_from_result, is_quick, item_from_image
-from .errors import BackendError, ExpiredError, QueueFullError
+from .errors import BackendError, ExpiredError, QueueFullError, ServingError
 from .image_threads import ImageThreads, timed
 from .models import ServedModel
 from .monitoring.telemetry import Telemetry
@@ -120,16 +121,12 @@ class Pipeline:
         """The model that the bundle now has, or an error where a disk or a driver hangs."""
         limit_s = LONGEST_START_S * max(1, len(self._config.precision))
         with self.telemetry.metrics.reloading():
-            try:
-                async with asyncio.timeout(limit_s) as limit:
-                    return await self._loaded()
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise BackendError(
-                    f"the model is not ready after {limit_s:g} s, and is given up; see whether the "
-                    "bundle's disk and `nvidia-smi` answer, and load it again"
-                ) from None
+            late = (
+                f"the model is not ready after {limit_s:g} s, and is given up; see whether the "
+                "bundle's disk and `nvidia-smi` answer, and load it again"
+            )
+            async with _time_limit(limit_s, lambda: BackendError(late)):
+                return await self._loaded()
 
     async def _loaded(self) -> ServedModel:
         """The model that the bundle now has, warm."""
@@ -172,8 +169,7 @@ class Pipeline:
             self.telemetry.metrics.count_failure(name, error, elapsed_s=0)
             raise
 
-    @contextlib.asynccontextmanager
-    async def time_limit(self, timeout_s: float | None) -> AsyncIterator[None]:
+    def time_limit(self, timeout_s: float | None) -> AbstractAsyncContextManager[None]:
         """Give up what is within the context when its request has taken as long as it may.
 
         Args:
@@ -184,16 +180,13 @@ class Pipeline:
         """
         limits = [s for s in (timeout_s, self._config.timeout_s) if s is not None]
         limit_s = min(limits, default=None)
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                yield
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise ExpiredError(
+        return _time_limit(
+            limit_s,
+            lambda: ExpiredError(
                 f"the request took longer than its {limit_s:g} s; ask for more with its "
                 "timeout_us or timeout, raise the server's timeout_s, or send less at once"
-            ) from None
+            ),
+        )
 
     async def detect(
         self,
@@ -264,6 +257,20 @@ class Pipeline:
             batch_size=result.batch_size,
         )
         return Answer(value, timing)
+
+
+@contextlib.asynccontextmanager
+async def _time_limit(
+    limit_s: float | None, late: Callable[[], ServingError]
+) -> AsyncIterator[None]:
+    """Raise an error of ours in place of what takes longer within the context; None is no limit."""
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise late() from None
 
 
 async def _end(model: ServedModel, computing: asyncio.Task[None]) -> None:

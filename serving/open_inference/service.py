@@ -209,17 +209,13 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.ModelInferRequest, context: _Context
     ) -> Awaitable[pb.ModelInferResponse]:
         """Detect in the images of a request."""
-        return self._response_to(request, context.peer())
+        return self._response_to(context.peer(), request)
 
     async def ModelStreamInfer(  # noqa: N802
         self, requests: AsyncIterator[pb.ModelInferRequest], context: _StreamContext
     ) -> None:
         """Answer the requests of a stream in their order, several at once."""
-        peer = context.peer()
-
-        def answer(request: pb.ModelInferRequest, place: Place) -> Any:
-            return self._stream_response_to(request, peer, place)
-
+        answer = functools.partial(self._stream_response_to, context.peer())
         await self._streams.answer(requests, answer, context, in_order=True)
 
     def _places_of(self, request: pb.ModelInferRequest) -> int:
@@ -228,10 +224,10 @@ class InferenceService(GRPCInferenceServiceServicer):
         return shape[0] if shape and 1 <= shape[0] <= self._max_batch else 1
 
     async def _stream_response_to(
-        self, request: pb.ModelInferRequest, peer: str, place: Place
+        self, peer: str, request: pb.ModelInferRequest, place: Place
     ) -> pb.ModelStreamInferResponse:
         refused = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
-        answer = self._response_to(request, peer, place)
+        answer = self._response_to(peer, request, place)
         del request
         try:
             response = await answer
@@ -242,7 +238,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         return pb.ModelStreamInferResponse(infer_response=response)
 
     async def _response_to(
-        self, request: pb.ModelInferRequest, peer: str, place: Place | None = None
+        self, peer: str, request: pb.ModelInferRequest, place: Place | None = None
     ) -> pb.ModelInferResponse:
         model = self._pipeline.model  # for all images, though the bundle be loaded anew meanwhile
         watch = self._pipeline.telemetry.request(model, request.model_name, request.id, peer)

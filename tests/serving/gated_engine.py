@@ -3,6 +3,7 @@
 The two sit in different processes, and speak by files in a folder.
 """
 
+import asyncio
 import contextlib
 import pickle
 import time
@@ -36,6 +37,12 @@ class Gate:
     def count(self) -> int:
         """Batches that have come, warming up being one."""
         return self._count.stat().st_size if self._count.exists() else 0
+
+    async def comes_to(self, number: int) -> None:
+        """Return when so many have come."""
+        async with asyncio.timeout(60):
+            while self.count < number:
+                await asyncio.sleep(0.01)
 
     def pass_through(self) -> None:
         with self._count.open("ab") as file:

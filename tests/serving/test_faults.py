@@ -24,13 +24,6 @@ from maskrcnn_trt.serving.transport.health import LIVENESS
 Encode = Callable[..., bytes]
 
 
-async def batches(gate: Gate, number: int) -> None:
-    """Return when so many batches have come."""
-    async with asyncio.timeout(60):
-        while gate.count < number:
-            await asyncio.sleep(0.01)
-
-
 @contextlib.asynccontextmanager
 async def served(bundle: Path, **settings: Any) -> AsyncIterator[str]:
     """The address of a server that computes image by image."""
@@ -75,7 +68,7 @@ def test_what_finds_no_place_is_refused_before_it_comes(
             warm = gate.count
             gate.close()
             first = stub.Detect(pb.DetectRequest(image=picture()))
-            await batches(gate, warm + 1)
+            await gate.comes_to(warm + 1)
             late = channel.stream_unary(method)(no_message())
             status, message = await status_of(late)
             assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -94,7 +87,7 @@ def test_what_is_given_up_in_the_queue_is_never_computed(
             warm = gate.count
             gate.close()
             first = stub.Detect(pb.DetectRequest(image=picture()))
-            await batches(gate, warm + 1)
+            await gate.comes_to(warm + 1)
             late = stub.Detect(pb.DetectRequest(image=picture(), timeout_us=200_000))
             impatient = stub.Detect(pb.DetectRequest(image=picture()), timeout=0.2)
             cancelled = stub.Detect(pb.DetectRequest(image=picture()))
@@ -125,7 +118,7 @@ def test_what_is_given_up_at_the_model_frees_its_place(
             gate.close()
             async with connected(address) as other:
                 call = other.Detect(pb.DetectRequest(image=picture()))
-                await batches(gate, warm + 1)
+                await gate.comes_to(warm + 1)
                 refused = stub.Detect(pb.DetectRequest(image=picture()))
                 assert (await status_of(refused))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
                 if way == "cancelled":
@@ -165,7 +158,7 @@ def test_a_client_with_many_requests_does_not_shut_another_out(
             gate.close()
             for _ in range(40):
                 tasks.create_task(ask(greedy, "greedy"))
-            await batches(gate, warm + 1)
+            await gate.comes_to(warm + 1)
             await metrics.becomes(26, "maskrcnn_rejected_total", reason="queue_full")
             tasks.create_task(ask(modest, "modest"))
             await metrics.becomes(15, "maskrcnn_requests_in_progress")
@@ -218,7 +211,7 @@ def test_a_backend_that_stays_broken_is_tried_again(
             gate.break_with(RuntimeError("no memory"))
             for _ in range(3):
                 await status_of(stub.Detect(pb.DetectRequest(image=picture())))
-            await batches(gate, gate.count + 1)
+            await gate.comes_to(gate.count + 1)
             gate.break_with(None)
             start = time.monotonic()
             while time.monotonic() < start + 60:

@@ -46,9 +46,7 @@ async def held(
         warm = gate.count
         gate.close()
         first = stub.Detect(pb.DetectRequest(image=image))
-        async with asyncio.timeout(60):
-            while gate.count == warm:
-                await asyncio.sleep(0.01)
+        await gate.comes_to(warm + 1)
         yield Served(stub, metrics_in(log.text), first)
 
 

@@ -55,9 +55,7 @@ def test_only_what_has_places_is_converted(bundle: Path, gate: Gate, picture: En
             warm = gate.count
             gate.close()
             held = asyncio.create_task(first.infer(MODEL, good))
-            async with asyncio.timeout(60):
-                while gate.count == warm:
-                    await asyncio.sleep(0.01)
+            await gate.comes_to(warm + 1)
             # One place is free: enough to be read, but not for two images.
             message = await refusal(second, out_of_range())
             assert "RESOURCE_EXHAUSTED" in message

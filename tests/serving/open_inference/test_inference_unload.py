@@ -1,10 +1,7 @@
 """Models that are unloaded and loaded again, as clients of both protocols see them."""
 
 import asyncio
-import contextlib
-import gc
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +16,6 @@ from inference_messages import infer_request
 from server_load import server_process, wait_until, worker_pids
 from triton_requests import MODEL, images_of
 from tritonclient.grpc import InferenceServerClient
-from tritonclient.utils import InferenceServerException
 from unloadable_server import (
     UNLOADED,
     assert_serving,
@@ -34,7 +30,6 @@ from unloadable_server import (
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
-from maskrcnn_trt.serving import pipeline
 
 Encode = Callable[..., bytes]
 
@@ -156,83 +151,6 @@ def test_what_cannot_be_unloaded_is_refused(served: Any, picture: Encode) -> Non
     asyncio.run(ask())
 
 
-def test_a_load_that_fails_leaves_the_model_unloaded(
-    bundle: Path, tmp_path: Path, picture: Encode, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "bundle"
-    shutil.copytree(bundle, path)
-    manifest = path / "manifest.json"
-    failure = "not reloaded, and the old one stays unloaded"
-    load = inference.RepositoryModelLoadRequest(model_name=MODEL)
-
-    async def ask() -> None:
-        reload = asyncio.Event()
-        async with serving(path, caplog, reload) as server:
-            await server.triton.unload_model(MODEL)
-            manifest.rename(path / "elsewhere")
-            with pytest.raises(InferenceServerException, match="it has no manifest") as caught:
-                await server.triton.load_model(MODEL)
-            assert "FAILED_PRECONDITION" in caught.value.status()
-            await assert_unloaded(server, picture())
-            reload.set()
-            await until(lambda: caplog.text.count(failure) == 2)
-            await assert_unloaded(server, picture())
-            loading = server.inference.RepositoryModelLoad(load)
-            await until(lambda: caplog.text.count(failure) == 3 or loading.cancel())
-            gc.collect()
-            assert "never retrieved" not in caplog.text
-            (path / "elsewhere").rename(manifest)
-            await server.triton.load_model(MODEL)
-            await assert_serving(server, picture())
-
-    asyncio.run(ask())
-    assert f"the model is unloaded: {MODEL}" in caplog.text
-    assert f"the bundle is reloaded: {MODEL}" in caplog.text
-
-
-def test_a_load_that_hangs_is_given_up(
-    served: Any, gate: Gate, picture: Encode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def ask() -> None:
-        async with served() as server:
-            gate.close()
-            with monkeypatch.context() as patched:
-                patched.setattr(pipeline, "LONGEST_START_S", 1.0)
-                with pytest.raises(InferenceServerException, match="not ready after 1 s") as caught:
-                    await server.triton.load_model(MODEL)
-            assert "FAILED_PRECONDITION" in caught.value.status()
-            gate.open()
-            await assert_serving(server, picture())
-            assert len(worker_pids(os.getpid())) == 1
-            await server.triton.load_model(MODEL)
-            await assert_serving(server, picture())
-
-    asyncio.run(ask())
-
-
-def test_a_disk_that_hangs_keeps_no_server_from_its_end(
-    bundle: Path, picture: Encode, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "bundle"
-    shutil.copytree(bundle, path)
-    hanging = path / "manifest.json"
-
-    async def ask(monkeypatch: pytest.MonkeyPatch) -> None:
-        async with serving(path, caplog) as server:
-            hanging.unlink()
-            os.mkfifo(hanging)  # of which nothing can be read
-            monkeypatch.setattr(pipeline, "LONGEST_START_S", 1.0)
-            for _ in range(2):
-                with pytest.raises(InferenceServerException, match="not ready after 1 s"):
-                    await server.triton.load_model(MODEL)
-            await assert_serving(server, picture())
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        asyncio.run(ask(monkeypatch))
-    with contextlib.suppress(OSError):
-        os.close(os.open(hanging, os.O_WRONLY | os.O_NONBLOCK))  # for the threads to end
-
-
 @pytest.mark.parametrize("order", ["load, unload", "unload, load"])
 def test_loads_and_unloads_follow_each_other(
     served: Any, gate: Gate, picture: Encode, order: str
@@ -243,7 +161,7 @@ def test_loads_and_unloads_follow_each_other(
             number = gate.count
             if order == "load, unload":
                 first = asyncio.create_task(server.triton.load_model(MODEL))
-                await until(lambda: gate.count > number)  # it warms up
+                await gate.comes_to(number + 1)  # it warms up
                 second = asyncio.create_task(server.triton.unload_model(MODEL))
             else:
                 first = asyncio.create_task(server.triton.unload_model(MODEL))

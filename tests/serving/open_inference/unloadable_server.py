@@ -81,7 +81,7 @@ async def held_request(server: Served, gate: Gate, image: bytes) -> Any:
     number = gate.count
     gate.close()
     call = asyncio.ensure_future(server.detector.Detect(pb.DetectRequest(image=image)))
-    await until(lambda: gate.count > number)
+    await gate.comes_to(number + 1)
     return call
 
 

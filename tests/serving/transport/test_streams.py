@@ -85,10 +85,7 @@ def test_a_call_finds_a_place_beside_a_stream_that_waits(
             stub: Any = DetectorStub(streaming)
             other: Any = DetectorStub(calling)
             stream = stub.DetectStream(iter([request] * REQUESTS))
-            before = gate.count
-            async with asyncio.timeout(60):
-                while gate.count == before:
-                    await asyncio.sleep(0.01)
+            await gate.comes_to(gate.count + 1)
             call = other.Detect(request)
             await asyncio.sleep(0.1)  # whose place is taken then, or refused
             gate.open()
@@ -114,10 +111,7 @@ def test_a_stop_answers_what_has_a_place_and_ends_what_waits(
             gate.close()
             stub: Any = DetectorStub(channel)
             stream = stub.DetectStream(iter([request] * REQUESTS))
-            before = gate.count
-            async with asyncio.timeout(60):
-                while gate.count == before:
-                    await asyncio.sleep(0.01)
+            await gate.comes_to(gate.count + 1)
             stopping = asyncio.create_task(server.aclose())
             await asyncio.sleep(0.2)
             gate.open()
