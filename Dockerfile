@@ -1,5 +1,5 @@
-# Two images: for serving, the base install without torch or with extras by name, and for training
-# and export.
+# Two images. `serving` (the default) has the base install without torch, plus the extras of the
+# build argument EXTRAS. `training` is for training and export.
 #
 #   docker build --tag maskrcnn-trt .
 #   docker run --rm -p 8500:8500 -v "$PWD/bundle:/bundle:ro" maskrcnn-trt
@@ -13,7 +13,7 @@
 FROM python:3.12-slim AS source
 WORKDIR /source
 COPY . .
-# The lock constrains the versions; it also holds extras, of which each image installs its own.
+# The lock pins all extras. As a constraints file it pins only what an image installs.
 RUN sed -e 's/ *\\$//' -e '/^ *--hash=/d' requirements.lock > constraints.txt \
  && python -m venv /opt/maskrcnn
 
@@ -30,7 +30,7 @@ ENV PATH="/opt/maskrcnn/bin:$PATH"
 ENTRYPOINT ["maskrcnn"]
 
 FROM base AS training
-# As below, for `maskrcnn export --engine torch`, which compiles for the GPU that it is run on.
+# `maskrcnn export --engine torch` needs a C compiler, like the serving image below.
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/*
@@ -41,7 +41,8 @@ CMD ["--help"]
 
 FROM base AS serving
 ARG EXTRAS
-# Torch's Triton compiles in C what launches its kernels, whenever its cache is empty.
+# OpenAI Triton, a dependency of torch, compiles C code that launches its kernels when its cache is
+# empty.
 RUN case ",$EXTRAS," in *,torch,*) \
         apt-get update \
      && apt-get install --yes --no-install-recommends gcc libc6-dev \

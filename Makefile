@@ -1,36 +1,45 @@
-# Works from a bare Python 3.11 or later with pip: what needs the environment makes it first, once,
-# and again when the lock or pyproject.toml changes.
+# Needs only Python 3.11 or later with pip. Targets that need the environment build it first, and
+# again after a change of requirements.lock or pyproject.toml.
 PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Holds a link to the checkout, whatever its name, under the package's own.
+# Folder with a link to the checkout under the name of the package.
 PARENT := .venv/parent
 PROTOS := maskrcnn_trt/protos
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint check protos lock clean
+.PHONY: help quickstart test test-fast lint check protos lock clean
 
-help: ## Say what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
 
-quickstart: $(STAMP) ## Draw data, train, export, serve and measure; results in runs/quickstart
+quickstart: $(STAMP) ## Train, export, serve and measure a small model in runs/quickstart
 	$(BIN)/maskrcnn quickstart $(ARGS)
 
 # Files in parallel; more processes than that would take too much memory. One that dies ends the run,
 # as xdist hangs where it replaces it (https://github.com/pytest-dev/pytest-xdist/issues/1378).
-test: $(STAMP) ## Run the tests; ARGS="-k masks" picks some
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
-		--max-worker-restart 0 $(ARGS)
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 4 \
+	--dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# One more than there are cores: many tests wait for a timer or a subprocess.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-lint: $(STAMP) ## Check style, types and the layers between folders
+test: $(STAMP) ## Run the tests; ARGS="-k masks" picks some
+	$(PYTEST) $(ARGS)
+
+test-fast: $(STAMP) ## Run the tests that are quick and need no exported bundle
+	$(PYTEST) -m "not slow and not bundle" $(ARGS)
+
+lint: $(STAMP) ## Check style, types, import layers, spelling and wording
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	MYPYPATH=$(PARENT) $(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/python tests/prose/check_prose.py
 
-check: lint test ## Everything that CI checks
+check: lint test ## Run all checks of CI
 
 protos: $(STAMP) ## Generate the code of the gRPC services
 	$(BIN)/python -m grpc_tools.protoc --proto_path=$(PARENT) \
@@ -40,21 +49,21 @@ protos: $(STAMP) ## Generate the code of the gRPC services
 		--descriptor_set_out=$(PROTOS:maskrcnn_trt/%=%)/inference/open_inference.binpb \
 		--pyi_out=$(PARENT) --grpc_python_out=$(PARENT) $(PROTOS)/inference/open_inference.proto
 
-lock: $(STAMP) ## Pin what pyproject.toml asks for, with hashes; ARGS="--upgrade" for the newest
+lock: $(STAMP) ## Pin the requirements of pyproject.toml; ARGS="--upgrade" for the newest
 	echo uv | $(BIN)/uv pip compile pyproject.toml - --extra train --extra dev \
 		--universal --python-version 3.11 --generate-hashes --no-annotate \
 		--custom-compile-command "make lock" --quiet --output-file requirements.lock $(ARGS)
 
-clean: ## Remove caches and build output; .venv and runs stay
+clean: ## Remove caches and build output, but not .venv and runs
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-# uv installs in a quarter of pip's time but reads no pip.conf: where its index is out of reach, pip
+# uv needs a quarter of pip's time, but does not read pip.conf. If uv cannot reach its index, pip
 # installs the same lock.
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
-		"Python 3.11 or later is needed, this is " + sys.version.split()[0] + \
-		"; name another one: make PYTHON=python3.12")'
+		"Python 3.11 or later is required, but this is " + sys.version.split()[0] + \
+		"; choose another, as in make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	awk '/^uv==/ {found = 1} found; found && !/\\$$/ {exit}' requirements.lock > .venv/uv.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.lock

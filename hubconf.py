@@ -1,8 +1,4 @@
-"""Models for `torch.hub.load(REPOSITORY, "maskrcnn_resnet50_fpn", weights=FILE)`.
-
-The repository root is the package `maskrcnn_trt`. torch.hub keeps it in a folder of another name
-and installs nothing, so the package is loaded from here.
-"""
+"""Entry points of `torch.hub.load(REPOSITORY, "maskrcnn_resnet50_fpn", weights=FILE)`."""
 
 import importlib.util
 import sys
@@ -16,6 +12,9 @@ dependencies = ["numpy", "pydantic", "torch", "torchvision", "yaml"]
 
 
 def _load_package() -> None:
+    """Import `maskrcnn_trt` from this file's folder unless it is imported already."""
+    # The repository root is the package. torch.hub clones it into a folder of another name and
+    # does not install it.
     if "maskrcnn_trt" in sys.modules:
         return
     folder = Path(__file__).resolve().parent
@@ -31,43 +30,43 @@ def _load_package() -> None:
 
 def _build(name: str, features: str, weights: str | None, num_classes: int) -> "MaskRCNN":
     _load_package()
-    from maskrcnn_trt.model.weights.models import build_model
+    from maskrcnn_trt.model.weights.loading import build_model
 
     model: MaskRCNN = build_model(name, features, weights, num_classes)
     return model
 
 
 def maskrcnn_resnet50_fpn(weights: str | None = None, num_classes: int = 80) -> "MaskRCNN":
-    """Mask R-CNN on ResNet-50 with a feature pyramid, in evaluation mode.
+    """Build Mask R-CNN with ResNet-50 and a feature pyramid, in evaluation mode.
 
     Args:
-        weights: file or http(s) address of a checkpoint, or of weights of torchvision, detectron2,
-            maskrcnn-benchmark or Caffe2; none, random weights. A backbone alone is no model.
-        num_classes: foreground classes, where no weights say.
+        weights: path or http(s) URL of a checkpoint, or of a whole Mask R-CNN of torchvision,
+            detectron2, maskrcnn-benchmark or Caffe2. None: random weights.
+        num_classes: foreground classes of a model with random weights.
     """
     return _build("resnet50", "fpn", weights, num_classes)
 
 
 def maskrcnn_resnet101_fpn(weights: str | None = None, num_classes: int = 80) -> "MaskRCNN":
-    """Mask R-CNN on ResNet-101 with a pyramid; arguments as of `maskrcnn_resnet50_fpn`."""
+    """Build Mask R-CNN with ResNet-101 and a feature pyramid; see `maskrcnn_resnet50_fpn`."""
     return _build("resnet101", "fpn", weights, num_classes)
 
 
 def maskrcnn_resnet50_c4(weights: str | None = None, num_classes: int = 80) -> "MaskRCNN":
-    """Mask R-CNN on ResNet-50's fourth stage; arguments as of `maskrcnn_resnet50_fpn`."""
+    """Build Mask R-CNN with ResNet-50 C4 features; see `maskrcnn_resnet50_fpn`."""
     return _build("resnet50", "c4", weights, num_classes)
 
 
 def maskrcnn_resnet101_c4(weights: str | None = None, num_classes: int = 80) -> "MaskRCNN":
-    """Mask R-CNN on ResNet-101's fourth stage; arguments as of `maskrcnn_resnet50_fpn`."""
+    """Build Mask R-CNN with ResNet-101 C4 features; see `maskrcnn_resnet50_fpn`."""
     return _build("resnet101", "c4", weights, num_classes)
 
 
 def maskrcnn_resnet50_c5(weights: str | None = None, num_classes: int = 80) -> "MaskRCNN":
-    """Mask R-CNN on ResNet-50's dilated fifth stage; arguments as of `maskrcnn_resnet50_fpn`."""
+    """Build Mask R-CNN with dilated ResNet-50 C5 features; see `maskrcnn_resnet50_fpn`."""
     return _build("resnet50", "c5", weights, num_classes)
 
 
 def maskrcnn_resnet101_c5(weights: str | None = None, num_classes: int = 80) -> "MaskRCNN":
-    """Mask R-CNN on ResNet-101's dilated fifth stage; arguments as of `maskrcnn_resnet50_fpn`."""
+    """Build Mask R-CNN with dilated ResNet-101 C5 features; see `maskrcnn_resnet50_fpn`."""
     return _build("resnet101", "c5", weights, num_classes)

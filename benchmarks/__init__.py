@@ -1,1 +1,1 @@
-"""Measurements: throughput, latency, and records of both."""
+"""Benchmarks: speed of inference, serving, training and kernels, accuracy, and the quickstart."""

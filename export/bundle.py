@@ -1,4 +1,4 @@
-"""From a checkpoint to a bundle: ONNX files, engines built from them, and the manifest."""
+"""Export of a checkpoint to a bundle: ONNX files, torch programs, engines and manifest."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +11,7 @@ import onnx
 import torch
 
 from .. import __version__
-from ..model.checkpoint import Checkpoint, load_checkpoint
-from ..model.manifest import (
+from ..model.bundle.manifest import (
     MANIFEST_NAME,
     Artifact,
     BundleError,
@@ -25,24 +24,26 @@ from ..model.manifest import (
     sha256_of,
     write_manifest,
 )
+from ..model.bundle.spec import ShapeBucket
+from ..model.checkpoint import Checkpoint, load_checkpoint
 from ..model.mask_rcnn import MaskRCNN
-from ..model.spec import ShapeBucket
-from .engine_build import EngineBuilder
-from .engine_limits import TOP_K_LIMIT, limited_checkpoint
-from .engine_options import ENGINE_SUFFIXES
-from .fused_modules import rearrange_for_gpu
-from .onnx_export import onnx_from_model
-from .precision import fold_batch_norms, halve
-from .torch_program import Compilation, compile_programs, program_from_model, write_program
+from .engines.build import TOP_K_LIMIT, limited_checkpoint
+from .engines.builder import EngineBuilder
+from .engines.options import ENGINE_SUFFIXES
+from .onnx.export import onnx_from_model
+from .onnx.precision import fold_batch_norms, halve
+from .torch_program.fused_modules import optimize_for_gpu
+from .torch_program.program import Compilation, compile_programs, program_from_model, write_program
 
+# Type of weights and features in each precision. TF32 is a mode of fp32 arithmetic.
 _TYPES: dict[Precision, Precision] = {
     "fp32": "fp32",
     "tf32": "fp32",
     "fp16": "fp16",
     "bf16": "bf16",
 }
-"""Numeric types of weights and features, by precision."""
 
+# Data type of the `images` input by its name in the manifest.
 _INPUT_DTYPES: dict[InputDtype, torch.dtype] = {"uint8": torch.uint8, "float32": torch.float32}
 
 
@@ -57,56 +58,59 @@ def bundle_from_checkpoint(
     with_programs: bool = False,
     report: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
-    """Export a checkpoint; the bundle appears whole or not at all.
+    """Export a checkpoint to a bundle folder, which replaces an older bundle atomically.
 
-    It holds an ONNX file a numeric type and input size, and as many programs of torch and engines
-    of every kind as there are precisions and input sizes. What is in bf16 is a program only.
+    The bundle has one ONNX file per numeric type and input size, and one engine per precision and
+    input size for each builder. bf16 is exported as a torch program only.
 
     Args:
-        checkpoint_path: file that training wrote.
-        bundle: folder to make; an older bundle there is replaced, anything else is refused.
-        precisions: which to export; `fp32` and `tf32` share an ONNX file.
-        buckets: input sizes, multiples of 32; those of the training where empty.
-        input_dtype: type of the `images` input; its values are 0..255 either way.
-        builders: a builder a kind of engine.
-        with_programs: whether programs of torch are wanted.
-        report: told in a sentence what is being done.
+        checkpoint_path: checkpoint file.
+        bundle: folder to create or replace.
+        precisions: precisions to export. `fp32` and `tf32` share an ONNX file.
+        buckets: input sizes, multiples of 32. Empty: those of the training.
+        input_dtype: type of the `images` input. Its values are 0..255 in both types.
+        builders: one engine builder per kind of engine to build.
+        with_programs: whether to export torch programs.
+        report: called with one sentence at the start of each step.
+
+    Returns:
+        the manifest of the bundle.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
         EngineError: an engine cannot be built.
-        BundleError: something that is no bundle is in the way, an input size holds no image, or
-            bf16 is wanted and programs are not.
+        BundleError: the folder exists and is not a bundle, an input size is too small for all
+            images, or bf16 is requested without `with_programs`.
         OSError: the bundle cannot be written.
     """
-    _check_place(bundle)
+    _check_output_folder(bundle)
     if "bf16" in precisions and not with_programs:
-        raise BundleError("bf16 is for programs of torch alone; add --engine torch")
+        raise BundleError("bf16 is available for torch programs only; add --engine torch")
     checkpoint = load_checkpoint(checkpoint_path)
     _check_buckets(buckets, checkpoint.preprocessing)
-    wanted = _Wanted(precisions, buckets or checkpoint.buckets, input_dtype, report)
-    with _whole_folder(bundle) as partial:
-        graphs = _export_graphs(checkpoint, partial, wanted)
+    settings = _ExportSettings(precisions, buckets or checkpoint.buckets, input_dtype, report)
+    with _atomic_folder(bundle) as partial:
+        graphs = _export_graphs(checkpoint, partial, settings)
         engines = []
         if builders:
-            sources = _sources_of_engines(checkpoint, partial, wanted)
+            sources = _export_engine_sources(checkpoint, partial, settings)
             engines = [
                 _build_engine(b, g, sources, partial, report) for b in builders for g in graphs
             ]
-        programs = _export_programs(checkpoint, partial, wanted) if with_programs else []
+        programs = _export_programs(checkpoint, partial, settings) if with_programs else []
         manifest = _manifest_from(checkpoint, checkpoint_path, [*graphs, *programs, *engines])
         write_manifest(partial, manifest)
     return manifest
 
 
 @contextmanager
-def _whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder that takes its name when it is filled; what had the name goes only then.
+def _atomic_folder(path: Path) -> Iterator[Path]:
+    """Create a temporary folder that replaces `path` when the block ends without an exception.
 
     Raises:
-        OSError: it cannot be made or filled.
+        OSError: the folder cannot be created or written.
     """
-    path = path.resolve()  # what a link names, or `.`, is to be replaced
+    path = path.resolve()  # to replace the target of a link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         partial = Path(scratch, "new")
@@ -114,7 +118,7 @@ def _whole_folder(path: Path) -> Iterator[Path]:
         try:
             yield partial
         except OSError as error:
-            # Where a disk is full, Python names no file.
+            # The error of a full disk has no file name.
             error.filename = error.filename or str(path.parent)
             raise
         if path.exists():
@@ -122,50 +126,56 @@ def _whole_folder(path: Path) -> Iterator[Path]:
         partial.replace(path)
 
 
-def _check_place(bundle: Path) -> None:
-    """Refuse a path at which no bundle can be put.
+def _check_output_folder(bundle: Path) -> None:
+    """Check that the folder is absent, empty, or a bundle that can be replaced.
 
     Raises:
-        BundleError: it holds something else, or cannot be replaced.
+        BundleError: the folder has other files, or is a mount point.
     """
-    held = {path.name for path in bundle.iterdir()} if bundle.exists() else set()
+    other_files = {path.name for path in bundle.iterdir()} if bundle.exists() else set()
     try:
-        held -= {MANIFEST_NAME, *(n for a in read_manifest(bundle).artifacts for n in a.paths)}
+        other_files -= {
+            MANIFEST_NAME,
+            *(n for a in read_manifest(bundle).artifacts for n in a.paths),
+        }
     except BundleError:
-        if MANIFEST_NAME in held:  # it is damaged, which a new one mends
-            held.clear()
-    if held:
+        if MANIFEST_NAME in other_files:  # a damaged bundle, which the new one replaces
+            other_files.clear()
+    if other_files:
         raise BundleError(
-            f"{bundle} holds something else than a bundle, {min(held)} for one; choose another "
-            "folder"
+            f"{bundle} exists and holds {min(other_files)}, which is not part of a bundle; choose "
+            "another folder"
         )
     if bundle.resolve().is_mount():
         raise BundleError(
-            f"{bundle} is a mount point, which no bundle can replace; choose a folder in it"
+            f"{bundle} is a mount point and cannot be replaced; choose a folder inside it"
         )
 
 
-class _Wanted(NamedTuple):
+class _ExportSettings(NamedTuple):
     precisions: Sequence[Precision]
     buckets: Sequence[ShapeBucket]
     input_dtype: InputDtype
     report: Callable[[str], None]
 
 
-def _export_graphs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> list[Artifact]:
-    """Write the ONNX files, each once, and list them by precision and bucket."""
+def _export_graphs(
+    checkpoint: Checkpoint, folder: Path, settings: _ExportSettings
+) -> list[Artifact]:
+    """Write the ONNX files, and return one manifest entry per precision and input size."""
+    # fp32 and tf32 share a file.
     hashes: dict[str, str] = {}
     artifacts = []
-    for precision in dict.fromkeys(wanted.precisions):
+    for precision in dict.fromkeys(settings.precisions):
         if precision == "bf16":
             continue
         types = _TYPES[precision]
-        model = prepared_model(checkpoint, types)
-        for bucket in dict.fromkeys(wanted.buckets):
+        model = model_for_export(checkpoint, types)
+        for bucket in dict.fromkeys(settings.buckets):
             path = folder / f"model-{types}-{bucket}.onnx"
             if path.name not in hashes:
-                wanted.report(f"exporting {types} for inputs of {bucket}")
-                onnx.save(onnx_from_model(model, bucket, _INPUT_DTYPES[wanted.input_dtype]), path)
+                settings.report(f"exporting {types} for inputs of {bucket}")
+                onnx.save(onnx_from_model(model, bucket, _INPUT_DTYPES[settings.input_dtype]), path)
                 hashes[path.name] = sha256_of(path)
             artifacts.append(
                 Artifact(
@@ -173,38 +183,40 @@ def _export_graphs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> lis
                     sha256=hashes[path.name],
                     kind="onnx",
                     precision=precision,
-                    input_dtype=wanted.input_dtype,
+                    input_dtype=settings.input_dtype,
                     bucket=bucket,
                 )
             )
     return artifacts
 
 
-def _export_programs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> list[Artifact]:
-    """Write the programs of torch, each once, and compile them where a GPU is."""
+def _export_programs(
+    checkpoint: Checkpoint, folder: Path, settings: _ExportSettings
+) -> list[Artifact]:
+    """Write the torch programs, compiled too if there is a GPU; return their manifest entries."""
     hashes: dict[Path, str] = {}
     compilations = []
-    dtype = _INPUT_DTYPES[wanted.input_dtype]
-    for precision in dict.fromkeys(wanted.precisions):
+    dtype = _INPUT_DTYPES[settings.input_dtype]
+    for precision in dict.fromkeys(settings.precisions):
         types = _TYPES[precision]
-        model = prepared_model(checkpoint, types)
-        rearrange_for_gpu(model)
-        for bucket in dict.fromkeys(wanted.buckets):
+        model = model_for_export(checkpoint, types)
+        optimize_for_gpu(model)
+        for bucket in dict.fromkeys(settings.buckets):
             path = folder / f"model-{types}-{bucket}.pt2"
             if path not in hashes:
-                wanted.report(f"exporting a program of torch in {types} for inputs of {bucket}")
+                settings.report(f"exporting a torch program in {types} for inputs of {bucket}")
                 write_program(program_from_model(model, bucket, dtype), path)
                 hashes[path] = sha256_of(path)
             compilations.append(Compilation(path, precision, bucket, dtype))
     if torch.cuda.is_available():
-        wanted.report("compiling the programs for this machine's GPU")
+        settings.report("compiling the programs for this machine's GPU")
     return [
         Artifact(
             path=c.path.name,
             sha256=hashes[c.path],
             kind="torch",
             precision=c.precision,
-            input_dtype=wanted.input_dtype,
+            input_dtype=settings.input_dtype,
             bucket=c.bucket,
             compiled=compiled,
         )
@@ -212,15 +224,22 @@ def _export_programs(checkpoint: Checkpoint, folder: Path, wanted: _Wanted) -> l
     ]
 
 
-def _sources_of_engines(checkpoint: Checkpoint, partial: Path, wanted: _Wanted) -> Path:
-    """Folder of the ONNX files to build from: the bundle's, unless they select too many."""
+def _export_engine_sources(
+    checkpoint: Checkpoint, partial: Path, settings: _ExportSettings
+) -> Path:
+    """Return the folder with the ONNX files to build engines from.
+
+    If a top-k exceeds TensorRT's limit, ONNX files with the limit are written to another folder.
+    """
     limited, changes = limited_checkpoint(checkpoint)
     if not changes:
         return partial
-    wanted.report(f"TensorRT selects at most {TOP_K_LIMIT} candidates: its engines have {changes}")
+    settings.report(
+        f"TensorRT selects at most {TOP_K_LIMIT} candidates, so its engines have {changes}"
+    )
     folder = partial.with_name("limited")
     folder.mkdir()
-    _export_graphs(limited, folder, wanted)
+    _export_graphs(limited, folder, settings)
     return folder
 
 
@@ -231,7 +250,7 @@ def _build_engine(
     folder: Path,
     report: Callable[[str], None],
 ) -> Artifact:
-    """Build the engine for an ONNX artefact's precision and bucket from the file of its name."""
+    """Build the engine for an ONNX file's precision and input size; return its manifest entry."""
     report(f"building {graph.precision} for inputs of {graph.bucket} with {builder.product}")
     path = folder / f"model-{graph.precision}-{graph.bucket}{ENGINE_SUFFIXES[builder.kind]}"
     build = builder.build(sources / graph.path, path, graph.precision)
@@ -247,22 +266,22 @@ def _build_engine(
 
 
 def _check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) -> None:
-    """Refuse input sizes into which no image fits after it is resized.
+    """Check that resized images can fit into each input size.
 
     Raises:
-        BundleError: one is smaller than every resized image.
+        BundleError: an input size is too small for all images.
     """
     shorter, longer = preprocessing.min_size, preprocessing.max_size
     for bucket in buckets:
         if not preprocessing.fits(bucket):
             raise BundleError(
-                f"inputs of {bucket} hold no image, because images are resized to a shorter side "
-                f"of {shorter} pixels or a longer one of {longer}; give --shape that holds them"
+                f"inputs of {bucket} are too small: images are resized to a shorter side of "
+                f"{shorter} pixels or a longer one of {longer}; choose a larger --shape"
             )
 
 
-def prepared_model(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:
-    """The checkpoint's model as it is exported: batch norms folded, in its numeric types."""
+def model_for_export(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:
+    """Build the checkpoint's model with folded batch norms, in the numeric type of a precision."""
     model = checkpoint.build_model()
     fold_batch_norms(model)
     if precision in ("fp16", "bf16"):

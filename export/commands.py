@@ -1,5 +1,7 @@
-"""The verb `export`."""
+"""`maskrcnn export`: turn a checkpoint into a bundle."""
 
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -8,25 +10,25 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..model.bundle.manifest import EngineKind, InputDtype, Manifest, Precision
+from ..model.bundle.spec import ShapeBucket
 from ..model.images import IMAGE_SUFFIXES
-from ..model.manifest import EngineKind, InputDtype, Manifest, Precision
-from ..model.spec import ShapeBucket
-from .engine_options import builders_from_options, engine_options
-from .variadic_options import VariadicCommand
+from .engines.options import engine_options
+from .errors import VerificationError
 
 if TYPE_CHECKING:
     from .verify import Comparison
 
 
 class BucketType(click.ParamType[ShapeBucket]):
-    """An input size on the command line, as in `800x1344`; both sides divide by 32."""
+    """Click type of an input size, as in `800x1344`. Both sides are multiples of 32."""
 
     name = "HxW"
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> ShapeBucket:
-        """Parse a value; what is wrong with it is a usage error."""
+        """Parse `HEIGHTxWIDTH`, or fail with a usage error."""
         height, _, width = str(value).partition("x")
         if not (height.isdecimal() and width.isdecimal()):
             self.fail(f"{value!r} is not of the form HEIGHTxWIDTH, as in 800x1344", param, ctx)
@@ -36,34 +38,83 @@ class BucketType(click.ParamType[ShapeBucket]):
         return bucket
 
 
+class VariadicCommand(click.Command):
+    """Command whose repeatable options take several values: `--size 1 2` is `--size 1 --size 2`.
+
+    A word after a value is another value if the option's type accepts it. Otherwise it is an
+    argument, so that `--size 1 2 model.pth` is parsed as expected.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Insert the option before each further value, as in `--size 1 --size 2`, and parse."""
+        rejections: list[click.BadParameter] = []
+        words = list(self._expanded(ctx, args, rejections))
+        try:
+            return super().parse_args(ctx, words)
+        except click.UsageError as error:
+            if type(error) is not click.UsageError or not rejections:
+                raise
+            # The unexpected argument may be a mistyped value of the option before it.
+            sentence = f"{error.message.rstrip('.')}, as {rejections[0].message}"
+            raise click.UsageError(sentence, ctx) from None
+
+    def _expanded(
+        self, ctx: click.Context, args: Sequence[str], rejections: list[click.BadParameter]
+    ) -> Iterator[str]:
+        options = {
+            name: option
+            for option in self.get_params(ctx)
+            if isinstance(option, click.Option) and option.multiple
+            for name in option.opts
+        }
+        words = iter(args)
+        repeated = ""
+        for word in words:
+            if repeated and not word.startswith("-"):
+                try:
+                    options[repeated].type(word, options[repeated], ctx)
+                except click.BadParameter as rejection:
+                    rejections.append(rejection)
+                else:
+                    yield from (repeated, word)
+                    continue
+            name, equals, _ = word.partition("=")
+            repeated = name if name in options else ""
+            yield word
+            if repeated and not equals:
+                yield from islice(words, 1)
+            elif word == "--":
+                yield from words
+
+
 @click.command(cls=VariadicCommand)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", "bundle", required=True, type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the bundle; an older bundle there is replaced.",
+    help="Folder of the bundle. An older bundle there is replaced.",
 )  # fmt: skip
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
-    default=("fp32", "fp16"), show_default=True, help="Numeric types, one or more.",
+    default=("fp32", "fp16"), show_default=True, help="Precisions, one or more.",
 )  # fmt: skip
 @click.option(
     "--shape", "buckets", multiple=True, type=BucketType(),
-    help="Input heights and widths, one or more. Those of the training if left out.",
+    help="Input sizes, one or more. Default: those of the training.",
 )  # fmt: skip
 @click.option(
     "--input-dtype", type=click.Choice(["uint8", "float32"]), default="uint8", show_default=True,
-    help="Type of the image input; values are 0..255 either way.",
+    help="Type of the image input. Values are 0..255 for both.",
 )  # fmt: skip
 @engine_options
 @click.option(
     "--triton-repository", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-    help="Model repository to which to add the ONNX files and TensorRT plans as models of Triton "
-    "Inference Server; what has the name already gets a further version.",
+    help="Add the ONNX files and TensorRT plans to a model repository for Triton Inference Server. "
+    "An existing model of the same name gets a new version.",
 )  # fmt: skip
 @click.option(
     "--verify", "images", metavar="[IMAGES]", is_flag=False, flag_value="",
-    help="Compare ONNX files and programs of torch with the checkpoint on a picture or a folder of "
-    "them; noise if none is named.",
+    help="Compare ONNX files and torch programs with the checkpoint on an image or a folder of "
+    "images. Without a value, use noise.",
 )  # fmt: skip
 def export(
     checkpoint: Path,
@@ -78,12 +129,13 @@ def export(
 ) -> None:
     """Turn CHECKPOINT into a bundle that `maskrcnn serve` and `maskrcnn predict` load.
 
-    Options for several values take them one after another, as in --precision fp32 fp16.
+    Options with several values take them one after another, as in --precision fp32 fp16.
     """
     from .bundle import bundle_from_checkpoint
+    from .engines.build import builders_from_options
     from .triton_repository import triton_repository_from_bundle
 
-    pictures = [] if not images else _pictures_in(Path(images))
+    image_paths = [] if not images else _images_in(Path(images))
     manifest = bundle_from_checkpoint(
         checkpoint,
         bundle,
@@ -96,33 +148,33 @@ def export(
     )
     click.echo(f"the bundle is {bundle}")
     if images is not None:
-        _verify(checkpoint, bundle, manifest, pictures)
+        _verify(checkpoint, bundle, manifest, image_paths)
     if triton_repository is not None:
         names = triton_repository_from_bundle(bundle, triton_repository)
         click.echo(f"Triton's models in {triton_repository} are {', '.join(names)}")
 
 
-def _verify(checkpoint: Path, bundle: Path, manifest: Manifest, pictures: list[Path]) -> None:
-    """Compare a bundle with its checkpoint, and say what came of it.
+def _verify(checkpoint: Path, bundle: Path, manifest: Manifest, images: list[Path]) -> None:
+    """Compare a bundle with its checkpoint, and print the result.
 
     Raises:
-        VerificationError: they differ by more than precision allows.
+        VerificationError: the differences exceed the tolerance of the precision.
     """
     from ..model.checkpoint import load_checkpoint
-    from .verify import VerificationError, verify_bundle
+    from .verify import verify_bundle
 
-    comparisons = verify_bundle(bundle, manifest, load_checkpoint(checkpoint), pictures)
+    comparisons = verify_bundle(bundle, manifest, load_checkpoint(checkpoint), images)
     Console().print(table_of(comparisons))
     failed = [c.artifact.path for c in comparisons if not c.passed]
     if failed:
         raise VerificationError(
             f"{', '.join(failed)} differ from the checkpoint by more than their precision allows; "
-            f"{bundle} is there, but unfit to serve: delete it, or export another precision"
+            f"do not serve {bundle}: delete it, or export another precision"
         )
 
 
 def table_of(comparisons: "list[Comparison]") -> Table:
-    """Comparisons as a table: largest differences, and how many detections missed a tolerance."""
+    """Return a table of comparisons: largest differences, detections outside the tolerance."""
     names = ("artefact", "images", "found", "boxes px", "scores", "masks", "outside", "")
     table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for c in comparisons:
@@ -140,12 +192,12 @@ def table_of(comparisons: "list[Comparison]") -> Table:
     return table
 
 
-def _pictures_in(path: Path) -> list[Path]:
+def _images_in(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    pictures = sorted(p for p in path.glob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-    if not pictures:
+    images = sorted(p for p in path.glob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+    if not images:
         raise click.BadParameter(
-            f"{path} is no picture and no folder of pictures", param_hint="--verify"
+            f"{path} is neither an image nor a folder of images", param_hint="--verify"
         )
-    return pictures
+    return images

@@ -1,5 +1,9 @@
-"""What can go wrong with engines."""
+"""Exceptions of the export."""
 
 
 class EngineError(Exception):
-    """An engine cannot be built or inspected here, or is not what it should be."""
+    """An engine cannot be built or inspected on this machine, or fails a check."""
+
+
+class VerificationError(Exception):
+    """An exported file does not reproduce the checkpoint's detections."""

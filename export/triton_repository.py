@@ -1,15 +1,15 @@
-"""A model repository that Triton Inference Server serves as it stands, made of a bundle."""
+"""Model repository for Triton Inference Server, made from a bundle."""
 
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
 
-from ..model.manifest import (
+from ..model.bundle.manifest import (
     Artifact,
     BatchProfile,
     BundleError,
@@ -17,13 +17,15 @@ from ..model.manifest import (
     read_manifest,
     verified_path,
 )
-from .text_format import BareWord, text_from_message
 
+# Triton's names of the platform and of the model file, by kind of artifact.
 _PLATFORMS = {"onnx": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
 _FILES = {"onnx": "model.onnx", "tensorrt": "model.plan"}
+# Batch limit of ONNX files, which accept any batch size. Plans have a limit of their own.
 _MAX_BATCH = 8
-"""Of ONNX files, which take any number of images; a plan says what it takes."""
+# Time that Triton waits for a batch to fill, in microseconds.
 _MAX_DELAY_US = 2000
+# Triton's names of ONNX data types.
 _TRITON_TYPES = {
     "UINT8": "TYPE_UINT8",
     "INT64": "TYPE_INT64",
@@ -35,19 +37,20 @@ _TRITON_TYPES = {
 def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, ...]:
     """Add a bundle's ONNX files and TensorRT plans to a model repository.
 
-    Each becomes a model, or a further version of the model that has its name there already, and
-    takes and gives the tensors of `model.spec`. Triton pads nothing: images come in the pixels of
-    the model's input size. It has no scalars either: `num_detections` is [B, 1] there.
+    Each file becomes a model, or the next version if the repository has a model of that name.
+    Inputs and outputs are those of `model.bundle.spec`, with two differences: clients send images
+    resized and padded to the input size, and `num_detections` is [B, 1], because Triton has no
+    scalars.
 
     Args:
-        bundle: Folder that export wrote.
-        repository: Folder of models; made if missing.
+        bundle: Bundle folder.
+        repository: Model repository folder, created if missing.
 
     Returns:
-        Names of the models: the bundle's, precision, input size, and `onnx` or `tensorrt`.
+        Names of the models, as `maskrcnn_resnet50_fpn-fp16-800x1344-onnx`.
 
     Raises:
-        BundleError: there is no bundle, or nothing in it that Triton serves.
+        BundleError: the bundle cannot be read, or holds neither ONNX files nor TensorRT plans.
     """
     manifest = read_manifest(bundle)
     served = [artifact for artifact in manifest.artifacts if artifact.kind in _PLATFORMS]
@@ -69,7 +72,7 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
 def _add_version(
     repository: Path, name: str, source: Path, artifact: Artifact, config: str
 ) -> None:
-    """Put a model or its next version in its place when it is whole."""
+    """Add a model or its next version atomically."""
     model = repository / name
     with tempfile.TemporaryDirectory(dir=repository, prefix=".") as scratch:
         fresh = Path(scratch, name)
@@ -85,7 +88,7 @@ def _add_version(
 
 
 def _config(name: str, bundle: Path, manifest: Manifest, artifact: Artifact) -> str:
-    """What Triton is to know of a model, as `config.pbtxt`."""
+    """Return the model's `config.pbtxt`."""
     profiles = () if artifact.engine is None else artifact.engine.profiles
     max_batch = max((profile.max for profile in profiles), default=_MAX_BATCH)
     inputs, outputs = _tensors_of(bundle, manifest, artifact)
@@ -114,16 +117,16 @@ def _config(name: str, bundle: Path, manifest: Manifest, artifact: Artifact) -> 
 
 
 def _plan_settings(profiles: Sequence[BatchProfile]) -> dict[str, Any]:
-    """Let Triton choose the optimisation profile that fits a batch best."""
+    """Return the settings that let Triton choose the optimization profile for each batch."""
     indices = [str(index) for index in range(len(profiles))]
     return {"instance_group": [{"kind": BareWord("KIND_GPU"), "profile": indices}]}
 
 
 def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
-    """Hold ONNX Runtime's CUDA provider to the precision; on a CPU there is nothing to say."""
+    """Return the settings that make ONNX Runtime's CUDA provider compute in the precision."""
     options = {"prefer_nhwc": "1", "use_tf32": "1"}
     if artifact.precision == "fp32":
-        # Without tensor cores, cuDNN's first choice took 72 GB for a batch of eight.
+        # cuDNN's default search picks an fp32 algorithm that takes 72 GB for a batch of eight.
         options |= {"use_tf32": "0", "cudnn_conv_algo_search": "DEFAULT"}
     parameters = [{"key": key, "value": value} for key, value in options.items()]
     cuda = {"name": "cuda", "parameters": parameters}
@@ -133,7 +136,7 @@ def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
 def _tensors_of(
     bundle: Path, manifest: Manifest, artifact: Artifact
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Inputs and outputs; those of a plan are those of the ONNX file that it was built from."""
+    """Return an artifact's inputs and outputs; those of a plan are read from its ONNX file."""
     (source,) = (
         candidate
         for candidate in manifest.artifacts_for(artifact.precision)
@@ -152,7 +155,7 @@ def _tensor(info: onnx.ValueInfoProto) -> dict[str, Any]:
 
 
 def _warmup(inputs: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
-    """A batch of zeros to run before the model counts as ready."""
+    """Return a warm-up request with a batch of zeros."""
     zeros = [
         {
             "key": tensor["name"],
@@ -165,3 +168,34 @@ def _warmup(inputs: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
         for tensor in inputs
     ]
     return {"name": f"batch of {batch}", "batch_size": batch, "inputs": zeros}
+
+
+class BareWord(str):
+    """Enum value or boolean, which the text format writes without quotes."""
+
+
+def text_from_message(message: Mapping[str, Any]) -> str:
+    """Serialize a message in Protocol Buffers text format, which needs no schema.
+
+    Args:
+        message: Values by field. A value is a string, a number, a mapping (a nested message), or a
+            list of those (a repeated field).
+    """
+    return "\n".join(_lines(message)) + "\n"
+
+
+def _lines(message: Mapping[str, Any]) -> Iterator[str]:
+    for name, field in message.items():
+        for value in field if isinstance(field, list) else [field]:
+            if isinstance(value, Mapping):
+                yield f"{name} {{"
+                yield from (f"  {line}" for line in _lines(value))
+                yield "}"
+            else:
+                yield f"{name}: {_scalar(value)}"
+
+
+def _scalar(value: str | int) -> str:
+    if isinstance(value, str) and not isinstance(value, BareWord):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)

@@ -1,4 +1,4 @@
-"""Comparing a bundle's ONNX files and programs of torch with their checkpoint, output by output."""
+"""Comparison of a bundle's ONNX files and torch programs with the checkpoint's detections."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,37 +11,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..model.bundle.compiled_program import load_artifact
+from ..model.bundle.manifest import Artifact, Manifest, Precision, verified_path
+from ..model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from ..model.checkpoint import Checkpoint
-from ..model.compiled_program import artifact_program
 from ..model.images import decode_image, pad_to_bucket, resize_image, resized_size, smallest_bucket
-from ..model.manifest import Artifact, Manifest, Precision, verified_path
-from ..model.mask_rcnn import Detections, MaskRCNN
-from ..model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
+from ..model.mask_rcnn import BatchDetections, MaskRCNN
 from ..plugins.box_iou import box_iou
 
+# Images per batch of the comparison.
 _BATCH_SIZE = 4
 
+# A padded image [3, H, W], and its height and width before padding.
 _Input = tuple[NDArray[np.uint8], NDArray[np.int64]]
-"""A padded image [3, H, W], and its height and width before padding."""
-
-
-class VerificationError(Exception):
-    """An artefact does not compute what its checkpoint computes."""
 
 
 class Tolerance(NamedTuple):
-    """How far an artefact may be from the checkpoint in fp32."""
+    """Largest allowed differences between an artifact and its checkpoint in fp32."""
 
+    # Difference of a box coordinate, in input pixels.
     boxes: float
-    """Largest difference of a coordinate, in input pixels."""
+    # Difference of a score.
     scores: float
-    """Largest difference of a score."""
+    # Mean difference of a mask's probabilities.
     masks: float
-    """Largest mean difference of a mask's probabilities."""
+    # Fraction of the detections that may exceed any of these.
     share: float
-    """Share of the detections that may miss any of these."""
 
 
+# TF32 and fp16 both have mantissas of 10 bits; bf16 has 7 bits.
 TOLERANCES: dict[Precision, Tolerance] = {
     "fp32": Tolerance(boxes=1e-2, scores=1e-4, masks=1e-3, share=0.0),
     "tf32": Tolerance(boxes=1.0, scores=2e-2, masks=2e-2, share=0.05),
@@ -52,111 +50,113 @@ TOLERANCES: dict[Precision, Tolerance] = {
 
 @dataclass
 class Comparison:
-    """An artefact against its checkpoint over some images."""
+    """Result of comparing an artifact with its checkpoint on some images."""
 
     artifact: Artifact
     tolerance: Tolerance
     images: int = 0
     detections: int = 0
+    # Detections of the checkpoint that the artifact misses, or reproduces outside the tolerance.
     missed: int = 0
-    """Detections of the checkpoint that the artefact lacks, or has outside the tolerance."""
+    # Largest differences over the matched detections, in the units of `Tolerance`.
     boxes: float = 0.0
-    """Largest differences among the detections that both have."""
     scores: float = 0.0
     masks: float = 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether the artefact is as close as its precision promises."""
+        """Whether the differences are within the tolerance of the artifact's precision."""
         return self.missed <= self.tolerance.share * self.detections
 
 
 def verify_bundle(
     bundle: Path, manifest: Manifest, checkpoint: Checkpoint, images: Sequence[Path]
 ) -> list[Comparison]:
-    """Run checkpoint and artefacts on the same images, in batches of up to four.
+    """Compare the detections of a checkpoint and of its exported artifacts on the same images.
 
     Args:
-        bundle: folder of the artefacts.
-        manifest: its manifest.
-        checkpoint: what the bundle was exported from.
-        images: encoded pictures; smooth noise stands in for an input size that none has.
+        bundle: folder of the artifacts.
+        manifest: manifest of the bundle.
+        checkpoint: source of the bundle.
+        images: image files. Smooth noise is used for input sizes that fit none of them.
 
     Returns:
-        a comparison an ONNX file or program of torch; look at `passed`.
+        one comparison per ONNX file and torch program.
 
     Raises:
-        ImageError: a picture cannot be read.
+        ImageError: an image cannot be read.
     """
-    runs = expected_runs(checkpoint, manifest, images)
+    batches = reference_batches(checkpoint, manifest, images)
     comparisons = []
     for artifact in manifest.artifacts:
         runner = {"onnx": _session_runner, "torch": _program_runner}.get(artifact.kind)
         if runner is not None:
             infer = runner(bundle, artifact)
-            comparisons.append(compare_artifact(artifact, runs[artifact.bucket], infer))
+            comparisons.append(compare_artifact(artifact, batches[artifact.bucket], infer))
     return comparisons
 
 
-class Run(NamedTuple):
-    """A batch, and what the checkpoint finds in it."""
+class ReferenceBatch(NamedTuple):
+    """Batch of images with the checkpoint's detections."""
 
+    # [B, 3, H, W], zero-padded.
     images: NDArray[np.uint8]
-    """[B, 3, H, W]."""
+    # [B, 2]: height and width before padding.
     image_sizes: NDArray[np.int64]
-    """[B, 2] height and width before padding."""
-    expected: Detections
+    expected: BatchDetections
+    # Minimum score of the model's detections.
     threshold: float
-    """Score that a detection must exceed."""
 
 
+# Function from images and their sizes to the outputs, in the order of `OUTPUT_NAMES`.
 Infer = Callable[[NDArray[np.uint8], NDArray[np.int64]], Sequence[NDArray[Any]]]
-"""From images and their sizes to the outputs, in the order of `OUTPUT_NAMES`."""
 
 
-def expected_runs(
+def reference_batches(
     checkpoint: Checkpoint, manifest: Manifest, images: Sequence[Path]
-) -> dict[ShapeBucket, list[Run]]:
-    """Run the checkpoint on the CPU, bucket by bucket, in batches of up to four.
+) -> dict[ShapeBucket, list[ReferenceBatch]]:
+    """Run the checkpoint on the CPU, in batches of up to four images of one bucket.
 
     Args:
-        checkpoint: what to run.
-        manifest: of a bundle that was exported from it.
-        images: encoded pictures; smooth noise stands in for an input size that none has.
+        checkpoint: model to run.
+        manifest: manifest of a bundle exported from the checkpoint.
+        images: image files. Smooth noise is used for input sizes that fit none of them.
 
     Raises:
-        ImageError: a picture cannot be read.
+        ImageError: an image cannot be read.
     """
     model = checkpoint.build_model()
     inputs = _inputs_from(images, manifest)
-    return {bucket: list(_runs_of(model, own)) for bucket, own in inputs.items()}
+    return {bucket: list(_detect_in_batches(model, own)) for bucket, own in inputs.items()}
 
 
-def _runs_of(model: MaskRCNN, inputs: Sequence[_Input]) -> Iterator[Run]:
+def _detect_in_batches(model: MaskRCNN, inputs: Sequence[_Input]) -> Iterator[ReferenceBatch]:
     for start in range(0, len(inputs), _BATCH_SIZE):
         batch = zip(*inputs[start : start + _BATCH_SIZE], strict=True)
         images, sizes = (np.stack(part) for part in batch)
         with torch.inference_mode():
             expected = model.detect(torch.from_numpy(images), torch.from_numpy(sizes))
-        yield Run(images, sizes, expected, model.config.roi.score_threshold)
+        yield ReferenceBatch(images, sizes, expected, model.config.roi.score_threshold)
 
 
-def compare_artifact(artifact: Artifact, runs: Sequence[Run], infer: Infer) -> Comparison:
-    """Run an artefact on the images of the checkpoint's runs, and compare.
+def compare_artifact(
+    artifact: Artifact, batches: Sequence[ReferenceBatch], infer: Infer
+) -> Comparison:
+    """Run an artifact on batches and compare its detections with the checkpoint's.
 
     Args:
-        artifact: whose precision decides the tolerance.
-        runs: those of its bucket.
-        infer: runs the artefact.
+        artifact: artifact to compare. Its precision selects the tolerance.
+        batches: reference batches of the artifact's bucket.
+        infer: function that runs the artifact.
     """
     comparison = Comparison(artifact, TOLERANCES[artifact.precision])
-    for run in runs:
-        outputs = infer(run.images, run.image_sizes)
-        actual = Detections(*map(torch.from_numpy, outputs))
-        floor = run.threshold + comparison.tolerance.scores
-        for index in range(len(run.images)):
+    for batch in batches:
+        outputs = infer(batch.images, batch.image_sizes)
+        actual = BatchDetections(*map(torch.from_numpy, outputs))
+        floor = batch.threshold + comparison.tolerance.scores
+        for index in range(len(batch.images)):
             comparison.images += 1
-            rows = _rows_of(run.expected, index), _rows_of(actual, index)
+            rows = _detections_of_image(batch.expected, index), _detections_of_image(actual, index)
             _compare_image(comparison, *rows, floor)
     return comparison
 
@@ -176,7 +176,7 @@ def _session_runner(bundle: Path, artifact: Artifact) -> Infer:
 
 def _program_runner(bundle: Path, artifact: Artifact) -> Infer:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    program = artifact_program(bundle, artifact, device)
+    program = load_artifact(bundle, artifact, device)
 
     def infer(images: NDArray[np.uint8], image_sizes: NDArray[np.int64]) -> Sequence[NDArray[Any]]:
         arrays = images.astype(artifact.input_dtype), image_sizes
@@ -186,7 +186,8 @@ def _program_runner(bundle: Path, artifact: Artifact) -> Infer:
     return infer
 
 
-class _Rows(NamedTuple):
+class _DetectionsOfImage(NamedTuple):
+    # Whether the image has as many detections as the model can return.
     is_full: bool
     boxes: Tensor
     scores: Tensor
@@ -194,18 +195,27 @@ class _Rows(NamedTuple):
     masks: Tensor
 
 
-def _rows_of(detections: Detections, index: int) -> _Rows:
+def _detections_of_image(detections: BatchDetections, index: int) -> _DetectionsOfImage:
     count = int(detections.num_detections[index])
     parts = (part[index, :count] for part in detections[1:])
-    return _Rows(count == detections.scores.shape[1], *parts)
+    return _DetectionsOfImage(count == detections.scores.shape[1], *parts)
 
 
-def _compare_image(comparison: Comparison, expected: _Rows, actual: _Rows, floor: float) -> None:
-    """Find every detection of the checkpoint again: same label, nearest box."""
+def _compare_image(
+    comparison: Comparison, expected: _DetectionsOfImage, actual: _DetectionsOfImage, floor: float
+) -> None:
+    """Compare each expected detection with the actual one of its label that overlaps most.
+
+    Args:
+        comparison: result to update.
+        expected: the checkpoint's detections.
+        actual: the artifact's detections.
+        floor: score that an expected detection must exceed to be compared.
+    """
     tolerance = comparison.tolerance
     if expected.is_full:
         floor = max(floor, float(expected.scores[-1]) + tolerance.scores)
-    # Near the threshold, or the last place, rounding decides what is in and what is not.
+    # Rounding decides which detections near the threshold, or at the end of a full list, appear.
     certain = (expected.scores > floor).nonzero()[:, 0].tolist()
     comparison.detections += len(certain)
     (overlaps,) = box_iou(expected.boxes[None], actual.boxes[None])
@@ -226,17 +236,17 @@ def _compare_image(comparison: Comparison, expected: _Rows, actual: _Rows, floor
 
 
 def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket, list[_Input]]:
-    """Padded images and their sizes by bucket; noise for a bucket that no picture falls into."""
+    """Return, by bucket, padded images and their sizes; noise for buckets without an image."""
     buckets = list(dict.fromkeys(artifact.bucket for artifact in manifest.artifacts))
     inputs: dict[ShapeBucket, list[_Input]] = {bucket: [] for bucket in buckets}
     for path in paths:
-        picture = decode_image(path.read_bytes())
+        image = decode_image(path.read_bytes())
         preprocessing = manifest.preprocessing
         height, width = resized_size(
-            picture.shape[0], picture.shape[1], preprocessing.min_size, preprocessing.max_size
+            image.shape[0], image.shape[1], preprocessing.min_size, preprocessing.max_size
         )
         bucket = smallest_bucket(height, width, buckets)
-        padded = pad_to_bucket(resize_image(picture, height, width), bucket)
+        padded = pad_to_bucket(resize_image(image, height, width), bucket)
         inputs[bucket].append((padded, np.array((height, width), np.int64)))
     for bucket, own in inputs.items():
         if not own:

@@ -1,1 +1,1 @@
-"""The Mask R-CNN model, and what training, export and serving agree on."""
+"""Mask R-CNN model, with the formats shared by training, export and serving."""

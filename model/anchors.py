@@ -1,30 +1,33 @@
-"""Anchor boxes on the cells of one map or of a feature pyramid."""
+"""Anchor shapes and distances for a feature map or a feature pyramid."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .config import AnchorConfig
+from .config.schema import AnchorConfig
 
 
 def cell_anchors(config: AnchorConfig, strides: Sequence[int]) -> Tensor:
-    """Anchors around the corner of a cell: [L, A, 4] float32, xyxy.
+    """Return the A anchors of one cell of each map, relative to the cell's top left corner.
 
     Args:
-        config: sizes, one a level of a pyramid or all on one map, and the convention.
-        strides: input pixels a cell of each of L maps.
+        config: anchor sizes (one per pyramid level, or all on a single map) and convention.
+        strides: stride in input pixels of each of L maps.
+
+    Returns:
+        [L, A, 4] float32, xyxy in input pixels.
     """
     sizes = [config.sizes] if len(strides) == 1 else [(size,) for size in config.sizes]
     return torch.stack(
-        [_anchors_of_map(own, config, stride) for own, stride in zip(sizes, strides, strict=True)]
+        [_anchors_of_map(s, config, stride) for s, stride in zip(sizes, strides, strict=True)]
     )
 
 
 def _anchors_of_map(sizes: Sequence[float], config: AnchorConfig, stride: int) -> Tensor:
     sizes_S, ratios = torch.tensor(sizes), torch.tensor(config.aspect_ratios)
     if config.convention == "legacy":
-        # Girshick's Faster R-CNN rounds the sides of a cell-sized anchor, and then enlarges it.
+        # Girshick's Faster R-CNN rounds the sides of an anchor of one cell before scaling it.
         widths_R = (stride**2 / ratios).sqrt().round()
         sides_R2 = torch.stack([widths_R, (widths_R * ratios).round()], dim=1) / stride
         center = stride / 2
@@ -45,17 +48,16 @@ def grid_steps(
     input_size: tuple[int, int],
     grid_sizes: Sequence[tuple[int, int]],
 ) -> list[tuple[int, int]]:
-    """Pixels from cell to cell, down and across, of every map.
-
-    By torchvision's convention they are the input size over the grid size, rounded down: for
-    inputs that do not divide by 64 the coarsest level is a little denser than nominal.
+    """Return the vertical and horizontal distance of adjacent anchors in input pixels, per map.
 
     Args:
-        config: the convention.
-        strides: nominal pixels a cell of each map.
+        config: anchor convention.
+        strides: nominal stride of each map.
         input_size: (H, W) of the padded input in pixels.
         grid_sizes: (H_l, W_l) of each map.
     """
     if config.convention != "torchvision":
         return [(stride, stride) for stride in strides]
+    # torchvision divides the input size by the grid size and rounds down. Unless the input size is
+    # a multiple of 64, the anchors of the coarsest level are slightly denser than the stride.
     return [(input_size[0] // rows, input_size[1] // columns) for rows, columns in grid_sizes]

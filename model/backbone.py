@@ -1,4 +1,4 @@
-"""Residual networks and what the heads see of them, under torchvision's parameter names."""
+"""ResNets and feature pyramids, with torchvision's parameter names."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.ops import FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
 
-from .config import PYRAMID_STRIDES, BackboneConfig
+from .config.schema import PYRAMID_STRIDES, BackboneConfig
 
 Norm = Literal["none", "frozen_bn", "bn", "gn"]
 
@@ -23,7 +23,7 @@ _LAST_STAGES = {
 
 
 def norm_layer(norm: Norm, eps: float = 1e-5) -> Callable[[int], nn.Module] | None:
-    """What makes a normalisation of so many channels; None for `none`."""
+    """Return a function that builds a normalisation layer for a number of channels."""
     kinds: dict[Norm, Callable[[int], nn.Module] | None] = {
         "none": None,
         "frozen_bn": partial(FrozenBatchNorm2d, eps=eps),
@@ -34,19 +34,19 @@ def norm_layer(norm: Norm, eps: float = 1e-5) -> Callable[[int], nn.Module] | No
 
 
 def feature_strides(config: BackboneConfig) -> tuple[int, ...]:
-    """Input pixels a cell of each of the backbone's maps, finest first."""
+    """Return the strides of the backbone's maps in input pixels, finest first."""
     return PYRAMID_STRIDES if config.features == "fpn" else (16,)
 
 
-def residual_network(config: BackboneConfig) -> resnet.ResNet:
-    """The whole classification network, of which a backbone uses the stages it needs."""
+def build_resnet(config: BackboneConfig) -> resnet.ResNet:
+    """Build torchvision's ResNet classifier; a backbone uses some of its stages."""
     dilate = config.features == "c5"
     network: resnet.ResNet = getattr(resnet, config.name)(
         norm_layer=norm_layer(config.norm, config.norm_eps),
         replace_stride_with_dilation=[False, False, dilate],
     )
     if dilate:
-        # torchvision leaves the first block as it was; the reference implementations do not.
+        # torchvision does not dilate the first block; the reference implementations do.
         network.layer4[0].conv2.dilation = network.layer4[0].conv2.padding = (2, 2)
     if config.stride_in_1x1:
         for block in network.modules():
@@ -56,9 +56,9 @@ def residual_network(config: BackboneConfig) -> resnet.ResNet:
 
 
 class Backbone(nn.Module):
-    """From [B, 3, H, W] to the maps that the heads see.
+    """ResNet, with or without feature pyramid: computes feature maps of images [B, 3, H, W].
 
-    With a pyramid five maps of `fpn_channels` at strides 4, 8, 16, 32, 64, else one of stride 16.
+    With a pyramid, there are five maps of strides 4 to 64, otherwise one of stride 16.
 
     Attributes:
         out_channels: channels of every map.
@@ -66,8 +66,8 @@ class Backbone(nn.Module):
 
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
-        network = residual_network(config)
-        # The stages double in width, and the last is as wide as `inplanes`.
+        network = build_resnet(config)
+        # The width doubles from stage to stage; that of the last stage is `inplanes`.
         widths = {f"layer{i}": network.inplanes * 2**i // 16 for i in range(1, 5)}
         last = _LAST_STAGES[config.features]
         self.body = IntermediateLayerGetter(network, {name: name for name in last})
@@ -85,7 +85,7 @@ class Backbone(nn.Module):
         self.freeze(config.frozen_stages)
 
     def freeze(self, stages: int = len(_STAGES)) -> None:
-        """Train so many stages, counted from the stem, no more; their statistics stay too."""
+        """Freeze weights and statistics of the first `stages` stages, counted from the stem."""
         names = [name for stage in _STAGES[:stages] for name in stage if name in self.body]
         self._frozen = [self.body[name].requires_grad_(False) for name in names]
         self.train(self.training)
@@ -98,6 +98,6 @@ class Backbone(nn.Module):
         return self
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """Maps of normalised images, finest first."""
+        """Return the feature maps of normalised images, finest first."""
         maps = self.body(images)
         return list((maps if self.fpn is None else self.fpn(maps)).values())

@@ -1,30 +1,29 @@
-"""Checkpoints: what training writes, and export and evaluation read."""
+"""Checkpoint files, written by training and read by export and evaluation."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
-from .manifest import Category, Preprocessing
+from .atomic_files import atomic_write
+from .bundle.manifest import Category, Preprocessing
+from .bundle.spec import ShapeBucket
+from .config.schema import ModelConfig
 from .mask_rcnn import MaskRCNN
-from .spec import ShapeBucket
 
+# Version of the file format.
 _FORMAT = 2
 
 
 class CheckpointError(Exception):
-    """A file is no checkpoint, or not one that fits."""
+    """A checkpoint or weights file cannot be read, or not be used for this purpose."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model, what its input must look like, and the state that training resumes from."""
+    """Model weights and configuration, preprocessing, and the state for resuming training."""
 
     model_config: ModelConfig
     weights: dict[str, Tensor]
@@ -36,14 +35,14 @@ class Checkpoint:
     training_state: dict[str, Any] = field(default_factory=dict)
 
     def build_model(self) -> MaskRCNN:
-        """The model with these weights, in evaluation mode on the CPU."""
+        """Build the model with these weights, in evaluation mode on the CPU."""
         model = MaskRCNN(self.model_config)
         model.load_state_dict(self.weights)
         return model.eval()
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint whole or not at all: a crash leaves what was there before."""
+    """Write a checkpoint atomically: a crash leaves the previous file intact."""
     content = {
         "format": _FORMAT,
         "model_config": checkpoint.model_config.model_dump(mode="json"),
@@ -55,35 +54,15 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "metrics": checkpoint.metrics,
         "training_state": checkpoint.training_state,
     }
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         torch.save(content, file)
 
 
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that takes its name when it is whole, and on the disk for good.
-
-    Until then it is `.NAME.partial`, and what had the name before keeps it.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    # A name is on the disk when its folder is.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint; nothing in the file can run code.
+    """Read a checkpoint without running code from it.
 
     Raises:
-        CheckpointError: no such file, or its content is not a checkpoint of this version.
+        CheckpointError: the file does not exist or is not a checkpoint of this format version.
     """
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
@@ -108,9 +87,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     except CheckpointError:
         raise
     except Exception as error:
-        # A damaged file fails in many ways: zip, pickle, a missing key, a wrong type. What torch
-        # says then is no help: to unpickle a strange file would let it run its code.
+        # A damaged file fails in many ways: zip, pickle, a missing key, a wrong type. torch's
+        # message would mislead: it suggests unpickling the file, which may run code.
         raise CheckpointError(
-            f"{path} is damaged or no checkpoint of this program; give a .pth file that training "
-            "wrote"
+            f"{path} is damaged or not a checkpoint of this program; give a .pth file that "
+            "training wrote"
         ) from error

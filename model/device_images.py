@@ -1,8 +1,13 @@
-"""From JPEG files to pixels of the size that the model wants, where the model is.
+"""JPEG decoding and resizing on the model's device.
 
-On a GPU nvJPEG decodes. It gives what Pillow gives but for rounding, by 1.5 of 255 levels in the
-mean and 16 at most, and for colours that were stored at half the resolution, which it enlarges more
-coarsely: by 5 in the mean and 48 at most. Resizing is as Pillow's to within a level.
+On a GPU, nvJPEG decodes. It upsamples subsampled chroma more coarsely than Pillow. Difference of
+decoded values (0..255) from Pillow's:
+
+    chroma resolution   mean    maximum
+    full                1.5     16
+    half                5       48
+
+Resizing differs from Pillow's by at most 1.
 """
 
 from collections.abc import Sequence
@@ -15,44 +20,48 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from ..plugins.resize_pad import resize_pad
 from .images import ImageError
 
+# EXIF orientations that need a transposition, or mirrored rows or columns.
 _TRANSPOSED = frozenset({5, 6, 7, 8})
 _MIRRORED_ROWS = frozenset({3, 4, 7, 8})
 _MIRRORED_COLUMNS = frozenset({2, 3, 6, 7})
 
 
 def tensor_from_bytes(data: bytes) -> Tensor:
-    """A copy [bytes] uint8, because torch wants memory that it may write to."""
+    """Copy bytes into a tensor [N] uint8."""
+    # torch rejects the read-only memory of `bytes`.
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor | ImageError]:
-    """Decode JPEGs that `model.images.read_header` calls plain; waits for the current stream.
+    """Decode plain JPEGs (`ImageHeader.is_plain_jpeg`).
+
+    On a GPU, this waits for the current stream before it decodes.
 
     Args:
-        files: [bytes] uint8 each, on the host.
-        device: Where to decode.
+        files: contents as [N] uint8 tensors on the CPU.
+        device: device that decodes.
 
     Returns:
-        Of each file its pixels [3, h, w] uint8 RGB as stored, or what is wrong with it.
+        Per file, pixels [3, h, w] uint8 RGB without EXIF rotation, or the error of a damaged file.
     """
     if not files:
         return []
     if device.type == "cuda":
-        # The decoder has a stream of its own, and may be given memory that was let go of in the
-        # current stream, but is not done with there.
+        # The decoder has its own stream. The allocator may give it memory that kernels queued in
+        # the current stream still use.
         torch.cuda.current_stream(device).synchronize()
     try:
         return list(decode_jpeg(list(files), ImageReadMode.RGB, device))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        if len(files) > 1:  # one after the other, to find out which
+        if len(files) > 1:  # decode one by one to find the damaged file
             return [outcome for file in files for outcome in decode_jpegs([file], device)]
         return [ImageError(f"the image is damaged: {str(error).splitlines()[0]}")]
 
 
-def turn_upright(image: Tensor, orientation: int) -> Tensor:
-    """A view of [3, h, w], turned as EXIF's orientation asks for: 1 to 8, 1 leaves it."""
+def apply_orientation(image: Tensor, orientation: int) -> Tensor:
+    """Make an image [3, h, w] of an EXIF orientation, 1 to 8, upright; 1 changes nothing."""
     if orientation in _TRANSPOSED:
         image = image.mT
     mirrored = [1] * (orientation in _MIRRORED_ROWS) + [2] * (orientation in _MIRRORED_COLUMNS)
@@ -60,7 +69,7 @@ def turn_upright(image: Tensor, orientation: int) -> Tensor:
 
 
 def resize_pixels(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize [3, h, w] uint8, bilinear and antialiased, to within a level of Pillow's."""
+    """Resize [3, h, w] uint8 as Pillow does, bilinear and antialiased; values differ by up to 1."""
     if image.shape[1:] == size:
         return image
     resized: Tensor = resize_pad([image], size, *size)[0]

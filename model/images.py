@@ -1,7 +1,7 @@
-"""From encoded bytes to padded model input. Needs no torch.
+"""Image decoding, resizing and padding on the CPU. Needs no torch.
 
-Arrays are [H, W, 3] RGB uint8 until `pad_to_bucket` turns them into [3, H, W]. Training, serving
-and prediction all prepare images here, so that they see the same pixels.
+Training, serving and prediction share these functions, so that they see the same pixels. Arrays are
+[H, W, 3] RGB uint8; `pad_to_bucket` returns [3, H, W].
 """
 
 import math
@@ -19,28 +19,29 @@ from PIL.JpegImagePlugin import MARKER, JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from .spec import MAX_PIXELS, ShapeBucket
+from .bundle.spec import MAX_PIXELS, ShapeBucket
 
+# Minimum height and width of an image in pixels.
 MIN_SIDE = 8
-"""Pixels that an image must have on each side."""
 
+# Lower-case suffixes by which images in a folder are recognised.
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
-"""Endings, in lower case, of the files in a folder that are taken for images."""
-
 
 _START_OF_JPEG = b"\xff\xd8\xff"
 _END_OF_JPEG = b"\xff\xd9"
 _START_OF_SCAN = b"\xff\xda"
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
+# Limits against files that are small but slow to decode.
+# Scans of a JPEG: each is a pass over all pixels; progressive JPEGs have about ten.
 _MAX_SCANS = 100
-"""Of a JPEG, each of which is a pass over all its pixels; progressive ones have about ten."""
+# Segments before the first scan of a JPEG; a large colour profile or description takes hundreds.
 _MAX_SEGMENTS = 2000
-"""Before the first scan of a JPEG; a large profile or description takes some hundred."""
+# Bytes between the segments of a JPEG.
 _MAX_JUNK = 4096
-"""Bytes between the segments."""
+# Chunks of a PNG; at the usual 8 KiB per chunk the largest allowed image has fewer.
 _MAX_CHUNKS = 100_000
-"""Of a PNG, for which the largest image needs no more, with the usual 8 KiB in each."""
-_TURNS = {
+# Transposition that makes an image of an EXIF orientation upright.
+_TRANSPOSES = {
     2: Transpose.FLIP_LEFT_RIGHT,
     3: Transpose.ROTATE_180,
     4: Transpose.FLIP_TOP_BOTTOM,
@@ -49,34 +50,33 @@ _TURNS = {
     7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90,
 }
-"""What makes an image of an EXIF orientation upright."""
 _PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type exif")
 
 
 class ImageError(ValueError):
-    """An image that cannot be used; the message is one sentence that says why."""
+    """Invalid image; the message is one sentence with the reason."""
 
 
 class ImageHeader(NamedTuple):
-    """What can be told of an image before it is decoded."""
+    """Properties of an encoded image, read without decoding it."""
 
+    # Height and width in pixels of the result of `decode_image`.
     size: tuple[int, int]
-    """Height and width in pixels that `decode_image` will give it."""
+    # EXIF orientation to apply, 1 to 8; 1 is as stored.
     orientation: int
-    """EXIF's, 1 to 8, by which it is to be turned; 1 is as stored."""
+    # True: a complete JPEG, grey or YCbCr, which CPU and GPU decode to similar pixels.
     is_plain_jpeg: bool
-    """A JPEG that seems whole, grey or of the usual colours, which all decoders read alike."""
 
 
 def is_jpeg(data: bytes) -> bool:
-    """Whether an encoded image is a JPEG, if it is one at all."""
+    """Whether `data` begins with the JPEG signature."""
     return data.startswith(_START_OF_JPEG)
 
 
 def read_header(
     data: bytes, *, max_pixels: int = MAX_PIXELS, apply_orientation: bool = True
 ) -> ImageHeader:
-    """Look at an image without decoding it; arguments and errors are those of `decode_image`."""
+    """Read an image's header without decoding it; arguments and errors as in `decode_image`."""
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1
     width, height = image.size
@@ -89,21 +89,21 @@ def decode_image(
 ) -> NDArray[np.uint8]:
     """Decode a JPEG, PNG or WebP image.
 
-    Grey, palette and CMYK images become RGB, 16-bit ones keep their high bytes, transparency is
-    dropped, and of an animation the first picture is taken. Time and memory are bounded by the
-    number of pixels and bytes, whatever the data says.
+    Grey, palette and CMYK images are converted to RGB, 16-bit images keep their high bytes,
+    transparency is dropped, and an animation yields its first frame. Time and memory are bounded by
+    the number of pixels and bytes, even for hostile data.
 
     Args:
-        data: The encoded image.
-        max_pixels: Larger images are refused after a look at their header alone.
-        apply_orientation: Turn the image upright as its EXIF says. COCO annotations refer to the
-            stored pixels: leave it off to read them.
+        data: the encoded image.
+        max_pixels: larger images are rejected before decoding.
+        apply_orientation: apply the EXIF orientation. Use False with COCO annotations, which refer
+            to the stored pixels.
 
     Returns:
-        [H, W, 3] RGB.
+        [H, W, 3] RGB uint8.
 
     Raises:
-        ImageError: no image of these formats, a damaged one, or one of unusable size.
+        ImageError: the data are not an image of these formats, or damaged, or the size is invalid.
     """
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1
@@ -114,24 +114,24 @@ def decode_image(
 
 
 def resized_size(height: int, width: int, min_size: int, max_size: int) -> tuple[int, int]:
-    """Height and width in pixels after resizing, by torchvision's rule.
+    """Return height and width in pixels after resizing by torchvision's rule.
 
-    The shorter side becomes `min_size` unless the longer one would then exceed `max_size`.
+    The shorter side becomes `min_size`, unless the longer side would exceed `max_size`.
     """
     scale = min(min_size / min(height, width), max_size / max(height, width))
     return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
 
 
 def smallest_bucket(height: int, width: int, buckets: Sequence[ShapeBucket]) -> ShapeBucket:
-    """The bucket of least area that holds `height` x `width` pixels; the first of equals.
+    """Return the bucket of smallest area that holds `height` x `width` pixels.
 
     Raises:
-        ImageError: no bucket does.
+        ImageError: the image fits no bucket.
     """
     fitting = [b for b in buckets if b.height >= height and b.width >= width]
     if not fitting:
         raise ImageError(
-            f"resized to {height}x{width} pixels (height x width) it fits none of the input sizes "
+            f"the image, resized to {height}x{width} pixels (height x width), fits no bucket: "
             f"{', '.join(map(str, buckets))}"
         )
     return min(fitting, key=lambda b: b.height * b.width)
@@ -145,10 +145,10 @@ def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
 
 
 def check_size(height: int, width: int, max_pixels: int) -> None:
-    """Refuse an image of unusable size.
+    """Check the size of an image.
 
     Raises:
-        ImageError: it has more than `max_pixels` pixels, or a side is shorter than `MIN_SIDE`.
+        ImageError: the image has over `max_pixels` pixels, or a side is shorter than `MIN_SIDE`.
     """
     size = f"the image is {height}x{width} pixels (height x width)"
     if height * width > max_pixels:
@@ -158,7 +158,7 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
 
 
 def pad_to_bucket(image: NDArray[np.uint8], bucket: ShapeBucket) -> NDArray[np.uint8]:
-    """Place [H, W, 3] in the top left of a black [3, bucket.height, bucket.width], contiguous."""
+    """Pad [H, W, 3] with zeros at the right and bottom to [3, bucket.height, bucket.width]."""
     height, width = image.shape[:2]
     padded = np.zeros((3, *bucket), np.uint8)
     padded[:, :height, :width] = image.transpose(2, 0, 1)
@@ -166,8 +166,8 @@ def pad_to_bucket(image: NDArray[np.uint8], bucket: ShapeBucket) -> NDArray[np.u
 
 
 def _opened(data: bytes, max_pixels: int) -> ImageFile:
-    """The image, of which only the header was read, if its size can be used."""
-    # The plugins are called rather than PIL.Image.open, whose own limit on pixels is a global.
+    """Read the header of an encoded image, and check its size."""
+    # PIL.Image.open has a global limit of pixels, so the format's plugin is called directly.
     plugin = _plugin_for(data)
     if plugin is JpegImageFile:
         _check_jpeg(data)
@@ -175,15 +175,16 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
         _check_png(data)
     try:
         image = plugin(BytesIO(data))
-    except Exception as error:  # codecs answer hostile bytes with anything but one exception type
+    except Exception as error:  # on hostile bytes, codecs raise exceptions of any type
         raise ImageError(f"the image's header is damaged: {error}") from error
-    image.decodermaxblock = len(data)  # else what a codec cannot use yet is copied for each block
+    # One block. With several, Pillow copies the unused rest of the data for each block.
+    image.decodermaxblock = len(data)
     check_size(image.height, image.width, max_pixels)
     return image
 
 
 def _orientation_of(image: ImageFile, data: bytes) -> int:
-    # Pillow decodes a whole PNG in search of metadata behind its pixels, and most have none.
+    # Pillow decodes a whole PNG to find metadata after its pixels, which most PNGs lack.
     if isinstance(image, PngImageFile) and not any(name in data for name in _PNG_METADATA):
         return 1
     try:
@@ -207,43 +208,43 @@ def _plugin_for(data: bytes) -> type[ImageFile]:
         return PngImageFile
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return WebPImageFile
-    raise ImageError("the data is no JPEG, PNG or WebP image" if data else "the image is empty")
+    raise ImageError("the data is not a JPEG, PNG or WebP image" if data else "the image is empty")
 
 
 def _check_jpeg(data: bytes) -> None:
-    """Refuse a JPEG that takes far longer to read than others of its size.
-
-    Pillow goes through the header in Python, byte by byte where it finds none of the segments.
-    """
+    """Reject a JPEG that is much slower to decode than others of its size."""
     scans = _occurrences(_START_OF_SCAN, data)
     if scans > _MAX_SCANS:
         raise ImageError(f"the image has {scans} scans, more than the {_MAX_SCANS} allowed")
+    # Pillow parses the header in Python, byte by byte between segments.
     position, junk = 2, 0
     for _ in range(_MAX_SEGMENTS):
         match = _JPEG_MARKER.search(data, position)
         start = match.start() if match else len(data)
         junk += start - position
         if junk > _MAX_JUNK:
-            raise ImageError(f"the image's header has more than {_MAX_JUNK} bytes of no meaning")
+            raise ImageError(f"the image's header has over {_MAX_JUNK} bytes outside of segments")
         marker = data[start : start + 2]
         if match is None or marker == _START_OF_SCAN:
             return
         position = start + 2
         *_, segment = MARKER.get(int.from_bytes(marker), (None,))
-        if segment is not None:  # which begins with its length
+        if segment is not None:  # a segment begins with its length
             position += max(2, int.from_bytes(data[position : position + 2]))
     raise ImageError(f"the image's header has more than {_MAX_SEGMENTS} segments")
 
 
 def _occurrences(pair: bytes, data: bytes) -> int:
-    """How often two bytes follow each other; a fifth of the time that `bytes.count` takes."""
+    """Count the occurrences of a pair of bytes."""
+    # NumPy takes a fifth of the time of `bytes.count`.
     (number,) = np.frombuffer(pair, np.uint16)
     pairs = (np.frombuffer(data, np.uint16, (len(data) - odd) // 2, odd) for odd in (0, 1))
     return sum(int(np.count_nonzero(half == number)) for half in pairs)
 
 
 def _check_png(data: bytes) -> None:
-    """Refuse a PNG of more chunks than any needs; Pillow reads each in Python."""
+    """Reject a PNG with over `_MAX_CHUNKS` chunks."""
+    # Pillow reads each chunk in Python.
     position = 8
     for _ in range(_MAX_CHUNKS):
         if position >= len(data):
@@ -254,9 +255,10 @@ def _check_png(data: bytes) -> None:
 
 def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
     image.load()
-    upright = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
+    transpose = _TRANSPOSES.get(orientation)
+    upright = image if transpose is None else image.transpose(transpose)
     if upright.mode.startswith("I;16"):
         upright = fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-    elif upright.mode == "P":  # by way of RGBA, since palettes with transparency need it
+    elif upright.mode == "P":  # RGBA first: palettes may hold transparency
         upright = upright.convert("RGBA")
     return np.array(upright if upright.mode == "RGB" else upright.convert("RGB"))

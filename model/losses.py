@@ -1,4 +1,4 @@
-"""Losses as sums and counts, so that means over ranks and accumulated batches are exact."""
+"""Training losses as sums and counts, which give exact means over ranks and accumulated batches."""
 
 from typing import NamedTuple
 
@@ -6,33 +6,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LOSS_NAMES = (
-    "loss_objectness",
-    "loss_rpn_box_reg",
-    "loss_classifier",
-    "loss_box_reg",
-    "loss_mask",
-)
-"""torchvision's names, in the order of `LossTerms`."""
+# torchvision's names, in the order of `LossTerms`.
+LOSS_NAMES = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg", "loss_mask")
 
 
 class LossTerms(NamedTuple):
     """The five losses before averaging, in the order of `LOSS_NAMES`."""
 
+    # [5] float32.
     sums: Tensor
-    """[5] float32."""
+    # [5] float32, in the same order: sampled anchors (twice), sampled RoIs (twice), mask pixels of
+    # positive RoIs.
     counts: Tensor
-    """[5] float32: sampled anchors (twice), sampled RoIs (twice), mask pixels of positives."""
 
     def means(self, counts: Tensor | None = None) -> Tensor:
-        """[5] losses; `counts` replaces the own counts, for example by those of all ranks."""
+        """Return the five mean losses [5].
+
+        Args:
+            counts: [5], divisors, such as the counts summed over all ranks. None: own counts.
+        """
         return self.sums / (self.counts if counts is None else counts).clamp(min=1)
 
 
 def smooth_l1_sum(prediction: Tensor, target: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """Smooth L1 of [..., 4] deltas, linear from `beta` on, summed where the mask [...] holds.
+    """Return the summed smooth L1 loss of [..., 4] deltas for which the mask [...] is True.
 
-    Outside the mask targets may be infinite or NaN: they touch neither loss nor gradient.
+    The loss is linear for errors above `beta`. Targets outside of the mask may be infinite or NaN.
     """
+    # A target equal to the prediction adds nothing to loss and gradient.
     target = torch.where(mask[..., None], target, prediction.detach())
     return F.smooth_l1_loss(prediction, target, beta=beta, reduction="sum")

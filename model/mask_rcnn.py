@@ -1,8 +1,8 @@
-"""Mask R-CNN (He et al., 2017) as fixed shapes for a whole batch.
+"""Mask R-CNN (He et al., 2017) with fixed shapes for whole batches.
 
-Nothing between images and detections waits for the device, loops over images or has a shape that
-depends on what is seen. Given the same weights it computes what torchvision's
-`maskrcnn_resnet50_fpn` computes, and its parameters have the same names.
+Detection never synchronises with the GPU, never loops over images, and all shapes are independent
+of the images' content. With the same weights, results equal those of torchvision's
+`maskrcnn_resnet50_fpn`, and the parameters have the same names.
 """
 
 from typing import NamedTuple
@@ -11,30 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from .backbone import Backbone
-from .config import ModelConfig
+from .config.schema import ModelConfig
 from .losses import LossTerms
 from .roi_heads import RoiHeads
 from .rpn import RegionProposalNetwork
 from .targets import Targets
 
 
-class Detections(NamedTuple):
-    """What was found, best first; rows from `num_detections` on are zero."""
+class BatchDetections(NamedTuple):
+    """Detections of B images by descending score, padded with zeros to D rows per image."""
 
+    # [B] int64, number of rows that are not padding.
     num_detections: Tensor
-    """[B] int64."""
+    # [B, D, 4] float32, xyxy in input pixels.
     boxes: Tensor
-    """[B, D, 4] float32, xyxy in input pixels."""
+    # [B, D] float32.
     scores: Tensor
-    """[B, D] float32."""
+    # [B, D] int64; 1 is the first class.
     labels: Tensor
-    """[B, D] int64; 1 is the first class."""
+    # [B, D, M, M] float32, M x M mask probabilities within each box.
     masks: Tensor
-    """[B, D, M, M] float32: probabilities within each box."""
 
 
 class MaskRCNN(nn.Module):
-    """Detects and segments the instances of `config.num_classes` classes."""
+    """Mask R-CNN: detects and segments instances of `config.num_classes` classes."""
 
     pixel_mean: Tensor
     pixel_std: Tensor
@@ -54,14 +54,14 @@ class MaskRCNN(nn.Module):
         image_sizes: Tensor,
         targets: Targets | None = None,
         seeds: Tensor | None = None,
-    ) -> Detections | LossTerms:
-        """Detections of a batch, or its losses where targets are given.
+    ) -> BatchDetections | LossTerms:
+        """Return the detections of a batch, or its losses if targets are given.
 
         Args:
-            images: [B, 3, H, W] RGB in 0..255, any dtype; what lies outside an image is ignored.
+            images: [B, 3, H, W] RGB in 0..255, any dtype; pixels in the padding are ignored.
             image_sizes: [B, 2] int64, height and width before padding.
-            targets: ground truth, for the losses.
-            seeds: [B] int64, what the sampling of each image depends on, for the losses.
+            targets: ground truth. None: detect.
+            seeds: [B] int64, random seed of each image's sampling; required with targets.
         """
         if targets is None:
             return self.detect(images, image_sizes)
@@ -69,19 +69,21 @@ class MaskRCNN(nn.Module):
             raise ValueError("losses need `seeds` beside `targets`")
         return self.losses(images, image_sizes, targets, seeds)
 
-    def detect(self, images: Tensor, image_sizes: Tensor) -> Detections:
-        """Detections of a batch; arguments as in `forward`."""
+    def detect(self, images: Tensor, image_sizes: Tensor) -> BatchDetections:
+        """Return the detections of a batch; arguments as in `forward`."""
         features = self._features(images, image_sizes)
         proposals = self.rpn.propose(self.rpn(features, images.shape[2:]), image_sizes)
         found = self.roi_heads.detect(features, proposals, image_sizes)
-        masks = self.roi_heads.draw_masks(features, found.boxes, found.labels).sigmoid()
+        masks = self.roi_heads.predict_masks(features, found.boxes, found.labels).sigmoid()
         masks = masks * found.valid[..., None, None]
-        return Detections(found.valid.sum(dim=1), found.boxes, found.scores, found.labels, masks)
+        return BatchDetections(
+            found.valid.sum(dim=1), found.boxes, found.scores, found.labels, masks
+        )
 
     def losses(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """The five losses of a batch; arguments as in `forward`."""
+        """Return the five losses of a batch; arguments as in `forward`."""
         features = self._features(images, image_sizes)
         anchors = self.rpn(features, images.shape[2:])
         objectness, rpn_regression, num_anchors = self.rpn.losses(anchors, targets, seeds)
@@ -95,7 +97,7 @@ class MaskRCNN(nn.Module):
         return LossTerms(sums, counts.float())
 
     def _features(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
-        """Maps of the normalised images, zero outside them, finest first."""
+        """Return the feature maps of the normalised images, finest first; padding is zeroed."""
         mean, std = (x.float()[:, None, None] for x in (self.pixel_mean, self.pixel_std))
         height, width = image_sizes[:, :, None, None].unbind(dim=1)
         rows = torch.arange(images.shape[2], device=images.device)[:, None]

@@ -1,31 +1,36 @@
-"""Masks as COCO run lengths, and pasting of mask probabilities into images. Needs no torch."""
+"""COCO RLE encoding of masks, and pasting of mask probabilities into images. Needs no torch."""
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..plugins.run_lengths import strings_from_runs
 
+# Rule that resamples probabilities into an image: torchvision's rounds boxes to whole pixels,
+# detectron2's uses the exact boxes.
 MaskPaste = Literal["torchvision", "detectron2"]
-"""How probabilities are resampled into an image: within boxes of whole pixels, or exactly."""
 
 
 class Rle(NamedTuple):
-    """A binary mask in COCO's run-length encoding."""
+    """Binary mask in COCO's run-length encoding."""
 
+    # Size of the image in pixels.
     height: int
-    """Pixels of the image."""
     width: int
-    """Pixels of the image."""
+    # Compressed lengths of alternating runs, zeros first, in column-major order.
     counts: bytes
-    """COCO's compressed lengths of alternating runs, zeros first, down one column after another."""
+
+
+def coco_from_rle(rle: Rle) -> dict[str, Any]:
+    """Return a mask as COCO JSON: `size` [height, width] and `counts` as text."""
+    return {"size": [rle.height, rle.width], "counts": rle.counts.decode("ascii")}
 
 
 def rle_from_mask(mask: NDArray[np.bool_] | NDArray[np.uint8]) -> Rle:
-    """Encode a mask [H, W]; whatever is not 0 belongs to it."""
+    """Encode a mask [H, W]; pixels other than 0 belong to the object."""
     height, width = mask.shape
     (rle,) = _rles_from_counts(
         [_counts_from_edges(_edges(mask.T != 0), height, width)], height, width
@@ -34,29 +39,32 @@ def rle_from_mask(mask: NDArray[np.bool_] | NDArray[np.uint8]) -> Rle:
 
 
 def mask_from_rle(rle: Rle) -> NDArray[np.uint8]:
-    """Decode to a mask [H, W] of 0 and 1.
+    """Decode a mask to [H, W] of 0 and 1.
 
     Raises:
-        ValueError: the runs are damaged or do not fill the image.
+        ValueError: the runs are damaged, or do not sum to the number of pixels.
     """
     counts = _counts_from_bytes(rle.counts)
     if (counts < 0).any() or counts.sum() != rle.height * rle.width:
-        raise ValueError(f"the runs of the mask do not fill {rle.height}x{rle.width} pixels")
+        raise ValueError(f"the runs of the mask do not add up to {rle.height}x{rle.width} pixels")
     values = np.arange(len(counts), dtype=np.uint8) & 1
     return np.repeat(values, counts).reshape(rle.width, rle.height).T
 
 
-class _Samples(NamedTuple):
-    """Where the pixels of an axis that a box covers lie in its mask, border included."""
+class _AxisSamples(NamedTuple):
+    """Mask samples to interpolate for each pixel that a box covers along one axis.
 
+    The mask includes a border of one zero sample on each side.
+    """
+
+    # First covered pixel; the others follow it.
     first: int
-    """First of these pixels; the others follow."""
+    # Index of the last sample before each pixel.
     low: NDArray[np.int64]
-    """Last sample of the mask before each pixel."""
+    # Index of the sample after it.
     high: NDArray[np.int64]
-    """The sample after it."""
+    # Weight of the sample at `high`.
     fraction: NDArray[np.float32]
-    """Weight of the latter."""
 
 
 def rles_from_probabilities(
@@ -67,18 +75,18 @@ def rles_from_probabilities(
     threshold: float = 0.5,
     paste: MaskPaste = "torchvision",
 ) -> list[Rle]:
-    """Paste mask probabilities into the image and encode what exceeds the threshold.
+    """Paste mask probabilities into an image, threshold them, and encode the masks.
 
-    Equal to torchvision's, or detectron2's, `paste_masks_in_image`, a comparison and an encoding,
-    but computes no more pixels than lie within the boxes.
+    The result equals `paste_masks_in_image` of torchvision or detectron2 followed by a comparison
+    and COCO's encoding. Only pixels within the boxes are computed.
 
     Args:
-        masks: [D, M, M] probabilities.
+        masks: [D, M, M], M x M probabilities for each of D detections.
         boxes: [D, 4] xyxy in pixels of the image.
-        height: Pixels of the image.
-        width: Pixels of the image.
-        threshold: Pixels above this probability belong to the mask.
-        paste: Whose rule places the probabilities.
+        height: height of the image in pixels.
+        width: width of the image in pixels.
+        threshold: pixels above this probability belong to the mask.
+        paste: resampling rule.
     """
     bordered = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
     side = bordered.shape[-1]
@@ -102,17 +110,16 @@ def rles_from_probabilities(
 
 
 def whole_pixel_boxes(boxes: NDArray[np.float32], side: int) -> NDArray[np.int64]:
-    """Boxes into which torchvision pastes masks: with a border, truncated to whole pixels.
-
-    The order of the operations is torchvision's, so that no box falls on another pixel than there.
+    """Expand boxes by a mask's border and truncate them to whole pixels, as torchvision does.
 
     Args:
         boxes: [N, 4] xyxy in pixels.
-        side: Samples of either side of a mask, to which one of zeros is added all around.
+        side: side of a mask in samples, without its border of one zero sample.
 
     Returns:
-        [N, 4] first and last pixels of the masks with their borders, xyxy.
+        [N, 4] int64, first and last pixels of the masks with their borders, xyxy.
     """
+    # The operations are in torchvision's order, because rounding must give the same pixels.
     half = (boxes[:, 2:] - boxes[:, :2]) * np.float32(0.5)
     centre = (boxes[:, 2:] + boxes[:, :2]) * np.float32(0.5)
     half *= np.float32((side + 2) / side)
@@ -122,19 +129,19 @@ def whole_pixel_boxes(boxes: NDArray[np.float32], side: int) -> NDArray[np.int64
 
 def _counts_from_probabilities(
     mask: NDArray[np.float32],
-    columns: _Samples,
-    rows: _Samples,
+    columns: _AxisSamples,
+    rows: _AxisSamples,
     height: int,
     width: int,
     threshold: float,
 ) -> NDArray[np.int64]:
-    """Paste a mask [S, S], border included, into its box: lengths of its runs, zeros first."""
-    # Products of matrices would be shorter, but BLAS would answer them with threads of its own.
+    """Paste a mask [S, S], border included, and return the run lengths, zeros first."""
+    # Not a matrix product, because BLAS would start its own threads for it.
     low_SW, high_SW = mask[:, columns.low], mask[:, columns.high]
     rows_SW = low_SW * (1 - columns.fraction) + high_SW * columns.fraction
     fraction_H1 = rows.fraction[:, None]
     crop_HW = rows_SW[rows.low] * (1 - fraction_H1) + rows_SW[rows.high] * fraction_H1 > threshold
-    # A row of zeros closes every column's last run, unless the next column follows on directly.
+    # A row of zeros ends each column's last run, unless the column spans the whole image height.
     stride = min(len(crop_HW) + 1, height)
     closed_WH = np.zeros((crop_HW.shape[1], stride), np.bool_)
     closed_WH[:, : len(crop_HW)] = crop_HW.T
@@ -143,8 +150,8 @@ def _counts_from_probabilities(
     return _counts_from_edges(edges, height, width)
 
 
-def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _Samples:
-    """Samples of an axis of a mask stretched over the pixels start to stop, both included."""
+def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _AxisSamples:
+    """Return the samples of a mask stretched over pixels `start` to `stop`, both included."""
     length = max(stop - start + 1, 1)
     first = max(start, 0)
     pixels = np.arange(first, min(stop + 1, size), dtype=np.float32) - np.float32(start)
@@ -153,8 +160,8 @@ def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _Sa
     return _samples_at(source, first, side)
 
 
-def _exact_samples(start: float, stop: float, size: int, side: int) -> _Samples:
-    """Samples of an axis of a mask whose cells, but for the border, lie from start to stop."""
+def _exact_samples(start: float, stop: float, size: int, side: int) -> _AxisSamples:
+    """Return the samples of a mask whose cells, without the border, span `start` to `stop`."""
     cell = (stop - start) / (side - 2)
     if cell <= 0:
         return _samples_at(np.zeros(0, np.float32), 0, side)
@@ -164,26 +171,26 @@ def _exact_samples(start: float, stop: float, size: int, side: int) -> _Samples:
     return _samples_at(source.clip(0, side - 1), first, side)
 
 
-def _samples_at(source: NDArray[np.float32], first: int, side: int) -> _Samples:
+def _samples_at(source: NDArray[np.float32], first: int, side: int) -> _AxisSamples:
     low = source.astype(np.int64)
-    return _Samples(first, low, np.minimum(low + 1, side - 1), source - low.astype(np.float32))
+    return _AxisSamples(first, low, np.minimum(low + 1, side - 1), source - low.astype(np.float32))
 
 
 def _edges(columns: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Indices at which a mask [W, H], read in memory order between zeros, changes its value."""
+    """Return the indices at which a mask [W, H] changes its value, in memory order from 0."""
     flat = np.zeros(columns.size + 2, np.bool_)
     flat[1:-1] = columns.ravel()
     return np.flatnonzero(flat[1:] != flat[:-1])
 
 
 def _counts_from_edges(edges: NDArray[np.int64], height: int, width: int) -> NDArray[np.int64]:
-    """Lengths of the runs between edges, zeros first."""
+    """Return the lengths of the runs between edges, zeros first."""
     pixels = height * width
     return np.diff(edges[edges < pixels], prepend=0, append=pixels)
 
 
 def _rles_from_counts(counts: Sequence[NDArray[np.int64]], height: int, width: int) -> list[Rle]:
-    """Compress the run lengths of masks of one size."""
+    """Compress the run lengths of masks of the same image size."""
     if not counts:
         return []
     num_runs = np.array([len(runs) for runs in counts])
@@ -195,7 +202,7 @@ def _counts_from_bytes(data: bytes) -> NDArray[np.int64]:
     characters = np.frombuffer(data, np.uint8).astype(np.int64) - 48
     last = characters & 0x20 == 0
     if not data or not last[-1]:
-        raise ValueError("the runs of the mask are cut off")
+        raise ValueError("the run-length encoding of the mask is truncated")
     lengths = np.diff(np.flatnonzero(last), prepend=-1)
     starts = np.cumsum(lengths) - lengths
     shifts = 5 * (np.arange(len(characters)) - np.repeat(starts, lengths))

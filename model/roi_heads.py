@@ -1,4 +1,4 @@
-"""Box and mask heads (He et al., Mask R-CNN), for whole batches."""
+"""Box and mask heads (He et al., Mask R-CNN) for whole batches."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,51 +18,51 @@ from ..plugins.mask_targets import mask_targets_from_crops
 from ..plugins.nms_keep import nms_keep
 from ..plugins.pyramid_roi_align import pyramid_roi_align
 from ..plugins.stable_top_k import stable_top_k
-from .backbone import feature_strides, norm_layer, residual_network
-from .config import ModelConfig, RoiConfig
+from .backbone import build_resnet, feature_strides, norm_layer
+from .config.schema import ModelConfig, RoiConfig
 from .losses import smooth_l1_sum
-from .matching import match_candidates
 from .rpn import Proposals
-from .selection import random_keys, sample_candidates, take_rows
+from .sampling import match_candidates, random_keys, sample_candidates, take_rows
 from .targets import Targets
 
-# Factors that bring the shifts and the sizes of boxes, as they are predicted, to unit scale.
+# Factors of (dx, dy) and (dw, dh) in the regression targets.
 _DELTA_WEIGHTS = 10.0, 5.0
+# `stream` of `random_keys` with which RoIs are sampled; anchors are sampled with another.
 _SAMPLING_STREAM = 2
-# The level of stride 16, where RoIs of canonical size belong.
+# RoIs of `canonical_size` are pooled from the map of stride 16; log2 of that stride.
 _CANONICAL_LEVEL = 4
 
 
 class BoxDetections(NamedTuple):
-    """Detections before their masks, best first; D is the configured maximum."""
+    """Detections without masks by descending score, padded to D = `max_detections` rows."""
 
+    # [B, D, 4], xyxy in input pixels; zero for padding.
     boxes: Tensor
-    """[B, D, 4], xyxy in input pixels; zero where not valid."""
+    # [B, D].
     scores: Tensor
-    """[B, D]."""
+    # [B, D] int64; 0 for padding.
     labels: Tensor
-    """[B, D] int64; 0 where not valid."""
+    # [B, D] bool; False marks padding.
     valid: Tensor
-    """[B, D] bool."""
 
 
 class TrainingRois(NamedTuple):
-    """RoIs sampled for the losses: positives first."""
+    """S RoIs per image sampled for the losses, positives first."""
 
+    # [B, S, 4], xyxy in input pixels.
     boxes: Tensor
-    """[B, S, 4]."""
+    # [B, S] int64; 0 is the background.
     labels: Tensor
-    """[B, S] int64; 0 is the background."""
+    # [B, S] int64: index of the matched ground-truth box.
     targets: Tensor
-    """[B, S] int64: the ground-truth box of each."""
+    # [B, S] bool.
     positive: Tensor
-    """[B, S] bool."""
+    # [B, S] bool; False marks padding.
     chosen: Tensor
-    """[B, S] bool; False marks padding."""
 
 
 class MaskPredictor(nn.Module):
-    """Upsamples and predicts one mask a RoI: that of its label only."""
+    """Predicts one mask per RoI: the mask of the RoI's class."""
 
     def __init__(self, channels: int, dim: int, num_outputs: int) -> None:
         super().__init__()
@@ -75,31 +75,29 @@ class MaskPredictor(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Logits [K, 2P, 2P] of [K, C, P, P] features and [K] labels."""
+        """Return mask logits [K, 2P, 2P] of K RoIs of features [K, C, P, P] and labels [K]."""
         features = F.relu(self.conv5_mask(features))
         weight, bias = (parameter[labels] for parameter in self.mask_fcn_logits.parameters())
-        # Channels last, the order in which convolutions leave them: no copy, here or backward.
+        # Convolutions output channels-last, so the permutation copies nothing, also backwards.
         cells = features.permute(0, 2, 3, 1).flatten(1, 2)
         logits = torch.baddbmm(bias[:, None, None], cells, weight[:, :, 0])
         return logits.view(-1, *features.shape[2:])
 
 
 class RoiHeads(nn.Module):
-    """Classifies and refines proposals, and draws the masks of what was found.
+    """Box and mask heads: classify and refine proposals, and predict masks of the detections.
 
-    `shared_head` computes what box and mask head have in common: with C4 features the fifth stage
-    of the residual network, else nothing.
+    `shared_head` precedes both heads. With C4 features it is the ResNet's res5, else the identity.
     """
 
     def __init__(self, config: ModelConfig, channels: int) -> None:
-        """Make the heads for features of so many channels."""
         super().__init__()
         self.config = roi = config.roi
         self._inclusive = config.inclusive_boxes
         self._scales = tuple(1 / stride for stride in feature_strides(config.backbone)[:4])
         outputs = config.num_classes + 1
         if config.backbone.features == "c4":
-            self.shared_head = residual_network(config.backbone).layer4
+            self.shared_head = build_resnet(config.backbone).layer4
             self.shared_head.requires_grad_(config.backbone.frozen_stages < 5)
             box_dim = mask_dim = 2 * channels
             box_head: nn.Module = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -131,7 +129,7 @@ class RoiHeads(nn.Module):
         return shared
 
     def _predict_boxes(self, features: Sequence[Tensor], boxes: Tensor) -> tuple[Tensor, Tensor]:
-        """Class logits [B, R, C + 1] and deltas [B, R, C + 1, 4] of boxes [B, R, 4]."""
+        """Return logits [B, R, C] and deltas [B, R, C, 4] of C classes, background first."""
         hidden = self.box_head(self._pool(features, boxes, self.config.box_pool))
         logits, deltas = self.box_predictor(hidden)
         shape = boxes.shape[:2]
@@ -140,7 +138,7 @@ class RoiHeads(nn.Module):
     def detect(
         self, features: Sequence[Tensor], proposals: Proposals, image_sizes: Tensor
     ) -> BoxDetections:
-        """Best detections of each image after suppression within each class."""
+        """Classify and refine proposals, apply NMS within each class, and return the best."""
         config = self.config
         logits, deltas = self._predict_boxes(features, proposals.boxes)
         scores = logits.softmax(dim=-1)[..., 1:]
@@ -170,14 +168,14 @@ class RoiHeads(nn.Module):
             valid,
         )
 
-    def draw_masks(self, features: Sequence[Tensor], boxes: Tensor, labels: Tensor) -> Tensor:
-        """Mask logits [B, K, M, M] float32 of boxes [B, K, 4] with labels [B, K]."""
+    def predict_masks(self, features: Sequence[Tensor], boxes: Tensor, labels: Tensor) -> Tensor:
+        """Return M x M mask logits [B, K, M, M] float32 for boxes [B, K, 4] and labels [B, K]."""
         pooled = self._pool(features, boxes, self.config.mask_pool)
         logits: Tensor = self.mask_predictor(self.mask_head(pooled), labels.flatten())
         return logits.float().view(*labels.shape, *logits.shape[1:])
 
     def sample(self, proposals: Proposals, targets: Targets, seeds: Tensor) -> TrainingRois:
-        """RoIs for the losses, from proposals and the ground-truth boxes themselves."""
+        """Sample RoIs for the losses, from proposals and ground-truth boxes together."""
         config = self.config.sampling
         boxes = torch.cat([proposals.boxes, targets.boxes], dim=1)
         valid = torch.cat([proposals.valid, targets.labels > 0], dim=1)
@@ -201,7 +199,7 @@ class RoiHeads(nn.Module):
     def losses(
         self, features: Sequence[Tensor], rois: TrainingRois, targets: Targets
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums of the classification, box and mask losses of sampled RoIs."""
+        """Return the sums of classification, box and mask losses of sampled RoIs."""
         logits, deltas = self._predict_boxes(features, rois.boxes)
         chosen = rois.chosen.float()
         classification = F.cross_entropy(
@@ -217,21 +215,21 @@ class RoiHeads(nn.Module):
     def _mask_loss(
         self, features: Sequence[Tensor], rois: TrainingRois, targets: Targets
     ) -> Tensor:
-        slots = self.mask_slots(rois)
-        boxes, labels, matched, positive = (x[:, :slots] for x in rois[:4])
-        logits = self.draw_masks(features, boxes, labels)
+        count = self.max_positives(rois)
+        boxes, labels, matched, positive = (x[:, :count] for x in rois[:4])
+        logits = self.predict_masks(features, boxes, labels)
         if self.config.mask_crop_size is not None:
             owners = take_rows(targets.boxes, matched)
             boxes = boxes_within_crops(boxes, owners, self.config.mask_crop_size)
-        # What is no positive has nothing to compare with.
+        # RoIs that are not positive get empty targets.
         matched = torch.where(positive, matched, -1)
         wanted = mask_targets_from_crops(targets.masks, boxes, matched, logits.shape[-1])
         return F.binary_cross_entropy_with_logits(
             logits, wanted, weight=positive.float()[..., None, None], reduction="sum"
         )
 
-    def mask_slots(self, rois: TrainingRois) -> int:
-        """RoIs an image that can be positive, and so may need a mask."""
+    def max_positives(self, rois: TrainingRois) -> int:
+        """Return the maximum number of positive RoIs per image; only these need masks."""
         sampling = self.config.sampling
         limit = int(sampling.batch_size_per_image * sampling.positive_fraction)
         return min(limit, rois.labels.shape[1])
@@ -239,10 +237,9 @@ class RoiHeads(nn.Module):
 
 def _box_head(config: RoiConfig, channels: int) -> nn.Module:
     side, dim, convs = config.box_pool, config.box_head_dim, config.box_head_convs
+    norm = norm_layer(config.head_norm)
     head: nn.Module = (
-        FastRCNNConvFCHead(
-            (channels, side, side), [channels] * convs, [dim], norm_layer(config.head_norm)
-        )
+        FastRCNNConvFCHead((channels, side, side), [channels] * convs, [dim], norm)
         if convs
         else TwoMLPHead(channels * side**2, dim)
     )
@@ -250,6 +247,12 @@ def _box_head(config: RoiConfig, channels: int) -> nn.Module:
 
 
 def boxes_within_crops(boxes: Tensor, owners: Tensor, side: int) -> Tensor:
-    """Boxes [..., 4] from input pixels to those of S x S crops of their owners [..., 4]."""
+    """Convert boxes from input pixels to pixels of the mask crops that they lie on.
+
+    Args:
+        boxes: [..., 4], xyxy.
+        owners: [..., 4], the area that each box's crop covers, xyxy in input pixels.
+        side: height and width of a crop in pixels.
+    """
     origins, sides = owners[..., :2], owners[..., 2:] - owners[..., :2]
     return (boxes - torch.cat([origins] * 2, dim=-1)) / torch.cat([sides] * 2, dim=-1) * side

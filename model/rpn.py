@@ -15,46 +15,45 @@ from ..plugins.nms_keep import nms_keep
 from ..plugins.stable_top_k import stable_top_k
 from .anchors import cell_anchors, grid_steps
 from .backbone import feature_strides
-from .config import ModelConfig
+from .config.schema import ModelConfig
 from .losses import smooth_l1_sum
-from .matching import match_candidates
-from .selection import random_keys, sample_candidates, take_rows
+from .sampling import match_candidates, random_keys, sample_candidates, take_rows
 from .targets import Targets
 
-# Factors that bring the shifts and the sizes of boxes, as they are predicted, to unit scale.
+# Factors of (dx, dy) and (dw, dh) in the regression targets.
 _DELTA_WEIGHTS = 1.0, 1.0
+# `stream` of `random_keys` with which anchors are sampled; RoIs are sampled with another.
 _SAMPLING_STREAM = 1
 
 
 class Proposals(NamedTuple):
-    """Regions that may hold an object, best first."""
+    """Proposals of B images by descending score, padded to R rows per image."""
 
+    # [B, R, 4], xyxy in input pixels, clipped to the image; zero for padding.
     boxes: Tensor
-    """[B, R, 4], xyxy in input pixels, clipped to the image; zero where not valid."""
+    # [B, R] bool; False marks padding.
     valid: Tensor
-    """[B, R] bool; False marks padding."""
 
 
 class RpnOutputs(NamedTuple):
-    """What the head says of every anchor, map by map; N anchors in all."""
+    """RPN head outputs for N anchors of each of B images: all feature maps, finest first."""
 
+    # [N, 4], xyxy in input pixels.
     anchors: Tensor
-    """[N, 4]."""
+    # [B, N] float32, objectness.
     logits: Tensor
-    """[B, N] float32."""
+    # [B, N, 4] float32: dx, dy, dw, dh.
     deltas: Tensor
-    """[B, N, 4] float32."""
+    # Number of anchors per feature map; the sum is N.
     counts: list[int]
-    """Anchors of each map."""
 
 
 class RegionProposalNetwork(nn.Module):
-    """Scores and refines anchors, and keeps the best that do not overlap."""
+    """Region proposal network: scores and refines anchors, and suppresses overlapping ones."""
 
     cell_anchors: Tensor
 
     def __init__(self, config: ModelConfig, channels: int) -> None:
-        """Make the network for features of so many channels."""
         super().__init__()
         self.config = config.rpn
         self._anchor_config = config.anchors
@@ -65,7 +64,12 @@ class RegionProposalNetwork(nn.Module):
         self.head = RPNHead(channels, cells.shape[1], config.rpn.conv_depth)
 
     def forward(self, features: Sequence[Tensor], input_size: tuple[int, int]) -> RpnOutputs:
-        """Outputs of [B, C, H_l, W_l] features of a padded input of (H, W) pixels."""
+        """Run the head on the feature maps.
+
+        Args:
+            features: one map [B, channels, H_l, W_l] per pyramid level l.
+            input_size: height and width of the padded images in pixels.
+        """
         logits, deltas = self.head(list(features))
         grid_sizes = [(f.shape[2], f.shape[3]) for f in features]
         steps = grid_steps(self._anchor_config, self._strides, input_size, grid_sizes)
@@ -79,8 +83,13 @@ class RegionProposalNetwork(nn.Module):
         )
 
     def propose(self, outputs: RpnOutputs, image_sizes: Tensor) -> Proposals:
-        """Proposals of each image; non-maximum suppression runs level by level."""
-        pre_nms, post_nms = self._limits()
+        """Decode the best anchors, apply NMS within each level, and return the best boxes."""
+        c = self.config
+        pre_nms, post_nms = (
+            (c.pre_nms_top_n_train, c.post_nms_top_n_train)
+            if self.training
+            else (c.pre_nms_top_n_test, c.post_nms_top_n_test)
+        )
         scores, indices = self._best_of_maps(outputs, min(pre_nms, max(outputs.counts)))
         boxes, large = decode_boxes(
             outputs.deltas.detach()[:, :, None],
@@ -89,33 +98,28 @@ class RegionProposalNetwork(nn.Module):
             image_sizes,
             *_DELTA_WEIGHTS,
             self._inclusive,
-            self.config.min_side,
+            c.min_side,
         )
         scores = torch.where(large.view_as(scores), scores, -torch.inf)
         by_map = boxes.view(-1, scores.shape[2], 4)
         classes = torch.where(scores.isfinite(), 0, -1).flatten(0, 1)
-        keep = nms_keep(by_map, classes, self.config.nms_iou, post_nms)
+        keep = nms_keep(by_map, classes, c.nms_iou, post_nms)
         scores = torch.where(keep.view_as(scores), scores, -torch.inf).flatten(1)
         scores, chosen = stable_top_k(scores, post_nms)
         valid = scores.isfinite()
         return Proposals(take_rows(boxes, chosen) * valid[..., None], valid)
 
-    def _limits(self) -> tuple[int, int]:
-        c = self.config
-        if self.training:
-            return c.pre_nms_top_n_train, c.post_nms_top_n_train
-        return c.pre_nms_top_n_test, c.post_nms_top_n_test
-
     @staticmethod
     def _best_of_maps(outputs: RpnOutputs, width: int) -> tuple[Tensor, Tensor]:
-        """Scores of the best anchors of L maps, best first, and which they are.
+        """Select the `width` anchors of highest score from each of L feature maps, best first.
 
         Returns:
-            scores [B, L, width], -inf for padding; and indices [B, L, width], -1 for padding.
+            scores [B, L, width], -inf for padding; indices into all N anchors [B, L, width], -1
+            for padding.
         """
         longest = max(outputs.counts)
         maps = torch.split(outputs.logits.detach(), outputs.counts, dim=1)
-        # Together, though padding is looked at too: on a GPU they take no longer than the first.
+        # One top k for all maps, padded to the largest. On a GPU it takes as long as for that map.
         padded = [F.pad(x, (0, longest - x.shape[1]), value=-torch.inf) for x in maps]
         scores, indices = stable_top_k(torch.stack(padded, dim=1), width)
         firsts = accumulate(outputs.counts[:-1], initial=0)
@@ -128,7 +132,7 @@ class RegionProposalNetwork(nn.Module):
     def losses(
         self, outputs: RpnOutputs, targets: Targets, seeds: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums of the objectness and box losses, and the number of sampled anchors."""
+        """Return the summed objectness loss, the summed box loss and the number of anchors."""
         anchors, logits, deltas, _ = outputs
         config = self.config.sampling
         matches = match_candidates(anchors, targets, config, low_quality=True)
@@ -156,6 +160,9 @@ class RegionProposalNetwork(nn.Module):
 
 
 def _by_anchor(output: Tensor, values: int) -> Tensor:
-    """Outputs [B, A V, H, W] of a map in the order of its anchors: [B, H W A, V]."""
+    """Reorder a map's outputs, V values for each of A anchors per cell.
+
+    [B, A * V, H, W] becomes [B, H * W * A, V].
+    """
     by_cell = torch.unflatten(output, 1, (-1, values)).permute(0, 3, 4, 1, 2)
     return by_cell.reshape(output.shape[0], -1, values)

@@ -1,4 +1,4 @@
-"""Ground truth of a batch, padded to one shape."""
+"""Ground truth of a training batch."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 class Targets(NamedTuple):
-    """Ground-truth instances of a batch of images; G is the largest number in any of them."""
+    """Ground-truth instances of B images, padded to the largest number G of any image."""
 
+    # [B, G, 4] float32, xyxy in input pixels.
     boxes: Tensor
-    """[B, G, 4] float32, xyxy in input pixels."""
+    # [B, G] int64; 1 is the first class, 0 marks padding.
     labels: Tensor
-    """[B, G] int64; 1 is the first class, 0 marks padding."""
+    # uint8, 0 or 1. [B, G, S, S] if `roi.mask_crop_size` is S: masks cropped to their boxes and
+    # resized. [B, G, H, W] at input size if it is None.
     masks: Tensor
-    """uint8, 0 or 1: [B, G, H, W] at input size or, where `roi.mask_crop_size` is S, [B, G, S, S],
-    each mask cropped to its box and resized."""

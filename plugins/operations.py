@@ -1,4 +1,4 @@
-"""All operations that detection is made of: importing this registers them with torch."""
+"""Operations of exported detection programs. Importing this module registers them with torch."""
 
 from .box_deltas import decode_boxes
 from .fused_convolution import convolution_relu, pointwise_convolution

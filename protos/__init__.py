@@ -1,1 +1,1 @@
-"""The gRPC interface: `maskrcnn/v1/detector.proto` and what `make protos` generates from it."""
+"""Protocol Buffers of the gRPC services, and the code that `make protos` generates from them."""

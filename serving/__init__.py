@@ -1,4 +1,4 @@
-"""Serving: from a bundle to detections over gRPC."""
+"""Inference over gRPC: the server of exported bundles, its clients, and offline prediction."""
 
+# Parent of all loggers of serving. Its level applies to the server and to its worker processes.
 LOGGER = __name__
-"""Above all loggers of serving: its level is the server's and its engines'."""

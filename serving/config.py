@@ -1,104 +1,116 @@
-"""Configuration of the server, and choices of the command line. Loads neither gRPC nor Pillow."""
+"""Settings of the server, and choices of CLI options. Imports neither gRPC nor Pillow."""
 
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from ..model.config import FrozenConfig
-from ..model.manifest import Precision
-from ..model.spec import MAX_PIXELS
+from ..model.bundle.manifest import Precision
+from ..model.bundle.spec import MAX_PIXELS
+from ..model.config.schema import FrozenConfig
 
 BackendName = Literal["auto", "onnxruntime", "torch", "tensorrt", "tensorrt-rtx"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 ReportFormat = Literal["pictures", "coco", "numpy"]
 
+# Maximum number of retries of a client. gRPC makes at most five attempts per request.
 MAX_RETRIES = 4
-"""Of a client: gRPC tries no request more than five times."""
 
+# Upper limit of all time settings, in seconds. gRPC and the kernel do not support much longer ones.
 DAY_S = 86_400
-"""The longest of all times that can be set; gRPC and the kernel count none much longer."""
+
+_HOST_AND_PORT = re.compile(r"(?:[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):([0-9]{1,5})")
+# Targets with a scheme that gRPC knows. It takes any other text for a host name.
+_TARGET = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds|google-c2p):\S+")
+_HTTP = re.compile(r"https?://", re.IGNORECASE)
 
 
 class ServeFields(FrozenConfig):
-    """Settings of the server, each checked by itself."""
+    """Settings of the server, each validated on its own."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 listens on all of IPv4, and :: on all there are."""
+    """Address to listen on. 0.0.0.0: all IPv4 addresses; `::`: all addresses."""
     port: int = Field(8500, ge=0, le=65535)
-    """Port to listen on; 0 picks a free one."""
+    """Port to listen on. 0: a free port."""
     precision: tuple[Precision, ...] = ()
-    """Precisions to serve side by side, of which requests may choose and the first is the default;
-    none, the backend's first in the bundle."""
+    """Precisions to serve. Requests choose one of them; the first is the default. None: the first
+    precision that the bundle has for the backend."""
     backend: BackendName = "auto"
-    """What computes; auto takes the fastest that the bundle has artefacts for and runs here."""
+    """Inference backend. auto: the fastest that runs on this machine and has artifacts in the
+    bundle."""
     workers: int | None = Field(None, ge=1)
-    """Processes that compute, for each precision, spread over the GPUs; none, one a GPU, or one
-    where there is none."""
+    """Worker processes per precision, distributed over the GPUs. None: one per GPU, or one if the
+    machine has no GPU."""
     hang_timeout_s: float = Field(60.0, gt=0, le=DAY_S)
-    """Time after which a batch counts as hung, and the process that computes it is replaced."""
+    """Seconds until a batch counts as hung and its worker process is restarted."""
     max_batch: int = Field(8, ge=1)
-    """Images that the model computes at once."""
+    """Maximum number of images per batch."""
     max_delay_ms: float = Field(2.0, ge=0, le=1000 * DAY_S)
-    """Longest wait for a batch to fill while the model is free."""
+    """Maximum time in milliseconds that an idle model waits for a batch to fill."""
     preferred_batch: tuple[int, ...] = ()
-    """Images that make a batch which need not wait for more, beside `max_batch`."""
+    """Batch sizes, besides `max_batch`, that start without waiting for more images."""
     queue_size: int = Field(256, ge=1, le=1_000_000)
-    """Images in progress; more are refused, and so are those of a connection that leaves others
-    less than one place for eight of its own."""
+    """Maximum number of in-flight images (slots). Requests beyond it are rejected. So are requests
+    of a connection that would then hold more than eight times as many slots as are free."""
     max_wait_s: float = Field(1.0, gt=0, le=DAY_S)
-    """Seconds in which, at the pace of late, all images in progress are to be computed: what would
-    wait longer is refused at once, unless there are only a few."""
+    """Maximum estimated queue time in seconds. Requests that would wait longer are rejected
+    immediately, unless few images are in flight. The estimate uses the recent service rate."""
     timeout_s: float | None = Field(None, gt=0, le=DAY_S)
-    """Seconds that a request may take, of which it may ask for less; none, any time."""
+    """Time limit of a request in seconds. Requests may set a lower one. None: no limit."""
     max_pixels: int = Field(MAX_PIXELS, ge=64)
-    """Pixels of an image."""
+    """Maximum number of pixels per image."""
     max_message_mb: int = Field(64, ge=1, le=1024)
-    """Mebibytes of a request. Four times `queue_size` of them may be in memory at once, those on
-    their way among them, and one that was read takes several times its size until it is decoded."""
+    """Maximum size of a request in MiB. Up to four times `queue_size` requests can be in memory at
+    a time, including those being received. Until it is decoded, a request takes several times its
+    size."""
     max_connections: int = Field(4096, ge=1)
-    """Connections at once; more are closed."""
+    """Maximum number of connections. Further ones are closed."""
     max_connection_age_s: float | None = Field(None, gt=0, le=DAY_S)
-    """Seconds after which a client is asked to connect anew, for load balancers to spread them;
-    none, it may stay."""
+    """Age in seconds at which a client must reconnect, so that load balancers can redistribute
+    clients. None: no limit."""
     keepalive_s: float = Field(60.0, ge=1, le=DAY_S)
-    """Seconds of silence after which a client has 20 to show that it is still there."""
+    """Seconds without data from a client until the server pings it. A client that does not respond
+    within 20 s is disconnected."""
     receive_timeout_s: float = Field(60.0, gt=0, le=DAY_S)
-    """Seconds that a request may take to arrive."""
+    """Time limit for receiving a request, in seconds."""
     tls_certificate: Path | None = None
-    """PEM of the server's certificate and those it rests on; connections are encrypted then. What
-    replaces it later holds for the connections that come then, and so do the files below."""
+    """PEM file with the server's certificate chain; enables TLS. If this file, `tls_key` or
+    `tls_client_ca` changes, new connections use the new content."""
     tls_key: Path | None = None
-    """PEM of the key of `tls_certificate`, not encrypted."""
+    """PEM file with the unencrypted key of `tls_certificate`."""
     tls_client_ca: Path | None = None
-    """PEM of the authorities of which clients must show a certificate."""
+    """PEM file with certificate authorities. If set, clients must present a certificate signed by
+    one of them."""
     token_file: Path | None = None
-    """Tokens that clients must send as `authorization: Bearer TOKEN`, one a line, # begins a
-    comment; health and reflection need none. Read anew when it changes."""
+    """File of tokens that clients must send as `authorization: Bearer TOKEN`: one token per line,
+    # begins a comment. Health checks and reflection need no token. The file is reloaded when it
+    changes."""
     admin_token_file: Path | None = None
-    """Tokens of those who may load and unload models as well; without this and `token_file`,
-    clients on the server's own machine may."""
+    """File of tokens for clients that may also load and unload models. Without this file and
+    `token_file`, clients on the server's machine may do so."""
     local_admin: bool = True
-    """Whether they may: not where a proxy on that machine makes all clients seem to be there."""
+    """Without token files, allow clients on the server's machine to load and unload models. Disable
+    this behind a proxy on that machine, because all clients then seem local."""
     threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
-    """Threads that decode images and encode masks."""
+    """Number of threads that decode images and encode masks."""
     drain_delay_s: float = Field(0.25, ge=0, le=DAY_S)
-    """Time that a server which stops goes on taking requests, for clients to notice, and for calls
-    that wait in gRPC, which would cancel them, to be taken up."""
+    """Seconds for which a stopping server still accepts requests, so that clients see NOT_SERVING
+    and calls queued in gRPC are not cancelled."""
     stop_grace_s: float = Field(30.0, ge=0, le=DAY_S)
-    """Time that requests in progress have to finish when the server stops."""
+    """Time limit in seconds for in-flight requests when the server stops."""
     metrics_port: int | None = Field(None, ge=0, le=65535)
-    """Port at which Prometheus finds /metrics; 0 picks a free one, none publishes nothing."""
+    """Port of the Prometheus endpoint /metrics. 0: a free port. None: no endpoint."""
     log_format: LogFormat = "text"
-    """Form of the log: lines of text, or a JSON object a line."""
+    """Log format: lines of text, or one JSON object per line."""
     log_level: LogLevel = "info"
-    """Least level of what is logged; on debug each request is, with where its time went."""
+    """Minimum level to log. At debug, every request is logged with its timing."""
     tracing: bool = False
-    """Send spans to where OpenTelemetry's own variables in the environment say."""
+    """Export OpenTelemetry spans. Its `OTEL_...` environment variables configure the export."""
 
     @field_validator("host")
     @classmethod
@@ -107,11 +119,11 @@ class ServeFields(FrozenConfig):
 
 
 class ServeConfig(ServeFields):
-    """How a bundle is served: settings that go together."""
+    """Settings of the server, with checks across settings."""
 
     @property
     def images_per_request(self) -> int:
-        """Images that a request may hold, each of which takes a place."""
+        """Maximum number of images per request. Each needs an admission slot."""
         return min(self.max_batch, self.queue_size)
 
     @model_validator(mode="after")
@@ -126,7 +138,7 @@ class ServeConfig(ServeFields):
     @model_validator(mode="after")
     def _check_tls(self) -> "ServeConfig":
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("tls_certificate and tls_key go together; give both or none")
+            raise ValueError("tls_certificate and tls_key must be given together")
         if self.tls_client_ca and not self.tls_certificate:
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         return self
@@ -135,12 +147,32 @@ class ServeConfig(ServeFields):
     def _check_ports(self) -> "ServeConfig":
         if self.port == self.metrics_port != 0:
             raise ValueError(
-                f"port and metrics_port are both {self.port}; give each its own, or 0, which picks "
-                "a free one"
+                f"port and metrics_port are both {self.port}; use different ports, or 0 for a free "
+                "one"
             )
         return self
 
 
 def address_of(host: str, port: int) -> str:
-    """`host:port`, with the brackets that an address of IPv6 has then."""
+    """Return `host:port`, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_address(address: str) -> None:
+    """Check the syntax of a server address.
+
+    Args:
+        address: `host:port` with brackets around an IPv6 host, or a gRPC target with a scheme.
+
+    Raises:
+        ValueError: the address is invalid.
+    """
+    match = _HOST_AND_PORT.fullmatch(address)
+    if _TARGET.fullmatch(address) or (match and 1 <= int(match[1]) <= 65535):
+        return
+    http = _HTTP.match(address)
+    remedy = f"leave out {http[0]} and " if http else ""
+    raise ValueError(
+        f"{address!r} is not a server address; {remedy}give host:port, as in localhost:8500 or "
+        "[::1]:8500, or a gRPC target with a scheme, as in dns:///host:8500 or unix:/path"
+    )

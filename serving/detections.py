@@ -1,8 +1,9 @@
-"""The detections of one image, in the form in which users get them."""
+"""Detections of one image, the options that select them, and their timing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,38 +13,42 @@ from .errors import InvalidRequestError
 
 Value = TypeVar("Value")
 
+# Outer outlines of one mask, one per connected part: [P, 2] x, y in pixels of the source image,
+# P >= 3, clockwise, without repeating the first point. Holes count as filled. Parts within a hole
+# have their own outline. An empty mask has none.
 Outlines = tuple[NDArray[np.float32], ...]
-"""Of one mask, one for each of its parts: [P, 2] x, y in pixels of the source image, P at least 3,
-clockwise and without the first point at the end. Holes have none and count as filled; parts within
-a hole have theirs. An empty mask has no outline."""
 
 
 class MaskFormat(Enum):
-    """Form of the masks of an answer."""
+    """Encoding of the masks in a response."""
 
+    # COCO RLE of the whole image's mask.
     RLE = "rle"
-    """Masks of the whole image, run-length encoded."""
+    # The model's low-resolution probabilities over the box.
     PROBABILITIES = "probabilities"
-    """The model's low-resolution probabilities over the box."""
     NONE = "none"
+    # Outlines of the masks.
     POLYGON = "polygon"
-    """The outlines of the masks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionOptions:
-    """What a request may choose."""
+    """Options of a request: which detections to return, and in which mask format.
 
+    Raises:
+        InvalidRequestError: an option is out of range.
+    """
+
+    # Return only detections that score above this, in 0..1, and above the model's own threshold.
     score_threshold: float = 0.0
-    """Detections must score above this; the model's own threshold applies besides."""
+    # Maximum number of detections, by descending score. None: the model's own limit.
     max_detections: int | None = None
-    """Detections at most, best first; none, the model's own limit."""
     mask_format: MaskFormat = MaskFormat.RLE
 
     def __post_init__(self) -> None:
         if not 0 <= self.score_threshold <= 1:
             raise InvalidRequestError(
-                f"score_threshold is {self.score_threshold}; it must lie in 0..1"
+                f"score_threshold is {self.score_threshold}; it must be in 0..1"
             )
         if self.max_detections is not None and self.max_detections < 1:
             raise InvalidRequestError(
@@ -56,54 +61,59 @@ DEFAULT_OPTIONS = DetectionOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Where a request's time went in the server, in microseconds."""
+    """Server-side times of a request in microseconds."""
 
+    # Decoding, resizing and padding.
     decode_us: int = 0
-    """Decoding, resizing and padding."""
+    # Waiting for a CPU thread, for the batch to fill and for the model to be free.
     queue_us: int = 0
-    """Waiting for threads, for a batch to fill and for the model to be free."""
+    # Model execution for the whole batch.
     infer_us: int = 0
-    """The model's run over the whole batch."""
+    # Scaling boxes, encoding masks and serialising the response.
     encode_us: int = 0
-    """Scaling boxes, encoding masks and writing the answer."""
+    # Number of images in the batch.
     batch_size: int = 1
-    """Images in the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Detections:
-    """N detections of one image by descending score, in pixels of the source image.
+    """N detections of one image by descending score.
 
-    That is the image after the rotation that its EXIF data asks for.
+    Coordinates are in pixels of the source image, after the rotation in its EXIF data.
     """
 
     height: int
     width: int
+    # [N, 4] xyxy.
     boxes: NDArray[np.float32]
-    """[N, 4] xyxy."""
+    # [N] in 0..1.
     scores: NDArray[np.float32]
-    """[N] in 0..1."""
+    # [N]; 1 is the model's first class.
     labels: NDArray[np.int64]
-    """[N]; 1 is the model's first class."""
+    # [N] category IDs of the data set that the model was trained on.
     category_ids: NDArray[np.int64]
-    """[N] ids of the classes in the data set that the model was trained on."""
+    # N names.
     class_names: tuple[str, ...]
-    """N names."""
+    # N masks of the whole image. None: another mask format was requested.
     rles: tuple[Rle, ...] | None = None
-    """N masks of the whole image, if asked for."""
+    # [N, M, M] probabilities over the boxes. None: another mask format was requested.
     mask_probabilities: NDArray[np.float32] | None = None
-    """[N, M, M] probabilities over the boxes, if asked for."""
+    # Outlines of N masks. None: another mask format was requested.
     polygons: tuple[Outlines, ...] | None = None
-    """Outlines of N masks, if asked for."""
+    # All zeros if the times were not measured.
     timing: Timing = Timing()
-    """Zeros where nothing was timed."""
 
     def __len__(self) -> int:
         return len(self.scores)
 
 
-class Answer(NamedTuple, Generic[Value]):
-    """What was made of the detections of an image, and where its time went."""
+# Function that encodes detections as a response. Must be a module-level function, so that a worker
+# process can unpickle it.
+ResponseEncoder = Callable[[Detections], Any]
+
+
+class TimedResponse(NamedTuple, Generic[Value]):
+    """Encoded response to the request for one image, with its timing."""
 
     value: Value
     timing: Timing

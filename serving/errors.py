@@ -1,26 +1,6 @@
-"""What can go wrong in serving.
+"""Exceptions of serving. `grpc_status` maps them to gRPC status codes.
 
-    ServingError
-    ├── BackendError              nothing here computes the bundle, or it failed to
-    │   └── BackendDownError      what computes broke, and is being loaded again
-    ├── UnloadedError             the model was unloaded, and is not loaded again yet
-    ├── InvalidRequestError       an option that is out of range or not served
-    ├── UnauthenticatedError      a call without a token that the server knows
-    ├── ForbiddenError            a call that this client may not make
-    ├── ModelNotFoundError        a model of a name or version that is not served
-    ├── QueueFullError            more requests than the server has places for
-    ├── ExpiredError              a request took longer than it may
-    ├── ReloadError               a bundle could not take the place of the one that is served
-    ├── StoppingError             the server is about to stop
-    └── ClientError               raised by clients
-        ├── RefusedError          the server answered with an error; `code` tells which
-        ├── AccessError           the server gives this client no access
-        ├── UnreachableError      no server there
-        ├── DeadlineError         no answer in time
-        └── ClosedError           the client itself was closed
-
-`model.images.ImageError` and `model.manifest.BundleError` stand beside this tree. `statuses` says
-with which status each is answered.
+`model.images.ImageError` and `model.bundle.manifest.BundleError` do not derive from ServingError.
 """
 
 from typing import TYPE_CHECKING
@@ -28,63 +8,67 @@ from typing import TYPE_CHECKING
 from ..model.images import ImageError
 
 if TYPE_CHECKING:
-    import grpc  # what computes needs none, and starts sooner
+    import grpc  # worker processes start faster without it
 
 
 class ServingError(Exception):
-    """Base of this tree; the message is one sentence."""
+    """Base class of serving errors. The message is one sentence for the user."""
 
 
 class BackendError(ServingError):
-    """What was to compute the model does not fit the machine or the bundle, or failed."""
+    """No backend runs the bundle on this machine, or the backend failed."""
 
 
 class BackendDownError(BackendError):
-    """What computes the model broke, and is not there again yet."""
+    """All workers of the model ended and are being restarted."""
 
 
 class UnloadedError(ServingError):
-    """The model takes no requests until it is loaded again."""
+    """The model is unloaded and rejects requests until it is loaded again."""
 
 
 class InvalidRequestError(ServingError):
-    """A request asks for something that is out of range or not served."""
+    """A field, parameter or input tensor of a request is invalid."""
 
 
 class UnauthenticatedError(ServingError):
-    """A call needs a token, and has none that the server knows."""
+    """The method requires a bearer token, and the call has no valid one."""
 
 
 class ForbiddenError(ServingError):
-    """A call is for other clients."""
+    """The client is not authorized to call this method."""
 
 
 class ModelNotFoundError(ServingError):
-    """A request names a model or a version that is not served."""
+    """No served model has the name and version in the request."""
 
 
 class QueueFullError(ServingError):
-    """The server has no place left for a request."""
+    """The number of concurrent requests, calls or awaited messages has reached its limit."""
 
 
 class ExpiredError(ServingError):
-    """A request took longer than it or the server allows."""
+    """A request exceeded its own or the server's time limit."""
 
 
 class ReloadError(ServingError):
-    """A bundle could not be loaded in place of the one that is served."""
+    """The bundle could not be reloaded. The server's model did not change."""
 
 
 class StoppingError(ServingError):
-    """The server takes no requests any more."""
+    """The server is stopping and rejects requests."""
 
 
 class ClientError(ServingError):
-    """A client got no detections."""
+    """Base class of the errors that our clients raise."""
 
 
 class RefusedError(ClientError):
-    """The server answered a request with an error, or would have."""
+    """The server returned an error status, or the client knows that the server would.
+
+    Attributes:
+        code: gRPC status code.
+    """
 
     def __init__(self, code: "grpc.StatusCode", message: str) -> None:
         super().__init__(message)
@@ -92,21 +76,21 @@ class RefusedError(ClientError):
 
 
 class AccessError(ClientError):
-    """The server gives this client no access."""
+    """The server rejected the client as unauthenticated or not authorized."""
 
 
 class UnreachableError(ClientError):
-    """No server answers at the address."""
+    """No server responds at the address."""
 
 
 class DeadlineError(ClientError):
-    """No answer came in time."""
+    """The response did not arrive before the client's deadline."""
 
 
 class ClosedError(ClientError):
-    """The client was closed before it had an answer."""
+    """The client was closed before the response arrived."""
 
 
 def image_error_from_os_error(error: OSError) -> ImageError:
-    """Why an image cannot be used whose file cannot be read."""
+    """Convert the OSError of an unreadable image file to an `ImageError`."""
     return ImageError(f"the file cannot be read ({error.strerror or error})")

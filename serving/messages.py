@@ -1,4 +1,4 @@
-"""Between the messages of the protocol and the types of this package."""
+"""Conversion between protobuf messages of `maskrcnn.v1` and the types of this package."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -6,17 +6,17 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
-from ..model.manifest import Manifest
+from ..model.bundle.manifest import Manifest
+from ..model.bundle.spec import ShapeBucket
 from ..model.masks import Rle
-from ..model.spec import ShapeBucket
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from .config import ServeConfig
-from .detections import Answer, DetectionOptions, Detections, MaskFormat, Outlines, Timing
+from .detections import DetectionOptions, Detections, MaskFormat, Outlines, TimedResponse, Timing
 from .errors import InvalidRequestError
-from .scheduling import DEFAULT_TERMS, RequestTerms
+from .request_options import DEFAULT_SCHEDULING, SchedulingOptions
 
+# gRPC metadata key of the request ID, in requests and in responses.
 REQUEST_ID_KEY = "x-request-id"
-"""Metadata of the client, and of whatever the server answers."""
 
 _NUMBER_FROM_MASK_FORMAT = {
     MaskFormat.RLE: pb.MASK_FORMAT_RLE,
@@ -30,33 +30,37 @@ _MASK_FORMAT_FROM_NUMBER = {
 }
 
 
+# Protobuf tag of the field `response`: its number, shifted by three bits, and wire type 2.
+_RESPONSE_TAG = bytes([pb.DetectStreamResponse.RESPONSE_FIELD_NUMBER << 3 | 2])
+
+
 def request_from_options(
-    image: bytes, options: DetectionOptions, terms: RequestTerms, request_id: str
+    image: bytes, options: DetectionOptions, scheduling: SchedulingOptions, request_id: str
 ) -> pb.DetectRequest:
-    """The request for an encoded image."""
-    timeout_s = terms.timeout_s
+    """Return the request message for an encoded image."""
+    timeout_s = scheduling.timeout_s
     return pb.DetectRequest(
         id=request_id,
         image=image,
         score_threshold=options.score_threshold,
         max_detections=options.max_detections,
         mask_format=_NUMBER_FROM_MASK_FORMAT[options.mask_format],
-        precision=terms.precision,
-        priority=terms.priority,
+        precision=scheduling.precision,
+        priority=scheduling.priority,
         timeout_us=None if timeout_s is None else max(1, round(timeout_s * 1e6)),
     )
 
 
 def options_from_request(request: pb.DetectRequest) -> DetectionOptions:
-    """The options of a request.
+    """Return the detection options in a request.
 
     Raises:
-        InvalidRequestError: one is out of range.
+        InvalidRequestError: an option is out of range.
     """
     if request.mask_format not in _MASK_FORMAT_FROM_NUMBER:
         known = (f"{name} ({number})" for name, number in pb.MaskFormat.items())
         raise InvalidRequestError(
-            f"mask_format {request.mask_format} is not known; it must be one of {', '.join(known)}"
+            f"mask_format is {request.mask_format}; it must be one of {', '.join(known)}"
         )
     return DetectionOptions(
         score_threshold=request.score_threshold,
@@ -65,23 +69,28 @@ def options_from_request(request: pb.DetectRequest) -> DetectionOptions:
     )
 
 
-def terms_from_request(request: pb.DetectRequest, peer: str, model: str) -> RequestTerms:
-    """How a request wants to be computed that came by a connection for a model of that name.
+def scheduling_from_request(request: pb.DetectRequest, peer: str, model: str) -> SchedulingOptions:
+    """Return the scheduling options in a request.
+
+    Args:
+        request: The request.
+        peer: gRPC peer of the request; it identifies the client's connection.
+        model: Name of the requested model.
 
     Raises:
         InvalidRequestError: priority or timeout is out of range.
     """
-    return RequestTerms(
+    return SchedulingOptions(
         precision=request.precision if request.HasField("precision") else None,
-        priority=request.priority if request.HasField("priority") else DEFAULT_TERMS.priority,
+        priority=request.priority if request.HasField("priority") else DEFAULT_SCHEDULING.priority,
         timeout_s=request.timeout_us / 1e6 if request.HasField("timeout_us") else None,
         peer=peer,
         model=model,
     )
 
 
-def encoded_detections(detections: Detections) -> bytes:
-    """The answer to a request but for its id and timing, serialised."""
+def encode_detections(detections: Detections) -> bytes:
+    """Serialise a `DetectResponse` without ID and timing, which `response_bytes` adds."""
     response = pb.DetectResponse(height=detections.height, width=detections.width)
     rows = zip(
         detections.boxes.tolist(),
@@ -92,7 +101,7 @@ def encoded_detections(detections: Detections) -> bytes:
         strict=True,
     )
     for index, (corners, label, category_id, class_name, score) in enumerate(rows):
-        # Field by field takes half the time of messages that are made first and copied then.
+        # Setting fields in place takes half the time of building messages and copying them.
         message = response.detections.add()
         message.label, message.class_name = label, class_name
         message.category_id, message.score = category_id, score
@@ -106,22 +115,52 @@ def encoded_detections(detections: Detections) -> bytes:
             message.probabilities.side = len(mask)
             message.probabilities.values = mask.astype("<f4").tobytes()
         elif detections.polygons is not None:
-            message.polygons.SetInParent()  # also where there are none
+            message.polygons.SetInParent()  # marks the field as present if there are no outlines
             for outline in detections.polygons[index]:
                 message.polygons.polygons.add().coordinates.extend(outline.ravel().tolist())
     return response.SerializeToString()
 
 
-def response_from_answer(answer: Answer[bytes], request_id: str) -> pb.DetectResponse:
-    """The answer to a request, of `encoded_detections`."""
-    response = pb.DetectResponse.FromString(answer.value)
-    response.id = request_id
-    response.timing.MergeFrom(pb.Timing(**vars(answer.timing)))
-    return response
+def response_bytes(response: TimedResponse[bytes], request_id: str) -> bytes:
+    """Serialise a `DetectResponse` from the output of `encode_detections`.
+
+    Args:
+        response: Output of `encode_detections`, with its timing.
+        request_id: ID of the request.
+
+    Returns:
+        The same bytes as if protobuf serialised the whole message.
+    """
+    # A serialised message is the concatenation of its fields. The pieces are in the order of field
+    # numbers, as protobuf writes them: id, then height, width and detections, then timing.
+    header = pb.DetectResponse(id=request_id).SerializeToString()
+    footer = pb.DetectResponse(timing=pb.Timing(**vars(response.timing))).SerializeToString()
+    return b"".join((header, response.value, footer))
+
+
+def stream_response_bytes(response: bytes, request_id: str) -> bytes:
+    """Serialise a `DetectStreamResponse` that holds a serialised `DetectResponse`."""
+    header = pb.DetectStreamResponse(id=request_id).SerializeToString()
+    return b"".join((header, _RESPONSE_TAG, _varint(len(response)), response))
+
+
+def _varint(value: int) -> bytes:
+    """Encode a non-negative integer as a protobuf varint."""
+    groups = bytearray()
+    while value > 0x7F:
+        groups.append(value & 0x7F | 0x80)
+        value >>= 7
+    groups.append(value)
+    return bytes(groups)
 
 
 def detections_from_response(response: pb.DetectResponse, mask_format: MaskFormat) -> Detections:
-    """The detections of an answer to a request for masks of that format."""
+    """Return the detections in a response.
+
+    Args:
+        response: The response.
+        mask_format: Mask format in the request.
+    """
     found = response.detections
     boxes = [(d.box.x_min, d.box.y_min, d.box.x_max, d.box.y_max) for d in found]
     rles = probabilities = polygons = None
@@ -165,7 +204,7 @@ def model_response(
     precisions: Sequence[str],
     config: ServeConfig,
 ) -> pb.GetModelResponse:
-    """The answer to GetModel."""
+    """Return the response to GetModel."""
     return pb.GetModelResponse(
         name=manifest.model_name,
         provenance=pb.Provenance(**manifest.provenance.model_dump()),

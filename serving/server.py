@@ -1,4 +1,4 @@
-"""The server: from a bundle to a listening port, a new bundle in its place, and a clean stop."""
+"""The server: load a bundle, listen on a port, reload on SIGHUP, drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -8,30 +8,29 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from ..model.manifest import BundleError
+from ..model.bundle.manifest import BundleError
 from ..protos.inference import open_inference_pb2
 from ..protos.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from ..protos.maskrcnn.v1 import detector_pb2
-from ..protos.maskrcnn.v1.detector_pb2_grpc import add_DetectorServicer_to_server
 from .config import ServeConfig, address_of
-from .detector_service import DetectorService
+from .engines.worker_process import freeze_garbage_collector
 from .errors import ServingError
-from .garbage_collection import pass_over_present_objects
-from .monitoring.loop_lag import LoopLag
-from .monitoring.prometheus import add_server_metrics, metrics_server
 from .monitoring.telemetry import Telemetry
 from .monitoring.tracing import load_tracer
 from .open_inference.service import InferenceService
-from .pipeline import Pipeline
-from .transport.access import AccessPolicy
-from .transport.certificates import server_credentials
-from .transport.health import HealthService
-from .transport.listening import listening_server
-from .transport.receiving import Reception
-from .transport.reflection import add_reflection
+from .pipeline.model_lifecycle import ModelLifecycle
+from .pipeline.pipeline import Pipeline
+from .prometheus.collectors import LoopLag
+from .prometheus.endpoint import add_server_metrics, metrics_server
+from .rpc.access_control import AccessInterceptor, AccessPolicy
+from .rpc.certificates import server_credentials
+from .rpc.detector_service import DetectorService, add_detector_service
+from .rpc.health import HealthService
+from .rpc.listener import add_reflection, listening_server
 
 _log = logging.getLogger(__name__)
 
@@ -42,38 +41,36 @@ _SERVICES = (
 
 
 async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], None]) -> None:
-    """Serve a bundle until SIGTERM or SIGINT; on SIGHUP load what then lies at its path.
+    """Serve a bundle until SIGTERM or SIGINT. On SIGHUP, reload the bundle.
 
     Args:
-        bundle: Folder that export wrote.
-        config: How to serve it.
-        on_ready: Called with the address when the server is ready.
+        bundle: Exported bundle folder.
+        config: Server settings.
+        on_ready: Called with the address `host:port` when the server is ready.
 
     Raises:
-        BundleError: the bundle is missing, damaged or lacks the precision.
-        BackendError: the backend does not run here, or not with such batches.
-        ServingError: the address cannot be listened on, or certificates, keys or tokens not used.
+        BundleError, BackendError, ServingError: see `detection_server`.
     """
     stop, reload = asyncio.Event(), asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     is_ready = False
 
-    def ask_to_stop() -> None:
+    def request_stop() -> None:
         stop.set()
-        if task and not is_ready:  # which may take minutes
+        if task and not is_ready:  # do not wait for loading and warm-up, which may take minutes
             task.cancel()
 
     for number in signals:
-        loop.add_signal_handler(number, ask_to_stop)
+        loop.add_signal_handler(number, request_stop)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     try:
         async with detection_server(bundle, config, reload) as address:
             is_ready = True
-            pass_over_present_objects()
+            freeze_garbage_collector()
             on_ready(address)
             await stop.wait()
-            for number in signals:  # a second signal ends the process at once
+            for number in signals:  # a second signal ends the process immediately
                 loop.remove_signal_handler(number)
     except asyncio.CancelledError:
         if not stop.is_set():
@@ -84,26 +81,27 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
 async def detection_server(
     bundle: Path, config: ServeConfig, reload: asyncio.Event | None = None
 ) -> AsyncIterator[str]:
-    """Serve a bundle within the context, and finish the requests in progress at its end.
+    """Serve a bundle within the context. On exit, finish the in-flight requests.
 
-    Health says NOT_SERVING until the model is warm, again from the end of the context on, and
-    while the model is unloaded or the default precision's backend is broken.
+    The health service reports NOT_SERVING until the model is warmed up, after the context's exit,
+    and while the model is unloaded or no worker process of the default precision is up.
 
     Args:
-        bundle: Folder that export wrote.
-        config: How to serve it.
-        reload: When it is set, what then lies at the bundle's path takes its place, if it is good.
+        bundle: Exported bundle folder.
+        config: Server settings.
+        reload: Event. Each time it is set, the bundle is reloaded.
 
     Yields:
-        The address, `host:port`, of a server that is ready.
+        Address `host:port` at which the server accepts requests.
 
     Raises:
-        BundleError: the bundle is missing, damaged or lacks the precision.
-        BackendError: the backend does not run here, or not with such batches.
-        ServingError: the address cannot be listened on, or certificates, keys or tokens not used.
+        BundleError: the bundle is missing or damaged, or lacks a precision of `config`.
+        BackendError: the backend does not run on this machine or with the configured batch sizes.
+        ServingError: the server cannot listen on its address, or a certificate, key or token file
+            is invalid.
     """
-    # Before the model, which takes a while.
-    access, credentials = AccessPolicy(config), server_credentials(config)
+    # Invalid token and certificate files are reported at once, not after the model has loaded.
+    policy, credentials = AccessPolicy(config), server_credentials(config)
     telemetry, lag = Telemetry(load_tracer(config.tracing)), LoopLag()
     with (
         contextlib.closing(telemetry.tracer),
@@ -111,23 +109,17 @@ async def detection_server(
         _metrics_server(pipeline, lag, config),
     ):
         await pipeline.model.load()
-        reception = Reception(access, config, pipeline)
-        server, port = listening_server(config, credentials, telemetry.tracer, reception)
-        service = DetectorService(pipeline, config)
-        add_DetectorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-        names = [service.full_name for service in _SERVICES]
-        health = HealthService(*names, models=lambda: pipeline.model.states)
-        add_HealthServicer_to_server(health, server)
-        inference = InferenceService(pipeline, config, health)
-        add_GRPCInferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
-        add_reflection((*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"]), server)
+        access = AccessInterceptor(policy, config, pipeline)
+        server, port = listening_server(config, credentials, telemetry.tracer, access)
+        detector, inference, health = _add_services(server, pipeline, config)
         await server.start()
         try:
-            # Before the groups, which would wrap what is raised.
+            # Before the task groups below, which would wrap its exception in an ExceptionGroup.
             await pipeline.model.warm_up()
+            reload = reload or asyncio.Event()
             async with (
-                pipeline.running(),
-                _background(_reload(pipeline, reload or asyncio.Event()), health.run(), lag.run()),
+                pipeline.lifecycle.running(),
+                _background(_reload_when_set(reload, pipeline.lifecycle), health.run(), lag.run()),
             ):
                 health.set_ready()
                 address = address_of(config.host, port)
@@ -137,17 +129,31 @@ async def detection_server(
                 finally:
                     health.stop()
                     await asyncio.sleep(config.drain_delay_s)
-                    service.stop_reading()
+                    detector.stop_reading()
                     inference.stop_reading()
-                    reception.stop()
+                    access.stop()
                     await server.stop(config.stop_grace_s)
         finally:
             await server.stop(None)
 
 
+def _add_services(
+    server: grpc.aio.Server, pipeline: Pipeline, config: ServeConfig
+) -> tuple[DetectorService, InferenceService, HealthService]:
+    detector = DetectorService(pipeline, config)
+    add_detector_service(detector, server)
+    names = [service.full_name for service in _SERVICES]
+    health = HealthService(*names, models=lambda: pipeline.model.states)
+    add_HealthServicer_to_server(health, server)
+    inference = InferenceService(pipeline, config, health)
+    add_GRPCInferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
+    add_reflection((*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"]), server)
+    return detector, inference, health
+
+
 @contextlib.contextmanager
 def _metrics_server(pipeline: Pipeline, lag: LoopLag, config: ServeConfig) -> Iterator[None]:
-    """Publish metrics within the context, if that is asked for."""
+    """Run the Prometheus endpoint within the context if `config.metrics_port` is set."""
     if config.metrics_port is None:
         yield
         return
@@ -159,10 +165,10 @@ def _metrics_server(pipeline: Pipeline, lag: LoopLag, config: ServeConfig) -> It
 
 
 @contextlib.asynccontextmanager
-async def _background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Do within the context what no request asks for."""
+async def _background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines as tasks within the context, and cancel them on exit."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one) for one in work]
+        tasks = [group.create_task(coroutine) for coroutine in coroutines]
         try:
             yield
         finally:
@@ -170,14 +176,14 @@ async def _background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
                 task.cancel()
 
 
-async def _reload(pipeline: Pipeline, asked: asyncio.Event) -> None:
-    """Reload the bundle whenever asked to; if that fails, what was served before is."""
+async def _reload_when_set(requested: asyncio.Event, lifecycle: ModelLifecycle) -> None:
+    """Reload the bundle each time `requested` is set. If that fails, keep the served model."""
     while True:
-        await asked.wait()
-        asked.clear()
+        await requested.wait()
+        requested.clear()
         try:
-            await pipeline.reload()
+            await lifecycle.reload()
         except (BundleError, ServingError):
-            pass  # which the pipeline has logged
+            pass  # `reload` has logged it
         except Exception:
-            _log.exception("the bundle could not be reloaded")
+            _log.exception("reloading the bundle failed")

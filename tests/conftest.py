@@ -1,32 +1,68 @@
-"""What the tests of several folders share: a tiny model with random weights, and its bundle."""
+"""Fixtures shared by several folders: a tiny model with random weights, and its bundles."""
 
+import gc
 import importlib
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from shared_exports import cached_graphs, folder_of_run, made_once
+
+import maskrcnn_trt  # noqa: F401, before onnxruntime: it turns its telemetry off
+
+# Fixtures that export a bundle, which takes ten seconds or more.
+BUNDLES = frozenset({"bundle", "torch_bundle", "half_bundle", "exported_graphs", "precise_bundle"})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need an exported bundle, and put files with slow tests first.
+
+    A slow file that starts last would keep one worker busy after the others are done.
+    """
+    slow: Counter[Path] = Counter()
+    for item in items:
+        if not BUNDLES.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("bundle")
+        slow[item.path] += item.get_closest_marker("slow") is not None
+    items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported modules from garbage collection, a tenth of an export's time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip GPU tests on machines without a GPU."""
     if item.get_closest_marker("gpu") and not importlib.import_module("torch").cuda.is_available():
         pytest.skip("no CUDA device")
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a small model of three classes that finds something in any picture."""
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of files that every worker process of this run reads. Tests must not change them."""
+    return folder_of_run(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(shared_folder: Path) -> Path:
+    """Checkpoint of a small model of three classes that detects objects in any image."""
     torch = pytest.importorskip("torch")
+    from maskrcnn_trt.model.bundle.manifest import Category, Preprocessing
+    from maskrcnn_trt.model.bundle.spec import ShapeBucket
     from maskrcnn_trt.model.checkpoint import Checkpoint, save_checkpoint
-    from maskrcnn_trt.model.config import (
+    from maskrcnn_trt.model.config.schema import (
         AnchorConfig,
         BackboneConfig,
         ModelConfig,
         RoiConfig,
         RpnConfig,
     )
-    from maskrcnn_trt.model.manifest import Category, Preprocessing
     from maskrcnn_trt.model.mask_rcnn import MaskRCNN
-    from maskrcnn_trt.model.spec import ShapeBucket
 
     torch.manual_seed(0)
     config = ModelConfig(
@@ -43,43 +79,51 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
             score_threshold=0.2,
         ),
     )
-    path = tmp_path_factory.mktemp("checkpoint") / "tiny.pth"
-    save_checkpoint(
-        path,
-        Checkpoint(
-            model_config=config,
-            weights=MaskRCNN(config).state_dict(),
-            categories=tuple(
-                Category(id=i, name=n) for i, n in ((3, "disc"), (7, "box"), (8, "ring"))
-            ),
-            preprocessing=Preprocessing(
-                min_size=96,
-                max_size=160,
-                pixel_mean=config.pixel_mean,
-                pixel_std=config.pixel_std,
-            ),
-            buckets=(ShapeBucket(96, 160), ShapeBucket(160, 96)),
-            iteration=0,
+    checkpoint = Checkpoint(
+        model_config=config,
+        weights=MaskRCNN(config).state_dict(),
+        categories=tuple(Category(id=i, name=n) for i, n in ((3, "disc"), (7, "box"), (8, "ring"))),
+        preprocessing=Preprocessing(
+            min_size=96, max_size=160, pixel_mean=config.pixel_mean, pixel_std=config.pixel_std
         ),
+        buckets=(ShapeBucket(96, 160), ShapeBucket(160, 96)),
+        iteration=0,
     )
-    return path
+    return made_once(shared_folder / "tiny.pth", lambda path: save_checkpoint(path, checkpoint))
 
 
 @pytest.fixture(scope="session")
-def bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tiny_checkpoint: Path, shared_folder: Path) -> Path:
     """The tiny model exported as fp32 for inputs of 96x160 and 160x96."""
-    from maskrcnn_trt.export.bundle import bundle_from_checkpoint
-
-    path = tmp_path_factory.mktemp("bundles") / "tiny"
-    bundle_from_checkpoint(tiny_checkpoint, path, precisions=("fp32",))
-    return path
+    return exported(tiny_checkpoint, shared_folder / "bundle", precisions=("fp32",))
 
 
 @pytest.fixture(scope="session")
-def torch_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def torch_bundle(tiny_checkpoint: Path, shared_folder: Path) -> Path:
     """The tiny model as ONNX and as programs of torch, in fp32 for inputs of 96x160 and 160x96."""
+    path = shared_folder / "torch-bundle"
+    return exported(tiny_checkpoint, path, precisions=("fp32",), with_programs=True)
+
+
+@pytest.fixture(scope="session")
+def half_bundle(tiny_checkpoint: Path, shared_folder: Path) -> Path:
+    """The tiny model exported as fp16 for inputs of 96x160."""
+    from maskrcnn_trt.model.bundle.spec import ShapeBucket
+
+    path = shared_folder / "half-bundle"
+    return exported(tiny_checkpoint, path, precisions=("fp16",), buckets=(ShapeBucket(96, 160),))
+
+
+@pytest.fixture
+def exported_graphs(shared_folder: Path) -> Iterator[None]:
+    """Let an export in the test reuse the ONNX graphs of this run."""
+    with cached_graphs(shared_folder):
+        yield
+
+
+def exported(checkpoint: Path, path: Path, **options: Any) -> Path:
+    """Return the bundle at `path` of the run's folder, exported by the first process to ask."""
     from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 
-    path = tmp_path_factory.mktemp("bundles") / "torch"
-    bundle_from_checkpoint(tiny_checkpoint, path, precisions=("fp32",), with_programs=True)
-    return path
+    with cached_graphs(path.parent):
+        return made_once(path, lambda path: bundle_from_checkpoint(checkpoint, path, **options))

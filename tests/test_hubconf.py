@@ -1,9 +1,11 @@
-"""torch.hub, as a user calls it: from a folder of another name, with nothing installed."""
+"""Loading of models through torch.hub from a renamed folder, without installation."""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,18 +29,18 @@ except Exception as error:
 """
 
 
-def test_models_load_from_a_copy_under_another_name(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_torch_hub_loads_models_from_a_renamed_folder(tmp_path: Path) -> None:
     repository, weights = tmp_path / "user_maskrcnn_main", tmp_path / "model.pth"
     left_out = shutil.ignore_patterns(".*", "tests", "build", "runs", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, repository, ignore=left_out)
-    answer = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", SCRIPT, repository, weights],
         capture_output=True,
         text=True,
         timeout=240,
         cwd=tmp_path,
     )
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.strip() == (
-        f"{weights} is a resnet50 fpn, not a resnet101 fpn; ask for maskrcnn_resnet50_fpn"
-    )
+    assert result.returncode == 0, result.stderr
+    for fact in (str(weights), "resnet50 fpn", "resnet101 fpn", "maskrcnn_resnet50_fpn"):
+        assert fact in result.stdout

@@ -1,4 +1,4 @@
-"""What is written twice agrees: the lock with pyproject.toml, generated code with its source."""
+"""Consistency of requirements.lock with pyproject.toml, and of generated code with its source."""
 
 import re
 import subprocess
@@ -19,38 +19,38 @@ PINS = {
 }
 
 
-def wanted_requirements() -> list[Requirement]:
+def requirements_of_project() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    return [Requirement(text) for text in (*wanted, *extras["train"], *extras["dev"])]
+    base = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    return [Requirement(text) for text in (*base, *extras["train"], *extras["dev"])]
 
 
-@pytest.mark.parametrize("requirement", wanted_requirements(), ids=str)
-def test_lock_pins_what_is_asked_for(requirement: Requirement):
+@pytest.mark.parametrize("requirement", requirements_of_project(), ids=str)
+def test_lock_satisfies_the_requirements(requirement: Requirement):
     assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)])
 
 
 def test_lock_is_closed():
-    """Every installed pin finds what it needs, on this platform, among the other pins."""
+    """Check that the lock pins the requirements of each installed pin."""
     for name in PINS:
         try:
-            needs = metadata.requires(name) or ()
-        except metadata.PackageNotFoundError:  # for another platform or Python
+            requirements = metadata.requires(name) or ()
+        except metadata.PackageNotFoundError:  # a pin for another platform or Python
             continue
-        for requirement in map(Requirement, needs):
+        for requirement in map(Requirement, requirements):
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 pin = PINS[canonicalize_name(requirement.name)]
                 assert requirement.specifier.contains(pin, prereleases=True), (name, requirement)
 
 
-def test_lock_has_hashes_and_no_addresses():
+def test_lock_has_hashes_but_no_addresses():
     for block in re.split(r"^(?=[\w.-]+==)", LOCK, flags=re.MULTILINE)[1:]:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", block), block
     assert not re.search(r"://|--(extra-)?index|--find-links|@", LOCK)
 
 
-def test_generated_code_is_what_its_source_gives(tmp_path: Path):
+def test_generated_code_is_current(tmp_path: Path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "maskrcnn_trt").symlink_to(ROOT)
     folder = Path("maskrcnn_trt/protos/maskrcnn/v1")

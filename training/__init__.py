@@ -1,1 +1,1 @@
-"""Training: from a COCO-format data set to a run of checkpoints, log and metrics."""
+"""Train and evaluate Mask R-CNN on data sets in COCO format."""

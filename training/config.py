@@ -1,4 +1,4 @@
-"""Configuration of a training run: YAML presets, validated, with dotted overrides."""
+"""Configuration of a training run: schema, loading from YAML and `key.path=value` overrides."""
 
 import re
 from collections.abc import Sequence
@@ -8,50 +8,51 @@ from typing import Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ..model.config import FrozenConfig, ModelConfig
-from ..model.config_faults import sentence_from_fault
-from ..model.overrides import OverrideError
-from ..model.spec import ShapeBucket
+from ..model.bundle.spec import ShapeBucket
+from ..model.config.error_messages import validation_message
+from ..model.config.overrides import OverrideError
+from ..model.config.schema import FrozenConfig, ModelConfig
 from .config_sources import SourceError, Values, read_values
 
 
 class ConfigError(Exception):
-    """A configuration says something that is not allowed."""
+    """Invalid configuration: unknown key, invalid value, or value that does not fit the run."""
 
 
 class DatasetConfig(FrozenConfig):
     """A data set in COCO format."""
 
     images: Path
-    """Folder of the images."""
+    """Folder with the image files."""
     annotations: Path
     """COCO instances JSON file."""
 
 
 class DataConfig(FrozenConfig):
-    """What is read and how it becomes model input."""
+    """Training and validation sets, and preprocessing of their images."""
 
     train: DatasetConfig
-    """Data set that is trained on."""
+    """Training set."""
     val: DatasetConfig | None = None
-    """Data set that evaluations use; none, no evaluation."""
+    """Validation set. None: no evaluation."""
     min_size: int = Field(800, ge=32)
-    """Shorter side in pixels after resizing."""
+    """Shorter side of resized images in pixels (smaller if `max_size` limits the longer side)."""
     max_size: int = Field(1333, ge=32)
-    """Longer side in pixels at most after resizing."""
+    """Upper limit of the longer side of resized images in pixels."""
     buckets: tuple[ShapeBucket, ...] = (ShapeBucket(800, 1344), ShapeBucket(1344, 800))
-    """Input sizes into which resized images are padded: a batch holds images of one bucket."""
+    """Shape buckets: heights and widths to which resized images are padded. All images of a batch
+    have the same bucket."""
     flip_probability: float = Field(0.5, ge=0, le=1)
-    """Chance of a horizontal flip in training."""
+    """Probability that a training image is flipped horizontally."""
     on_broken: Literal["skip", "refuse"] = "skip"
-    """Unreadable images and annotations: leave out, named and counted, or stop."""
+    """Unreadable images and invalid annotations: skip them with a warning, or stop the run."""
     keep_empty: bool = False
-    """Train on images without annotations too."""
+    """Also train on images without annotations."""
     workers: int = Field(2, ge=0)
-    """Processes that read images; 0 reads in the training process."""
+    """Data-loading processes. 0: load in the training process."""
     decode: Literal["workers", "device"] = "workers"
-    """Who decodes, resizes and flips JPEG files: these processes, or the device that trains, which
-    on a GPU leaves them little to do. What it cannot decode is left to them."""
+    """JPEG decoding, resize and flip: in the data-loading processes, or on the training device to
+    free CPU cores. The processes then decode only files that the device cannot."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "DataConfig":
@@ -59,7 +60,7 @@ class DataConfig(FrozenConfig):
             raise ValueError(f"max_size {self.max_size} is below min_size {self.min_size}")
         for bucket in self.buckets:
             if bucket.height % 32 or bucket.width % 32:
-                raise ValueError(f"bucket {bucket} is not a multiple of 32 on both sides")
+                raise ValueError(f"sides of bucket {bucket} are not multiples of 32")
         for sides in ((self.min_size, self.max_size), (self.max_size, self.min_size)):
             if not any(b.height >= sides[0] and b.width >= sides[1] for b in self.buckets):
                 raise ValueError(f"no bucket holds an image of {sides[0]}x{sides[1]} pixels")
@@ -67,62 +68,63 @@ class DataConfig(FrozenConfig):
 
 
 class SolverConfig(FrozenConfig):
-    """Optimiser, with warm-up and steps."""
+    """Optimiser and learning-rate schedule (warm-up, then multi-step decay)."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    """SGD with momentum, the reference recipe; AdamW learns faster from scratch."""
+    """SGD with momentum, as in detectron2, or AdamW, which converges faster from random weights."""
     images_per_batch: int = Field(16, ge=1)
-    """Images a step, over all ranks and accumulated batches."""
+    """Images per optimiser step: total over all ranks and accumulated passes."""
     accumulate: int = Field(1, ge=1)
-    """Forward and backward passes a step; more save memory."""
+    """Forward and backward passes per optimiser step. More passes need less memory."""
     scale_from_batch: int | None = Field(None, ge=1)
-    """Images a step that `base_lr`, `max_iterations`, `steps` and `warmup_iterations` are meant
-    for: they are scaled linearly to `images_per_batch` (Goyal et al., 2017). None, as they are,
-    which is also what a configuration holds once it is scaled."""
+    """Images per step for which `base_lr`, `max_iterations`, `steps` and `warmup_iterations` are
+    given. They are scaled linearly to `images_per_batch` (Goyal et al., 2017). None: no scaling.
+    After scaling, the loaded configuration contains None."""
     base_lr: float = Field(0.02, gt=0)
     """Learning rate after warm-up."""
     bias_lr_factor: float = Field(1.0, gt=0)
-    """Biases learn at so many times the learning rate."""
+    """Factor by which the learning rate of biases is multiplied."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """Of SGD; AdamW's first beta."""
+    """Momentum of SGD, or the first beta of AdamW."""
     weight_decay: float = Field(1e-4, ge=0)
-    """Of the weights of layers; biases and normalisations do not decay."""
+    """Weight decay of layer weights. Biases and normalisation parameters have none."""
     max_iterations: int = Field(90000, ge=1)
-    """Optimiser steps."""
+    """Number of optimiser steps of the run."""
     steps: tuple[int, ...] = (60000, 80000)
     """Iterations at which the learning rate is multiplied by `gamma`."""
     gamma: float = Field(0.1, gt=0, le=1)
-    """What the learning rate is multiplied by at each of `steps`."""
+    """Factor by which the learning rate is multiplied at each of `steps`."""
     warmup_iterations: int = Field(500, ge=0)
-    """Steps until the learning rate is `base_lr`."""
+    """Length of the warm-up in iterations."""
     warmup_factor: float = Field(1 / 3, ge=0, le=1)
-    """The learning rate starts at this share of `base_lr`."""
+    """Initial learning rate, as a fraction of `base_lr`."""
     warmup_method: Literal["linear", "constant"] = "linear"
-    """How it gets from there to `base_lr`: rising, or at once when the warm-up is over."""
+    """Learning rate during warm-up: rising linearly to `base_lr`, or constant at its initial
+    value."""
     freeze_backbone_after_epoch: int | None = Field(None, ge=0)
-    """Epochs after which the residual network is no longer trained; none, it always is."""
+    """Number of epochs after which the whole ResNet (not the FPN) is frozen. None: never."""
     clip_gradient_norm: float | None = Field(None, gt=0)
-    """Largest norm of the whole gradient; none, no clipping."""
+    """Upper limit of the L2 norm of all gradients together. None: no clipping."""
 
     @model_validator(mode="after")
     def _check_batch(self) -> "SolverConfig":
         if self.images_per_batch % self.accumulate:
             raise ValueError(
-                f"images_per_batch {self.images_per_batch} does not divide by accumulate "
+                f"images_per_batch {self.images_per_batch} is not divisible by accumulate "
                 f"{self.accumulate}"
             )
         if list(self.steps) != sorted(set(self.steps)):
-            raise ValueError(f"steps {list(self.steps)} must rise")
+            raise ValueError(f"steps {list(self.steps)} are not in ascending order")
         return self
 
     def scaled(self) -> "SolverConfig":
-        """The solver for `images_per_batch`, if it is written for `scale_from_batch`.
+        """Return the configuration with its schedule scaled to `images_per_batch`.
 
-        The learning rate grows with the batch and iterations shrink, rounded to the nearest and
-        `max_iterations` to no less than one, so that the images seen stay the same.
+        With ratio = `images_per_batch` / `scale_from_batch`, the learning rate is multiplied by the
+        ratio, and all numbers of iterations are divided by it.
 
         Raises:
-            ValueError: rounding would make two of `steps` one.
+            ValueError: Two of `steps` are equal after rounding.
         """
         if self.scale_from_batch is None:
             return self
@@ -152,25 +154,26 @@ class EvaluationConfig(FrozenConfig):
     """COCO evaluation of the validation set."""
 
     period: int = Field(0, ge=0)
-    """Iterations between evaluations; 0, only at the end."""
+    """Iterations between evaluations. 0: evaluate only at the end of training."""
     per_epoch: bool = False
-    """Evaluate after every epoch."""
+    """Also evaluate after every epoch."""
     min_bbox_ap: float | None = Field(None, ge=0, le=1)
-    """Training stops early when an evaluation reaches this box AP, and `min_mask_ap` if set."""
+    """Stop early when an evaluation reaches this box AP (and `min_mask_ap`, if set)."""
     min_mask_ap: float | None = Field(None, ge=0, le=1)
-    """Training stops early when an evaluation reaches this mask AP, and `min_bbox_ap` if set."""
+    """Stop early when an evaluation reaches this mask AP (and `min_bbox_ap`, if set)."""
     skip_test: bool = False
-    """Training makes no evaluation at all."""
+    """Skip all evaluations during and after training."""
     skip_eval: bool = False
-    """Detect and write the detections, but measure nothing."""
+    """Write the detections on the validation set to files, but compute no metrics."""
     expected: dict[str, float] = Field(default_factory=dict)
-    """Metrics that the last evaluation must reach, as in {bbox/AP: 0.377}; else the run fails."""
+    """Minimum metrics of the final evaluation, as in {bbox/AP: 0.377}. If one is lower, the command
+    fails with exit code 1."""
     tolerance: float = Field(0.001, ge=0)
-    """How far a metric may lie below what is expected."""
+    """Accepted shortfall of a metric from its value in `expected`."""
     images_per_batch: int = Field(8, ge=1)
-    """Images a batch and rank in inference."""
+    """Inference batch size per rank."""
     evaluator: EvaluatorName = "pycocotools"
-    """What computes the metrics: COCO's own tools, or others, faster, that find the same."""
+    """Library that computes the metrics. Both give equal metrics; faster-coco-eval is faster."""
 
     @model_validator(mode="after")
     def _check_targets(self) -> "EvaluationConfig":
@@ -187,41 +190,43 @@ class EvaluationConfig(FrozenConfig):
         for name in self.expected:
             if not _METRIC.fullmatch(name):
                 raise ValueError(
-                    f"expected names {name!r}; allowed are bbox/ or segm/ before AP, AP50, AP75, "
-                    "APs, APm, APl, AR1, AR10, AR100, ARs, ARm, ARl or AP/CLASS"
+                    f"expected has the unknown metric {name!r}; metrics are bbox/M and segm/M with "
+                    "M one of AP, AP50, AP75, APs, APm, APl, AR1, AR10, AR100, ARs, ARm, ARl or "
+                    "AP/CLASS"
                 )
         if self.expected and self.skip_eval:
             raise ValueError(
-                "expected needs a measurement; leave out skip_eval, or set expected={}"
+                "expected needs metrics, which skip_eval=true skips; remove it, or set expected={}"
             )
         return self
 
 
 class TrainConfig(FrozenConfig):
-    """A training run.
+    """Configuration of a training run.
 
-    In a file, the key `base` names a preset, or another file relative to it, whose keys hold where
-    it has none of its own.
+    In a YAML file, the key `base` names a preset or another file (relative to this one), which
+    supplies the keys that this file does not set.
     """
 
     output_dir: Path = Path("runs/train")
-    """Folder of checkpoints, log and metrics."""
+    """Folder for checkpoints, log and metrics."""
     seed: int = Field(0, ge=0)
-    """Fixes initial weights, order of images, flips and sampling."""
+    """Seed of initial weights, image order, flips and the sampling of anchors and RoIs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes the GPU if there is one."""
+    """Training device. auto: a GPU if there is one, else the CPU."""
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp16"
-    """Arithmetic: fp16 scales the loss; fp16 needs a GPU."""
+    """Arithmetic: fp32, TF32, or autocast to fp16 (with loss scaling; GPU only) or bf16."""
     channels_last: bool = True
-    """Keep features in NHWC memory order, which is faster on GPUs, but slower with group norm."""
+    """Store weights and activations in NHWC order: faster on GPUs, except with group norm."""
     weights: str | None = None
-    """What training starts from: a file, an http(s) address or torchvision's name of weights of
-    this project, torchvision, detectron2, maskrcnn-benchmark or Caffe2, whole or backbone alone."""
+    """Initial weights of the model or its backbone: a file, an http(s) address, or the name of
+    torchvision weights. Formats: this project, torchvision, detectron2, maskrcnn-benchmark and
+    Caffe2. None: random weights."""
     checkpoint_period: int = Field(2500, ge=1)
     """Iterations between checkpoints."""
     keep_checkpoints: int | None = Field(3, ge=1)
-    """Numbered checkpoints that are kept, the latest ones, beside the final one and the best; none,
-    all of them."""
+    """Number of latest periodic checkpoints to keep, besides the final and the best checkpoint.
+    None: keep all."""
     log_period: int = Field(20, ge=1)
     """Iterations between log lines."""
     model: ModelConfig = ModelConfig()
@@ -236,18 +241,19 @@ class TrainConfig(FrozenConfig):
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Configuration from a YAML file or the name of a preset, with `key.path=value` overrides.
+    """Load a training configuration from a preset or a YAML file, with `key.path=value` overrides.
 
     Raises:
-        ConfigError: in one sentence, the key or value at fault and what is allowed.
+        ConfigError: A key or value is invalid, or `weights` is not set although parts of the
+            backbone are frozen.
     """
     config = validated_config(source, overrides)
     backbone = config.model.backbone
     pretrained = backbone.frozen_stages > 0 or backbone.norm == "frozen_bn"
     if pretrained and "weights" not in config.model_fields_set:
         raise ConfigError(
-            f"{source}: the backbone has frozen stages or statistics but no weights; set "
-            "weights=FILE, or weights=null to leave them random, or train them too with "
+            f"{source}: the backbone has frozen stages or frozen batch norm but no weights; set "
+            "weights=FILE, or weights=null for random weights, or train the whole backbone with "
             "model.backbone.frozen_stages=0 and model.backbone.norm=gn"
         )
     return config
@@ -256,27 +262,28 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
 def validated_config(
     source: str, overrides: Sequence[str] = (), sections: Values | None = None
 ) -> TrainConfig:
-    """Configuration that need not be one to train with: its weights may be missing.
+    """Load and validate a configuration, but do not require initial weights.
 
     Args:
         source: YAML file or name of a preset.
-        overrides: of the form `key.path=value`.
-        sections: values that take the place of whole sections of the source.
+        overrides: Overrides of the form `key.path=value`.
+        sections: Sections (such as `model`) that replace those of the source.
 
     Raises:
-        ConfigError: in one sentence, the key or value at fault and what is allowed.
+        ConfigError: A key or value is invalid. The message names it and the allowed values.
     """
     try:
         return TrainConfig.model_validate(read_values(source, overrides, sections))
     except (SourceError, OverrideError) as error:
         raise ConfigError(str(error)) from None
     except ValidationError as error:
-        raise ConfigError(f"{source}: {sentence_from_fault(error, TrainConfig)}") from None
+        raise ConfigError(f"{source}: {validation_message(error, TrainConfig)}") from None
 
 
 def yaml_from_config(config: TrainConfig) -> str:
-    """The whole configuration as YAML that loads to the same again."""
+    """Return a configuration as YAML text that loads as an equal configuration."""
     values = config.model_dump(mode="json")
     if "num_classes" not in config.model.model_fields_set:
-        del values["model"]["num_classes"]  # left out, it is that of the data
+        # If the key is absent, training sets it to the data set's number of categories.
+        del values["model"]["num_classes"]
     return yaml.safe_dump(values, sort_keys=False, default_flow_style=None)

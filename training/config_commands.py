@@ -1,4 +1,4 @@
-"""The verb `config`, and the help of commands that take a configuration."""
+"""Commands `maskrcnn config ...`, and the list of configuration keys in `--help`."""
 
 import re
 from collections.abc import Sequence
@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from ..model.config_reference import Key
+    from ..model.config.reference import Key
 
+# Widths of the output and of its first column, in characters.
 _MAX_WIDTH = 100
-_MAX_TERM = 34
+_MAX_TERM_WIDTH = 34
 
 
 class ConfiguredCommand(click.Command):
-    """A command that takes a configuration: its help lists every key."""
+    """Click command whose `--help` lists all keys of `TrainConfig`."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the keys, section by section."""
-        from ..model.config_reference import sections
+        """Write the configuration keys of each section at the end of the help text."""
+        from ..model.config.reference import sections
         from .config import TrainConfig
 
         for section in sections(TrainConfig):
@@ -38,7 +39,7 @@ def config() -> None:
 
 @config.command(name="list")
 def list_presets() -> None:
-    """Name the presets, each with what it is."""
+    """List the names of all presets, with a description of each."""
     from .config_sources import preset_text, presets
 
     formatter = click.HelpFormatter(max_width=_MAX_WIDTH)
@@ -49,11 +50,11 @@ def list_presets() -> None:
 @config.command()
 @click.argument("source", metavar="CONFIG")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--yaml", "as_yaml", is_flag=True, help="Print YAML that loads to the same again.")
+@click.option("--yaml", "as_yaml", is_flag=True, help="Print a YAML file with all values.")
 def show(source: str, overrides: tuple[str, ...], as_yaml: bool) -> None:
-    """Print every key of CONFIG with its value, its meaning, what is allowed, and the default.
+    """Print each key of CONFIG with its value, description, allowed values and default.
 
-    CONFIG and KEY=VALUE are those of `maskrcnn train`; what is printed is what training would use.
+    CONFIG and KEY=VALUE are as in `maskrcnn train`, which would use the printed values.
     """
     from .config import load_config, yaml_from_config
 
@@ -62,8 +63,8 @@ def show(source: str, overrides: tuple[str, ...], as_yaml: bool) -> None:
 
 
 def _table_from(loaded: Any) -> str:
-    """Every key of a configuration, section by section."""
-    from ..model.config_reference import sections, text_from_value
+    """Return the keys and values of a `TrainConfig` as text, by section."""
+    from ..model.config.reference import sections, text_from_value
 
     formatter = click.HelpFormatter(max_width=_MAX_WIDTH)
     for section in sections(type(loaded)):
@@ -89,16 +90,16 @@ def _write_section(
     formatter.write_text(f"{name or 'CONFIG'}: {meaning}")
     if rows:
         with formatter.indentation():
-            formatter.write_dl(rows, col_max=_MAX_TERM)
+            formatter.write_dl(rows, col_max=_MAX_TERM_WIDTH)
 
 
 def _default_of(key: "Key") -> str:
-    from ..model.config_reference import text_from_value
+    from ..model.config.reference import text_from_value
 
-    return "must be given" if key.required else f"default {text_from_value(key.default)}"
+    return "required" if key.required else f"default {text_from_value(key.default)}"
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of the comment a preset begins with."""
+    """Return the first sentence of the comments of a preset's YAML text."""
     comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
     return re.split(r"(?<=\.)\s", comment, maxsplit=1)[0]

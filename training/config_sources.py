@@ -1,4 +1,4 @@
-"""Where a configuration's values come from: presets, YAML files, their bases, and overrides."""
+"""Read configuration values from presets and YAML files, merged with their `base` and overrides."""
 
 import difflib
 import os
@@ -9,19 +9,19 @@ from typing import Any
 
 import yaml
 
-from ..model.overrides import with_overrides
-from ..model.strict_yaml import value_from_yaml
+from ..model.config.overrides import with_overrides
+from ..model.config.strict_yaml import value_from_yaml
 
+# Nested mapping from configuration keys to values, as parsed from YAML.
 Values = dict[str, Any]
-"""Keys and values of a section, as YAML gives them."""
 
 
 class SourceError(Exception):
-    """Values cannot be read; the message is one sentence that says why."""
+    """Configuration file that is missing, is not YAML, or has an invalid `base`."""
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the configurations that ship with the package."""
+    """Return the names of the presets, which are the YAML files in `training/presets`."""
     folder = resources.files(__package__) / "presets"
     return tuple(
         sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
@@ -29,41 +29,42 @@ def presets() -> tuple[str, ...]:
 
 
 def preset_text(name: str) -> str:
-    """The YAML of a preset."""
+    """Return the YAML text of the preset with this name."""
     return (resources.files(__package__) / "presets" / f"{name}.yaml").read_text()
 
 
 def read_values(
     source: str, overrides: Sequence[str] = (), sections: Values | None = None
 ) -> Values:
-    """Values of a preset or a YAML file over those of its base, with `key.path=value` overrides.
+    """Read the values of a preset or YAML file, merge them with its `base`, and apply overrides.
 
-    The key `base` names a preset, or a file relative to the one that names it.
+    The values are not validated. The key `base` is the name of a preset, or a path relative to the
+    file.
 
     Args:
-        source: name of a preset, or path of a file.
-        overrides: hold where the source says otherwise.
-        sections: take the place of those of the source.
+        source: Name of a preset, or path of a YAML file.
+        overrides: Overrides of the form `key.path=value`.
+        sections: Sections (such as `model`) that replace those of the source.
 
     Raises:
-        SourceError: something is missing, is not YAML, or is its own base.
-        OverrideError: an override is not of that form, or leads into a value.
+        SourceError: A file is missing, is not YAML, or is its own base.
+        OverrideError: An override is not `key.path=value`, or sets a key inside a value.
     """
     return with_overrides({**_merged(source, Path(), ()), **(sections or {})}, overrides)
 
 
 def _merged(source: str, folder: Path, above: tuple[str, ...]) -> Values:
-    """Values of a source over those of its base; `above` are the sources it is a base of."""
+    # `above`: names of the sources that lead here through `base`, to detect cycles.
     name = source if source in presets() else os.path.normpath(folder / source)
     if name in above:
-        raise SourceError(f"{' has base '.join((*above, name))}: a configuration is its own base")
+        raise SourceError(f"{' has base '.join((*above, name))}: these bases form a cycle")
     values = _read(source, Path(name))
     base = values.pop("base", None)
     if base is None:
         return values
     if not isinstance(base, str):
-        raise SourceError(f"{name}: base is {base!r}, but must be a preset or the path of a file")
-    return _over(_merged(base, Path(name).parent, (*above, name)), values)
+        raise SourceError(f"{name}: base is {base!r}, not the name of a preset or path of a file")
+    return _overlay(_merged(base, Path(name).parent, (*above, name)), values)
 
 
 def _read(source: str, path: Path) -> Values:
@@ -83,19 +84,18 @@ def _read(source: str, path: Path) -> Values:
     except yaml.YAMLError as error:
         raise SourceError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if values is None:
-        raise SourceError(f"{path} is empty; it must hold keys and values")
+        raise SourceError(f"{path} is empty; it must be a mapping of keys to values")
     if not isinstance(values, dict):
-        raise SourceError(f"{path} must hold keys and values, not {type(values).__name__}")
+        raise SourceError(
+            f"{path} is a {type(values).__name__}; it must be a mapping of keys to values"
+        )
     return values
 
 
-def _over(base: Values, values: Values) -> Values:
-    """A base with values laid over it, section by section."""
-    merged = dict(base)
+def _overlay(base: Values, values: Values) -> Values:
+    """Merge two nested mappings. A value in `values` replaces that of the same key in `base`."""
+    merged = base | values
     for key, value in values.items():
-        below = base.get(key)
-        if isinstance(below, dict) and isinstance(value, dict):
-            merged[key] = _over(below, value)
-        else:
-            merged[key] = value
+        if isinstance(below := base.get(key), dict) and isinstance(value, dict):
+            merged[key] = _overlay(below, value)
     return merged

@@ -1,4 +1,4 @@
-"""One process or many: what `torchrun` says of this one."""
+"""Process group, ranks and devices of distributed training under `torchrun`."""
 
 import os
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from torch import Tensor, distributed
 
 from .config import ConfigError
 
+# Timeout of collective operations: long, because ranks wait in one while rank 0 computes metrics.
 _TIMEOUT = timedelta(hours=1)
-"""How long the others may wait while the first rank computes the metrics of a large data set."""
 
 
 class Worker(NamedTuple):
-    """This process among all that train together."""
+    """Rank and device of this process, with the collective operations that training needs."""
 
     rank: int
     world_size: int
@@ -24,18 +24,18 @@ class Worker(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this process is rank 0, which writes all files."""
         return self.rank == 0
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum of every rank's values, on each of them."""
+        """All-reduce: return the elementwise sum of a tensor over all ranks."""
         if self.world_size > 1:
             values = values.clone()
             distributed.all_reduce(values)
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order, on the first; nothing on the others."""
+        """Gather: return every rank's value, by rank, on rank 0, and `[]` on the other ranks."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size if self.is_main else None
@@ -43,7 +43,7 @@ class Worker(NamedTuple):
         return values or []
 
     def from_main(self, value: Any) -> Any:
-        """The first rank's value, on every rank."""
+        """Broadcast: return the value of rank 0 on all ranks."""
         if self.world_size == 1:
             return value
         values = [value]
@@ -51,31 +51,37 @@ class Worker(NamedTuple):
         return values[0]
 
     def wait_for_ranks(self) -> None:
-        """Go on when every rank has come here."""
+        """Barrier: wait until all ranks have called this method."""
         if self.world_size > 1:
             distributed.barrier()
 
 
 @contextmanager
 def worker(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Worker]:
-    """Join the processes that `torchrun` started, or be the only one.
+    """Join the process group of `torchrun`. Without `torchrun`, this process is the only rank.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none, or fewer devices than processes.
+        ConfigError: `device` is "cuda" and there is no GPU, or `torchrun` started more processes
+            than there are GPUs.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch sees no CUDA device; use device=cpu")
+        raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu")
     use_cuda = device != "cpu" and torch.cuda.is_available()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_device = torch.device("cpu")
     if use_cuda:
-        _check_device_count()
+        processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if processes > devices:
+            raise ConfigError(
+                f"torchrun started {processes} processes on this machine, but the number of GPUs "
+                f"is {devices}; use --nproc-per-node {devices} or device=cpu"
+            )
         local_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(local_device)
     if world_size == 1:
         yield Worker(0, 1, local_device)
         return
-    # Objects and barriers go through gloo on the CPU.
+    # Gloo serves barriers and the transfer of Python objects on the CPU, NCCL that of GPU tensors.
     backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
     distributed.init_process_group(backend, timeout=_TIMEOUT)
     try:
@@ -84,16 +90,6 @@ def worker(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Worker]:
         distributed.destroy_process_group()
 
 
-def _check_device_count() -> None:
-    processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if processes > devices:
-        raise ConfigError(
-            f"torchrun started {processes} processes here, but torch sees only {devices} CUDA "
-            f"device{'s' if devices > 1 else ''}; give it --nproc-per-node {devices}, or use "
-            "device=cpu"
-        )
-
-
 def is_main_process() -> bool:
-    """Whether this process speaks for all that `torchrun` started."""
+    """Whether this process is rank 0 (from `RANK`, so also without a process group)."""
     return int(os.environ.get("RANK", "0")) == 0

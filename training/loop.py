@@ -1,4 +1,4 @@
-"""The iterations of a training run, with the evaluations and checkpoints that fall due."""
+"""Training loop: optimiser steps, evaluations, checkpoints and early stopping."""
 
 import itertools
 import logging
@@ -6,25 +6,26 @@ from typing import Any
 
 from rich.progress import Progress
 
+from ..model.bundle.manifest import Preprocessing
 from ..model.checkpoint import Checkpoint
-from ..model.manifest import Preprocessing
 from .config import ConfigError
-from .data.coco import CocoDataset
-from .data.device_batches import batches_on
-from .data.loader import train_loader
+from .data.coco.dataset import CocoDataset
+from .data.loading.device_batches import prefetch_batches
+from .data.loading.loader import train_loader
+from .evaluation.validation import Validation, log_metrics, reached_targets
 from .reporting import DivergenceError, TrainingReport
 from .run_folder import RunFolder
 from .schedule import learning_rate
 from .trainer import Trainer
-from .validation import Validation, log_metrics, reached_targets
 
 logger = logging.getLogger(__name__)
 
+# Metric that decides which checkpoint is the best.
 _BEST_BY = "segm/AP"
 
 
 class TrainingLoop:
-    """Takes every step that is left of a run."""
+    """Training loop of a new or resumed run, on one rank."""
 
     def __init__(
         self,
@@ -35,19 +36,20 @@ class TrainingLoop:
         progress: Progress,
         last: Checkpoint | None = None,
     ) -> None:
-        """Prepare a run.
+        """Create the training data loader and read the validation set.
 
         Args:
-            trainer: stands where the run begins or goes on.
-            dataset: what it learns from.
-            folder: where checkpoints go.
-            identity: what they keep of the run, from `run_identity`.
-            progress: where bars are shown; its tasks have a field `note`.
-            last: the checkpoint that is resumed.
+            trainer: Model and optimiser, new or restored from `last`.
+            dataset: Training set.
+            folder: Folder for checkpoints.
+            identity: Result of `run_identity`, stored in each checkpoint.
+            progress: Progress bars from `terminal_progress`.
+            last: Checkpoint that the run resumes from. None: a new run.
 
         Raises:
-            ConfigError: the validation set does not fit the model, or is wanted and there is none.
-            DataError: the validation set cannot be used.
+            ConfigError: The model lacks a category of the validation set, or `evaluation.expected`
+                is set but the run has no evaluation.
+            DataError: The validation set is unreadable.
         """
         self._trainer = trainer
         self._config = config = trainer.config
@@ -72,31 +74,33 @@ class TrainingLoop:
             self._validation = Validation(config, dataset.categories, worker)
         elif config.evaluation.expected:
             raise ConfigError(
-                "evaluation.expected needs a measurement; give data.val and leave out "
+                "evaluation.expected needs an evaluation; set data.val and remove "
                 "evaluation.skip_test, or set evaluation.expected={}"
             )
 
     def run(self) -> dict[str, float]:
-        """Train to the end, or to the evaluation that reaches the targets of an early stop.
+        """Train until `solver.max_iterations` or an early stop. Save checkpoints on the way.
 
-        A run that is at its end already is evaluated, if it has not been.
+        A run resumed at its last iteration is evaluated if its checkpoint has no metrics yet.
 
         Returns:
-            Metrics of the final checkpoint.
+            Metrics of the final model, by name. Empty if it was not evaluated.
 
         Raises:
-            DataError: an image cannot be read where that is refused.
-            DivergenceError: a loss or a weight is no longer finite.
+            DataError: An image is unreadable and `data.on_broken` is "refuse".
+            DivergenceError: A loss or a weight is not finite.
         """
         trainer, config = self._trainer, self._config
         if self._has_reached_targets():
             return self._metrics
         iterations = range(trainer.iteration, config.solver.max_iterations)
-        batches = batches_on(trainer.worker.device, self._batches)
+        batches = prefetch_batches(trainer.worker.device, self._batches)
         with TrainingReport(
             self._folder.path, config.log_period, iterations, trainer.worker, self._progress
         ) as report:
-            if not iterations and self._is_unmeasured():
+            if not iterations and not (
+                self._validation is None or config.evaluation.skip_eval or self._metrics
+            ):
                 self._evaluate_and_save(report)
             for iteration in iterations:
                 self._freeze_if_due(iteration)
@@ -108,17 +112,13 @@ class TrainingLoop:
                     break
         return self._metrics
 
-    def _is_unmeasured(self) -> bool:
-        skipped = self._validation is None or self._config.evaluation.skip_eval
-        return not (skipped or self._metrics)
-
     def _freeze_if_due(self, iteration: int) -> None:
         epochs = self._config.solver.freeze_backbone_after_epoch
         if epochs is not None and iteration >= epochs * self._epoch:
             self._trainer.freeze_backbone()
 
     def _evaluate_and_save(self, report: TrainingReport) -> bool:
-        """Do what is due after a step; whether it was the last one."""
+        """Evaluate the model and write a checkpoint, if due. Return whether training ends."""
         trainer, config = self._trainer, self._config
         final = trainer.iteration >= config.solver.max_iterations
         best, self._metrics = False, {}
@@ -131,7 +131,7 @@ class TrainingLoop:
             best = self._metrics.get(_BEST_BY, -1) > self._best_ap
         if best:
             self._best_ap = self._metrics[_BEST_BY]
-            logger.info("%s %.4f is the best so far", _BEST_BY, self._best_ap)
+            logger.info("%s %.4f is the best of this run so far", _BEST_BY, self._best_ap)
         if final or best or trainer.iteration % config.checkpoint_period == 0:
             self._save(final=final, best=best)
         return final
@@ -145,7 +145,7 @@ class TrainingLoop:
         reached = reached_targets(self._config.evaluation, self._metrics)
         if reached is not None:
             logger.info(
-                "stopping at iteration %d of %d: %s",
+                "early stop at iteration %d of %d: %s",
                 self._trainer.iteration,
                 self._config.solver.max_iterations,
                 reached,
@@ -153,20 +153,15 @@ class TrainingLoop:
         return reached is not None
 
     def _save(self, *, final: bool, best: bool) -> None:
-        checkpoint = self._checkpoint()
-        if self._trainer.worker.is_main:
-            self._folder.save(checkpoint, final=final, best=best)
-
-    def _checkpoint(self) -> Checkpoint:
-        """The state of the run.
+        """Write a checkpoint on rank 0. Every rank must call this.
 
         Raises:
-            DivergenceError: a weight is not finite, so that nothing can be resumed.
+            DivergenceError: A weight is not finite.
         """
         trainer, config = self._trainer, self._config
         if not all(weight.isfinite().all() for weight in trainer.model.parameters()):
             raise DivergenceError(f"a weight was not finite after iteration {trainer.iteration}")
-        return Checkpoint(
+        checkpoint = Checkpoint(
             model_config=config.model,
             weights=trainer.model.state_dict(),
             categories=self._dataset.categories,
@@ -185,3 +180,5 @@ class TrainingLoop:
                 "best_ap": self._best_ap,
             },
         )
+        if trainer.worker.is_main:
+            self._folder.save(checkpoint, final=final, best=best)

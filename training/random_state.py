@@ -1,7 +1,7 @@
-"""The process-wide random generators, seeded, saved and restored.
+"""Seed, save and restore the global random generators of Python, numpy and torch.
 
-Nothing of this package draws from them while it trains: images, flips and samples are functions of
-seed and iteration. A user's own layers may, and a resumed run should give them the same numbers.
+After initialisation, only custom layers (such as dropout) use them: batches, flips and sampling are
+functions of seed and iteration. They are saved so that such layers resume exactly.
 """
 
 import random
@@ -12,14 +12,14 @@ import torch
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch, on every device."""
+    """Seed the generators of Python, numpy and torch on all devices."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """States of the generators of this process, of types that `torch.load` reads as weights."""
+    """Return the generators' states, of types that `torch.load(weights_only=True)` accepts."""
     numpy_state: Any = np.random.get_state(legacy=False)
     twister = numpy_state["state"]
     key = torch.from_numpy(twister["key"].astype(np.int64))
@@ -34,7 +34,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(states: dict[str, Any], device: torch.device) -> None:
-    """Set the generators as they were; that of a GPU, if there was and is one."""
+    """Restore states from `generator_states`. On the CPU, the state of the GPU is ignored."""
     random.setstate(states["python"])
     twister = states["numpy"]["state"]
     key = twister["key"].numpy().astype(np.uint32)

@@ -1,21 +1,20 @@
-"""What a training run says of itself: log lines, JSON lines, TensorBoard and a progress bar."""
+"""Report losses and metrics of a training run: log, `metrics.jsonl`, TensorBoard, progress bars."""
 
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from rich.progress import Progress
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from ..model.checkpoint import whole_file
+from ..model.atomic_files import atomic_write
 from ..model.losses import LOSS_NAMES
 from .distributed import Worker
 
@@ -24,9 +23,11 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
 
+_Item = TypeVar("_Item")
+
 
 class DivergenceError(Exception):
-    """Training has left the finite numbers."""
+    """Training diverged: a loss or a weight is NaN or infinite."""
 
     def __init__(self, symptom: str) -> None:
         super().__init__(
@@ -36,30 +37,25 @@ class DivergenceError(Exception):
 
 
 class TrainingReport:
-    """Collects the losses of every iteration and reports them once a period.
-
-    Only the first rank writes. Losses stay on the device until they are reported, so that training
-    does not wait for them.
-    """
+    """Reports losses and timings every `period` iterations. Only rank 0 writes files."""
 
     def __init__(
         self, folder: Path, period: int, iterations: range, worker: Worker, progress: Progress
     ) -> None:
-        """Open the files.
+        """Open the files, and remove lines that a killed run wrote after its last checkpoint.
 
         Args:
-            folder: of the run.
-            period: iterations between reports.
-            iterations: those that are to come.
-            worker: this process.
-            progress: where a bar is shown; its tasks have a field `note`.
+            folder: Folder of the run.
+            period: Iterations between reports.
+            iterations: Iterations to train.
+            worker: Rank of this process.
+            progress: Progress bars from `terminal_progress`.
         """
         self._period = period
         self._iterations = iterations
         self._is_main = worker.is_main
         if worker.is_main:
-            # A killed run may have reported more than its last checkpoint knows.
-            _cut_lines_after(iterations.start, folder / METRICS_FILE)
+            _remove_lines_after(iterations.start, folder / METRICS_FILE)
             self._jsonl = (folder / METRICS_FILE).open("a", buffering=1)
             self._tensorboard = SummaryWriter(
                 str(folder / "tensorboard"), purge_step=iterations.start + 1
@@ -69,6 +65,7 @@ class TrainingReport:
             "training", total=iterations.stop, completed=iterations.start, note=""
         )
         self._done, self._rate = iterations.start, 0.0
+        # On the device until they are reported, so that training does not wait for copies.
         self._losses: list[Tensor] = []
         self._data_seconds = 0.0
         self._period_start = time.perf_counter()
@@ -76,31 +73,28 @@ class TrainingReport:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         if self._is_main:
             self._tensorboard.close()
             self._jsonl.close()
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Count the time spent inside as waiting for data."""
+        """Add the duration of the block to the reported time of waiting for data."""
         start = time.perf_counter()
         yield
         self._data_seconds += time.perf_counter() - start
 
     def record(self, iteration: int, losses: Tensor, rate: float) -> None:
-        """Take note of an iteration, counted from 0, that is done.
+        """Record a completed iteration. At the end of a period, report its losses.
 
         Args:
-            iteration: which one.
-            losses: [5] means, in the order of `LOSS_NAMES`.
-            rate: its learning rate.
+            iteration: Iteration, counted from 0.
+            losses: [5] losses in the order of `LOSS_NAMES`, averaged over the global batch.
+            rate: Learning rate of the iteration.
 
         Raises:
-            DivergenceError: a loss reported now is not finite.
+            DivergenceError: A reported loss is not finite.
         """
         self._losses.append(losses)
         self._done, self._rate = iteration + 1, rate
@@ -110,19 +104,24 @@ class TrainingReport:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Report what is not yet; the time spent inside is not counted as training.
+        """Report losses that are not reported yet, and do not count the block as training time.
 
         Raises:
-            DivergenceError: a loss reported now is not finite.
+            DivergenceError: A reported loss is not finite.
         """
-        if self._losses:  # an evaluation may end the run
+        # Losses are reported first, because the run may end with this evaluation.
+        if self._losses:
             self._report()
         yield
         self._period_start = time.perf_counter()
 
     def record_metrics(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of an evaluation after so many iterations."""
-        self._write(iteration, metrics)
+        """Write metrics after `iteration` iterations to `metrics.jsonl` and TensorBoard."""
+        if not self._is_main:
+            return
+        self._jsonl.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, iteration)
 
     def _report(self) -> None:
         done, rate = self._done, self._rate
@@ -149,27 +148,38 @@ class TrainingReport:
         values = dict(zip(names, means, strict=True))
         values |= {f"{n}/median": m for n, m in zip(names, medians, strict=True)}
         values |= {"time": seconds, "data_time": data_seconds, "lr": rate, "max_memory_mib": memory}
-        self._write(done, values)
+        self.record_metrics(done, values)
         if not losses.isfinite().all():
             raise DivergenceError(
-                f"a loss was not finite within the {len(losses)} iterations before {done}"
+                f"a loss was NaN or infinite in the last {len(losses)} of {done} iterations"
             )
 
-    def _write(self, iteration: int, values: dict[str, float]) -> None:
-        if not self._is_main:
-            return
-        self._jsonl.write(json.dumps({"iteration": iteration, **values}) + "\n")
-        for name, value in values.items():
-            self._tensorboard.add_scalar(name, value, iteration)
+
+def with_progress(
+    items: Iterable[_Item], total: int, progress: Progress, description: str
+) -> Iterator[_Item]:
+    """Yield items, and show the number of finished ones on a progress bar.
+
+    Args:
+        items: Items to yield.
+        total: Number of items.
+        progress: Progress bars from `terminal_progress`.
+        description: Label of the bar.
+    """
+    task = progress.add_task(description, total=total, note="")
+    for item in items:
+        yield item
+        progress.advance(task)
+    progress.remove_task(task)
 
 
-def _cut_lines_after(iteration: int, path: Path) -> None:
-    """Remove from a file of JSON lines those of later iterations, and one that is half-written."""
+def _remove_lines_after(iteration: int, path: Path) -> None:
+    """Remove the lines of later iterations, and an incomplete last line, from `metrics.jsonl`."""
     if not path.is_file():
         return
     lines = path.read_text().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    kept = [line for line in whole if json.loads(line)["iteration"] <= iteration]
+    complete = [line for line in lines if line.endswith("\n")]
+    kept = [line for line in complete if json.loads(line)["iteration"] <= iteration]
     if len(kept) < len(lines):
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             file.write("".join(kept).encode())

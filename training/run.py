@@ -1,23 +1,23 @@
-"""A training run: data, model, steps, checkpoints and evaluation, in one folder."""
+"""Entry points `run_training`, `train` and `evaluate_checkpoint`."""
 
 import logging
 from dataclasses import replace
 from pathlib import Path
 
 from ..model.checkpoint import Checkpoint
-from ..model.config_reference import text_from_value
-from .classes import with_classes_of
+from ..model.config.reference import text_from_value
+from .classes import set_classes_from_dataset
 from .config import TrainConfig, yaml_from_config
-from .data.coco import CocoDataset
+from .data.coco.dataset import CocoDataset
 from .distributed import Worker, worker
-from .evaluation_config import warn_of_other_sizes
+from .evaluation.config import warn_of_other_sizes
+from .evaluation.validation import Validation, check_expected
 from .loop import TrainingLoop
 from .reporting import LOG_FILE
 from .resumption import check_resumable, run_identity
 from .run_folder import RunFolder
-from .terminal import shown_on_terminal
+from .terminal import terminal_progress
 from .trainer import Trainer, set_arithmetic
-from .validation import Validation, check_expected
 
 logger = logging.getLogger(__name__)
 
@@ -25,77 +25,81 @@ CONFIG_FILE = "config.yaml"
 
 
 def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
-    """Train from a configuration; under `torchrun`, as one of its processes.
+    """Train a model, or resume the run in `output_dir`. Under `torchrun`, every process calls this.
 
     Returns:
-        The final checkpoint.
+        Path of the final checkpoint.
 
     Raises:
-        ConfigError: the configuration does not fit the data, the machine or the run to resume.
-        DataError: the data cannot be used.
-        DivergenceError: a loss or a weight is no longer finite.
-        ExpectationError: the final metrics fall short of `evaluation.expected`.
+        ConfigError: The configuration does not fit the data, the machine or the resumed run.
+        DataError: The data set is unreadable or has no usable image.
+        DivergenceError: A loss or a weight is not finite.
+        ExpectationError: The final metrics are below `evaluation.expected`.
     """
-    with worker(config.device) as own:
-        checkpoint, metrics = train(config, own, resume=resume)
+    with worker(config.device) as rank:
+        checkpoint, metrics = train(config, rank, resume=resume)
     check_expected(config.evaluation, metrics)
     return checkpoint
 
 
 def evaluate_checkpoint(
-    checkpoint: Checkpoint, config: TrainConfig, own: Worker
+    checkpoint: Checkpoint, config: TrainConfig, rank: Worker
 ) -> dict[str, float]:
-    """Metrics of a checkpoint, as one of the processes that have joined; on every one the same.
+    """Evaluate a checkpoint on the validation set. Every rank must call this.
 
-    The files of the evaluation are written into the folder `inference` of `output_dir`.
+    Detections and metrics are also written to `output_dir/inference`.
 
     Args:
-        checkpoint: its weights and classes are measured.
-        config: from `load_evaluation_config`.
-        own: this process.
+        checkpoint: Checkpoint to evaluate.
+        config: Configuration from `load_evaluation_config`.
+        rank: Rank of this process.
+
+    Returns:
+        Metrics by name, the same on all ranks.
 
     Raises:
-        ConfigError: no validation set, or one with categories that the checkpoint does not know.
-        DataError: the data cannot be used.
+        ConfigError: There is no validation set, or it has categories that the checkpoint lacks.
+        DataError: The validation set is unreadable.
     """
     set_arithmetic(config)
-    with shown_on_terminal(own) as progress:
-        if own.is_main:
+    with terminal_progress(rank) as progress:
+        if rank.is_main:
             warn_of_other_sizes(config.data, checkpoint)
-        validation = Validation(config, checkpoint.categories, own)
+        validation = Validation(config, checkpoint.categories, rank)
         model = replace(checkpoint, model_config=config.model).build_model()
-        return validation.measure(model.to(own.device), progress)
+        return validation.measure(model.to(rank.device), progress)
 
 
-def train(config: TrainConfig, own: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:
-    """Train as one of the processes that have joined; the final checkpoint and its metrics."""
+def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:
+    """Train on this rank, as in `run_training`. Return the final checkpoint's path and metrics."""
     set_arithmetic(config)
     folder = RunFolder(config.output_dir, config.keep_checkpoints)
     last = folder.open(resume=resume)
-    if own.is_main:
+    if rank.is_main:
         folder.remove_partial_files()
-    with shown_on_terminal(own, config.output_dir / LOG_FILE) as progress:
+    with terminal_progress(rank, config.output_dir / LOG_FILE) as progress:
         dataset = CocoDataset(config.data.train, config.data.on_broken)
-        config = with_classes_of(dataset, config)
+        config = set_classes_from_dataset(dataset, config)
         identity = run_identity(config, dataset)
         if last is not None:
             check_resumable(last, identity, dataset.name)
-        if own.is_main:
+        if rank.is_main:
             _record(config)
         if last is not None:
-            # The checkpoint has the weights; the file that training began with may be gone.
+            # The checkpoint holds the weights. The file of initial weights may no longer exist.
             config = config.model_copy(update={"weights": None})
-        trainer = Trainer(config, own)
+        trainer = Trainer(config, rank)
         if last is not None:
             trainer.load_state(last)
-            logger.info("resuming at iteration %d", trainer.iteration)
+            logger.info("resuming the run at iteration %d", trainer.iteration)
         metrics = TrainingLoop(trainer, dataset, folder, identity, progress, last).run()
-        own.wait_for_ranks()  # for the first, which writes the checkpoint
+        # The first rank writes the checkpoint; the others must not return before it exists.
+        rank.wait_for_ranks()
         return folder.last(), metrics
 
 
 def _record(config: TrainConfig) -> None:
-    """Keep what a run is made with: all of it in its folder, and the solver's part in its log."""
+    """Write the configuration to `output_dir/config.yaml` and log its section `solver`."""
     (config.output_dir / CONFIG_FILE).write_text(yaml_from_config(config))
     solver = config.solver.model_dump()
     logger.info("solver: %s", " ".join(f"{k}={text_from_value(v)}" for k, v in solver.items()))

@@ -1,15 +1,10 @@
-"""The folder of a training run: checkpoints, and which of them is the last."""
+"""Write, find and remove the checkpoints in the folder of a training run."""
 
 import re
 from pathlib import Path
 
-from ..model.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    load_checkpoint,
-    save_checkpoint,
-    whole_file,
-)
+from ..model.atomic_files import atomic_write
+from ..model.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from .config import ConfigError
 
 _LAST = "last_checkpoint"
@@ -18,28 +13,26 @@ BEST_CHECKPOINT = "model_best.pth"
 
 
 class RunFolder:
-    """Checkpoints `model_0002500.pth`, ..., `model_final.pth` and `model_best.pth`.
+    """Folder with checkpoints `model_0002500.pth`, ..., `model_final.pth` and `model_best.pth`.
 
-    The text file `last_checkpoint` names the one to resume from. The best has a file of its own, so
-    that it stays whatever becomes of the others.
+    The text file `last_checkpoint` contains the name of the checkpoint to resume from.
+    `model_best.pth` is a copy of a numbered checkpoint, because numbered ones may be removed.
     """
 
     def __init__(self, path: Path, keep: int | None = None) -> None:
-        """Refer to a folder, which need not be there.
-
-        Args:
-            path: where it is.
-            keep: numbered checkpoints that are kept, the latest ones; none, all.
-        """
         self.path = path
+        # Number of latest numbered checkpoints to keep. None: keep all.
         self._keep = keep
 
     def open(self, *, resume: bool) -> Checkpoint | None:
-        """Make the folder; the last checkpoint where a run is to be resumed and there is one.
+        """Create the folder if it does not exist, and load its last checkpoint if it has one.
+
+        Returns:
+            The last checkpoint. None: the folder contains no run.
 
         Raises:
-            ConfigError: the folder holds a run that nobody asked to resume.
-            CheckpointError: the last checkpoint cannot be read.
+            ConfigError: The folder contains a run and `resume` is False, or the path is a file.
+            CheckpointError: The last checkpoint cannot be read.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -51,49 +44,47 @@ class RunFolder:
             return None
         if not resume:
             raise ConfigError(
-                f"{self.path} holds a run that got to {self.last().name}; continue it with "
+                f"{self.path} contains a run with checkpoint {self.last().name}; resume it with "
                 "--resume, or choose another folder with output_dir=FOLDER"
             )
         try:
             return load_checkpoint(self.last())
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {self._way_around()}") from error
+            raise CheckpointError(f"{error}; {self._advice_after_damage()}") from error
 
     def remove_partial_files(self) -> None:
-        """Remove what a run left half-written when it was killed."""
+        """Remove the incomplete files that a killed run left in the folder."""
         for path in self.path.glob(".*.partial"):
             if path.is_file():
                 path.unlink()
 
     def last(self) -> Path:
-        """The last checkpoint that was written.
+        """Return the path of the checkpoint that `last_checkpoint` names.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: The folder contains no run.
         """
         return self.path / (self.path / _LAST).read_text().strip()
 
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
-        """Write a checkpoint, then name it; a crash between leaves the one before the last one.
+        """Write a checkpoint atomically, set `last_checkpoint` to it, and remove old checkpoints.
 
         Args:
-            checkpoint: written under its number, or as the final one.
-            final: whether the run ends here.
-            best: whether it did best so far in an evaluation; it is written as such too.
+            checkpoint: Checkpoint to write.
+            final: Write it as `model_final.pth` instead of `model_<iteration>.pth`.
+            best: Also write it as `model_best.pth`.
         """
         if best:
             save_checkpoint(self.path / BEST_CHECKPOINT, checkpoint)
         last = FINAL_CHECKPOINT if final else _numbered(checkpoint.iteration)
         save_checkpoint(self.path / last, checkpoint)
-        with whole_file(self.path / _LAST) as file:
+        with atomic_write(self.path / _LAST) as file:
             file.write(f"{last}\n".encode())
         self._remove_older_than(checkpoint.iteration)
 
     def _remove_older_than(self, iteration: int) -> None:
-        """Remove numbered checkpoints up to an iteration, but for the latest ones.
-
-        Those of later iterations are of a branch that was given up, and are left to its user.
-        """
+        """Remove numbered checkpoints up to an iteration, except the latest `keep`."""
+        # There are later ones if the user resumed from an older checkpoint. They are not removed.
         if self._keep is None:
             return
         matches = (re.fullmatch(r"model_(\d{7,})\.pth", path.name) for path in self.path.iterdir())
@@ -101,14 +92,13 @@ class RunFolder:
         for number in past[: -self._keep]:
             (self.path / _numbered(number)).unlink()
 
-    def _way_around(self) -> str:
-        """How to go on when the last checkpoint is damaged."""
+    def _advice_after_damage(self) -> str:
         others = set(self.path.glob("model_*.pth")) - {self.last()}
         if not others:
-            return "there is no other in this run, so start anew with output_dir=FOLDER"
+            return "this run has no other checkpoint; start a new run with output_dir=FOLDER"
         newest = max(others, key=lambda path: path.stat().st_mtime)
         return (
-            f"to go on from an older checkpoint, write its name, such as {newest.name}, into "
+            f"to resume from an older checkpoint, write its name, such as {newest.name}, to "
             f"{self.path / _LAST}"
         )
 

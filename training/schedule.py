@@ -1,10 +1,10 @@
-"""Learning rate as a function of the iteration."""
+"""Learning-rate schedule: linear or constant warm-up, then multi-step decay."""
 
 from .config import SolverConfig
 
 
 def learning_rate(config: SolverConfig, iteration: int) -> float:
-    """Rate at an iteration counted from 0: warm-up, then steps (Goyal et al., 2017)."""
+    """Return the learning rate of an iteration, counted from 0."""
     rate = config.base_lr * config.gamma ** sum(iteration >= step for step in config.steps)
     if iteration >= config.warmup_iterations:
         return rate

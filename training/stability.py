@@ -1,4 +1,4 @@
-"""The same training from several seeds: how much of a metric is chance."""
+"""Train with several seeds, and report mean and standard deviation of the metrics."""
 
 import json
 import statistics
@@ -9,25 +9,26 @@ from rich.table import Table
 
 from .config import ConfigError, TrainConfig
 from .distributed import worker
+from .evaluation.validation import check_expected
 from .run import train
-from .validation import check_expected
 
 STABILITY_FILE = "stability.json"
 
 
 class Stability(NamedTuple):
-    """Final metrics by seed."""
+    """Final metrics of training runs that differ only in the seed."""
 
+    # Value by seed, then by metric name such as `bbox/AP`.
     metrics: dict[int, dict[str, float]]
 
     @property
     def mean(self) -> dict[str, float]:
-        """Mean of every metric over the seeds."""
+        """Mean of each metric over the seeds."""
         return {name: statistics.fmean(values) for name, values in self._values().items()}
 
     @property
     def deviation(self) -> dict[str, float]:
-        """Standard deviation of every metric, estimated from the seeds as a sample."""
+        """Sample standard deviation of each metric over the seeds."""
         return {name: statistics.stdev(values) for name, values in self._values().items()}
 
     def _values(self) -> dict[str, list[float]]:
@@ -35,12 +36,12 @@ class Stability(NamedTuple):
         return {name: [run[name] for run in runs] for name in runs[0]}
 
     def write(self, path: Path) -> None:
-        """Write all metrics as JSON, by seed and over the seeds."""
+        """Write the metrics of each seed, their means and standard deviations as JSON."""
         content = {"seeds": self.metrics, "mean": self.mean, "deviation": self.deviation}
         path.write_text(json.dumps(content, indent=2) + "\n")
 
     def table(self) -> Table:
-        """AP of boxes and masks."""
+        """Return a table of box AP and mask AP: one row per seed, their mean and deviation."""
         table = Table("seed", "box AP", "mask AP")
         rows = {str(seed): metrics for seed, metrics in self.metrics.items()}
         for name, metrics in (rows | {"mean": self.mean, "deviation": self.deviation}).items():
@@ -49,35 +50,35 @@ class Stability(NamedTuple):
 
 
 def train_seeds(config: TrainConfig, count: int, *, resume: bool = False) -> Stability:
-    """Train with the seeds `seed`, `seed + 1`, ... into folders `seed-N` of `output_dir`.
+    """Train one model per seed: `config.seed`, `config.seed + 1`, ...
 
-    Metrics by seed, their means and deviations are written into `stability.json` beside them. Runs
-    that are finished are not repeated when resumed.
+    The run of seed N is written to `output_dir/seed-N`, and the result to
+    `output_dir/stability.json`.
 
     Args:
-        config: of every run but for the seed.
-        count: number of seeds, 2 at least.
-        resume: continue what is there.
+        config: Configuration of all runs.
+        count: Number of seeds, at least 2.
+        resume: Resume interrupted runs and skip finished ones.
 
     Raises:
-        ConfigError: the runs would not be measured, or as for `run_training`.
-        DataError: the data cannot be used.
-        DivergenceError: a loss or a weight is no longer finite.
-        ExpectationError: the means fall short of `evaluation.expected`.
+        ConfigError: The configuration has no evaluation, or as for `run_training`.
+        DataError: The data set is missing or invalid.
+        DivergenceError: A loss or a weight is not finite.
+        ExpectationError: A mean metric is below `evaluation.expected`.
     """
     if config.data.val is None or config.evaluation.skip_test or config.evaluation.skip_eval:
         raise ConfigError(
-            "seeds are compared by their AP; give data.val, and leave out evaluation.skip_test and "
+            "--seeds needs evaluations; set data.val, and remove evaluation.skip_test and "
             "evaluation.skip_eval"
         )
     metrics = {}
-    with worker(config.device) as own:
+    with worker(config.device) as rank:
         for seed in range(config.seed, config.seed + count):
             folder = config.output_dir / f"seed-{seed}"
             run = config.model_copy(update={"seed": seed, "output_dir": folder})
-            _, metrics[seed] = train(run, own, resume=resume)
+            _, metrics[seed] = train(run, rank, resume=resume)
         stability = Stability(metrics)
-        if own.is_main:
+        if rank.is_main:
             stability.write(config.output_dir / STABILITY_FILE)
     check_expected(config.evaluation, stability.mean)
     return stability

@@ -1,4 +1,4 @@
-"""What a run shows on standard error: its log, and bars of what is under way."""
+"""Log lines and progress bars of a training run on standard error."""
 
 import logging
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .distributed import Worker, is_main_process
+from .evaluation.validation import ExpectationError
 from .reporting import DivergenceError
-from .validation import ExpectationError
 
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints records as they are, above the bars, in lines as long as they come."""
+    """Logging handler that prints lines above the progress bars, without markup and wrapping."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -29,15 +29,18 @@ class _ConsoleHandler(logging.Handler):
 
 
 @contextmanager
-def shown_on_terminal(worker: Worker, log: Path | None = None) -> Iterator[Progress]:
-    """Show what the package logs: of the first rank all, of the others warnings.
+def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progress]:
+    """Show the package's log records and progress bars on standard error during the block.
+
+    Rank 0 logs INFO and above, the other ranks WARNING and above.
 
     Args:
-        worker: this process.
-        log: file that the first rank's lines are added to.
+        worker: Rank of this process.
+        log: File to which rank 0 also appends its log records. None: no file.
 
     Yields:
-        Bars for tasks, of which each has a field `note`; shown by the first rank on a terminal.
+        Progress bars. Tasks must be added with a field `note`, a text at the end of the bar. Only
+        rank 0 shows them, and only if standard error is a terminal.
     """
     console = Console(stderr=True)
     handlers: list[logging.Handler] = [_ConsoleHandler(console)]
@@ -66,8 +69,11 @@ def shown_on_terminal(worker: Worker, log: Path | None = None) -> Iterator[Progr
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
-    """Leave it to the first process to say what all of them find alike; the others only fail."""
+def errors_of_main_process() -> Iterator[None]:
+    """Let rank 0 raise `DivergenceError` and `ExpectationError`, which occur on all ranks at once.
+
+    The other ranks exit with code 1 without a message.
+    """
     try:
         yield
     except (DivergenceError, ExpectationError):

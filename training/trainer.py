@@ -1,9 +1,8 @@
-"""A model in training: its optimiser, its precision and one step after another."""
+"""Optimiser step with mixed precision, gradient accumulation and data parallelism."""
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ..model.losses import LossTerms
 from ..model.mask_rcnn import MaskRCNN
 from ..model.weights.loading import load_weights
 from .config import ConfigError, SolverConfig, TrainConfig
-from .data.batches import Batch
+from .data.loading.batches import Batch
 from .distributed import Worker
 from .random_state import generator_states, restore_generators, seed_generators
 from .schedule import learning_rate
@@ -27,14 +26,14 @@ AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def set_arithmetic(config: TrainConfig) -> None:
-    """Allow or forbid TF32 in the matrix products and convolutions of float32 tensors."""
+    """Enable TF32 in matrix products and convolutions if `precision` is tf32, else disable it."""
     allowed = config.precision == "tf32"
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 class Trainer:
-    """A model, its optimiser and where they stand; one step an iteration."""
+    """Model, optimiser and loss scaler of a run on one rank, and the number of steps taken."""
 
     def __init__(self, config: TrainConfig, worker: Worker) -> None:
         if config.precision == "fp16" and worker.device.type == "cpu":
@@ -45,7 +44,9 @@ class Trainer:
         seed_generators(config.seed)
         self.model = MaskRCNN(config.model)
         if config.weights is not None:
-            self._load_weights(config.weights)
+            report = load_weights(self.model, config.weights)
+            if worker.is_main:
+                logger.info("weights: loaded %s", report)
         memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         self.model.to(worker.device).to(memory_format=memory_format).train()  # type: ignore[call-overload]
         self.optimizer = build_optimizer(self.model, config.solver)
@@ -59,15 +60,11 @@ class Trainer:
             return self.model
         return DistributedDataParallel(self.model)
 
-    def _load_weights(self, source: str | Path) -> None:
-        report = load_weights(self.model, source)
-        if self.worker.is_main:
-            logger.info("weights: loaded %s", report)
-
     def load_state(self, checkpoint: Checkpoint) -> None:
-        """Continue where a checkpoint was written; `check_resumable` says whether it may be.
+        """Restore model, optimiser, loss scaler and random generators from a checkpoint.
 
-        Settings of the optimiser are those of the configuration, not of the checkpoint.
+        Weight decay and momentum are taken from the configuration, not from the checkpoint. Call
+        `check_resumable` first.
         """
         state = checkpoint.training_state
         settings = [
@@ -86,17 +83,17 @@ class Trainer:
             restore_generators(generators[worker.rank], worker.device)
         elif worker.is_main:
             logger.warning(
-                "the run to resume had %d processes, this one has %d: the random generators of "
-                "torch, numpy and Python start anew from the seed; only layers of your own draw "
-                "from them",
+                "the run was interrupted with %d processes and is resumed with %d: the global "
+                "random generators, which only custom layers use, restart from the seed",
                 len(generators),
                 worker.world_size,
             )
 
     def state(self) -> dict[str, Any]:
-        """What resuming needs beside the weights; every rank must call it, the first one gets all.
+        """Return the states of optimiser, loss scaler and random generators, for a checkpoint.
 
-        Batches, flips and sampling are functions of seed and iteration and need no state.
+        Every rank must call it, because the generators of all ranks are gathered on rank 0. The
+        result is complete only there.
         """
         return {
             "optimizer": self.optimizer.state_dict(),
@@ -105,34 +102,41 @@ class Trainer:
         }
 
     def freeze_backbone(self) -> None:
-        """Train the residual network no more: neither its weights nor statistics of its norms."""
+        """Freeze the ResNet (not the FPN): its weights and batch-norm statistics."""
         backbone = self.model.backbone
         parameters = list(backbone.body.parameters())
         if not any(parameter.requires_grad for parameter in parameters):
             return
-        logger.info("the residual network is frozen from here on")
+        logger.info(
+            "ResNet frozen from iteration %d (solver.freeze_backbone_after_epoch=%s)",
+            self.iteration,
+            self.config.solver.freeze_backbone_after_epoch,
+        )
         backbone.freeze()
         for parameter in parameters:
-            # Without a gradient the optimiser passes it over; momentum would only fill checkpoints.
+            # The optimiser skips parameters without gradient. Their momentum would only make
+            # checkpoints larger.
             self.optimizer.state.pop(parameter, None)
-        # DistributedDataParallel waits for the gradients that were wanted when it was made.
+        # DistributedDataParallel expects gradients of the parameters that were trainable when it
+        # was constructed, so it is constructed again.
         self._parallel = self._over_ranks()
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
-        """One optimiser step on this rank's part of a global batch.
+        """Take one optimiser step on this rank's share of the global batch.
 
-        Every loss is averaged over the global batch, whatever its split into ranks and
-        accumulated parts, so that the split does not change the result. With more than one part
-        the counts to average by take an extra pass without gradients.
+        Each loss is averaged over the global batch, so the result does not depend on the number of
+        ranks and accumulated passes.
 
         Args:
-            batches: one a part.
+            batches: This rank's batches of the step, one per accumulated pass.
 
         Returns:
-            [5] losses of the global batch, in the order of `LOSS_NAMES`, on the device.
+            [5] float32 losses of the global batch, in the order of `LOSS_NAMES`, on the device.
         """
         config, world_size = self.config.solver, self.worker.world_size
         set_learning_rates(self.optimizer, config, self.iteration)
+        # The first backward pass needs the loss denominators of the global batch. If there are
+        # several passes, an extra forward pass over all of them, without gradients, computes them.
         counts = self._counts(batches) if len(batches) > 1 else None
         sums = torch.zeros(5, device=self.worker.device)
         for part, batch in enumerate(batches, start=1):
@@ -142,7 +146,8 @@ class Trainer:
                 terms = self._losses(self._parallel, batch)
                 if counts is None:
                     counts = self.worker.sum_over_ranks(terms.counts)
-                # The gradients of the ranks are averaged; the losses are to be summed.
+                # DistributedDataParallel averages gradients over ranks. Multiplying by the number
+                # of ranks gives their sum, because `counts` covers all ranks.
                 self.scaler.scale(terms.means(counts).sum() * world_size).backward()  # type: ignore[no-untyped-call]
             sums += terms.sums.detach()
         apply_gradients(self.model, self.optimizer, self.scaler, config)
@@ -155,8 +160,8 @@ class Trainer:
             return model(batch.images, batch.image_sizes, batch.targets, batch.seeds)
 
     def _counts(self, batches: Sequence[Batch]) -> Tensor:
-        """Sampled anchors, RoIs and mask pixels of the global batch: [5]."""
-        # On copies of the buffers, so that batch norm does not see the images twice.
+        """Return the losses' denominators [5]: sampled anchors, RoIs, mask pixels of all ranks."""
+        # Copies of the buffers, so that batch norm does not include the images twice.
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
         def forward(*inputs: Any) -> LossTerms:
@@ -168,7 +173,7 @@ class Trainer:
         return self.worker.sum_over_ranks(counts.sum(dim=0))
 
     def autocast(self) -> torch.autocast | nullcontext[None]:
-        """Context in which the model computes in the configured precision."""
+        """Return the autocast context manager for `config.precision`."""
         dtype = AUTOCAST_DTYPES.get(self.config.precision)
         if dtype is None:
             return nullcontext()
@@ -176,7 +181,7 @@ class Trainer:
 
 
 def build_optimizer(model: nn.Module, config: SolverConfig) -> torch.optim.Optimizer:
-    """Optimiser of the trainable parameters; only the weights of layers decay."""
+    """Create SGD or AdamW for a model's trainable parameters. Only layer weights are decayed."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     biases = [p for name, p in trainable.items() if name.endswith("bias")]
     others = [p for name, p in trainable.items() if not name.endswith("bias")]
@@ -192,7 +197,8 @@ def build_optimizer(model: nn.Module, config: SolverConfig) -> torch.optim.Optim
         return torch.optim.AdamW(groups, lr=config.base_lr, betas=betas, fused=True)
     sgd = torch.optim.SGD(groups, lr=config.base_lr, momentum=config.momentum, fused=True)
     for parameter in trainable.values():
-        # Fused SGD makes these in its first step, and leaves them unset if fp16 overflows in it.
+        # Fused SGD creates these buffers in its first step, except if that step overflows in fp16.
+        # A checkpoint without them could not be resumed.
         sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
 
@@ -200,7 +206,7 @@ def build_optimizer(model: nn.Module, config: SolverConfig) -> torch.optim.Optim
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, config: SolverConfig, iteration: int
 ) -> None:
-    """Give every group of `build_optimizer` the rate of an iteration, counted from 0."""
+    """Set the learning rate of every parameter group for an iteration, counted from 0."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, iteration) * group["lr_factor"]
 
@@ -211,7 +217,7 @@ def apply_gradients(
     scaler: torch.amp.grad_scaler.GradScaler,
     config: SolverConfig,
 ) -> None:
-    """Take the optimiser's step with a model's scaled gradients, clipped if configured."""
+    """Clip the gradients if `clip_gradient_norm` is set, step the optimiser, and reset them."""
     if config.clip_gradient_norm is not None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), config.clip_gradient_norm)

@@ -1,5 +1,5 @@
-"""Weights of other implementations: read without running code, renamed, and loaded or converted.
+"""Recognition, safe reading, loading and conversion of other implementations' weights.
 
-Each origin has a module that says how its files are recognised, what its tensors are called here,
-how their layout differs, and by which conventions it computes.
+One module per origin (`torchvision`, `detectron2`, `maskrcnn_benchmark`, `caffe2`) defines how to
+recognise its files and to map tensor names and layouts to ours, and the settings it implies.
 """

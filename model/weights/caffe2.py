@@ -1,4 +1,4 @@
-"""Weights of Caffe2's Detectron: MSRA's and its own backbones, and whole models."""
+"""Weights of Caffe2's Detectron: backbones, including MSRA's, and whole models."""
 
 import re
 from collections.abc import Mapping
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from .layouts import box_rows_for_every_class, reverse_channels
-from .origins import Origin, Rules, Settings
-from .torchvision import MOST_CONVS
+from .origins import MAX_HEAD_CONVS, Rules, Settings, WeightsOrigin
 
 _NORM_PARTS = {
     "s": "weight",
@@ -48,7 +47,7 @@ def _block_rules(stage: int) -> Rules:
 
 
 def _conv_rules(theirs: str, ours: str) -> Rules:
-    """Of a convolution with its normalisation, if it has one."""
+    """Return the renaming rules for a convolution and its optional normalisation."""
     return (*_rules(theirs, f"{ours}.0"), *_norm_rules(theirs, f"{ours}.1"))
 
 
@@ -74,7 +73,7 @@ _RULES: Rules = (
     *_rules("(conv5_mask|mask_fcn_logits)", r"roi_heads.mask_predictor.\1"),
     *(
         rule
-        for i in range(MOST_CONVS)
+        for i in range(MAX_HEAD_CONVS)
         for rule in (
             *_conv_rules(rf"head_conv{i + 1}", f"roi_heads.box_head.{i}"),
             *_conv_rules(rf"_\[mask\]_fcn{i + 1}", f"roi_heads.mask_head.{i}"),
@@ -84,7 +83,7 @@ _RULES: Rules = (
 
 
 def _layout(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if "conv_rpn_w" in state:  # the fifth stage of C4, which has no name of its own
+    if "conv_rpn_w" in state:  # C4: the fifth stage is the head, but named as part of the body
         tensors = {
             name.replace("backbone.body.layer4", "roi_heads.shared_head"): tensor
             for name, tensor in tensors.items()
@@ -93,7 +92,7 @@ def _layout(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str
 
 
 def _with_statistics(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With a mean of 0 and a variance of 1 where batch norms were merged into scale and shift."""
+    """Add mean 0 and variance 1 to batch norms of which only scale and shift are stored."""
     if not any("_bn_" in name for name in state):
         return tensors
     merged = [
@@ -108,13 +107,13 @@ def _with_statistics(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) ->
 
 
 def legacy_conventions(structure: Settings, state: Mapping[str, Tensor]) -> Settings:
-    """What Detectron computed by, and maskrcnn-benchmark after it."""
+    """Return the settings of Caffe2's Detectron, which maskrcnn-benchmark shares."""
     gn = structure["backbone.norm"] == "gn"
     has_statistics = any(name.endswith(("bn_rm", "bn_running_mean")) for name in state)
     fpn = structure.get("backbone.features") == "fpn"
     c4 = structure.get("backbone.features") == "c4"
     return {
-        # maskrcnn-benchmark's frozen batch norm has no epsilon, nor has a merged one.
+        # maskrcnn-benchmark's frozen batch norm adds no epsilon, nor does one without statistics.
         "backbone.norm_eps": 1e-5 if gn or has_statistics else 0.0,
         "backbone.stride_in_1x1": not gn,
         "pixel_mean": (122.7717, 115.9465, 102.9801),
@@ -132,11 +131,11 @@ def legacy_conventions(structure: Settings, state: Mapping[str, Tensor]) -> Sett
     } | ({"roi.box_pool": 14} if c4 else {})
 
 
-ORIGIN = Origin(
+ORIGIN = WeightsOrigin(
     name="Caffe2",
     signature=r"res2_0_branch2a_w",
     rules=_RULES,
-    # No implementation uses the bias of the first convolution, which a normalisation follows.
+    # The bias of the first convolution is unused, because a normalisation follows.
     ignored=r".*_momentum|conv1_b|(?:fc1000|pred)_[wb]|kps_\w+|conv_fcn\w+",
     layout=_layout,
     conventions=legacy_conventions,

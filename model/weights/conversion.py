@@ -1,5 +1,6 @@
-"""From weights of another implementation to a checkpoint of ours, whole or not at all."""
+"""Conversion of another implementation's weights to a checkpoint."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,35 +8,38 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 from torch import Tensor
+from torchvision.models.detection import MaskRCNN_ResNet50_FPN_Weights
 
+from ..bundle.manifest import Category, Preprocessing
+from ..bundle.spec import ShapeBucket
 from ..checkpoint import Checkpoint
-from ..config import ModelConfig
-from ..config_faults import sentence_from_fault
-from ..manifest import Preprocessing
+from ..config.error_messages import validation_message
+from ..config.overrides import OverrideError, value_at, with_overrides, with_value
+from ..config.schema import ModelConfig
 from ..mask_rcnn import MaskRCNN
-from ..overrides import OverrideError, value_at, with_overrides, with_value
-from ..spec import ShapeBucket
-from .categories import default_categories, read_categories
 from .files import WeightsError
 from .layouts import reverse_channels
-from .origins import Settings, Weights, listed
+from .origins import Settings, Weights, abbreviated
 
 _BUCKETS = (ShapeBucket(800, 1344), ShapeBucket(1344, 800))
+# Last part of the names of batch norm's counters, which do not affect detections.
 _COUNTER = "num_batches_tracked"
+# Category names by COCO id; index 0 is the background, unused ids are `N/A`.
+_COCO_NAMES: tuple[str, ...] = tuple(MaskRCNN_ResNet50_FPN_Weights.COCO_V1.meta["categories"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """A checkpoint, and what became of the file it was made from."""
+class WeightsConversion:
+    """Converted checkpoint, with a report of loaded and ignored tensors and assumed settings."""
 
     checkpoint: Checkpoint
     origin: str
-    taken: int
-    """Tensors of the model that the file has."""
-    left_over: tuple[str, ...]
-    """Names in the file that detections do not depend on."""
+    # Number of the model's tensors that the weights file holds.
+    num_loaded: int
+    # Names of tensors in the file that do not affect detections.
+    ignored: tuple[str, ...]
+    # Settings that the file does not hold, with their values in the checkpoint.
     assumed: Settings
-    """What the file does not say, as it is in the checkpoint."""
 
 
 def checkpoint_from_weights(
@@ -44,18 +48,18 @@ def checkpoint_from_weights(
     categories: Path | None = None,
     *,
     other_channel_order: bool = False,
-) -> Conversion:
-    """A checkpoint that computes what the weights' origin computed with them.
+) -> WeightsConversion:
+    """Convert weights to a checkpoint that gives the same results as at their origin.
 
     Args:
-        weights: as read.
-        overrides: `key.path=value` settings of `ModelConfig` that replace what is assumed.
-        categories: COCO annotation file that names the classes; none, COCO's own names.
-        other_channel_order: the network took RGB although its origin usually takes BGR, or the
+        weights: weights of a whole Mask R-CNN.
+        overrides: `key.path=value` settings of `ModelConfig` that replace assumed ones.
+        categories: COCO annotation file that names the classes. None: names of COCO's classes.
+        other_channel_order: the network takes RGB although its origin usually takes BGR, or the
             reverse.
 
     Raises:
-        WeightsError: the weights are of a backbone only, or do not fit the configuration.
+        WeightsError: the weights hold a backbone only, or do not fit the configuration.
     """
     if not weights.has_heads:
         raise WeightsError(
@@ -64,9 +68,10 @@ def checkpoint_from_weights(
         )
     config = config_from_settings(weights.settings, overrides)
     tensors = reverse_channels(weights.tensors) if other_channel_order else weights.tensors
-    expected = expected_tensors(config)
+    with torch.device("meta"):  # allocates no memory
+        expected = MaskRCNN(config).state_dict()
     check_fit(tensors, expected)
-    return Conversion(
+    return WeightsConversion(
         checkpoint=Checkpoint(
             model_config=config,
             weights={name: tensors.get(name, torch.tensor(0)) for name in expected},
@@ -85,14 +90,14 @@ def checkpoint_from_weights(
             iteration=0,
         ),
         origin=weights.origin,
-        taken=len(expected.keys() & tensors.keys()),
-        left_over=weights.left_over,
+        num_loaded=len(expected.keys() & tensors.keys()),
+        ignored=weights.ignored,
         assumed={key: value_at(config, key) for key in weights.assumed},
     )
 
 
 def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> ModelConfig:
-    """Configuration with dotted settings, and then overrides, applied to the defaults.
+    """Build a configuration from defaults, settings and overrides; later ones take precedence.
 
     Raises:
         WeightsError: a key or value is not allowed.
@@ -105,39 +110,69 @@ def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> M
     except OverrideError as error:
         raise WeightsError(str(error)) from None
     except ValidationError as error:
-        raise WeightsError(sentence_from_fault(error, ModelConfig)) from None
-
-
-def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """State of a model, without memory for it."""
-    with torch.device("meta"):
-        return dict(MaskRCNN(config).state_dict())
+        raise WeightsError(validation_message(error, ModelConfig)) from None
 
 
 def check_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Make sure that tensors are all that a model needs, and nothing else.
+    """Check that tensors match a model's state dict (`expected`) exactly.
 
     Raises:
-        WeightsError: one is missing, superfluous or of another shape.
+        WeightsError: a tensor is missing, superfluous or of another shape.
     """
     missing = [n for n in expected if n not in tensors and not n.endswith(_COUNTER)]
     if missing:
-        raise WeightsError(f"it lacks {listed(missing)}; the file is not of a whole Mask R-CNN")
+        raise WeightsError(f"it lacks {abbreviated(missing)}; give the file of a whole Mask R-CNN")
     surplus = [n for n in tensors if n not in expected and not n.endswith(_COUNTER)]
     if surplus:
-        raise WeightsError(f"it has {listed(surplus)} besides, which this model has no place for")
+        raise WeightsError(f"it also holds {abbreviated(surplus)}, which this model does not have")
     check_shapes(tensors, expected)
 
 
 def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Make sure that tensors have the shapes that a model has under the same names.
+    """Check that tensors have the shapes of the same names in a model's state dict.
 
     Raises:
-        WeightsError: one has not.
+        WeightsError: the shape of a tensor differs.
     """
     for name, tensor in expected.items():
         if name in tensors and tensors[name].shape != tensor.shape:
             raise WeightsError(
-                f"{name} has shape {list(tensors[name].shape)}, but {list(tensor.shape)} "
-                "fits the configuration; set what differs, as in anchors.sizes=[32,64,128,256,512]"
+                f"{name} has shape {list(tensors[name].shape)}, but the configuration needs "
+                f"{list(tensor.shape)}; override the differing setting, as in "
+                "anchors.sizes=[32,64,128,256,512]"
             )
+
+
+def default_categories(num_classes: int) -> tuple[Category, ...]:
+    """Return COCO's 80 categories, all its 90 ids as torchvision does, or else numbered ones."""
+    ids = range(1, len(_COCO_NAMES))
+    used = [i for i in ids if _COCO_NAMES[i] != "N/A"]
+    for candidates in (ids, used):
+        if len(candidates) == num_classes:
+            return tuple(Category(id=i, name=_COCO_NAMES[i]) for i in candidates)
+    return tuple(Category(id=i, name=f"class {i}") for i in range(1, num_classes + 1))
+
+
+def read_categories(path: Path, num_classes: int) -> tuple[Category, ...]:
+    """Read the categories of a COCO annotation file, sorted by id.
+
+    Raises:
+        WeightsError: the file has no categories, or not `num_classes` of them.
+    """
+    try:
+        entries = json.loads(path.read_bytes())["categories"]
+        categories = sorted(
+            (Category(id=entry["id"], name=entry["name"]) for entry in entries), key=lambda c: c.id
+        )
+    except OSError as error:
+        raise WeightsError(f"{path}: {error.strerror}; give a COCO annotation file") from None
+    except (ValueError, KeyError, TypeError):
+        raise WeightsError(
+            f"{path} has no `categories` with id and name; give a COCO annotation file"
+        ) from None
+    if len(categories) != num_classes:
+        raise WeightsError(
+            f"{path} has {len(categories)} categories, but the weights have {num_classes} classes; "
+            "give the annotations of the data set that they were trained on"
+        )
+    return tuple(categories)

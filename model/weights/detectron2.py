@@ -1,4 +1,4 @@
-"""Weights of detectron2: `.pkl` files of its model zoo, and `.pth` files of its trainer."""
+"""Weights of detectron2: `.pkl` files of its model zoo and `.pth` files of its trainer."""
 
 from collections.abc import Mapping
 
@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from .layouts import background_first, reverse_channels
-from .origins import Origin, Rules, Settings
-from .torchvision import MOST_CONVS
+from .origins import MAX_HEAD_CONVS, Rules, Settings, WeightsOrigin
 
+# Pixel statistics of torchvision's ResNets. Their conversions to detectron2's names lack them.
 TORCHVISION_STATISTICS = {
     "pixel_mean": torch.tensor([123.675, 116.28, 103.53]),
     "pixel_std": torch.tensor([58.395, 57.12, 57.375]),
 }
-"""What torchvision trains with; detectron2 renames its networks and leaves these out."""
 
 _MSRA_MEAN_BGR = (103.53, 116.28, 123.675)
 _BOX_HEAD, _MASK_HEAD = r"roi_heads\.box_head", r"roi_heads\.mask_head"
@@ -29,14 +28,14 @@ def _stage_rules(theirs: str, ours: str) -> Rules:
 
 
 def _conv_rules(theirs: str, ours: str) -> Rules:
-    """Of a convolution with its normalisation, if it has one."""
+    """Return the renaming rules for a convolution and its optional normalisation."""
     return (
         (rf"{theirs}\.norm\.(\w+)", rf"{ours}.1.\1"),
         (rf"{theirs}\.(weight|bias)", rf"{ours}.0.\1"),
     )
 
 
-# Backbones alone are named from the stem on; pyramids have the network as their `bottom_up`.
+# Names in a backbone file have no prefix; below a feature pyramid they have `bottom_up`.
 _BODY = r"(?:backbone\.)?(?:bottom_up\.)?"
 _RULES: Rules = (
     (rf"{_BODY}stem\.conv1\.norm\.(\w+)", r"backbone.body.bn1.\1"),
@@ -61,7 +60,7 @@ _RULES: Rules = (
     (r"proposal_generator\.rpn_head\.anchor_deltas\.(\w+)", r"rpn.head.bbox_pred.\1"),
     *(
         rule
-        for i in range(MOST_CONVS)
+        for i in range(MAX_HEAD_CONVS)
         for rule in (
             *_conv_rules(rf"{_BOX_HEAD}\.conv{i + 1}", f"roi_heads.box_head.{i}"),
             *_conv_rules(rf"{_MASK_HEAD}\.mask_fcn{i + 1}", f"roi_heads.mask_head.{i}"),
@@ -76,7 +75,7 @@ _RULES: Rules = (
 
 
 def _pixel_statistics(state: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
-    """Mean and deviation in the order in which the network takes the channels."""
+    """Return the pixels' mean and standard deviation in the network's channel order."""
     mean, std = (state.get(f"pixel_{name}") for name in ("mean", "std"))
     return (
         list(_MSRA_MEAN_BGR) if mean is None else [round(x, 4) for x in mean.flatten().tolist()],
@@ -85,7 +84,7 @@ def _pixel_statistics(state: Mapping[str, Tensor]) -> tuple[list[float], list[fl
 
 
 def _takes_bgr(state: Mapping[str, Tensor]) -> bool:
-    # Red is the brightest channel of natural images, and every mean in use has it so.
+    # In all published pixel means, red is the largest.
     mean, _ = _pixel_statistics(state)
     return mean[0] <= mean[2]
 
@@ -99,7 +98,7 @@ def _conventions(structure: Settings, state: Mapping[str, Tensor]) -> Settings:
     mean, std = _pixel_statistics(state)
     if _takes_bgr(state):
         mean, std = mean[::-1], std[::-1]
-    # MSRA's networks have their deviation within the weights, and the stride in the 1x1.
+    # MSRA's ResNets include the deviation in their weights, and stride in the 1x1 convolution.
     msra = std == [1.0] * 3 and structure["backbone.norm"] != "gn"
     fpn = structure.get("backbone.features") == "fpn"
     c4 = structure.get("backbone.features") == "c4"
@@ -123,7 +122,7 @@ def _conventions(structure: Settings, state: Mapping[str, Tensor]) -> Settings:
     } | ({"roi.box_pool": 14} if c4 else {})
 
 
-ORIGIN = Origin(
+ORIGIN = WeightsOrigin(
     name="detectron2",
     signature=rf"{_BODY}stem\.conv1\.weight",
     rules=_RULES,

@@ -1,50 +1,105 @@
-"""Weights files on disk, read so that nothing in them can run code."""
+"""Download and reading of weights files, without running code from them."""
 
 import argparse
 import codecs
+import hashlib
 import pickle
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
+from urllib.parse import urlparse
 
 import numpy as np
 import torch
+from filelock import FileLock
+from torchvision.models import get_weight
 
 from ..checkpoint import CheckpointError
 
-# A zip archive, or the magic number with which torch began its files before 1.6.
+# A zip archive, or the magic number of torch files before version 1.6.
 _TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19")
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMERIC = ("numpy.core.numeric", "numpy._core.numeric")
+# Functions that rebuild NumPy arrays and scalars, under their names in NumPy 1 and 2.
 _REBUILDERS: dict[tuple[str, str], Any] = {
     **{(module, "_reconstruct"): np.empty(0).__reduce__()[0] for module in _MULTIARRAY},
     **{(module, "scalar"): np.float64().__reduce__()[0] for module in _MULTIARRAY},
     **{(module, "_frombuffer"): np.empty(1).__reduce_ex__(5)[0] for module in _NUMERIC},
 }
-"""Functions of numpy that rebuild arrays and scalars, under the names of version 1 and 2."""
 
-_HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+# Types that `torch.load` may construct, in addition to tensors and plain values.
+_SAFE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     *((function, ".".join(name)) for name, function in _REBUILDERS.items()),
     np.ndarray,
     np.dtype,
     *(type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8", "bool")),
-    # torchvision's training scripts keep their command line beside the weights.
+    # torchvision's training scripts save their command line beside the weights.
     argparse.Namespace,
 ]
-"""What torch reads beside its own tensors and plain values."""
 
 
 class WeightsError(CheckpointError):
-    """Weights cannot be read, or not be turned into a model of ours."""
+    """Weights cannot be read or converted, or do not fit the model."""
+
+
+def local_path(source: str | Path) -> Path:
+    """Return the path of a weights file; download it into torch.hub's cache if needed.
+
+    Args:
+        source: path, http(s) URL, or torchvision's name of its weights, such as
+            `ResNet50_Weights.IMAGENET1K_V1`.
+
+    Raises:
+        WeightsError: torchvision has no weights of this name, or the download failed.
+    """
+    text = str(source)
+    if re.match("https?://", text):
+        return _download(text)
+    if re.fullmatch(r"\w+_Weights\.\w+", text):
+        try:
+            return _download(get_weight(text).url)
+        except (KeyError, ValueError, AttributeError):
+            raise WeightsError(
+                f"torchvision has no weights {text}; use a name from its documentation, such as "
+                "ResNet50_Weights.IMAGENET1K_V1"
+            ) from None
+    return Path(source)
+
+
+def _download(url: str) -> Path:
+    """Download a file unless it is in the cache, and return its path."""
+    name = Path(urlparse(url).path).name
+    # torch.hub verifies a hash in the name, as in `resnet50-0676ba61.pth`.
+    digest = re.search(r"-([0-9a-f]{8,})\.", name)
+    if digest is None:
+        # Many URLs end in model_final.pth, so the hash of the URL makes the name unique.
+        name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}"
+    path = Path(torch.hub.get_dir()) / "checkpoints" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # All ranks of a training start at the same time: one downloads, the others wait.
+    with FileLock(path.with_name(f".{name}.lock")):
+        if not path.is_file():
+            try:
+                torch.hub.download_url_to_file(
+                    url, str(path), digest and digest[1], progress=sys.stderr.isatty()
+                )
+            except (OSError, RuntimeError) as error:
+                raise WeightsError(
+                    f"{url} could not be downloaded ({error}); download it yourself and give the "
+                    "file"
+                ) from None
+    return path
 
 
 def read_file(path: Path) -> Any:
-    """What a torch file or a pickle of arrays holds.
+    """Read a torch file or a pickle of arrays without running code from it.
 
     Raises:
-        WeightsError: no such file, damaged, or asking for more than arrays and plain values.
+        WeightsError: the file is missing or damaged, or holds other objects than arrays and plain
+            values.
     """
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
@@ -52,59 +107,59 @@ def read_file(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             if file.read(16).startswith(_TORCH_SIGNATURES):
-                with torch.serialization.safe_globals(_HARMLESS):
+                with torch.serialization.safe_globals(_SAFE_GLOBALS):
                     return torch.load(path, map_location="cpu", weights_only=True)
             file.seek(0)
             return _ArrayUnpickler(file).load()
     except _ForbiddenGlobalError as error:
-        _refuse(path, str(error))
+        _reject(path, str(error))
     except Exception as error:
-        # torch names the class or function only in its advice on how to allow it.
+        # torch reports the name of a forbidden global only inside its advice on how to allow it.
         forbidden = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", str(error))
         if forbidden:
-            _refuse(path, forbidden[1])
+            _reject(path, forbidden[1])
         raise WeightsError(
             f"{path} is damaged or holds no weights; give a .pth or .pkl file of torchvision, "
             "detectron2, maskrcnn-benchmark, Caffe2 or this program"
         ) from error
 
 
-def _refuse(path: Path, name: str) -> NoReturn:
+def _reject(path: Path, name: str) -> NoReturn:
     raise WeightsError(
-        f"{path} asks for {name}, which is not part of weights and could run code; save the "
+        f"{path} calls {name}, which is not part of weights and could run code; save the "
         "tensors alone, as in torch.save(model.state_dict(), FILE)"
     ) from None
 
 
 class _ForbiddenGlobalError(Exception):
-    """A pickle names a class or function that arrays do not need."""
+    """A pickle refers to a class or function that is not needed to rebuild arrays."""
 
 
-def _bytes_from_text(text: str, encoding: str) -> bytes:
-    """What Python 2's pickles of arrays call under the name of `_codecs.encode`."""
+def _encode_latin1(text: str, encoding: str) -> bytes:
+    """Encode as Latin-1: the only use of `_codecs.encode` in array pickles of Python 2."""
     if codecs.lookup(encoding).name != "iso8859-1":
         raise ValueError(f"bytes encoded as {encoding}")
     return text.encode("latin1")
 
 
-_ALLOWED: dict[tuple[str, str], Any] = {
+_ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
     **_REBUILDERS,
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
     ("collections", "OrderedDict"): OrderedDict,
-    ("_codecs", "encode"): _bytes_from_text,
+    ("_codecs", "encode"): _encode_latin1,
 }
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads numpy arrays and plain values, of Python 2 too, and nothing else."""
+    """Unpickler limited to NumPy arrays and plain values, including those of Python 2."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, encoding="latin1")
 
     def find_class(self, module: str, name: str) -> Any:
-        """The few functions that rebuild an array; asking for anything else is an error."""
+        """Return an allowed global; any other raises `_ForbiddenGlobalError`."""
         try:
-            return _ALLOWED[module, name]
+            return _ALLOWED_GLOBALS[module, name]
         except KeyError:
             raise _ForbiddenGlobalError(f"{module}.{name}") from None

@@ -1,4 +1,4 @@
-"""Layouts of other implementations turned into ours: RGB, background first, a row a class."""
+"""Conversion of tensor layouts to ours: RGB input, background first, one row per class."""
 
 import re
 
@@ -10,24 +10,24 @@ BOX_DELTAS = "roi_heads.box_predictor.bbox_pred"
 MASK_LOGITS = "roi_heads.mask_predictor.mask_fcn_logits"
 STEM = "backbone.body.conv1.weight"
 
+# Tensors whose first dimension depends on the number of classes.
 CLASS_ROWS = tuple(
     f"{layer}.{kind}"
     for layer in (CLASS_SCORES, BOX_DELTAS, MASK_LOGITS)
     for kind in ("weight", "bias")
 )
-"""Tensors whose first dimension depends on the number of classes."""
 
 
 def reverse_channels(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors whose first convolution takes RGB where it took BGR, or the reverse."""
+    """Reverse the input channels of the first convolution, from BGR to RGB or back."""
     return tensors | ({STEM: tensors[STEM].flip(1)} if STEM in tensors else {})
 
 
 def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Class rows with the background first from detectron2's: last, or without any.
+    """Convert class rows from detectron2's order to ours, in which the background is row 0.
 
-    Boxes and masks that all classes share are repeated, and those of the background, which nothing
-    reads, are zero.
+    detectron2 has the background last in scores, and not at all in boxes and masks. Class-agnostic
+    boxes and masks are repeated for every class.
     """
     moved = dict(tensors)
     for kind in ("weight", "bias"):
@@ -36,16 +36,17 @@ def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             continue
         classes = len(scores) - 1
         moved[f"{CLASS_SCORES}.{kind}"] = scores.roll(1, dims=0)
-        for layer, rows in ((BOX_DELTAS, 4), (MASK_LOGITS, 1)):
-            own = tensors.get(f"{layer}.{kind}")
-            if own is not None:
-                own = torch.cat([own] * classes) if len(own) == rows else own
-                moved[f"{layer}.{kind}"] = torch.cat([torch.zeros_like(own[:rows]), own])
+        for layer, size in ((BOX_DELTAS, 4), (MASK_LOGITS, 1)):
+            rows = tensors.get(f"{layer}.{kind}")
+            if rows is not None:
+                rows = torch.cat([rows] * classes) if len(rows) == size else rows
+                # Rows of the background are never read.
+                moved[f"{layer}.{kind}"] = torch.cat([torch.zeros_like(rows[:size]), rows])
     return moved
 
 
 def box_rows_for_every_class(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Box rows of every class where background and foreground have one each."""
+    """If boxes are class-agnostic (background, foreground), repeat the latter for every class."""
     moved = dict(tensors)
     for kind in ("weight", "bias"):
         scores, deltas = (tensors.get(f"{layer}.{kind}") for layer in (CLASS_SCORES, BOX_DELTAS))
@@ -57,10 +58,10 @@ def box_rows_for_every_class(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def number_box_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With the fully connected layer after convolutions named by its place in the sequence."""
+    """Rename `fc6` to its index in the box head if convolutions precede it."""
     convs = sum(bool(re.fullmatch(r"roi_heads\.box_head\.\d+\.0\.weight", n)) for n in tensors)
     if not convs:
         return tensors
-    # The flattening has a place too.
-    place = f"roi_heads.box_head.{convs + 1}."
-    return {n.replace("roi_heads.box_head.fc6.", place): t for n, t in tensors.items()}
+    # The flattening between the convolutions and `fc6` has an index too.
+    layer = f"roi_heads.box_head.{convs + 1}."
+    return {n.replace("roi_heads.box_head.fc6.", layer): t for n, t in tensors.items()}

@@ -1,23 +1,26 @@
-"""Weights that a training starts from: loaded as far as they fit, refused where they mislead."""
+"""Loading of weights of any origin into a model, for training and for `torch.hub`."""
 
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..config import ModelConfig
+from ..checkpoint import Checkpoint, load_checkpoint
+from ..config.overrides import value_at
+from ..config.reference import text_from_value
+from ..config.schema import ModelConfig
 from ..mask_rcnn import MaskRCNN
-from ..overrides import text_from_value, value_at
-from .conversion import check_shapes
-from .files import WeightsError
+from .conversion import check_shapes, checkpoint_from_weights
+from .files import WeightsError, local_path
 from .layouts import CLASS_ROWS
-from .origins import Weights, listed
-from .recognition import read_weights
-from .sources import local_path
+from .origins import Weights, abbreviated
+from .recognition import OWN, read_weights
 
-_COMPUTED_BY = (
+# Settings of `ModelConfig` that must equal those that the weights were trained with.
+_MEANING_SETTINGS = (
     "pixel_mean",
     "pixel_std",
     "inclusive_boxes",
@@ -41,37 +44,36 @@ _COMPUTED_BY = (
     "roi.sampling_ratio",
     "roi.aligned",
 )
-"""Settings without which weights mean something else."""
 
-# The means in use for ImageNet differ by less, which no training notices.
-_SAME_GREY = 1.0
+# Pixel means (0..255) that differ by less count as equal, such as the published ones of ImageNet.
+_PIXEL_MEAN_TOLERANCE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What became of a file that was loaded into a model."""
+    """Report of loading a weights file into a model."""
 
     origin: str
-    taken: int
-    """Tensors of the model that are now the file's."""
+    # Number of the model's tensors that were loaded.
+    num_loaded: int
+    # Names of modules and layers that keep their initial values.
     initialised: tuple[str, ...]
-    """Modules, or tensors whose shape depends on the classes, that the file has nothing for."""
-    left_over: tuple[str, ...]
-    """Names in the file that the model does not need."""
+    # Names of tensors in the file that the model does not need.
+    ignored: tuple[str, ...]
 
     def __str__(self) -> str:
         rest = f"; left as initialised: {', '.join(self.initialised)}" if self.initialised else ""
-        extra = f"; not needed: {listed(self.left_over)}" if self.left_over else ""
-        return f"{self.taken} tensors of {self.origin}{rest}{extra}"
+        extra = f"; not needed: {abbreviated(self.ignored)}" if self.ignored else ""
+        return f"{self.num_loaded} tensors of {self.origin}{rest}{extra}"
 
 
 def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
-    """Load a file of any origin, or of an http(s) address, into a model.
+    """Load weights of any origin, from a file or an http(s) URL, into a model.
 
-    Heads that the file has not, and predictors of another number of classes, stay as they are.
+    Heads that the file lacks, and predictors of another number of classes, keep the model's values.
 
     Raises:
-        CheckpointError: the file cannot be had or read, or was made for another configuration.
+        CheckpointError: the file cannot be downloaded or read, or needs another configuration.
     """
     path = local_path(source)
     weights = read_weights(path)
@@ -83,57 +85,101 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
         if name in expected and not (name in CLASS_ROWS and tensor.shape != expected[name].shape)
     }
     absent = [n for n in expected if n not in fitting and not n.endswith("num_batches_tracked")]
-    begun = {_part_of(name) for name in fitting}
-    broken = [n for n in absent if _part_of(n) in begun and n not in CLASS_ROWS]
-    if broken or "backbone.body" not in begun:
-        raise WeightsError(f"weights: {path} lacks {listed(broken or absent)}; it is incomplete")
+    loaded_modules = {_module_of(name) for name in fitting}
+    # A module may be absent as a whole, but not in part.
+    broken = [n for n in absent if _module_of(n) in loaded_modules and n not in CLASS_ROWS]
+    if broken or "backbone.body" not in loaded_modules:
+        lacking = abbreviated(broken or absent)
+        raise WeightsError(f"weights: {path} lacks {lacking}; give a complete file")
     try:
         check_shapes(fitting, expected)
     except WeightsError as error:
         raise WeightsError(f"weights: {path}: {error}") from None
     model.load_state_dict(fitting, strict=False)
-    parts = (n.rpartition(".")[0] if _part_of(n) in begun else _part_of(n) for n in absent)
+    parts = (
+        n.rpartition(".")[0] if _module_of(n) in loaded_modules else _module_of(n) for n in absent
+    )
     return LoadReport(
         origin=weights.origin,
-        taken=len(fitting),
+        num_loaded=len(fitting),
         initialised=tuple(dict.fromkeys(parts)),
-        left_over=(*weights.left_over, *(n for n in weights.tensors if n not in fitting)),
+        ignored=(*weights.ignored, *(n for n in weights.tensors if n not in fitting)),
     )
 
 
-def _check_conventions(path: Path, weights: Weights, config: ModelConfig) -> None:
-    """Make sure that a configuration computes as the weights' origin did.
+def build_model(
+    name: str, features: str, source: str | Path | None = None, num_classes: int = 80
+) -> MaskRCNN:
+    """Build a model in evaluation mode on the CPU, with weights of any origin.
+
+    Args:
+        name: variant of ResNet, as `BackboneConfig.name`.
+        features: feature maps that the heads use, as `BackboneConfig.features`.
+        source: path or http(s) URL of a checkpoint or of another program's weights. None: random
+            weights.
+        num_classes: foreground classes of a model with random weights.
 
     Raises:
-        WeightsError: it does not; the message says what to set.
+        CheckpointError: the weights cannot be downloaded or read, or have another backbone.
     """
-    merged = _is_merged(weights)
+    if source is None:
+        values = {"num_classes": num_classes, "backbone": {"name": name, "features": features}}
+        # C4 pools 14 x 14 cells, because res5, its box head, halves the resolution.
+        roi = {"roi": {"box_pool": 14}} if features == "c4" else {}
+        return MaskRCNN(ModelConfig.model_validate(values | roi)).eval()
+    checkpoint = _checkpoint_from_file(local_path(source))
+    backbone = checkpoint.model_config.backbone
+    if (backbone.name, backbone.features) != (name, features):
+        raise WeightsError(
+            f"{source} is a {backbone.name} {backbone.features}, not a {name} {features}; "
+            f"use maskrcnn_{backbone.name}_{backbone.features}"
+        )
+    return checkpoint.build_model()
+
+
+def _checkpoint_from_file(path: Path) -> Checkpoint:
+    weights = read_weights(path)
+    if weights.origin == OWN:
+        return load_checkpoint(path)
+    try:
+        return checkpoint_from_weights(weights).checkpoint
+    except WeightsError as error:
+        raise WeightsError(f"{path}: {error}") from None
+
+
+def _check_conventions(path: Path, weights: Weights, config: ModelConfig) -> None:
+    """Check that a configuration agrees with the one that the weights were trained with.
+
+    Raises:
+        WeightsError: settings differ; the message lists the settings to use.
+    """
+    merged = _has_merged_norms(weights)
     conflicts = {
         key: value
         for key, value in weights.settings.items()
-        if key in _COMPUTED_BY
+        if key in _MEANING_SETTINGS
         and not (key == "backbone.norm_eps" and merged)
-        and not _same(key, value, value_at(config, key))
+        and not _is_equivalent(key, value, value_at(config, key))
     }
     if conflicts:
-        wanted = " ".join(f"model.{k}={text_from_value(v)}" for k, v in conflicts.items())
+        settings = shlex.join(f"model.{k}={text_from_value(v)}" for k, v in conflicts.items())
         raise WeightsError(
-            f"weights: {path} holds another `model`, of {weights.origin}; set {wanted}"
+            f"weights: {path} of {weights.origin} was trained with other settings; set {settings}"
         )
 
 
-def _same(key: str, value: Any, other: Any) -> bool:
+def _is_equivalent(key: str, value: Any, other: Any) -> bool:
     if key == "pixel_mean":
-        return all(abs(a - b) <= _SAME_GREY for a, b in zip(value, other, strict=True))
-    if key == "backbone.norm":  # with fixed or with moving statistics, it is batch norm
+        return all(abs(a - b) <= _PIXEL_MEAN_TOLERANCE for a, b in zip(value, other, strict=True))
+    if key == "backbone.norm":  # frozen or not, batch norm has the same tensors
         return bool(value == other or {value, other} == {"bn", "frozen_bn"})
     if isinstance(value, float):
         return math.isclose(value, other, abs_tol=1e-9)
     return bool(value == other)
 
 
-def _is_merged(weights: Weights) -> bool:
-    """Whether batch norms are scale and shift alone, to which any epsilon can be fitted."""
+def _has_merged_norms(weights: Weights) -> bool:
+    """Whether batch norms have mean 0, variance 1 and epsilon 0: they only scale and shift."""
     values = {"running_mean": 0, "running_var": 1}
     statistics = [(n, t) for n, t in weights.tensors.items() if n.endswith(tuple(values))]
     return (
@@ -144,20 +190,21 @@ def _is_merged(weights: Weights) -> bool:
 
 
 def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
-    """Tensors where this model has them, normalising exactly as at their origin."""
+    """Return the weights' tensors for a model of a configuration, with unchanged results."""
     tensors = dict(weights.tensors)
     if config.backbone.features == "c4":
         tensors = {
             name.replace("backbone.body.layer4.", "roi_heads.shared_head."): tensor
             for name, tensor in tensors.items()
         }
-    if _is_merged(weights):
+    if _has_merged_norms(weights):
+        # The model adds its epsilon to the variance, so the sum must stay 1.
         for name in tensors:
             if name.endswith("running_var"):
                 tensors[name] = tensors[name] - config.backbone.norm_eps
     return tensors
 
 
-def _part_of(name: str) -> str:
-    """Part of the model that a tensor is in, as `roi_heads.box_head`."""
+def _module_of(name: str) -> str:
+    """Return the second-level module that holds a tensor, such as `roi_heads.box_head`."""
     return ".".join(name.split(".")[:2])

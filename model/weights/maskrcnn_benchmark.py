@@ -1,11 +1,10 @@
-"""Weights of maskrcnn-benchmark, and of NVIDIA's Mask R-CNN, which began as a copy of it."""
+"""Weights of maskrcnn-benchmark and of NVIDIA's Mask R-CNN, which is derived from it."""
 
 from torch import Tensor
 
 from .caffe2 import legacy_conventions
 from .layouts import box_rows_for_every_class, reverse_channels
-from .origins import Origin, Rules
-from .torchvision import MOST_CONVS
+from .origins import MAX_HEAD_CONVS, Rules, WeightsOrigin
 
 _BOX, _MASK = r"roi_heads\.box\.feature_extractor", r"roi_heads\.mask\.feature_extractor"
 _RULES: Rules = (
@@ -29,9 +28,9 @@ _RULES: Rules = (
     (rf"{_BOX}\.(fc6|fc7)\.(\w+)", r"roi_heads.box_head.\1.\2"),
     *(
         rule
-        for i in range(MOST_CONVS)
+        for i in range(MAX_HEAD_CONVS)
         for rule in (
-            # Convolution, group norm and activation; published without a norm by no one.
+            # Groups of three modules: convolution, group norm, activation.
             (rf"{_BOX}\.xconvs\.{3 * i}\.(\w+)", rf"roi_heads.box_head.{i}.0.\1"),
             (rf"{_BOX}\.xconvs\.{3 * i + 1}\.(\w+)", rf"roi_heads.box_head.{i}.1.\1"),
             (rf"{_MASK}\.mask_fcn{i + 1}\.(\w+)", rf"roi_heads.mask_head.{i}.0.\1"),
@@ -46,7 +45,7 @@ def _layout(tensors: dict[str, Tensor], _: object) -> dict[str, Tensor]:
     return reverse_channels(box_rows_for_every_class(tensors))
 
 
-ORIGIN = Origin(
+ORIGIN = WeightsOrigin(
     name="maskrcnn-benchmark",
     signature=r"backbone\.body\.stem\.conv1\.weight",
     rules=_RULES,

@@ -1,4 +1,4 @@
-"""What is known of an origin of weights, and what a file of it becomes."""
+"""Origins (implementations that write weights files), and renaming of their tensors to ours."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,93 +10,90 @@ from torch import Tensor
 
 from .files import WeightsError
 
+# Renaming rules: regular expression of a whole tensor name, our name. The first match applies.
 Rules = Sequence[tuple[str, str]]
-"""Regular expressions of whole names, and what the name is here; the first that fits applies."""
 
+# Values of `ModelConfig` by dotted key.
 Settings = dict[str, Any]
-"""Values of `ModelConfig` by dotted key."""
+
+# Maximum number of convolutions of a box or mask head that the renaming rules cover.
+MAX_HEAD_CONVS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
-    """An implementation whose files are understood."""
+class WeightsOrigin:
+    """Implementation whose weights files can be read."""
 
     name: str
+    # Regular expression of a tensor name that is in every file of this origin and in no other.
     signature: str
-    """Regular expression of a name that every file of this origin has, and none of another."""
     rules: Rules
+    # Regular expression of the names of tensors that do not affect detections.
     ignored: str
-    """Regular expression of names that detections do not depend on."""
+    # Converts renamed tensors to our layout. Arguments: renamed tensors, tensors of the file.
     layout: Callable[[dict[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]
-    """Renamed tensors, and those of the file, to tensors laid out as ours."""
+    # Returns settings that files of this origin imply but do not store. Arguments: settings
+    # inferred from the tensors, tensors of the file.
     conventions: Callable[[Settings, Mapping[str, Tensor]], Settings]
-    """What files of this origin do not say but mean, by what they say and the file's tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Tensors under our names and in our layout, and by what configuration they compute."""
+    """Tensors of a weights file under our names and in our layout, with their model's settings."""
 
     origin: str
     tensors: dict[str, Tensor]
+    # Settings inferred from names and shapes of the tensors.
     structure: Settings
-    """What the tensors say themselves."""
+    # Settings assumed because they are the origin's defaults.
     assumed: Settings
-    """What only the origin's defaults say."""
-    left_over: tuple[str, ...] = ()
-    """Names in the file that detections do not depend on."""
+    # Names of tensors in the file that do not affect detections.
+    ignored: tuple[str, ...] = ()
 
     @property
     def settings(self) -> Settings:
-        """All that is known or assumed."""
+        """Settings of the model, inferred or assumed."""
         return self.structure | self.assumed
 
     @property
     def has_heads(self) -> bool:
-        """Whether there is more than a backbone."""
+        """Whether the tensors include more than a backbone."""
         return any(name.startswith(("rpn.", "roi_heads.")) for name in self.tensors)
 
 
-def renamed(
-    state: Mapping[str, Tensor], origin: Origin
+def rename_tensors(
+    state: Mapping[str, Tensor], origin: WeightsOrigin
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Tensors under our names, and the names that were left over.
+    """Return an origin's tensors under our names, and the names of ignored tensors.
 
     Raises:
-        WeightsError: a name that detections may depend on has no place here.
+        WeightsError: a tensor that may affect detections has no counterpart in this model.
     """
     tensors: dict[str, Tensor] = {}
-    left_over, unknown = [], []
+    ignored, unknown = [], []
     for name, tensor in state.items():
-        ours = _name_here(name, origin.rules)
+        matches = ((re.fullmatch(pattern, name), new) for pattern, new in origin.rules)
+        ours = next((match.expand(new) for match, new in matches if match), None)
         if re.fullmatch(origin.ignored, name):
-            left_over.append(name)
+            ignored.append(name)
         elif ours is None:
             unknown.append(name)
         elif ours in tensors and not torch.equal(tensors[ours], tensor):
             raise WeightsError(
-                f"{name} differs from another tensor of the file that has the same place, "
-                f"{ours}; heads that do not share their layers are not supported"
+                f"{name} and another tensor of the file both map to {ours} but differ; heads that "
+                "do not share their layers are not supported"
             )
         else:
             tensors[ours] = tensor
     if unknown:
         raise WeightsError(
-            f"{listed(unknown)} of {origin.name} have no place in this model, which would compute "
-            "something else without them; only Mask R-CNN on ResNet with FPN, C4 or C5 is supported"
+            f"{abbreviated(unknown)} of {origin.name} have no counterpart in this model, so its "
+            "results would differ; only Mask R-CNN on ResNet with FPN, C4 or C5 is supported"
         )
-    return tensors, tuple(left_over)
+    return tensors, tuple(ignored)
 
 
-def _name_here(name: str, rules: Rules) -> str | None:
-    for pattern, replacement in rules:
-        match = re.fullmatch(pattern, name)
-        if match:
-            return match.expand(replacement)
-    return None
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few of many names."""
+def abbreviated(names: Sequence[str]) -> str:
+    """Return the first three names and the number of others, as in `a, b, c and 4 more`."""
     rest = len(names) - 3
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")

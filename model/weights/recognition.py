@@ -1,5 +1,6 @@
-"""From a file, whatever program wrote it, to weights under our names."""
+"""Recognition of a weights file's origin, and of its model's architecture."""
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,32 +11,39 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import load_checkpoint
+from ..config.overrides import values_by_key
 from . import caffe2, detectron2, maskrcnn_benchmark, torchvision
 from .files import WeightsError, read_file
-from .layouts import number_box_head
-from .origins import Origin, Weights, renamed
-from .structure import structure_of
+from .layouts import BOX_DELTAS, CLASS_SCORES, MASK_LOGITS, number_box_head
+from .origins import Settings, Weights, WeightsOrigin, rename_tensors
 
 ORIGINS = (torchvision.ORIGIN, detectron2.ORIGIN, maskrcnn_benchmark.ORIGIN, caffe2.ORIGIN)
+# Name of the origin of checkpoints that this program wrote.
 OWN = "maskrcnn-trt"
-"""Name of the origin of checkpoints that this program wrote."""
 
+# Keys under which training programs store the dictionary of tensors.
 _WRAPPERS = ("model", "state_dict", "blobs")
+_BODY = "backbone.body"
+# Variants of ResNet by their number of blocks in `layer3`.
+_RESNETS = {2: "resnet18", 6: "resnet50", 23: "resnet101"}
+_SUPPORTED = "resnet18, resnet50 and resnet101 are supported"
 
 
 def read_weights(path: Path) -> Weights:
-    """Weights of a file of any origin, recognised by its content.
+    """Read a weights file of any known origin, which is recognised by content.
 
     Raises:
-        CheckpointError: the file cannot be read, or is of no known origin or model.
+        CheckpointError: the file cannot be read, or its origin or model is unknown.
     """
     content = read_file(path)
     if isinstance(content, Mapping) and "model_config" in content:
-        return _own_weights(path)
+        checkpoint = load_checkpoint(path)
+        settings = values_by_key(checkpoint.model_config.model_dump())
+        return Weights(origin=OWN, tensors=checkpoint.weights, structure=settings, assumed={})
     state = _tensors_in(content)
     if isinstance(content, Mapping) and content.get("__author__") == "torchvision":
         state |= detectron2.TORCHVISION_STATISTICS
-    origin = _origin_of(state)
+    origin = next((o for o in ORIGINS if any(re.fullmatch(o.signature, n) for n in state)), None)
     if origin is None:
         raise WeightsError(
             f"{path} holds no weights of a known origin; give those of "
@@ -52,15 +60,15 @@ def read_weights(path: Path) -> Weights:
         ) from error
 
 
-def weights_from_state(state: Mapping[str, Tensor], origin: Origin) -> Weights:
-    """Weights under our names and in our layout.
+def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> Weights:
+    """Convert tensors of an origin to our names and layout.
 
     Raises:
-        WeightsError: they are not of a Mask R-CNN or residual network that this program knows.
+        WeightsError: the tensors are not of a supported Mask R-CNN or ResNet.
     """
-    tensors, left_over = renamed(state, origin)
+    tensors, ignored = rename_tensors(state, origin)
     tensors = origin.layout(number_box_head(tensors), state)
-    structure = structure_of(tensors)
+    structure = infer_structure(tensors)
     assumed = origin.conventions(structure, state)
     if "num_classes" not in structure:
         assumed = {k: v for k, v in assumed.items() if k.startswith(("backbone.", "pixel_"))}
@@ -69,43 +77,19 @@ def weights_from_state(state: Mapping[str, Tensor], origin: Origin) -> Weights:
         tensors=tensors,
         structure=structure,
         assumed=assumed,
-        # Pixel statistics are among the settings.
-        left_over=tuple(name for name in left_over if not name.startswith("pixel_")),
+        # Pixel statistics become settings.
+        ignored=tuple(name for name in ignored if not name.startswith("pixel_")),
     )
 
 
-def _own_weights(path: Path) -> Weights:
-    checkpoint = load_checkpoint(path)
-    settings = _flattened(checkpoint.model_config.model_dump())
-    return Weights(origin=OWN, tensors=checkpoint.weights, structure=settings, assumed={})
-
-
-def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= (
-            _flattened(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
-    return flat
-
-
-def _origin_of(state: Mapping[str, Tensor]) -> Origin | None:
-    for origin in ORIGINS:
-        if any(re.fullmatch(origin.signature, name) for name in state):
-            return origin
-    return None
-
-
 def _tensors_in(content: Any) -> dict[str, Tensor]:
-    """Tensors by name, out of what a training program wrapped around them."""
+    """Return tensors by name, without the mappings and prefixes of training programs."""
     for wrapper in _WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
     if not isinstance(content, Mapping):
         return {}
-    # `module.` is what data parallel training puts before every name.
+    # Data-parallel training prefixes every name with `module.`.
     return {
         re.sub(r"^(?:module\.)+", "", name): _tensor_from(value)
         for name, value in content.items()
@@ -120,7 +104,83 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _tensor_from(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
-    """In single precision, if not whole numbers, and in memory of its own."""
+    """Convert to a tensor with its own memory, floating-point values to float32."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
     return value.detach().float() if value.is_floating_point() else value.detach()
+
+
+def infer_structure(tensors: Mapping[str, Tensor]) -> Settings:
+    """Infer architecture settings from names and shapes of tensors under our names.
+
+    Raises:
+        WeightsError: the tensors are not of a supported model.
+    """
+    settings = _body_settings(tensors)
+    if f"{CLASS_SCORES}.weight" in tensors:
+        settings |= _feature_settings(tensors) | _head_settings(tensors)
+        convs = _count(r"rpn\.head\.conv\.(\d+)\.0\.weight", tensors)
+        settings["rpn.conv_depth"] = max(1, convs)
+    return settings
+
+
+def _body_settings(tensors: Mapping[str, Tensor]) -> Settings:
+    blocks = _count(rf"{_BODY}\.layer3\.(\d+)\.conv1\.weight", tensors)
+    name = _RESNETS.get(blocks)
+    if name is None:
+        raise WeightsError(f"{_BODY}.layer3 has {blocks} blocks; only {_SUPPORTED}")
+    if (name == "resnet18") != (f"{_BODY}.layer3.0.conv3.weight" not in tensors):
+        raise WeightsError(f"the blocks of {_BODY} are not those of {name}; only {_SUPPORTED}")
+    norm = _norm(f"{_BODY}.bn1", tensors)
+    counted = f"{_BODY}.bn1.num_batches_tracked" in tensors
+    return {
+        "backbone.name": name,
+        "backbone.norm": "frozen_bn" if norm == "bn" and not counted else norm,
+    }
+
+
+def _feature_settings(tensors: Mapping[str, Tensor]) -> Settings:
+    inner = tensors.get("backbone.fpn.inner_blocks.0.0.weight")
+    if inner is not None:
+        return {
+            "backbone.features": "fpn",
+            "backbone.fpn_channels": len(inner),
+            "backbone.fpn_norm": _norm("backbone.fpn.inner_blocks.0.1", tensors),
+        }
+    shared = any(name.startswith("roi_heads.shared_head.") for name in tensors)
+    return {"backbone.features": "c4" if shared else "c5"}
+
+
+def _head_settings(tensors: Mapping[str, Tensor]) -> Settings:
+    deltas, masks = (tensors.get(f"{name}.weight") for name in (BOX_DELTAS, MASK_LOGITS))
+    if deltas is None or masks is None:
+        raise WeightsError("the box regression or the mask head is missing; give a Mask R-CNN")
+    settings: Settings = {
+        "num_classes": len(tensors[f"{CLASS_SCORES}.weight"]) - 1,
+        "roi.mask_head_dim": masks.shape[1],
+    }
+    convs = _count(r"roi_heads\.box_head\.(\d+)\.0\.weight", tensors)
+    first = tensors.get(f"roi_heads.box_head.{convs + 1 if convs else 'fc6'}.weight")
+    if first is None:
+        return settings
+    stem = "backbone.fpn.layer_blocks.0.0.weight"
+    channels = len(tensors[stem]) if stem in tensors else 2048
+    return settings | {
+        "roi.box_head_convs": convs,
+        "roi.box_head_dim": len(first),
+        "roi.box_pool": math.isqrt(first.shape[1] // channels),
+        "roi.mask_head_depth": _count(r"roi_heads\.mask_head\.(\d+)\.0\.weight", tensors),
+        "roi.head_norm": _norm("roi_heads.mask_head.0.1", tensors),
+    }
+
+
+def _norm(module: str, tensors: Mapping[str, Tensor]) -> str:
+    if f"{module}.running_mean" in tensors:
+        return "bn"
+    return "gn" if f"{module}.weight" in tensors else "none"
+
+
+def _count(pattern: str, tensors: Mapping[str, Tensor]) -> int:
+    """Return the largest index that a pattern captures in names, plus one; 0: no match."""
+    matches = (re.fullmatch(pattern, name) for name in tensors)
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)

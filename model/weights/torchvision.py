@@ -4,12 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from .origins import Origin, Rules, Settings
+from .origins import MAX_HEAD_CONVS, Rules, Settings, WeightsOrigin
 
-MOST_CONVS = 8
-"""Convolutions of a head that have a rule."""
-
-# Files written before torchvision 0.13 name some layers without the sequence that holds them.
+# Before torchvision 0.13, names of some layers lacked the index within their sequence.
 _RULES: Rules = (
     (r"(?:backbone\.body\.)?((?:conv1|bn1)\.\w+)", r"backbone.body.\1"),
     (
@@ -23,7 +20,7 @@ _RULES: Rules = (
     (r"roi_heads\.box_head\.(?:fc6|fc7|\d+(?:\.[01])?)\.\w+", r"\g<0>"),
     *(
         (rf"roi_heads\.mask_head\.mask_fcn{i + 1}\.(\w+)", rf"roi_heads.mask_head.{i}.0.\1")
-        for i in range(MOST_CONVS)
+        for i in range(MAX_HEAD_CONVS)
     ),
     (r"roi_heads\.mask_head\.\d\.[01]\.\w+", r"\g<0>"),
     (r"roi_heads\.(?:box|mask)_predictor\.\w+\.\w+", r"\g<0>"),
@@ -31,7 +28,7 @@ _RULES: Rules = (
 
 
 def _conventions(structure: Settings, _: Mapping[str, Tensor]) -> Settings:
-    # The published weights were trained without an epsilon; a file does not say.
+    # The published weights were trained with epsilon 0, which the file does not record.
     published = structure.get("num_classes") == 90 and structure["backbone.norm"] == "frozen_bn"
     return {
         "backbone.norm_eps": 0.0 if published else 1e-5,
@@ -45,7 +42,7 @@ def _conventions(structure: Settings, _: Mapping[str, Tensor]) -> Settings:
     }
 
 
-ORIGIN = Origin(
+ORIGIN = WeightsOrigin(
     name="torchvision",
     signature=r"(?:backbone\.body\.)?conv1\.weight",
     rules=_RULES,

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol v2, with what Triton adds to it."""
+"""Open Inference Protocol v2 with extensions of Triton."""

@@ -1,7 +1,7 @@
-"""The messages of open_inference.proto, from the descriptors that `make protos` writes.
+"""Messages of open_inference.proto, built from the descriptors that `make protos` writes.
 
-They live in a pool of their own: generated code would put them into the default one, where
-tritonclient puts messages of the same names, and no process could use both.
+They have their own descriptor pool. In the default pool they would collide with the messages of
+tritonclient, which have the same names.
 """
 
 from importlib.resources import files

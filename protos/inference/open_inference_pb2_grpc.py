@@ -100,21 +100,21 @@ class GRPCInferenceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def ServerLive(self, request, context):
-        """True as soon as the server answers at all.
+        """True if the process responds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerReady(self, request, context):
-        """True while the server can be sent inferences.
+        """True while the server accepts inference requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelReady(self, request, context):
-        """True while the model can; false if it is not served.
+        """True while the model accepts inference requests. False if it is not served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,10 +139,10 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Triton's.
+        """Extensions of Triton.
 
-        Answers come in the order of the requests. A request that fails gets a message as its answer;
-        the stream goes on.
+        Responses arrive in the order of the requests. A failed request gets an error message as its
+        response; the stream continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

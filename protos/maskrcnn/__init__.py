@@ -1,1 +1,1 @@
-"""Protocols by name."""
+"""Versions of the `maskrcnn` protocol."""

@@ -1,1 +1,1 @@
-"""What computes detections: one module a runtime, all behind `base.Backend`."""
+"""Inference backends, one module per runtime, behind the interface `base.Backend`."""

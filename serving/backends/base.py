@@ -1,100 +1,120 @@
-"""What a backend must offer."""
+"""Interface of all inference backends, and helpers that they share."""
 
 import math
-from typing import Any, Literal, NamedTuple, Protocol
+import time
+from collections.abc import Callable
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...model.manifest import BundleError, Manifest
-from ...model.spec import ShapeBucket
+from ...model.bundle.manifest import BundleError, Manifest
+from ...model.bundle.spec import ShapeBucket
+
+# Tensor of torch or array of NumPy.
+Array = TypeVar("Array")
+
+# Seconds between two queries of a CUDA event.
+_POLL_S = 1e-4
 
 
 class TensorSpec(NamedTuple):
-    """Shape and type of a tensor."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def batch_sizes(max_batch: int) -> list[int]:
-    """Sizes to compute batches at, to the next of which a batch is padded: powers of two.
+class ModelOutputs(NamedTuple, Generic[Array]):
+    """Outputs of the model for B images, in the order of `model.bundle.spec.OUTPUT_NAMES`."""
 
-    They end with `max_batch`. Few sizes are enough, and each costs time and memory.
+    # [B] int64.
+    num_detections: Array
+    # [B, D, 4] float32 xyxy in pixels of the resized image.
+    boxes: Array
+    # [B, D] float32 by descending score.
+    scores: Array
+    # [B, D] int64; 1 is the first class.
+    labels: Array
+    # [B, D, M, M] float32 probabilities.
+    masks: Array
+
+
+HostOutputs = ModelOutputs[NDArray[Any]]
+
+
+def batch_sizes(max_batch: int) -> list[int]:
+    """Return the batch sizes to compute: the powers of two below `max_batch`, and `max_batch`.
+
+    A batch is padded to the next of these sizes. They are few, because each costs start-up time and
+    GPU memory.
     """
     return sorted({*(1 << n for n in range(max_batch.bit_length())), max_batch})
 
 
 def black_batch(bucket: ShapeBucket, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Black images [count, 3, H, W] that fill a bucket, and their sizes [count, 2]."""
+    """Return black images [count, 3, H, W] of a bucket's size, and their sizes [count, 2]."""
     return np.zeros((count, 3, *bucket), np.uint8), np.full((count, 2), bucket, np.int64)
 
 
-class Outputs(NamedTuple):
-    """Outputs of the model for B images, in the order of `model.spec.OUTPUT_NAMES`."""
-
-    num_detections: NDArray[np.int64]
-    """[B]."""
-    boxes: NDArray[np.float32]
-    """[B, D, 4] xyxy in pixels of the resized image."""
-    scores: NDArray[np.float32]
-    """[B, D] by descending score."""
-    labels: NDArray[np.int64]
-    """[B, D]; 1 is the first class."""
-    masks: NDArray[np.float32]
-    """[B, D, M, M] probabilities."""
-
-
-def check_outputs(outputs: Outputs, manifest: Manifest) -> None:
-    """Refuse a model whose detections have other shapes than its bundle says.
+def check_outputs(outputs: HostOutputs, manifest: Manifest) -> None:
+    """Check that the masks have the shape that the bundle's manifest states.
 
     Raises:
-        BundleError: they have.
+        BundleError: the shapes differ.
     """
     rows, side = manifest.max_detections, manifest.mask_side
-    expected, found = (rows, side, side), outputs.masks.shape[1:]
-    if found != expected:
+    expected, actual = (rows, side, side), outputs.masks.shape[1:]
+    if actual != expected:
         raise BundleError(
-            f"the model's masks are of shape {list(found)}, and by the manifest's max_detections "
-            f"and mask_side of {list(expected)}; export the bundle again"
+            f"the model's masks have shape {list(actual)}, but max_detections and mask_side in the "
+            f"manifest give {list(expected)}; export the bundle again"
         )
 
 
+def wait_until(is_done: Callable[[], bool]) -> None:
+    """Poll a function, such as a CUDA event's `query`, until it returns True."""
+    # CUDA's own waits are worse: spinning takes a core from decoding and encoding, and blocking
+    # until an interrupt took 10 ms on a virtual machine.
+    while not is_done():
+        time.sleep(_POLL_S)
+
+
 class Backend(Protocol):
-    """Computes detections for the shape buckets of one precision."""
+    """Interface of all inference backends. A backend runs a bundle's model in one precision."""
 
     @property
     def name(self) -> str:
-        """What computes, as it is called on the command line."""
+        """Value of --backend that selects this backend."""
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """Where it computes."""
+        """Device that computes the model."""
 
     @property
     def concurrency(self) -> int:
-        """Threads that may call `infer` and `warm_up` at once, which is how batches overlap."""
+        """Number of batches that can be in flight at once, each in a thread that calls `infer`."""
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
         """Input sizes that `infer` accepts."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket, so that no request pays for what the first run of a size costs.
+        """Run every bucket and batch size, so that requests need not compile or allocate memory.
 
         Raises:
-            BundleError: what comes out does not fit the manifest.
+            BundleError: the masks do not have the shape that the manifest states.
         """
 
     def infer(
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
-    ) -> Outputs:
-        """Detect in a batch of one bucket.
+    ) -> HostOutputs:
+        """Compute the model for a batch of one bucket.
 
         Args:
             bucket: One of `buckets`.
@@ -103,4 +123,4 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the backend holds; it is not used after."""
+        """Release the backend's resources. The backend cannot be used afterwards."""

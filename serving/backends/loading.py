@@ -1,43 +1,41 @@
-"""The choice of a backend."""
+"""Selection and loading of the inference backend for a bundle."""
 
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...model.manifest import ArtifactKind, Manifest, Precision
+from ...model.bundle.manifest import ArtifactKind, Manifest, Precision
 from ..config import BackendName
 from ..errors import BackendError
 from .base import Backend
-from .machines import probe_machine
-from .plan_checks import check_plans
+from .plan_checks import check_plans, probe_machine
 
 _log = logging.getLogger(__name__)
 
+# Kind of the bundle's artifacts that each backend runs. The fastest backend comes first.
 _KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
     "torch": "torch",
     "onnxruntime": "onnx",
 }
-"""What each backend loads, the fastest first."""
 
-
+# Names of all backends, the fastest first.
 BACKENDS: Final = tuple(_KINDS)
-"""The fastest first."""
 
 
 class BackendChoice(NamedTuple):
-    """The backend to compute with, and why."""
+    """Selected backend, with the reasons why faster ones were skipped."""
 
+    # One of `BACKENDS`.
     backend: BackendName
-    """One of `BACKENDS`."""
+    # Name and error message of each faster backend for which the bundle has artifacts.
     faults: tuple[str, ...]
-    """Why none of the faster ones that the bundle has artefacts for."""
 
 
 def served_precision(manifest: Manifest, backend: BackendName) -> Precision:
-    """The precision to serve where none is asked for: the bundle's first for the backend."""
+    """Return the default precision: the bundle's first one that has an artifact for the backend."""
     kind = _KINDS.get(backend)
     found = (a.precision for a in manifest.artifacts if kind in (None, a.kind))
     return next(found, manifest.precisions[0])
@@ -50,44 +48,42 @@ def load_backend(
     name: BackendName = "auto",
     max_batch: int = 1,
 ) -> Backend:
-    """The backend that computes a bundle in a precision.
+    """Load the backend for one precision of a bundle.
 
     Args:
-        bundle: The bundle's folder.
-        manifest: Its manifest.
-        precision: One of the manifest's.
-        name: The backend; `auto` takes the fastest that the bundle has artefacts for and that runs
-            here, and logs why no faster one does.
-        max_batch: Largest batch that will come.
+        bundle: Folder of the bundle.
+        manifest: Manifest of the bundle.
+        precision: One of the manifest's precisions.
+        name: The backend. `auto`: the fastest one that runs on this machine and for which the
+            bundle has artifacts. The reasons why faster ones are skipped are logged.
+        max_batch: Maximum batch size.
 
     Raises:
         BundleError: the bundle is damaged or lacks the precision.
-        BackendError: the backend does not run here, or not with such batches.
+        BackendError: the backend does not run on this machine or with this batch size.
     """
     choice = choose_backend(bundle, manifest, precision, name)
-    if name == "auto":
-        _log_choice(choice)
+    if choice.faults:
+        _log.warning(
+            "using backend %s; faster ones do not run: %s", choice.backend, "; ".join(choice.faults)
+        )
+    elif name == "auto":
+        _log.info("using backend %s", choice.backend)
     kind = _KINDS[choice.backend]
-    # Imported when chosen: a backend may need what another install does not have.
+    # Lazy imports: each backend needs packages that are installed only for it.
     if kind == "onnx":
         from .onnxruntime import OnnxRuntimeBackend
 
         return OnnxRuntimeBackend(bundle, manifest, precision)
     if kind == "torch":
-        return _torch_backend(bundle, manifest, precision, max_batch)
+        try:
+            from .torch import TorchBackend
+        except ModuleNotFoundError as error:
+            raise _missing_for_torch(error) from None
+        return TorchBackend(bundle, manifest, precision, max_batch)
     from .tensorrt import TensorRTBackend
 
     return TensorRTBackend(bundle, manifest, precision, kind, max_batch)
-
-
-def _torch_backend(
-    bundle: Path, manifest: Manifest, precision: Precision, max_batch: int
-) -> Backend:
-    try:
-        from .torch import TorchBackend
-    except ModuleNotFoundError as error:
-        raise _missing_for_torch(error) from None
-    return TorchBackend(bundle, manifest, precision, max_batch)
 
 
 def _missing_for_torch(error: ModuleNotFoundError) -> BackendError:
@@ -99,9 +95,14 @@ def _missing_for_torch(error: ModuleNotFoundError) -> BackendError:
 def choose_backend(
     bundle: Path, manifest: Manifest, precision: Precision, name: BackendName
 ) -> BackendChoice:
-    """What `load_backend` loads for the same arguments; raises as it does before it loads."""
+    """Return the backend that `load_backend` would load, without loading it.
+
+    Raises:
+        BundleError: the bundle has no artifact for the backend in the precision.
+        BackendError: the artifacts do not run on this machine.
+    """
     if name != "auto":
-        if name != "torch":  # it also runs without a GPU, but slowly
+        if name != "torch":  # if requested, torch also runs on the CPU
             check_backend(bundle, manifest, precision, name)
         return BackendChoice(name, ())
     faults: list[str] = []
@@ -119,22 +120,20 @@ def choose_backend(
     return BackendChoice("onnxruntime", ())
 
 
-def _log_choice(choice: BackendChoice) -> None:
-    name, faults = choice
-    if faults:
-        _log.warning("computing with %s, as nothing faster runs: %s", name, "; ".join(faults))
-    else:
-        _log.info("computing with %s", name)
-
-
 def check_backend(
     bundle: Path, manifest: Manifest, precision: Precision, name: BackendName
 ) -> None:
-    """Refuse a backend other than auto that does not run here, or not as fast as it is to.
+    """Check that a backend runs on this machine; with torch, that it runs on a GPU.
+
+    Args:
+        bundle: Folder of the bundle.
+        manifest: Manifest of the bundle.
+        precision: One of the manifest's precisions.
+        name: The backend, not `auto`.
 
     Raises:
-        BundleError: the bundle has nothing for it in the precision.
-        BackendError: what it has does not run on this machine.
+        BundleError: the bundle has no artifact for the backend in the precision.
+        BackendError: the artifacts do not run on this machine.
     """
     kind = _KINDS[name]
     artifacts = manifest.artifacts_for(precision, kind)
@@ -149,13 +148,12 @@ def check_backend(
 
 
 def _check_torch() -> None:
-    """Refuse to compute with torch where it is not, or finds no GPU."""
     try:
         import torch
     except ModuleNotFoundError as error:
         raise _missing_for_torch(error) from None
     if not torch.cuda.is_available():
         raise BackendError(
-            "torch finds no NVIDIA GPU; find out why with nvidia-smi, or compute on the CPU with "
-            "--backend onnxruntime, or with --backend torch, which is slower but has bf16"
+            "torch finds no NVIDIA GPU; check nvidia-smi, or compute on the CPU with --backend "
+            "onnxruntime, or with --backend torch, which is slower but supports bf16"
         )

@@ -1,186 +1,228 @@
-"""Plans of TensorRT and TensorRT-RTX, whose Python interfaces are alike.
+"""Loading and execution of plans of TensorRT and TensorRT-RTX, which share one Python interface.
 
-The engine and its contexts know addresses and streams by number alone; the memory behind them is
-`device`'s.
+GPU memory and streams are passed as integers (addresses and handles); `pycuda_device` owns them.
 """
 
+import contextlib
+import hashlib
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ...model.manifest import Artifact, EngineKind
-from ...model.spec import INPUT_NAMES, OUTPUT_NAMES
-from ...plugins.tensorrt_log import ERRORS, errors_of, listen, shared_logger
+from ...model.bundle.manifest import Artifact, EngineKind
+from ...model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES
+from ...plugins.runtime.user_cache import cache_folder, write_cached
+from ...plugins.tensorrt.log import ERRORS, add_listener, errors_of, shared_logger
 from ..errors import BackendError
 from .base import TensorSpec
 from .plan_checks import RUNTIMES, batch_profiles, remedy_from_reason
-from .runtime_cache import RuntimeCache
 
 _log = logging.getLogger(__name__)
 
-_Answer = TypeVar("_Answer")
+_Returned = TypeVar("_Returned")
+
+
+def cache_path(plan_hashes: Iterable[str]) -> Path:
+    """Return the path of the `RuntimeCache` file for plans, given their SHA-256 digests."""
+    digest = hashlib.sha256("\n".join(plan_hashes).encode()).hexdigest()
+    return cache_folder("tensorrt-rtx") / digest
+
+
+class RuntimeCache:
+    """Cache of the kernels that TensorRT-RTX compiles for this GPU, shared by a backend's engines.
+
+    It only saves time: TensorRT-RTX rejects entries of another machine or version and compiles
+    again, and an unreadable or unwritable file is ignored.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create a cache that is stored in a file, which need not exist."""
+        self._path = path
+        self._cache: Any = None
+
+    def config_for(self, engine: Any) -> Any:
+        """Return a runtime configuration that uses the cache, for an `ICudaEngine`.
+
+        The GPU must be current.
+        """
+        config = engine.create_runtime_config()
+        if self._cache is None:
+            self._cache = config.create_runtime_cache()
+            with contextlib.suppress(OSError):
+                self._cache.deserialize(self._path.read_bytes())
+        config.set_runtime_cache(self._cache)
+        return config
+
+    def store(self) -> None:
+        """Write the cache file atomically."""
+        write_cached(self._path, bytes(self._cache.serialize()))
 
 
 class PlanRuntime:
-    """TensorRT or TensorRT-RTX, and what it has to say."""
+    """TensorRT or TensorRT-RTX runtime. The errors that it logs become exceptions."""
 
     def __init__(self, kind: EngineKind, cache: RuntimeCache | None = None) -> None:
         """Start the runtime.
 
         Args:
-            kind: Kind of the plans it will load.
-            cache: Keeps what TensorRT-RTX compiles; TensorRT has none.
+            kind: Engine kind of the plans.
+            cache: Cache of compiled kernels, for TensorRT-RTX only. None: no cache.
         """
         trt = self.trt = importlib.import_module(RUNTIMES[kind].module)
         self._name = f"{RUNTIMES[kind].title} {trt.__version__}"
-        self._cache = cache
+        self._runtime_cache = cache
         _log_messages(trt)
         self._loader = trt.Runtime(shared_logger(trt))
 
     def engine_from(self, path: Path) -> Any:
-        """The `ICudaEngine` of a plan.
+        """Load a plan and return its `ICudaEngine`.
 
         Raises:
-            BackendError: the runtime refuses the plan; the message has its reason.
+            BackendError: the runtime rejects the plan. The message contains the reason.
         """
         plan = path.read_bytes()
-        return self.answer(
+        return self.checked(
             partial(self._loader.deserialize_cuda_engine, plan),
             f"load {path}",
             "export the bundle again on this machine",
         )
 
     def context_of(self, engine: Any) -> Any:
-        """A new `IExecutionContext` without scratch memory.
+        """Create an `IExecutionContext` of an engine, without scratch memory (`Plan.use_scratch`).
 
         Raises:
-            BackendError: the runtime makes none.
+            BackendError: the runtime fails.
         """
         strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if self._cache is None:
-            make = partial(engine.create_execution_context, strategy)
+        if self._runtime_cache is None:
+            create = partial(engine.create_execution_context, strategy)
         else:
-            config = self._cache.config_for(engine)
+            config = self._runtime_cache.config_for(engine)
             config.set_execution_context_allocation_strategy(strategy)
-            make = partial(engine.create_execution_context, config)
-        return self.answer(make, "make a context", "export the bundle again")
+            create = partial(engine.create_execution_context, config)
+        return self.checked(create, "create a context", "export the bundle again")
 
-    def answer(self, call: Callable[[], _Answer], task: str, remedy: str) -> _Answer:
-        """What the runtime answers to a call.
+    def checked(self, call: Callable[[], _Returned], task: str, remedy: str) -> _Returned:
+        """Call a function of the runtime and return its value.
 
         Args:
-            call: Gives None or False where it fails.
-            task: What it is to do.
-            remedy: What the user can do about a failure where the reason does not tell.
+            call: Function that returns None or False if it fails.
+            task: Text after "cannot" in the error message.
+            remedy: Remedy in the error message if `remedy_from_reason` does not know the error.
 
         Raises:
-            BackendError: it failed; the message has the first error logged meanwhile.
+            BackendError: the call failed. The message contains the first error logged meanwhile.
         """
         with errors_of(self.trt) as errors:
-            answer = call()
-        if answer is None or answer is False:
-            reason = errors[0] if errors else "it does not say why"
+            returned = call()
+        if returned is None or returned is False:
+            reason = errors[0] if errors else "no error was logged"
             remedy = remedy_from_reason(reason) or remedy
-            raise BackendError(f"{self._name} does not {task} ({reason}); {remedy}")
-        return answer
+            raise BackendError(f"{self._name} cannot {task} ({reason}); {remedy}")
+        return returned
 
 
 @cache
 def _log_messages(trt: Any) -> None:
-    """Let the log have all that TensorRT says in this process, once."""
+    """Pass TensorRT's messages to the log. Cached, so that a process does it only once."""
 
-    def note(severity: str, message: str) -> None:
+    def log_message(severity: str, message: str) -> None:
         is_notable = severity == "WARNING" or severity in ERRORS
         _log.log(logging.INFO if is_notable else logging.DEBUG, message)
 
-    listen(trt, note)
+    add_listener(trt, log_message)
 
 
-class _Step(NamedTuple):
-    """A batch size that a plan is run at."""
+class _BatchContext(NamedTuple):
+    """`IExecutionContext` for one batch size, and the specs of its inputs and outputs by name."""
 
     context: Any
     specs: dict[str, TensorSpec]
 
 
 class Plan:
-    """The engine of one shape bucket, ready for batches of certain sizes.
+    """Engine of one shape bucket, with execution contexts for a set of batch sizes.
 
-    A context stays with its optimisation profile. Where plugins are inside, it also stays with one
-    batch size, since TensorRT loses GPU memory each time that a plugin meets another shape
-    (https://github.com/NVIDIA/TensorRT/issues/4849). All contexts share one scratch memory, and so
-    must be run in one stream.
+    All contexts share one scratch memory, so they must run in one stream.
     """
 
     def __init__(
         self, runtime: PlanRuntime, path: Path, artifact: Artifact, max_batch: int
     ) -> None:
-        """Load a plan; the GPU is current, and to be synchronised before the first batch.
+        """Load a plan. The GPU must be current; the caller synchronises it before the first batch.
 
         Raises:
-            BackendError: it cannot be loaded, or takes no batch of that size.
+            BackendError: the plan fails to load or its largest batch is below `max_batch`.
         """
         build = artifact.engine
-        assert build is not None  # the manifest sees to it
+        assert build is not None  # guaranteed by the manifest
         profiles = batch_profiles(build.profiles, max_batch)
         self._runtime = runtime
         self._engine = runtime.engine_from(path)
         contexts: dict[int, Any] = {}
-        self._steps: dict[int, _Step] = {}
+        self._batches: dict[int, _BatchContext] = {}
         for batch, profile in profiles.items():
+            # One context per profile. With plugins one per batch size, because TensorRT leaks GPU
+            # memory each time that a plugin gets another shape
+            # (https://github.com/NVIDIA/TensorRT/issues/4849).
             key = batch if build.plugins else profile
             if key not in contexts:
                 contexts[key] = self._context(profile)
             self._set_shapes(contexts[key], batch)
-            self._steps[batch] = _Step(contexts[key], self._specs(contexts[key]))
+            self._batches[batch] = _BatchContext(contexts[key], self._specs(contexts[key]))
         sizes = map(self._engine.get_device_memory_size_for_profile_v2, set(profiles.values()))
+        # Scratch memory in bytes that a context needs while it computes.
         self.scratch_bytes = max(sizes)
-        """Bytes of GPU memory that contexts need while they compute."""
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Batch sizes it is run at, ascending."""
-        return tuple(self._steps)
+        """Batch sizes that the plan computes, in ascending order."""
+        return tuple(self._batches)
 
     def batch_for(self, count: int) -> int:
-        """The smallest of the sizes that takes so many images.
+        """Return the smallest batch size that holds `count` images.
 
         Raises:
-            BackendError: none does.
+            BackendError: `count` exceeds the largest batch size.
         """
-        for batch in self._steps:
+        for batch in self._batches:
             if batch >= count:
                 return batch
         raise BackendError(
-            f"a batch of {count} is larger than the {max(self._steps)} that the backend was loaded "
-            "for; load it with a larger max_batch"
+            f"the batch has {count} images, but the backend was loaded for at most "
+            f"{max(self._batches)}; load it with a larger max_batch"
         )
 
     def specs(self, batch: int) -> dict[str, TensorSpec]:
-        """Inputs and outputs of a batch of one of the sizes, by name."""
-        return self._steps[batch].specs
+        """Return shape and dtype of each input and output at a batch size, by name."""
+        return self._batches[batch].specs
 
     def use_scratch(self, address: int, size: int) -> None:
-        """Let all contexts compute in GPU memory of at least `scratch_bytes`."""
-        for step in self._steps.values():
-            step.context.set_device_memory(address, size)
+        """Give all contexts scratch memory of at least `scratch_bytes` bytes."""
+        for batch_context in self._batches.values():
+            batch_context.context.set_device_memory(address, size)
 
     def launch(self, batch: int, addresses: Mapping[str, int], stream: int) -> None:
-        """Put a batch of one of the sizes on a stream; called by one thread at a time.
+        """Queue a batch on a stream. Call it from one thread at a time.
+
+        Args:
+            batch: One of `batches`.
+            addresses: GPU address of each input and output by name.
+            stream: Handle of the CUDA stream.
 
         Raises:
-            BackendError: the runtime refuses.
+            BackendError: the runtime fails.
         """
-        context = self._steps[batch].context
+        context = self._batches[batch].context
         self._set_shapes(context, batch)
         for name, address in addresses.items():
             context.set_tensor_address(name, address)
-        self._runtime.answer(
+        self._runtime.checked(
             partial(context.execute_async_v3, stream),
             f"compute a batch of {batch}",
             "restart the process",
@@ -188,9 +230,9 @@ class Plan:
 
     def _context(self, profile: int) -> Any:
         context = self._runtime.context_of(self._engine)
-        self._runtime.answer(
+        self._runtime.checked(
             partial(context.set_optimization_profile_async, profile, 0),
-            f"take profile {profile}",
+            f"select profile {profile}",
             "export the bundle again",
         )
         return context
@@ -198,9 +240,9 @@ class Plan:
     def _set_shapes(self, context: Any, batch: int) -> None:
         for name in INPUT_NAMES:
             shape = (batch, *tuple(self._engine.get_tensor_shape(name))[1:])
-            self._runtime.answer(
+            self._runtime.checked(
                 partial(context.set_input_shape, name, shape),
-                f"take {name} of {shape}",
+                f"set the shape of {name} to {shape}",
                 "export the bundle again",
             )
 

@@ -1,4 +1,4 @@
-"""Batches on the GPU, through pycuda: memory on both sides, and the streams between them."""
+"""Batches on the GPU with pycuda: pinned and device memory, copies and streams."""
 
 import contextlib
 import functools
@@ -11,26 +11,25 @@ import numpy as np
 import pycuda.driver as cuda
 from numpy.typing import NDArray
 
-from .base import TensorSpec
-from .waiting import wait_until
+from .base import TensorSpec, wait_until
 
+# Function that queues a batch: takes the GPU address of each tensor by name, and a stream handle.
 Launch = Callable[[Mapping[str, int], int], None]
-"""Puts the computation of a batch on a stream: takes device addresses by tensor, and its handle."""
 
 
 @functools.cache
 def _primary_context() -> Any:
-    """The context that CUDA's runtime uses too, and with it TensorRT; the process keeps it."""
+    """Return the primary context of GPU 0, which TensorRT uses too. The process keeps it."""
     cuda.init()
     return cuda.Device(0).retain_primary_context()
 
 
 @contextlib.contextmanager
 def current_gpu() -> Iterator[None]:
-    """Make the GPU current in this thread, which all that touches it requires.
+    """Make GPU 0 current in this thread within the context. All use of the GPU requires that.
 
     Raises:
-        pycuda.driver.Error: no GPU is there.
+        pycuda.driver.Error: no GPU is available.
     """
     _primary_context().push()
     try:
@@ -40,24 +39,24 @@ def current_gpu() -> Iterator[None]:
 
 
 def compute_capability() -> str:
-    """Compute capability of the current GPU, as in `9.0`."""
+    """Return the compute capability of the current GPU, such as `9.0`."""
     major, minor = cuda.Context.get_device().compute_capability()
     return f"{major}.{minor}"
 
 
 def free_memory() -> int:
-    """Bytes of the current GPU's memory that nobody holds."""
+    """Return the free memory of the current GPU in bytes."""
     free, _ = cuda.mem_get_info()
     return int(free)
 
 
 def synchronize() -> None:
-    """Wait for all that the current GPU was asked for."""
+    """Wait for all work queued on the current GPU."""
     cuda.Context.synchronize()
 
 
 class DeviceMemory:
-    """Memory of the current GPU, aligned to 256 bytes; released with the object."""
+    """Memory of the current GPU, aligned to 256 bytes. Released with the object."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -66,7 +65,7 @@ class DeviceMemory:
 
 
 class _Buffers:
-    """Pinned and device memory of one batch in flight, and the stream that copies between them."""
+    """Pinned host memory and GPU memory of one in-flight batch, and the stream of its copies."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._pinned = {n: cuda.pagelocked_empty(size, np.uint8) for n, size in sizes.items()}
@@ -104,17 +103,17 @@ class _Buffers:
 
 
 class BatchRunner:
-    """Computes batches one after another, and copies others in and out meanwhile.
+    """Runner of batches. Copies of one batch overlap the computation of another.
 
-    Each batch in flight has memory and a stream of its own; the computation has one stream for all.
+    Each in-flight batch has its own memory and copy stream. One stream computes all batches.
     """
 
     def __init__(self, sizes: Mapping[str, int], depth: int) -> None:
-        """Reserve memory; the GPU is current.
+        """Allocate memory. The GPU must be current.
 
         Args:
-            sizes: Most bytes of each tensor.
-            depth: Batches in flight; a further one waits.
+            sizes: Buffer size of each tensor in bytes, by name.
+            depth: Maximum number of in-flight batches. Further calls of `run` wait.
         """
         self._stream = cuda.Stream()
         self._launching = threading.Lock()
@@ -125,15 +124,16 @@ class BatchRunner:
     def run(
         self, inputs: Mapping[str, NDArray[Any]], specs: Mapping[str, TensorSpec], launch: Launch
     ) -> dict[str, NDArray[Any]]:
-        """Compute a batch and wait for it; any thread may call, with the GPU current.
+        """Compute a batch and wait for it. Thread-safe. The GPU must be current.
 
         Args:
-            inputs: Arrays by name; the rows that a tensor has beyond them are zero.
-            specs: Tensors of the batch by name, inputs and outputs.
-            launch: Puts the computation on a stream; called by one thread at a time.
+            inputs: Input arrays by name. If a spec has more rows than its array, the additional
+                rows are zero.
+            specs: Shape and dtype of each input and output by name.
+            launch: Function that queues the computation. It is called by one thread at a time.
 
         Returns:
-            The tensors that are no inputs, by name.
+            The outputs by name.
         """
         outputs = {name: spec for name, spec in specs.items() if name not in inputs}
         buffers = self._free.get()

@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX: plans on the GPU, batches overlapping their copies."""
+"""Backend for TensorRT and TensorRT-RTX. Copies of one batch overlap computation of another."""
 
 import functools
 from pathlib import Path
@@ -7,20 +7,19 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...model.manifest import EngineKind, Manifest, Precision, verified_path
-from ...model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
-from .base import Outputs, black_batch, check_outputs
+from ...model.bundle.manifest import EngineKind, Manifest, Precision, verified_path
+from ...model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
+from .base import HostOutputs, ModelOutputs, black_batch, check_outputs
 from .plan_checks import check_memory
-from .plans import Plan, PlanRuntime
+from .plans import Plan, PlanRuntime, RuntimeCache, cache_path
 from .pycuda_device import BatchRunner, DeviceMemory, current_gpu, free_memory, synchronize
-from .runtime_cache import RuntimeCache, cache_path
 
+# Dtypes of `ModelOutputs`. A plan's own dtypes can differ.
 _DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
-"""Of `Outputs`, whatever the plan's are."""
 
 
 class TensorRTBackend:
-    """One plan a shape bucket; while a batch computes, another is copied in or out."""
+    """Backend with one plan per shape bucket."""
 
     device: Final = "cuda"
     concurrency = 2
@@ -33,11 +32,11 @@ class TensorRTBackend:
         kind: EngineKind,
         max_batch: int,
     ) -> None:
-        """Load the bundle's plans of a precision and kind, which `check_plans` has let pass.
+        """Load the bundle's plans of a precision and engine kind, which `check_plans` accepted.
 
         Raises:
-            BundleError: the bundle has none, or one is missing or damaged.
-            BackendError: one cannot be loaded or takes no such batch, or memory is short.
+            BundleError: the bundle has no such plan, or a file is missing or damaged.
+            BackendError: a plan fails to load, lacks this batch size, or memory runs out.
         """
         self.name = kind
         self._manifest = manifest
@@ -60,11 +59,11 @@ class TensorRTBackend:
         return tuple(self._plans)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket at each batch size that its plan is run at.
+        """Run every bucket at each batch size of its plan.
 
         Raises:
             BackendError: the runtime fails.
-            BundleError: what comes out does not fit the manifest.
+            BundleError: the masks do not have the shape that the manifest states.
         """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
@@ -73,8 +72,8 @@ class TensorRTBackend:
 
     def infer(
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
-    ) -> Outputs:
-        """Detect in a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2].
+    ) -> HostOutputs:
+        """Compute a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2].
 
         Raises:
             BackendError: the runtime fails.
@@ -87,10 +86,10 @@ class TensorRTBackend:
                 inputs, plan.specs(batch), functools.partial(plan.launch, batch)
             )
         rows = (outputs[name][: len(images)] for name in OUTPUT_NAMES)
-        return Outputs(*(r.astype(t, copy=False) for r, t in zip(rows, _DTYPES, strict=True)))
+        return ModelOutputs(*(r.astype(t, copy=False) for r, t in zip(rows, _DTYPES, strict=True)))
 
     def close(self) -> None:
-        """Release the GPU's memory, and keep what TensorRT-RTX compiled."""
+        """Release the GPU memory, and write TensorRT-RTX's compiled kernels to their cache file."""
         with current_gpu():
             if self._cache is not None:
                 self._cache.store()
@@ -98,7 +97,7 @@ class TensorRTBackend:
             del self._batches, self._scratch, self._cache
 
     def _reserve_memory(self) -> None:
-        """Allocate what all plans share: scratch memory, and buffers for batches in flight."""
+        """Allocate GPU memory that all plans share: scratch, and buffers per in-flight batch."""
         plans = self._plans.values()
         scratch = max(plan.scratch_bytes for plan in plans)
         sizes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Programs of torch: on a GPU as they were compiled at export, and replayed as CUDA graphs."""
+"""Backend for exported torch programs, which are replayed as CUDA graphs on a GPU."""
 
 import contextlib
 import logging
@@ -12,20 +12,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...model.compiled_program import artifact_program, current_target
-from ...model.manifest import Artifact, CompileTarget, Manifest, Precision
-from ...model.spec import ShapeBucket
+from ...model.bundle.compiled_program import current_target, load_artifact
+from ...model.bundle.manifest import Artifact, CompileTarget, Manifest, Precision
+from ...model.bundle.spec import ShapeBucket
 from ..errors import BackendError
-from .base import Outputs, batch_sizes, black_batch, check_outputs
-from .torch_batches import BatchSlots, DeviceOutputs, GraphedProgram
+from .base import HostOutputs, ModelOutputs, batch_sizes, black_batch, check_outputs
+from .torch_batches import BatchSlots, GraphedProgram
 
 _log = logging.getLogger(__name__)
 
 
 class TorchBackend:
-    """One program a shape bucket; on a GPU a CUDA graph a batch size, and copies overlap.
+    """Backend with one exported program per shape bucket; on a GPU, one CUDA graph per batch size.
 
-    Beside a GPU it leaves torch one thread on the CPU, in the whole process.
+    On a GPU it limits torch to one CPU thread in the whole process.
     """
 
     name = "torch"
@@ -33,16 +33,16 @@ class TorchBackend:
     def __init__(
         self, bundle: Path, manifest: Manifest, precision: Precision, max_batch: int
     ) -> None:
-        """Load the bundle's programs of a precision, on the current GPU if there is one.
+        """Load the bundle's programs of a precision onto the current GPU, or without one the CPU.
 
         Args:
-            bundle: the bundle's folder.
-            manifest: its manifest.
-            precision: one of the manifest's.
-            max_batch: largest batch that will come.
+            bundle: Folder of the bundle.
+            manifest: Manifest of the bundle.
+            precision: One of the manifest's precisions.
+            max_batch: Maximum batch size.
 
         Raises:
-            BundleError: the bundle has none, or a file is missing or damaged.
+            BundleError: the bundle has no such program, or a file is missing or damaged.
             BackendError: the GPU has too little memory.
         """
         on_gpu = torch.cuda.is_available()
@@ -58,10 +58,10 @@ class TorchBackend:
         self._max_batch = max_batch
         self._dtypes = {a.bucket: getattr(torch, a.input_dtype) for a in artifacts}
         with _enough_memory(max_batch):
-            self._programs = {a.bucket: artifact_program(bundle, a, device) for a in artifacts}
+            self._programs = {a.bucket: load_artifact(bundle, a, device) for a in artifacts}
         if on_gpu:
-            # After each copy torch's threads on the CPU wait busily, which kept all cores from
-            # those that launch and wait: 10 ms a batch.
+            # After each copy torch's CPU threads spin, so the threads that launch kernels and wait
+            # for them got no core. That cost 10 ms per batch.
             torch.set_num_threads(1)
             pool = torch.cuda.graph_pool_handle()
             self._graphed = {
@@ -78,11 +78,11 @@ class TorchBackend:
         return tuple(self._programs)
 
     def warm_up(self, max_batch: int) -> None:
-        """Compile and capture every bucket at each batch size that it is run at.
+        """Run every bucket; on a GPU, compile it and capture a CUDA graph of each batch size.
 
         Raises:
             BackendError: the GPU has too little memory.
-            BundleError: what comes out does not fit the manifest.
+            BundleError: the masks do not have the shape that the manifest states.
         """
         for bucket in self.buckets:
             for batch in batch_sizes(max_batch) if self.device == "cuda" else [1]:
@@ -90,52 +90,52 @@ class TorchBackend:
 
     def infer(
         self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
-    ) -> Outputs:
-        """Detect in a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2].
+    ) -> HostOutputs:
+        """Compute a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2].
 
         Raises:
-            BackendError: the batch is larger than was said, or finds too little memory.
+            BackendError: the batch is larger than `max_batch`, or memory runs out.
         """
         inputs = torch.from_numpy(images), torch.from_numpy(image_sizes)
         if self.device == "cpu":
-            return Outputs(*(x.numpy() for x in self.infer_on_device(bucket, *inputs)))
+            return ModelOutputs(*(x.numpy() for x in self.infer_on_device(bucket, *inputs)))
         with self._slots.take() as slot:
             slot.copy_in(*inputs)
             with self._launching, torch.cuda.stream(self._computing):
                 slot.await_inputs()
                 outputs = self.infer_on_device(bucket, *slot.inputs)
                 slot.keep(outputs)
-            return Outputs(*slot.copy_out())
+            return ModelOutputs(*slot.copy_out())
 
     def infer_on_device(
         self, bucket: ShapeBucket, images: Tensor, image_sizes: Tensor
-    ) -> DeviceOutputs:
-        """Queue the detection in a batch in the current stream; one thread at a time.
+    ) -> ModelOutputs[Tensor]:
+        """Queue the computation of a batch on the current stream. Not thread-safe.
 
         Args:
-            bucket: one of `buckets`.
+            bucket: One of `buckets`.
             images: [B, 3, bucket.height, bucket.width] RGB on the device.
             image_sizes: [B, 2] int64 on the device, height and width before padding.
 
         Returns:
-            New tensors, complete when the stream is.
+            New tensors on the device, valid once the stream has run the queued work.
 
         Raises:
-            BackendError: the batch is larger than was said, or finds too little memory.
+            BackendError: the batch is larger than `max_batch`, or memory runs out.
         """
         if len(images) > self._max_batch:
             raise BackendError(
-                f"a batch has {len(images)} images, but the backend was loaded for at most "
+                f"the batch has {len(images)} images, but the backend was loaded for at most "
                 f"{self._max_batch}; raise --max-batch"
             )
         with _enough_memory(self._max_batch):
             if self.device == "cuda":
                 return self._graphed[bucket](images, image_sizes)
             images = images.to(self._dtypes[bucket])
-            return DeviceOutputs(*self._programs[bucket](images, image_sizes))
+            return ModelOutputs(*self._programs[bucket](images, image_sizes))
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the programs and their memory."""
         self._programs.clear()
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -144,25 +144,25 @@ class TorchBackend:
 
 
 def _warn_if_not_compiled(artifacts: Sequence[Artifact]) -> None:
-    """Say so where nothing was compiled for this GPU by this torch."""
+    """Log a warning for each program that was not compiled for this GPU and these versions."""
     for artifact in artifacts:
         compiled = artifact.compiled
         if compiled is None:
             _log.warning(
-                "%s was exported without a GPU, and is compiled now, which takes a minute; export "
-                "it where the GPU is, to start sooner",
+                "%s was exported without a GPU and is compiled now, which takes a minute; export "
+                "it on this machine to start faster",
                 artifact.path,
             )
         elif compiled.target != (here := current_target()):
             _log.warning(
-                "%s was compiled by %s, and here is %s: it is compiled anew, which takes a minute; "
-                "export it here, to start sooner",
+                "%s was compiled by %s, but this machine has %s: it is compiled again, which takes "
+                "a minute; export it here to start faster",
                 artifact.path,
-                *map(_target_in_words, (compiled.target, here)),
+                *map(_format_target, (compiled.target, here)),
             )
 
 
-def _target_in_words(target: CompileTarget) -> str:
+def _format_target(target: CompileTarget) -> str:
     return (
         f"torch {target.torch_version} in Python {target.python_version} for compute capability "
         f"{target.compute_capability}"
@@ -171,15 +171,15 @@ def _target_in_words(target: CompileTarget) -> str:
 
 @contextlib.contextmanager
 def _enough_memory(max_batch: int) -> Iterator[None]:
-    """Say what to do where the GPU's memory does not suffice.
+    """Turn torch's out-of-memory errors within the context into errors that name a remedy.
 
     Raises:
-        BackendError: it did not.
+        BackendError: the GPU has too little free memory.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise BackendError(
-            f"the GPU has too little memory free for batches of up to {max_batch}; lower "
-            "--max-batch, or --batch where there is no server, or end what else is on the GPU"
+            f"the GPU has too little free memory for batches of up to {max_batch}; lower "
+            "--max-batch (--batch in commands without a server), or end other processes on the GPU"
         ) from error

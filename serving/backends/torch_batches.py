@@ -1,4 +1,4 @@
-"""Batches on the GPU through torch: CUDA graphs that compute them, and copies in and out."""
+"""Batches on the GPU with torch: CUDA graphs, and copies to and from the host."""
 
 import contextlib
 import queue
@@ -9,36 +9,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...model.program import Program
-from ...model.spec import ShapeBucket
-from .base import batch_sizes
-from .waiting import wait_until
-
-
-class DeviceOutputs(NamedTuple):
-    """Outputs of the model for B images, on the device."""
-
-    num_detections: Tensor
-    """[B] int64."""
-    boxes: Tensor
-    """[B, D, 4] float32, xyxy in pixels of the resized image."""
-    scores: Tensor
-    """[B, D] float32, descending."""
-    labels: Tensor
-    """[B, D] int64; 1 is the first class."""
-    masks: Tensor
-    """[B, D, M, M] float32 probabilities."""
+from ...model.bundle.program import Program
+from ...model.bundle.spec import ShapeBucket
+from .base import ModelOutputs, batch_sizes, wait_until
 
 
 class _Capture(NamedTuple):
-    """A batch size's graph and what it writes into."""
+    """CUDA graph of one batch size, and the tensors that it writes."""
 
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]
 
 
 class GraphedProgram:
-    """A program replayed as CUDA graphs, each captured when a batch first needs it."""
+    """Program that runs as CUDA graphs, one per batch size, captured when that first occurs."""
 
     def __init__(
         self,
@@ -48,14 +32,14 @@ class GraphedProgram:
         max_batch: int,
         pool: Any,
     ) -> None:
-        """Reserve the memory of the inputs.
+        """Allocate the input tensors that all graphs read.
 
         Args:
-            program: on a GPU.
-            bucket: height and width of its input.
-            dtype: type of its images.
-            max_batch: largest batch.
-            pool: memory shared with other programs, of which one is replayed at a time.
+            program: Program on a GPU.
+            bucket: Height and width of its input.
+            dtype: Dtype of its images.
+            max_batch: Maximum batch size.
+            pool: Pool of CUDA graph memory, shared with programs that never run at the same time.
         """
         self._program = program
         self._sizes = batch_sizes(max_batch)
@@ -65,8 +49,8 @@ class GraphedProgram:
         sizes = torch.tensor(bucket, device=program.device).expand(max_batch, 2)
         self._image_sizes = sizes.contiguous()
 
-    def __call__(self, images: Tensor, image_sizes: Tensor) -> DeviceOutputs:
-        """Queue a batch of at most the largest size in the current stream; outputs are copies."""
+    def __call__(self, images: Tensor, image_sizes: Tensor) -> ModelOutputs[Tensor]:
+        """Queue a batch of at most `max_batch` images on the current stream. Return new tensors."""
         count = len(images)
         batch = next(size for size in self._sizes if size >= count)
         self._images[:count].copy_(images)
@@ -75,7 +59,7 @@ class GraphedProgram:
             self._captures[batch] = self._capture(batch)
         graph, outputs = self._captures[batch]
         graph.replay()
-        return DeviceOutputs(*(output[:count].clone() for output in outputs))
+        return ModelOutputs(*(output[:count].clone() for output in outputs))
 
     def _capture(self, batch: int) -> _Capture:
         inputs = self._images[:batch], self._image_sizes[:batch]
@@ -83,7 +67,7 @@ class GraphedProgram:
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
-            self._program.prepare(*inputs)  # which cannot be captured
+            self._program.prepare(*inputs)  # not capturable, so it runs before the capture
         aside.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -92,40 +76,36 @@ class GraphedProgram:
 
 
 class BatchSlot:
-    """What a batch in flight needs: its tensors on the GPU, and a stream that copies."""
+    """GPU tensors of one in-flight batch, and the stream of its copies from and to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
-        self._inputs: tuple[Tensor, ...] = ()
+        # Inputs on the GPU, set by `copy_in`.
+        self.inputs: tuple[Tensor, ...] = ()
         self._outputs: Sequence[Tensor] = ()
         self._loaded, self._computed = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """What was copied in, on the GPU."""
-        return self._inputs
-
     def copy_in(self, *arrays: Tensor) -> None:
-        """Queue the copy of arrays of the host to the GPU."""
+        """Queue copies of host tensors to the GPU in the slot's stream."""
         with torch.cuda.stream(self._stream):
-            self._inputs = tuple(
+            self.inputs = tuple(
                 array.pin_memory().to(self._device, non_blocking=True) for array in arrays
             )
             self._loaded.record()
 
     def await_inputs(self) -> None:
-        """Make the current stream wait for what was copied in."""
+        """Make the current stream wait for the copies of `copy_in`."""
         self._loaded.wait()
 
     def keep(self, outputs: Sequence[Tensor]) -> None:
-        """Take what the current stream computes."""
+        """Store the batch's outputs, which the current stream computes, for `copy_out`."""
         self._outputs = outputs
         self._computed.record()
 
     def copy_out(self) -> list[NDArray[Any]]:
-        """Wait for the outputs, and bring them to the host."""
+        """Wait for the outputs and copy them to the host."""
         with torch.cuda.stream(self._stream):
             self._computed.wait()
             hosts = []
@@ -138,7 +118,7 @@ class BatchSlot:
 
 
 class BatchSlots:
-    """So many batches in flight; a further one waits."""
+    """Pool of `count` slots, one per in-flight batch."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._free: queue.SimpleQueue[BatchSlot] = queue.SimpleQueue()
@@ -147,7 +127,7 @@ class BatchSlots:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[BatchSlot]:
-        """A slot of one's own, until the block is left."""
+        """Wait for a free slot and hold it within the context."""
         slot = self._free.get()
         try:
             yield slot

@@ -1,4 +1,4 @@
-"""Clients of the server."""
+"""Sync and async Python clients of the gRPC server."""
 
 from .async_detector_client import AsyncDetectorClient
 from .connection import Credentials

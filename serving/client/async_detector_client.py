@@ -1,4 +1,4 @@
-"""A client of the server for an event loop."""
+"""Async client of the gRPC server."""
 
 import asyncio
 import itertools
@@ -12,19 +12,27 @@ from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import DEFAULT_OPTIONS, DetectionOptions, Detections
 from ..errors import ClientError, RefusedError
 from ..messages import detections_from_response
-from ..scheduling import DEFAULT_TERMS, RequestTerms
-from .connection import Connection, Outcome, Silence, check_concurrency, check_size, is_large
+from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
+from .connection import Connection
 from .image_requests import (
+    DeferredErrors,
+    ImageOutcome,
     ImageSource,
-    UntilFailure,
+    LostServerCheck,
     async_items,
-    outcome_from_answer,
+    check_concurrency,
+    check_size,
+    is_large,
+    outcome_from_stream_response,
     request_from_image,
 )
 
 
 class AsyncDetectorClient(Connection):
-    """A connection to a server for one event loop; usable as an async context manager."""
+    """Async client of one server, for one event loop. An async context manager.
+
+    Its methods correspond to those of `DetectorClient` and raise the same errors.
+    """
 
     _transport = grpc.aio
     _lock = asyncio.Lock
@@ -36,14 +44,14 @@ class AsyncDetectorClient(Connection):
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection as `DetectorClient.close` does."""
+        """Close the connection. Pending calls raise ClosedError."""
         self._closed = True
         await self._channel.close(None)
 
     async def model(self) -> pb.GetModelResponse:
-        """What the server serves; raises as `DetectorClient.model` does."""
+        """Return the description of the served model and of the server's limits."""
         request = pb.GetModelRequest()
-        with self._meaning_of_errors():
+        with self._translated_errors():
             response: pb.GetModelResponse = await self._stub.GetModel(
                 request, timeout=self._timeout_s, metadata=self._metadata
             )
@@ -53,11 +61,11 @@ class AsyncDetectorClient(Connection):
         self,
         image: ImageSource,
         options: DetectionOptions = DEFAULT_OPTIONS,
-        terms: RequestTerms = DEFAULT_TERMS,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> Detections:
-        """Detect in one image; raises as `DetectorClient.detect` does."""
-        request = await self._request(options, terms, image)
-        with self._meaning_of_errors():
+        """Detect objects in one image; see `DetectorClient.detect`."""
+        request = await self._request(options, scheduling, image)
+        with self._translated_errors():
             response = await self._stub.Detect(
                 request, timeout=self._timeout_s, metadata=self._metadata
             )
@@ -67,52 +75,52 @@ class AsyncDetectorClient(Connection):
         self,
         images: Iterable[ImageSource] | AsyncIterable[ImageSource],
         options: DetectionOptions = DEFAULT_OPTIONS,
-        terms: RequestTerms = DEFAULT_TERMS,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
         *,
         concurrency: int = 8,
-    ) -> AsyncIterator[Outcome]:
-        """Detect in images as `DetectorClient.detect_many` does."""
+    ) -> AsyncIterator[ImageOutcome]:
+        """Detect objects in many images; see `DetectorClient.detect_many`."""
         check_concurrency(concurrency)
-        return self._outcomes(UntilFailure(images), options, terms, concurrency)
+        return self._outcomes(DeferredErrors(images), options, scheduling, concurrency)
 
     async def stream(
         self,
         images: Iterable[ImageSource] | AsyncIterable[ImageSource],
         options: DetectionOptions = DEFAULT_OPTIONS,
-        terms: RequestTerms = DEFAULT_TERMS,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> AsyncIterator[tuple[int, Detections | RefusedError]]:
-        """Detect in images over one stream as `DetectorClient.stream` does."""
-        places = itertools.count()
-        requests = UntilFailure(
-            await self._request(options, terms, image, str(next(places)))
+        """Detect objects in many images over one gRPC stream; see `DetectorClient.stream`."""
+        indices = itertools.count()
+        requests = DeferredErrors(
+            await self._request(options, scheduling, image, str(next(indices)))
             async for image in async_items(images)
         )
-        with self._meaning_of_errors():
+        with self._translated_errors():
             call = self._stub.DetectStream(aiter(requests), metadata=self._metadata)
             try:
-                async for answer in call:
-                    yield outcome_from_answer(answer, options.mask_format)
+                async for response in call:
+                    yield outcome_from_stream_response(response, options.mask_format)
             finally:
                 call.cancel()
         requests.check()
 
     async def _outcomes(
         self,
-        images: UntilFailure[ImageSource],
+        images: DeferredErrors[ImageSource],
         options: DetectionOptions,
-        terms: RequestTerms,
+        scheduling: SchedulingOptions,
         concurrency: int,
-    ) -> AsyncIterator[Outcome]:
-        silence = Silence(concurrency, self._channel.get_state)
-        tasks: deque[asyncio.Task[Outcome]] = deque()
+    ) -> AsyncIterator[ImageOutcome]:
+        lost_server = LostServerCheck(concurrency, self._channel.get_state)
+        tasks: deque[asyncio.Task[ImageOutcome]] = deque()
         try:
             async for image in images:
                 if len(tasks) == concurrency:
-                    yield silence.check(await tasks.popleft())
-                tasks.append(asyncio.create_task(self._outcome(image, options, terms)))
+                    yield lost_server.check(await tasks.popleft())
+                tasks.append(asyncio.create_task(self._outcome(image, options, scheduling)))
             while tasks:
-                yield silence.check(await tasks.popleft())
-        finally:
+                yield lost_server.check(await tasks.popleft())
+        finally:  # also if the caller closes the generator early
             for task in tasks:
                 task.cancel()
         images.check()
@@ -120,21 +128,24 @@ class AsyncDetectorClient(Connection):
     async def _request(
         self,
         options: DetectionOptions,
-        terms: RequestTerms,
+        scheduling: SchedulingOptions,
         image: ImageSource,
         request_id: str = "",
     ) -> pb.DetectRequest:
-        request = await asyncio.to_thread(request_from_image, image, options, terms, request_id)
+        # In a thread, because it reads files and encodes PNG.
+        request = await asyncio.to_thread(
+            request_from_image, image, options, scheduling, request_id
+        )
         if is_large(request):
-            async with self._asking:
+            async with self._limits_lock:  # tasks share one GetModel call
                 self._limits = self._limits or (await self.model()).limits
             check_size(request, self._limits, self._address)
         return request
 
     async def _outcome(
-        self, image: ImageSource, options: DetectionOptions, terms: RequestTerms
-    ) -> Outcome:
+        self, image: ImageSource, options: DetectionOptions, scheduling: SchedulingOptions
+    ) -> ImageOutcome:
         try:
-            return await self.detect(image, options, terms)
+            return await self.detect(image, options, scheduling)
         except (ClientError, OSError) as error:
             return error

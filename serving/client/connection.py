@@ -1,81 +1,89 @@
-"""How a client reaches a server: address, security, retries, keepalive, and when it is gone."""
+"""Client connection: credentials, channel options, and translation of gRPC errors."""
 
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, TypeGuard
+from typing import Any
 
 import grpc
 
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ...protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from ..addresses import check_address
-from ..config import MAX_RETRIES
-from ..detections import Detections
-from ..errors import AccessError, ClientError, ClosedError, DeadlineError, RefusedError
-from .client_errors import SMALLER, error_from_rpc
+from ..config import MAX_RETRIES, check_address
+from ..errors import (
+    AccessError,
+    ClientError,
+    ClosedError,
+    DeadlineError,
+    RefusedError,
+    UnreachableError,
+)
+from ..messages import REQUEST_ID_KEY
+from .image_requests import TOO_LARGE_REMEDY
 
-Outcome = Detections | ClientError | OSError
-"""What became of an image: an OSError is that its file cannot be read."""
-
+# Default idle time in seconds after which a client with an open call sends a keepalive ping.
 KEEPALIVE_S = 30.0
-"""Silence after which a client with a call open asks whether the server is there."""
 
-_MOST = 2**31 - 1
-"""gRPC's largest number, which it takes for no limit, and for never."""
+# Time that the server has to answer a keepalive ping.
 _PING_TIMEOUT_MS = 20_000
-"""For the server to show that it is there."""
-_STATE_S = 1.0
-"""For gRPC to say how its channel is, which it does at once but where it was closed meanwhile."""
-_UNCHECKED_BYTES = 4 << 20
-"""gRPC's own limit of a message, up to which requests are sent without asking for the server's."""
-_CALL_FAILURES = grpc.RpcError, ValueError, grpc.aio.UsageError, asyncio.CancelledError
-"""What a call ends with, those last three where its channel is closed."""
+# gRPC reads the largest int32 as "no limit" or "never".
+_UNLIMITED = 2**31 - 1
+# Time limit for gRPC to report the state of a channel. It does so at once unless the channel was
+# closed meanwhile.
+_STATE_TIMEOUT_S = 1.0
+# Exceptions of a failed call. If the channel is closed, it is one of the last three.
+_CALL_ERRORS = grpc.RpcError, ValueError, grpc.aio.UsageError, asyncio.CancelledError
 _SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
+
+# Texts in errors that gRPC generates on the client; their status alone is ambiguous.
+_CLIENT_DEADLINE = "Deadline Exceeded"
+_MESSAGE_TOO_LARGE = "message larger than max"
+_CERTIFICATE_ERRORS = "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed"
+_CONNECTION_CLOSED = "Socket closed", "Connection reset", "Broken pipe"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What a client and a server show each other; certificates and key are PEM."""
+    """Credentials of a client, and the CA that it trusts. Certificates and key are PEM bytes."""
 
+    # CA that signed the server's certificate. None: the CAs that gRPC ships.
     root_certificate: bytes | None = None
-    """Of the authority that signed the server's certificate; none, those that gRPC ships."""
+    # Client certificate, for servers that require one.
     certificate: bytes | None = None
-    """The client's own, where the server asks for one."""
+    # Private key of `certificate`.
     key: bytes | None = None
-    """Of the client's certificate."""
+    # Bearer token, sent with each request as `authorization: Bearer TOKEN`.
     token: str | None = None
-    """Sent with each request as `authorization: Bearer TOKEN`."""
+    # Whether to use TLS. False: the token is sent in plain text, so something else should encrypt
+    # the connection, such as the sidecar of a service mesh.
     tls: bool = True
-    """Whether the client encrypts; if not, a token can be read on the way, unless something else
-    encrypts, as the sidecar of a service mesh does."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise ValueError("a client's certificate and its key go together; give both or none")
         if not self.tls and (self.root_certificate or self.certificate):
-            raise ValueError("certificates are for TLS; leave them or tls=False out")
+            raise ValueError("certificates require TLS; omit the certificates or tls=False")
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What each call shows."""
+        """Metadata to send with each gRPC call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """The form in which gRPC takes those of a connection with TLS."""
+        """Return the TLS credentials for a gRPC channel."""
         return grpc.ssl_channel_credentials(self.root_certificate, self.key, self.certificate)
 
 
 class Connection:
-    """What the sync and the async client have in common."""
+    """Base class of the sync and the async client."""
 
+    # Module that creates channels: `grpc` or `grpc.aio`.
     _transport: Any
-    """`grpc` or `grpc.aio`."""
+    # Lock class: `threading.Lock` or `asyncio.Lock`.
     _lock: Any
-    """Makes a lock for the tasks that share the connection."""
 
     def __init__(
         self,
@@ -86,22 +94,19 @@ class Connection:
         credentials: Credentials | None = None,
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
-        """Prepare a connection, which is made by the first request.
+        """Create a connection. The first request opens it.
 
         Args:
-            address: `host:port` of the server, or a target with a scheme of gRPC, as `dns:` or
+            address: `host:port` of the server, or a gRPC target with a scheme, such as `dns:` or
                 `unix:`.
-            timeout_s: Longest wait for the answer to a request, over all its tries; a stream has
-                no such limit.
-            retries: Times that a request is sent again if the server is too busy or away, as
-                `channel_options` says.
-            credentials: What to show, over TLS unless they say otherwise; none, nothing, and
-                the connection is not encrypted.
-            keepalive_s: Seconds of silence after which a server that is waited for has 20 to show
-                that it is there, as `channel_options` says.
+            timeout_s: Deadline of a request in seconds, all retries included. Streams have none.
+            retries: Maximum number of retries if the server is overloaded or unreachable; see
+                `channel_options`.
+            credentials: Credentials of the client. None: neither TLS nor a token.
+            keepalive_s: Idle seconds before a keepalive ping; see `channel_options`.
 
         Raises:
-            ValueError: `address` can be none, or `retries` or `keepalive_s` is out of range.
+            ValueError: `address` is invalid, or `retries` or `keepalive_s` is out of range.
         """
         check_address(address)
         self._address = address
@@ -115,19 +120,20 @@ class Connection:
             else self._transport.insecure_channel(address, options)
         )
         self._stub: Any = DetectorStub(self._channel)  # type: ignore[no-untyped-call]
+        # Limits of the server, fetched before the first large request.
         self._limits: pb.Limits | None = None
-        self._asking = self._lock()
+        self._limits_lock = self._lock()
         self._closed = False
 
     @contextlib.contextmanager
-    def _meaning_of_errors(self) -> Iterator[None]:
-        """Let what fails in calls raise what it means; see `error_from_rpc`."""
+    def _translated_errors(self) -> Iterator[None]:
+        """Turn gRPC errors within the context into `ClientError`s; see `error_from_rpc`."""
         try:
             yield
-        except _CALL_FAILURES as error:
-            if self._closed and not _is_of_own_task(error):
+        except _CALL_ERRORS as error:
+            if self._closed and not _is_cancelled_task(error):
                 raise ClosedError(
-                    f"the client of {self._address} is closed; make another to ask more"
+                    f"the client of {self._address} is closed; create a new client"
                 ) from error
             if isinstance(error, grpc.RpcError):
                 raise error_from_rpc(error, self._address, self._timeout_s) from error
@@ -135,26 +141,27 @@ class Connection:
 
 
 def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tuple[str, Any]]:
-    """Options of a channel of which gRPC itself retries what failed, and spreads the requests.
+    """Return the options of a channel: retries, round-robin load balancing, keepalive.
 
-    A request that a server is too busy for, or that no server answers, is sent again after 0.1 s,
-    then three times that and so on, a fifth more or less by chance. Requests go to the addresses
-    behind a name in turn. A connection with a call open that hears nothing for a while asks whether
-    the server is there, and is given up if it has not shown so 20 s later.
+    gRPC retries a request that the server rejects as overloaded, or that reaches no server. The
+    first pause is 0.1 s, and each further pause is three times as long, with 20 % jitter. Requests
+    alternate between the addresses of a host name.
 
     Args:
-        retries: Times that a request is sent again, 0..MAX_RETRIES.
-        keepalive_s: Seconds of silence before it asks, at least 1; infinite, it never does. A
-            server sends away who asks much more often than it allows, ours every 10 s.
+        retries: Maximum number of retries of a request, 0..MAX_RETRIES.
+        keepalive_s: Idle seconds before a connection with an open call sends a keepalive ping, at
+            least 1; infinity disables pings. If no answer comes within 20 s, the connection is
+            closed. A gRPC server disconnects clients that ping too often; ours allows a ping every
+            10 s.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: A value is out of range.
     """
     if not 0 <= retries <= MAX_RETRIES:
         raise ValueError(f"retries is {retries}; gRPC retries 0 to {MAX_RETRIES} times")
     if not keepalive_s >= 1:
         raise ValueError(
-            f"keepalive_s is {keepalive_s}; gRPC asks once a second at most, give 1 or more"
+            f"keepalive_s is {keepalive_s}; gRPC sends at most one ping a second, so give 1 or more"
         )
     config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
     if retries:
@@ -163,108 +170,122 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
             "initialBackoff": "0.1s",
             "maxBackoff": "3s",
             "backoffMultiplier": 3,
-            # The last where more come than the server gets to look at, which gRPC ends for it.
+            # gRPC itself cancels calls that an overloaded server has not yet accepted.
             "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED"],
         }
         config["methodConfig"] = [{"name": [{"service": _SERVICE}], "retryPolicy": policy}]
     return [
         ("grpc.service_config", json.dumps(config)),
-        # It forgets what is larger, and then cannot send it again; the default is 256 KiB.
-        ("grpc.per_rpc_retry_buffer_size", _MOST),
+        # A request beyond this buffer is never retried; the default is 256 KiB.
+        ("grpc.per_rpc_retry_buffer_size", _UNLIMITED),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", -1),
-        ("grpc.keepalive_time_ms", int(min(1000 * keepalive_s, _MOST))),
+        ("grpc.keepalive_time_ms", int(min(1000 * keepalive_s, _UNLIMITED))),
         ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
-        ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),  # counts where nothing is to be sent
-        ("grpc.http2.max_pings_without_data", 0),  # else an idle stream asks a few times only
+        ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),  # applies when there is no data to send
+        # Without this, gRPC stops to ping an idle stream after a few times.
+        ("grpc.http2.max_pings_without_data", 0),
     ]
 
 
 def channel_state(channel: grpc.Channel) -> grpc.ChannelConnectivity:
-    """How a channel is that is not of asyncio, and tells so to subscribers only."""
+    """Return the connectivity of a sync channel."""
+    # gRPC reports it only to subscribers.
     states: SimpleQueue[grpc.ChannelConnectivity] = SimpleQueue()
     channel.subscribe(states.put)
     try:
-        return states.get(timeout=_STATE_S)
+        return states.get(timeout=_STATE_TIMEOUT_S)
     except Empty:
         return grpc.ChannelConnectivity.SHUTDOWN
     finally:
         channel.unsubscribe(states.put)
 
 
-def is_large(request: pb.DetectRequest) -> bool:
-    """Whether a request is to be sent only if `check_size` lets it pass."""
-    return request.ByteSize() > _UNCHECKED_BYTES
+def error_from_rpc(error: grpc.RpcError, address: str, timeout_s: float) -> ClientError:
+    """Return the `ClientError` for a failed call.
 
-
-def check_size(request: pb.DetectRequest, limits: pb.Limits, address: str) -> None:
-    """Refuse a request that the server would refuse once it has all come, again and again.
+    A status that the server sent becomes a `RefusedError`, even UNAVAILABLE, or an `AccessError`.
+    An error that gRPC generated on the client becomes an `UnreachableError` or a `DeadlineError`.
 
     Args:
-        request: What is to be sent.
-        limits: Those that the server says it has.
-        address: The server's, for the message.
-
-    Raises:
-        RefusedError: it is larger than the server takes, INVALID_ARGUMENT.
+        error: The gRPC error.
+        address: The server's address, for the message.
+        timeout_s: The deadline of the call in seconds, for the message.
     """
-    size, limit = request.ByteSize(), limits.max_message_bytes
-    if 0 < limit < size:
-        raise RefusedError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"the request has {size:,} bytes, and the server at {address} takes {limit:,} at most; "
-            f"{SMALLER}",
+    status, details = error.code(), error.details() or ""
+    if status is grpc.StatusCode.CANCELLED:
+        return UnreachableError(
+            f"the server at {address} dropped the request because it is stopping or overloaded; "
+            "try again later"
         )
+    if status is grpc.StatusCode.UNAVAILABLE and not _is_from_server(error):
+        return UnreachableError(_unreachable_message(address, details))
+    if status is grpc.StatusCode.DEADLINE_EXCEEDED and details == _CLIENT_DEADLINE:
+        return DeadlineError(
+            f"no result came from {address} within {timeout_s:g} s; the server is overloaded or "
+            "unreachable: allow more time with --timeout or timeout_s, or start a server with "
+            "`maskrcnn serve BUNDLE`"
+        )
+    if status is grpc.StatusCode.UNIMPLEMENTED:
+        return UnreachableError(
+            f"the server at {address} does not offer the service {_SERVICE} ({details}); check the "
+            "address"
+        )
+    if status in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return AccessError(
+            f"the server at {address} denied access ({details}); name the file that holds your "
+            "token with --token-file"
+        )
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED and _MESSAGE_TOO_LARGE in details:
+        # Not RESOURCE_EXHAUSTED, because the same request would fail again.
+        return RefusedError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"the request is larger than the server at {address} accepts ({details}); "
+            f"{TOO_LARGE_REMEDY}",
+        )
+    return RefusedError(status, details)
 
 
-class Silence:
-    """How many requests in a row got no answer, by which one knows that the server is gone.
-
-    One that is late is none of them while there is a connection: the server is only too busy.
-    """
-
-    def __init__(self, limit: int, state: Callable[[], grpc.ChannelConnectivity]) -> None:
-        """Take the server for gone at so many; the state is that of the channel."""
-        self._limit = limit
-        self._state = state
-        self._count = 0
-
-    def check(self, outcome: Outcome) -> Outcome:
-        """What became of the next image, unless to ask on is of no use.
-
-        Raises:
-            AccessError: the server gives this client no access.
-            ClosedError: the client is closed.
-            ClientError: the last of so many requests in a row that got no answer.
-        """
-        if isinstance(outcome, AccessError | ClosedError):
-            raise outcome
-        if self._is_silence(outcome):
-            self._count += 1
-            if self._count >= self._limit:
-                raise outcome
-        elif not isinstance(outcome, OSError):  # of which no server was told
-            self._count = 0
-        return outcome
-
-    def _is_silence(self, outcome: Outcome) -> TypeGuard[ClientError]:
-        if isinstance(outcome, DeadlineError):
-            return self._state() is not grpc.ChannelConnectivity.READY
-        return isinstance(outcome, ClientError) and not isinstance(outcome, RefusedError)
+def _is_from_server(error: grpc.RpcError) -> bool:
+    # The server sends a request ID with each status. A status that gRPC generates has none.
+    metadata: Any = error.trailing_metadata() or ()
+    return any(key == REQUEST_ID_KEY for key, _ in metadata)
 
 
-def check_concurrency(concurrency: int) -> None:
-    """Refuse a number of requests in flight of which none could be.
+def _unreachable_message(address: str, details: str) -> str:
+    if any(text in details for text in _CERTIFICATE_ERRORS):
+        return (
+            f"the certificate of the server at {address} cannot be verified ({details}); name the "
+            "CA that signed it with --root-certificate, and use a host name from the certificate"
+        )
+    if "WRONG_VERSION_NUMBER" in details:
+        return f"the server at {address} does not speak TLS; give --no-tls, and no certificates"
+    if "Failed to create security handshaker" in details:
+        return (
+            "a certificate or key is invalid; give --root-certificate, --certificate and --key as "
+            "PEM files"
+        )
+    if any(text in details for text in _CONNECTION_CLOSED):
+        return (
+            f"the server at {address} closed the connection; it stopped, or requires TLS (--tls) "
+            "or a client certificate (--certificate)"
+        )
+    if "ping timeout" in details:
+        return (
+            f"the server at {address} stopped responding ({details}); its machine or the network "
+            "failed: try again later"
+        )
+    if "max connection age" in details:
+        return (
+            f"the server at {address} ended the connection because of its age before it had "
+            "answered everything; send the unanswered images again, or start the server with a "
+            "greater --max-connection-age-s"
+        )
+    return f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`"
 
-    Raises:
-        ValueError: it is less than one.
-    """
-    if concurrency < 1:
-        raise ValueError(f"concurrency is {concurrency}; give 1 or more")
 
-
-def _is_of_own_task(error: BaseException) -> bool:
-    """Whether the task is cancelled, and not only its call, which gRPC raises alike."""
+def _is_cancelled_task(error: BaseException) -> bool:
+    """Return whether the current task was cancelled, not only its gRPC call."""
     if not isinstance(error, asyncio.CancelledError):
         return False
     task = asyncio.current_task()

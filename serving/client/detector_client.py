@@ -1,4 +1,4 @@
-"""A client of the server for threads."""
+"""Sync client of the gRPC server."""
 
 import threading
 from collections import deque
@@ -12,28 +12,23 @@ from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import DEFAULT_OPTIONS, DetectionOptions, Detections
 from ..errors import ClientError, RefusedError
 from ..messages import detections_from_response
-from ..scheduling import DEFAULT_TERMS, RequestTerms
-from .connection import (
-    Connection,
-    Outcome,
-    Silence,
-    channel_state,
+from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
+from .connection import Connection, channel_state
+from .image_requests import (
+    DeferredErrors,
+    ImageOutcome,
+    ImageSource,
+    LostServerCheck,
     check_concurrency,
     check_size,
     is_large,
-)
-from .image_requests import (
-    ImageSource,
-    UntilFailure,
-    outcome_from_answer,
+    outcome_from_stream_response,
     request_from_image,
 )
 
-_SHUTDOWN = grpc.ChannelConnectivity.SHUTDOWN
-
 
 class DetectorClient(Connection):
-    """A connection to a server; usable as a context manager and from several threads."""
+    """Sync client of one server. Thread-safe. A context manager that closes the connection."""
 
     _transport = grpc
     _lock = threading.Lock
@@ -45,19 +40,19 @@ class DetectorClient(Connection):
         self.close()
 
     def close(self) -> None:
-        """Close the connection; what waits for an answer ends with a ClosedError."""
+        """Close the connection. Pending calls raise ClosedError."""
         self._closed = True
         self._channel.close()
 
     def model(self) -> pb.GetModelResponse:
-        """What the server serves.
+        """Return the description of the served model and of the server's limits.
 
         Raises:
-            ClosedError: the client is closed.
-            ClientError: the server gave no answer.
+            ClosedError: The client is closed.
+            ClientError: The request failed.
         """
         request = pb.GetModelRequest()
-        with self._meaning_of_errors():
+        with self._translated_errors():
             response: pb.GetModelResponse = self._stub.GetModel(
                 request, timeout=self._timeout_s, metadata=self._metadata
             )
@@ -67,139 +62,144 @@ class DetectorClient(Connection):
         self,
         image: ImageSource,
         options: DetectionOptions = DEFAULT_OPTIONS,
-        terms: RequestTerms = DEFAULT_TERMS,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> Detections:
-        """Detect in one image.
+        """Detect objects in one image.
 
         Args:
             image: The image.
-            options: What to answer with.
-            terms: How the server is to compute it: in which precision, how urgently, and how long
-                it may take to do so.
+            options: Detections to return, and the format of their masks.
+            scheduling: Precision, priority and time limit of the request in the server.
 
         Raises:
-            TypeError: the image is no ImageSource, as a path that is a str.
-            RefusedError: the server refused the image, the options or the terms, or takes no
-                request as large as this; or an array is empty or not [H, W, 3]. The last two are
-                INVALID_ARGUMENT.
-            ClosedError: the client is closed.
-            ClientError: the server gave no answer.
-            OSError: the image's file cannot be read.
+            TypeError: `image` is not an `ImageSource`, for example a path given as str.
+            RefusedError: The server rejected the request. With status INVALID_ARGUMENT also if the
+                request exceeds the server's message limit, or an array is empty or not [H, W, 3].
+            ClosedError: The client is closed.
+            ClientError: The server did not respond.
+            OSError: The image's file cannot be read.
         """
-        return self._result(self._send(image, options, terms), options)
+        return self._result(self._send(image, options, scheduling), options)
 
     def detect_many(
         self,
         images: Iterable[ImageSource],
         options: DetectionOptions = DEFAULT_OPTIONS,
-        terms: RequestTerms = DEFAULT_TERMS,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
         *,
         concurrency: int = 8,
-    ) -> Iterator[Outcome]:
-        """Detect in images, with `concurrency` requests in flight.
+    ) -> Iterator[ImageOutcome]:
+        """Detect objects in many images, with up to `concurrency` requests in flight.
 
         Yields:
-            In the order of the images, the detections or what `detect` raises instead: one that
-            cannot be read, is refused or gets no answer leaves the others theirs.
+            For each image, in order, its detections or the error that `detect` would raise. An
+            image that is unreadable, rejected or without a response does not affect the others.
 
         Raises:
-            ValueError: `concurrency` is less than 1; this is raised at once.
-            TypeError: an image is no ImageSource. This and what `images` raises come once the
-                images before are answered.
-            AccessError: the server gives this client no access.
-            ClosedError: the client is closed.
-            ClientError: as many requests in a row as are in flight got no answer, for then the
-                server is gone; it is the last one's. What the server refuses is answered, and
-                what it is too busy for in `timeout_s` leaves it there.
+            ValueError: `concurrency` is less than 1. Raised by the call itself.
+            TypeError: An image is not an `ImageSource`. This error and any error of `images` are
+                raised after the outcomes of the preceding images.
+            AccessError: The server denies access to this client.
+            ClosedError: The client is closed.
+            ClientError: `concurrency` consecutive requests got no response, so the server counts
+                as lost. Rejections count as responses, and so do missed deadlines while the
+                connection is up.
         """
         check_concurrency(concurrency)
-        return self._outcomes(UntilFailure(images), options, terms, concurrency)
+        return self._outcomes(DeferredErrors(images), options, scheduling, concurrency)
 
     def stream(
         self,
         images: Iterable[ImageSource],
         options: DetectionOptions = DEFAULT_OPTIONS,
-        terms: RequestTerms = DEFAULT_TERMS,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> Iterator[tuple[int, Detections | RefusedError]]:
-        """Detect in images over one stream, which is read from another thread.
+        """Detect objects in many images over one gRPC stream.
+
+        gRPC iterates over `images` in another thread.
 
         Yields:
-            As they come, the place of an image and its detections or why the server refused.
+            The index of an image, and its detections or the server's error, in order of completion.
 
         Raises:
-            ClosedError: the client is closed.
-            ClientError: the stream broke.
-            Exception: what `images` raised, or `detect` would for one of them before it asks the
-                server; it comes once those before are answered.
+            ClosedError: The client is closed.
+            ClientError: The stream broke.
+            Exception: An error of `images`, or an error of `detect` that occurs before the request
+                is sent. It is raised after the outcomes of the preceding images.
         """
-        requests = UntilFailure(
-            self._request(options, terms, image, str(place)) for place, image in enumerate(images)
+        requests = DeferredErrors(
+            self._request(options, scheduling, image, str(index))
+            for index, image in enumerate(images)
         )
-        with self._meaning_of_errors():
+        with self._translated_errors():
             call = self._stub.DetectStream(iter(requests), metadata=self._metadata)
             try:
-                for answer in call:
-                    yield outcome_from_answer(answer, options.mask_format)
+                for response in call:
+                    yield outcome_from_stream_response(response, options.mask_format)
             finally:
                 call.cancel()
         requests.check()
 
     def _outcomes(
         self,
-        images: UntilFailure[ImageSource],
+        images: DeferredErrors[ImageSource],
         options: DetectionOptions,
-        terms: RequestTerms,
+        scheduling: SchedulingOptions,
         concurrency: int,
-    ) -> Iterator[Outcome]:
-        silence = Silence(concurrency, self._state)
+    ) -> Iterator[ImageOutcome]:
+        lost_server = LostServerCheck(concurrency, self._state)
+        # In-flight calls, in the order of the images.
         calls: deque[Any] = deque()
         try:
             for image in images:
                 if len(calls) == concurrency:
-                    yield silence.check(self._outcome(calls.popleft(), options))
-                calls.append(self._send(image, options, terms))
+                    yield lost_server.check(self._outcome(calls.popleft(), options))
+                calls.append(self._send(image, options, scheduling))
             while calls:
-                yield silence.check(self._outcome(calls.popleft(), options))
-        finally:
+                yield lost_server.check(self._outcome(calls.popleft(), options))
+        finally:  # also if the caller closes the generator early
             for call in calls:
                 call.cancel()
         images.check()
 
     def _state(self) -> grpc.ChannelConnectivity:
-        return _SHUTDOWN if self._closed else channel_state(self._channel)
+        return grpc.ChannelConnectivity.SHUTDOWN if self._closed else channel_state(self._channel)
 
     def _request(
         self,
         options: DetectionOptions,
-        terms: RequestTerms,
+        scheduling: SchedulingOptions,
         image: ImageSource,
         request_id: str = "",
     ) -> pb.DetectRequest:
-        request = request_from_image(image, options, terms, request_id)
+        request = request_from_image(image, options, scheduling, request_id)
         if is_large(request):
-            with self._asking:
+            with self._limits_lock:  # threads share one GetModel call
                 self._limits = self._limits or self.model().limits
             check_size(request, self._limits, self._address)
         return request
 
-    def _send(self, image: ImageSource, options: DetectionOptions, terms: RequestTerms) -> Any:
-        """A call for an image, or something like it that raises why none could be made."""
+    def _send(
+        self, image: ImageSource, options: DetectionOptions, scheduling: SchedulingOptions
+    ) -> Any:
+        """Start a `Detect` call. If the request cannot be sent, return a future with the error."""
         try:
-            request = self._request(options, terms, image)
-            with self._meaning_of_errors():
+            request = self._request(options, scheduling, image)
+            with self._translated_errors():
                 return self._stub.Detect.future(
                     request, timeout=self._timeout_s, metadata=self._metadata
                 )
         except Exception as error:
-            unsent: Future[Any] = Future()
-            unsent.set_exception(error)
-            return unsent
+            # Raised by `result()`, after the outcomes of the preceding images.
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _result(self, call: Any, options: DetectionOptions) -> Detections:
-        with self._meaning_of_errors():
+        with self._translated_errors():
             return detections_from_response(call.result(), options.mask_format)
 
-    def _outcome(self, call: Any, options: DetectionOptions) -> Outcome:
+    def _outcome(self, call: Any, options: DetectionOptions) -> ImageOutcome:
         try:
             return self._result(call, options)
         except (ClientError, OSError) as error:

@@ -1,9 +1,9 @@
-"""From images to the requests of a client, and from the answers of a stream to their outcomes."""
+"""Helpers of both clients: image encoding, size limits, and errors of many requests."""
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
 import grpc
 import numpy as np
@@ -12,93 +12,49 @@ from PIL import Image
 
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import DetectionOptions, Detections, MaskFormat
-from ..errors import RefusedError
+from ..errors import AccessError, ClientError, ClosedError, DeadlineError, RefusedError
 from ..messages import detections_from_response, request_from_options
-from ..scheduling import DEFAULT_TERMS, RequestTerms
+from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
 
+# Input image: content of a JPEG, PNG or WebP file, path of such a file, or RGB pixels [H, W, 3].
 ImageSource = bytes | Path | NDArray[np.uint8]
-"""The contents of a JPEG, PNG or WebP file, its path, or pixels [H, W, 3] RGB."""
+
+# Outcome of one image: its detections or the error. OSError: its file cannot be read.
+ImageOutcome = Detections | ClientError | OSError
+
+TOO_LARGE_REMEDY = "send a smaller image, or start the server with a higher --max-message-mb"
+
+# gRPC's default message limit. For smaller requests the server's limit is not fetched.
+_UNCHECKED_BYTES = 4 << 20
+_STATUS_FROM_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 _T = TypeVar("_T")
-_STATUS_FROM_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
 def request_from_image(
     image: ImageSource,
     options: DetectionOptions,
-    terms: RequestTerms = DEFAULT_TERMS,
+    scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     request_id: str = "",
 ) -> pb.DetectRequest:
-    """The request for an image; pixels travel as PNG.
+    """Return the request message for an image. Pixel arrays are encoded as PNG.
 
     Raises:
-        TypeError: it is no ImageSource.
-        RefusedError: an array has not the shape [H, W, 3] or is empty, INVALID_ARGUMENT.
-        OSError: its file cannot be read.
+        TypeError: `image` is not an `ImageSource`.
+        RefusedError: The array is empty or not of shape [H, W, 3]; status INVALID_ARGUMENT.
+        OSError: The file cannot be read.
     """
-    return request_from_options(_encoded(image), options, terms, request_id)
+    return request_from_options(_encoded_image(image), options, scheduling, request_id)
 
 
-class UntilFailure(Generic[_T]):
-    """Images, or requests of a stream, until one cannot be had.
-
-    The error waits for `check`, so that those before are answered first; of a stream, gRPC would
-    drop it, and with it their answers.
-    """
-
-    def __init__(self, items: Iterable[_T] | AsyncIterable[_T]) -> None:
-        """Take them to be iterated as they can be; if they are not async, in either way."""
-        self._items = items
-        self._failure: Exception | None = None
-
-    def __iter__(self) -> Iterator[_T]:
-        assert isinstance(self._items, Iterable)
-        try:
-            for item in self._items:  # noqa: UP028  # it would close a generator of the caller's
-                yield item
-        except Exception as error:
-            self._failure = error
-
-    async def __aiter__(self) -> AsyncIterator[_T]:
-        try:
-            async for item in async_items(self._items):
-                yield item
-        except Exception as error:
-            self._failure = error
-
-    def check(self) -> None:
-        """Raise what ended them before their time."""
-        if self._failure is not None:
-            raise self._failure
-
-
-async def async_items(items: Iterable[_T] | AsyncIterable[_T]) -> AsyncIterator[_T]:
-    """The items, however they come."""
-    if isinstance(items, AsyncIterable):
-        async for item in items:
-            yield item
-    else:
-        for item in items:
-            yield item
-
-
-def outcome_from_answer(
-    answer: pb.DetectStreamResponse, mask_format: MaskFormat
-) -> tuple[int, Detections | RefusedError]:
-    """The place of an image in its stream, and its detections or why the server refused."""
-    if answer.HasField("error"):
-        status = _STATUS_FROM_NUMBER[answer.error.code]
-        return int(answer.id), RefusedError(status, answer.error.message)
-    return int(answer.id), detections_from_response(answer.response, mask_format)
-
-
-def _encoded(image: ImageSource) -> bytes:
+def _encoded_image(image: ImageSource) -> bytes:
     if isinstance(image, bytes):
         return image
     if isinstance(image, Path):
         return image.read_bytes()
     _check_pixels(image)
     file = BytesIO()
+    # Lowest compression level, because higher ones would slow down the client.
     Image.fromarray(image).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
@@ -109,11 +65,140 @@ def _check_pixels(image: Any) -> None:
         kind = f"array of {image.dtype}" if is_array else type(image).__name__
         remedy = "; wrap a path in Path" if isinstance(image, str) else ""
         raise TypeError(
-            "an image is the bytes of a file, a pathlib.Path or a uint8 array [H, W, 3], not "
+            "an image must be the bytes of a file, a pathlib.Path or a uint8 array [H, W, 3], not "
             f"{kind}{remedy}"
         )
     if image.ndim != 3 or image.shape[2] != 3 or not image.size:
         raise RefusedError(
             grpc.StatusCode.INVALID_ARGUMENT,
-            f"an array of shape {list(image.shape)} holds no picture; it must be [H, W, 3] RGB",
+            f"an array of shape {list(image.shape)} is not an image; it must be [H, W, 3] RGB and "
+            "not empty",
         )
+
+
+def is_large(request: pb.DetectRequest) -> bool:
+    """Return whether a request must pass `check_size` before it is sent."""
+    return request.ByteSize() > _UNCHECKED_BYTES
+
+
+def check_size(request: pb.DetectRequest, limits: pb.Limits, address: str) -> None:
+    """Check that a request does not exceed the server's message limit.
+
+    Args:
+        request: The request.
+        limits: Limits from the server's GetModel response.
+        address: The server's address, for the error message.
+
+    Raises:
+        RefusedError: The request is too large; status INVALID_ARGUMENT.
+    """
+    # The server would reject the request too, but only after all of it has arrived, and gRPC would
+    # retry it.
+    size, limit = request.ByteSize(), limits.max_message_bytes
+    if 0 < limit < size:
+        raise RefusedError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"the request has {size:,} bytes, but the server at {address} accepts at most "
+            f"{limit:,}; {TOO_LARGE_REMEDY}",
+        )
+
+
+def check_concurrency(concurrency: int) -> None:
+    """Raise ValueError if `concurrency`, the number of in-flight requests, is less than 1."""
+    if concurrency < 1:
+        raise ValueError(f"concurrency is {concurrency}; give 1 or more")
+
+
+def outcome_from_stream_response(
+    response: pb.DetectStreamResponse, mask_format: MaskFormat
+) -> tuple[int, Detections | RefusedError]:
+    """Return the index of the image in its stream, and its detections or the server's error."""
+    if response.HasField("error"):
+        status = _STATUS_FROM_NUMBER[response.error.code]
+        return int(response.id), RefusedError(status, response.error.message)
+    return int(response.id), detections_from_response(response.response, mask_format)
+
+
+class DeferredErrors(Generic[_T]):
+    """Iterable that ends at the first error of its source; `check` raises that error later.
+
+    So the caller can deliver the results of the preceding items first. If the request iterator of a
+    stream raised, gRPC would drop the error and the outstanding responses.
+    """
+
+    def __init__(self, items: Iterable[_T] | AsyncIterable[_T]) -> None:
+        """Wrap a source. A sync source supports both `for` and `async for`."""
+        self._items = items
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[_T]:
+        assert isinstance(self._items, Iterable)
+        try:
+            # Not `yield from`, which would close the caller's generator.
+            for item in self._items:  # noqa: UP028
+                yield item
+        except Exception as error:
+            self._error = error
+
+    async def __aiter__(self) -> AsyncIterator[_T]:
+        try:
+            async for item in async_items(self._items):
+                yield item
+        except Exception as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raise the error that ended the iteration, if any."""
+        if self._error is not None:
+            raise self._error
+
+
+async def async_items(items: Iterable[_T] | AsyncIterable[_T]) -> AsyncIterator[_T]:
+    """Iterate over a sync or async iterable."""
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item
+
+
+class LostServerCheck:
+    """Counter of consecutive requests without a response, which detects a lost server.
+
+    A missed deadline counts only if the connection is down; otherwise the server is overloaded.
+    """
+
+    def __init__(self, limit: int, state: Callable[[], grpc.ChannelConnectivity]) -> None:
+        """Start to count.
+
+        Args:
+            limit: Consecutive requests without a response after which the server counts as lost.
+            state: Function that returns the state of the channel.
+        """
+        self._limit = limit
+        self._state = state
+        self._unanswered = 0
+
+    def check(self, outcome: ImageOutcome) -> ImageOutcome:
+        """Return the outcome of the next request, or raise it if further requests are pointless.
+
+        Raises:
+            AccessError: The server denies access to this client.
+            ClosedError: The client is closed.
+            ClientError: This is the last of `limit` consecutive requests without a response.
+        """
+        if isinstance(outcome, AccessError | ClosedError):
+            raise outcome
+        if self._is_unanswered(outcome):
+            self._unanswered += 1
+            if self._unanswered >= self._limit:
+                raise outcome
+        elif not isinstance(outcome, OSError):  # an unreadable file was never sent
+            self._unanswered = 0
+        return outcome
+
+    def _is_unanswered(self, outcome: ImageOutcome) -> TypeGuard[ClientError]:
+        if isinstance(outcome, DeadlineError):
+            return self._state() is not grpc.ChannelConnectivity.READY
+        return isinstance(outcome, ClientError) and not isinstance(outcome, RefusedError)

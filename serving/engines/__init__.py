@@ -1,1 +1,1 @@
-"""Engines, which compute batches: on a device or not, each in a process of its own."""
+"""Engines that compute batches in worker processes, on the GPU or the CPU."""

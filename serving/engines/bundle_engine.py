@@ -1,99 +1,153 @@
-"""The engine of a bundle."""
+"""Engines that compute batches with a bundle's model."""
 
+import contextlib
+import dataclasses
+import threading
+import time
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Final
 
 import numpy as np
+from PIL import Image
 
-from ...model.manifest import Manifest, Precision
-from ..backends.base import Backend, Outputs
+from ...model.bundle.manifest import Manifest, Precision
+from ...model.bundle.spec import ShapeBucket
+from ...model.images import ImageError, read_header
+from ..backends.base import Backend, HostOutputs, ModelOutputs
 from ..backends.loading import load_backend
 from ..config import BackendName
-from ..steps.preprocessing import ModelInput
-from .base import EngineInfo, EngineItem, EngineResult
+from ..detections import DEFAULT_OPTIONS, Detections, TimedResponse
+from ..messages import encode_detections
+from ..steps.base import BatchSteps, DeviceRequest, Engine, EngineInfo, ImageRequest, Outcome
+from ..steps.preprocessing import ModelInput, PlannedImage
 
 
-class _Batches(Protocol):
-    """What a backend makes of the items of a batch."""
+@dataclasses.dataclass(frozen=True)
+class BundleLoader:
+    """Picklable loader of an engine. The fields are the arguments of `load_backend`."""
 
-    @property
-    def takes_orders(self) -> bool: ...
-    @property
-    def concurrency(self) -> int: ...
-    @property
-    def busy_from(self) -> int: ...
-    def warm_up(self, max_batch: int) -> None: ...
-    def compute(self, items: Any) -> Sequence[EngineResult]: ...
+    bundle: Path
+    manifest: Manifest
+    precision: Precision
+    backend: BackendName
+    max_batch: int
+
+    def load(self) -> Engine[Any, Any]:
+        """Load the backend and return its engine.
+
+        Raises:
+            BundleError: the bundle is damaged or lacks the precision.
+            BackendError: the backend does not run on this machine or with this batch size.
+        """
+        backend = load_backend(
+            self.bundle, self.manifest, self.precision, self.backend, self.max_batch
+        )
+        if backend.name != "torch":
+            return HostEngine(backend)
+        # Lazy imports: torch is installed only for this backend.
+        from ..backends.torch import TorchBackend
+        from ..steps.device_steps import DeviceSteps
+
+        assert isinstance(backend, TorchBackend)
+        steps = DeviceSteps(backend, self.manifest, threads=DeviceEngine.concurrency)
+        return DeviceEngine(backend, steps)
 
 
-class _InputBatches:
-    """Images that the CPU prepared, for any backend."""
-
-    takes_orders: ClassVar = False
+class HostEngine:
+    """Engine for images that are already decoded and padded. Works with every backend."""
 
     def __init__(self, backend: Backend) -> None:
+        """Take ownership of a backend."""
         self._backend = backend
-        self.concurrency = self.busy_from = backend.concurrency
+        self.info = EngineInfo(
+            backend=backend.name,
+            device=backend.device,
+            concurrency=backend.concurrency,
+            saturating_batches=backend.concurrency,
+            buckets=backend.buckets,
+            is_end_to_end=False,
+        )
         self.warm_up = backend.warm_up
+        self.close = backend.close
 
-    def compute(self, items: Sequence[ModelInput]) -> list[Outputs]:
+    def compute(self, items: Sequence[ModelInput]) -> list[HostOutputs]:
+        """Return the model's outputs for each image, with a batch dimension of 1."""
         pixels = np.stack([item.pixels for item in items])
         sizes = np.array([item.size for item in items], np.int64)
         outputs = self._backend.infer(items[0].bucket, pixels, sizes)
         return [
-            Outputs._make(output[row : row + 1] for output in outputs) for row in range(len(items))
+            ModelOutputs._make(output[row : row + 1] for output in outputs)
+            for row in range(len(items))
         ]
 
 
-class BundleEngine:
-    """A bundle in one precision, on the backend that fits."""
+class DeviceEngine:
+    """End-to-end engine of the torch backend: image files in, encoded responses out.
 
-    def __init__(
-        self,
-        bundle: Path,
-        manifest: Manifest,
-        precision: Precision,
-        backend: BackendName,
-        max_batch: int,
-    ) -> None:
-        """Describe what to load, in the terms of `load_backend`."""
-        self._description = bundle, manifest, precision, backend, max_batch
-        self._manifest = manifest
-        self._backend: Backend
-        self._batches: _Batches
+    Each batch passes all steps in the thread that calls `compute`.
+    """
 
-    def load(self) -> EngineInfo:
-        """Load the backend; raises as `load_backend` does."""
-        self._backend = backend = load_backend(*self._description)
-        self._batches = batches = _batches_of(backend, self._manifest)
-        return EngineInfo(
+    # One batch before the model, one in the model and one after it. If more batches started before
+    # they are full, they would only wait for the model.
+    saturating_batches: Final = 3
+    # Two more, so that full batches are ready as soon as the model is free, while the server sends
+    # responses and reads requests.
+    concurrency: Final = 5
+
+    def __init__(self, backend: Backend, steps: BatchSteps) -> None:
+        """Take ownership of a backend and of its steps."""
+        self._backend = backend
+        self._steps = [
+            (step.run, threading.Lock() if step.threads == 1 else contextlib.nullcontext())
+            for step in steps.steps
+        ]
+        self.info = EngineInfo(
             backend=backend.name,
             device=backend.device,
-            concurrency=batches.concurrency,
-            busy_from=batches.busy_from,
+            concurrency=self.concurrency,
+            saturating_batches=self.saturating_batches,
             buckets=backend.buckets,
-            takes_orders=batches.takes_orders,
+            is_end_to_end=True,
         )
+        self.close = backend.close
 
     def warm_up(self, max_batch: int) -> None:
-        """Compute batches of black images."""
-        self._batches.warm_up(max_batch)
+        """Warm up the backend, each step, and the response encoder of `maskrcnn.v1.Detector`."""
+        self._backend.warm_up(max_batch)
+        batch = 1 if self._backend.device == "cpu" else max_batch
+        for bucket in self._backend.buckets:
+            request = ImageRequest(_black_image(bucket), DEFAULT_OPTIONS)
+            self.compute([DeviceRequest(request, encode_detections)] * batch)
 
-    def compute(self, items: Sequence[EngineItem]) -> Sequence[EngineResult]:
-        """A result for each item of a batch."""
-        return self._batches.compute(items)
+    def compute(self, items: Sequence[DeviceRequest]) -> list[TimedResponse[Any] | ImageError]:
+        """Return the encoded response to each request, or the error of an invalid image."""
+        outcomes = self._outcomes([item.request for item in items])
+        return [
+            _encoded(item, outcome) if isinstance(outcome, Detections) else outcome
+            for item, outcome in zip(items, outcomes, strict=True)
+        ]
 
-    def close(self) -> None:
-        """Release the backend."""
-        self._backend.close()
+    def _outcomes(self, requests: Sequence[ImageRequest]) -> list[Outcome]:
+        batch: Any = requests
+        for run, lock in self._steps:
+            with lock:
+                batch = run(batch)
+        outcomes: list[Outcome] = batch
+        return outcomes
 
 
-def _batches_of(backend: Backend, manifest: Manifest) -> _Batches:
-    if backend.name == "torch":
-        from ..backends.torch import TorchBackend
-        from .device_engine import OrderBatches
+def _encoded(item: DeviceRequest, detections: Detections) -> TimedResponse[Any]:
+    start = time.perf_counter()
+    value = item.encoder(detections)
+    encode_us = detections.timing.encode_us + round(1e6 * (time.perf_counter() - start))
+    return TimedResponse(value, dataclasses.replace(detections.timing, encode_us=encode_us))
 
-        assert isinstance(backend, TorchBackend)
-        return OrderBatches(backend, manifest)
-    return _InputBatches(backend)
+
+def _black_image(bucket: ShapeBucket) -> PlannedImage:
+    """Return a black JPEG image of the bucket's size."""
+    file = BytesIO()
+    Image.new("RGB", (bucket.width, bucket.height)).save(file, "JPEG")
+    data = file.getvalue()
+    return PlannedImage(data, read_header(data), bucket, bucket)

@@ -1,1 +1,1 @@
-"""What operators see of the server: metrics, logs and traces."""
+"""Monitoring: metrics, logs and traces that the server records."""

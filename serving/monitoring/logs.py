@@ -1,4 +1,4 @@
-"""The server's log: lines of text or of JSON, each of which names the request it is about."""
+"""Log of the server: lines of text or JSON, each with the ID of its request."""
 
 import contextlib
 import json
@@ -17,44 +17,46 @@ from uuid import uuid4
 from .. import LOGGER
 from ..config import LogFormat, LogLevel
 
+# ID of the call or request that the current task processes. Empty: none.
 request_id: Final = ContextVar("request_id", default="")
-"""Of the request in progress; empty where there is none."""
 
+# File descriptor of standard error. `sys.stderr` may have been replaced.
 _STANDARD_ERROR: Final = 2
-"""Handle of the stream; `sys.stderr` may have been replaced."""
 
+# Valid IDs from clients. Other characters, such as line breaks, could forge log lines.
 _ID: Final = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
-"""What is taken for the id of a request; the rest could write lines of its own into the log."""
 
+# Maximum number of lines that wait to be written; further lines are dropped.
 _BACKLOG: Final = 10_000
-"""Lines that wait to be written; more are dropped."""
+# Maximum time to write the remaining lines when the process exits, in seconds.
 _FLUSH_S: Final = 1.0
 
+# Attributes that every log record has. Additional ones come from the argument `extra`.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-"""What every record has; the rest was said to be logged."""
 
 
 def name_call(client_id: str) -> str:
-    """Give the call that the present task is for the id that its client sent, or one of our own.
+    """Set and return the ID that the log records of the current task show.
 
-    Returns:
-        The id, by which the log names the call from here on.
+    Args:
+        client_id: ID that the client sent for the call. If it is empty or invalid, a random one is
+            used.
     """
-    own = client_id if _ID.fullmatch(client_id) else uuid4().hex
-    request_id.set(own)
-    return own
+    call_id = client_id if _ID.fullmatch(client_id) else uuid4().hex
+    request_id.set(call_id)
+    return call_id
 
 
 def name_request(message_id: str) -> None:
-    """Add what the client calls a request, if it does, to the id of the call that it came by."""
+    """Append a request's own ID, if it is valid, to the call ID of the current task."""
     if _ID.fullmatch(message_id):
         request_id.set(f"{request_id.get()}/{message_id}")
 
 
 def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
-    """Log what this package says from a level on, and warnings of others, to standard error."""
+    """Log to stderr: records of this package from `level`, warnings of other packages."""
     _reopen_closed_streams()
-    handler = _Handler()
+    handler = _BackgroundHandler()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     handler.addFilter(_add_request_id)
     logging.basicConfig(handlers=[handler])
@@ -62,19 +64,18 @@ def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
 
 
 def _reopen_closed_streams() -> None:
-    """Let standard streams that were closed lead nowhere.
-
-    Otherwise connections would get their numbers, and what libraries have to say.
-    """
+    """Redirect closed standard streams to /dev/null."""
+    # Otherwise a new connection could get the file descriptor of standard error, and receive the
+    # text that libraries write there.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115 (for good)
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115 (stays open)
 
 
-class _Handler(logging.Handler):
-    """Writes to standard error in a thread of its own, and drops what it cannot write.
+class _BackgroundHandler(logging.Handler):
+    """Log handler that writes to standard error in a thread, and drops lines it cannot write.
 
-    So neither a full disk nor a pipe that nobody reads holds up or ends the server.
+    A full disk or a blocked pipe therefore neither delays nor ends the server.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class _Handler(logging.Handler):
                 self._lines.put_nowait(line + b"\n")
 
     def flush(self) -> None:
-        """Wait until all is written, but not for long; done when the process exits."""
+        """Wait up to one second until the queued lines are written. Called at process exit."""
         written = self._lines.all_tasks_done
         with written:
             written.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
@@ -106,8 +107,8 @@ class _Handler(logging.Handler):
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:
-    if own := request_id.get():
-        record.request_id = own
+    if current := request_id.get():
+        record.request_id = current
     return True
 
 
@@ -117,11 +118,12 @@ class _TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         line = super().formatMessage(record)
-        return f"{line} [{own}]" if (own := getattr(record, "request_id", "")) else line
+        request = getattr(record, "request_id", "")
+        return f"{line} [{request}]" if request else line
 
 
 class _JsonFormatter(logging.Formatter):
-    """An object a line, in which time is that of RFC 3339, and what else was said stands apart."""
+    """Formatter of one JSON object per line, with RFC 3339 time and the `extra` attributes."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")

@@ -1,14 +1,18 @@
-"""What became of requests, as Prometheus scrapes it."""
+"""Request metrics for Prometheus, and request statistics per model name as in Triton."""
 
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from typing import Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from ...model.images import ImageError
+from ...protos.inference import open_inference_pb2 as pb
 from ..detections import Timing
 from ..errors import (
     BackendDownError,
@@ -22,25 +26,28 @@ from ..errors import (
     UnauthenticatedError,
     UnloadedError,
 )
-from .statistics import Statistics
 
 _SECONDS: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 _BATCH_SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
+_STAGES: Final = ("queue", "compute_input", "compute_infer", "compute_output")
 
+# Values of the label `reason` of Triton's metric nv_inference_request_failure.
 TRITON_REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
-"""Why a request got no answer, as Triton has it."""
+
+# Microseconds per stage, in the order of `_STAGES`.
+_Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Why a request got no answer."""
+    """Reason for which a request failed, as values of the label `reason`."""
 
+    # For our metric maskrcnn_rejected_total.
     name: str
-    """What we call it."""
+    # For Triton's metric: one of `TRITON_REASONS`.
     triton: str
-    """One of `TRITON_REASONS`."""
 
 
 _REASONS: Final[Mapping[type[BaseException], Reason]] = {
@@ -48,7 +55,7 @@ _REASONS: Final[Mapping[type[BaseException], Reason]] = {
     ExpiredError: Reason("expired", "REJECTED"),
     StoppingError: Reason("stopping", "REJECTED"),
     UnloadedError: Reason("unloaded", "REJECTED"),
-    # Raised by asyncio when a client gives its request up, goes, or has waited its time.
+    # asyncio.CancelledError: the client cancelled the call or disconnected, or its deadline passed.
     BaseException: Reason("cancelled", "CANCELED"),
     BackendDownError: Reason("backend_down", "BACKEND"),
     Exception: Reason("failed", "BACKEND"),
@@ -61,12 +68,111 @@ _REASONS: Final[Mapping[type[BaseException], Reason]] = {
 
 
 def reason_from_error(error: BaseException) -> Reason:
-    """Why a request got no answer that raised."""
+    """Return the reason under which a failed request is counted."""
     return next(_REASONS[kind] for kind in type(error).__mro__ if kind in _REASONS)
 
 
-class _Image(NamedTuple):
-    """Histograms of the images of one model in one precision."""
+class ModelStatistics:
+    """Thread-safe counters of the requests for one model name, as in Triton's ModelStatistics.
+
+    The durations of a request are those of its slowest image. Each image counts as 1 / batch size
+    of a batch, so that a batch shared by several requests counts once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._requests = 0
+        self._images = 0
+        self._failures: Counter[str] = Counter()
+        self._last_ms = 0
+        self._success_us = self._fail_us = 0
+        self._durations = _no_durations()
+        # Number of images by the size of their batch.
+        self._batches: Counter[int] = Counter()
+        self._batch_durations: dict[int, _Durations] = {}
+
+    def count_success(self, timings: Sequence[Timing], elapsed_s: float) -> None:
+        """Count a successful request.
+
+        Args:
+            timings: Timing of each image.
+            elapsed_s: Seconds from the request's arrival to its response.
+        """
+        by_image = [_durations_of(timing) for timing in timings]
+        with self._lock:
+            self._requests += 1
+            self._images += len(timings)
+            self._last_ms = time.time_ns() // 1_000_000
+            self._success_us += round(elapsed_s * 1e6)
+            _add(self._durations, max(by_image, key=sum))
+            for timing, durations in zip(timings, by_image, strict=True):
+                size = timing.batch_size
+                self._batches[size] += 1
+                _add(self._batch_durations.setdefault(size, _no_durations()), durations)
+
+    def count_failure(self, elapsed_s: float, reason: str) -> None:
+        """Count a request that failed after `elapsed_s` seconds for one of `TRITON_REASONS`."""
+        with self._lock:
+            self._failures[reason] += 1
+            self._fail_us += round(elapsed_s * 1e6)
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Number of failed requests by reason."""
+        with self._lock:
+            return dict(self._failures)
+
+    def message(self, name: str, version: str) -> pb.ModelStatistics:
+        """Return the statistics as a message of the Open Inference Protocol."""
+        with self._lock:
+            executions = sum(images / size for size, images in self._batches.items())
+            stages = {
+                stage: _duration(self._requests, us)
+                for stage, us in zip(_STAGES, self._durations, strict=True)
+            }
+            return pb.ModelStatistics(
+                name=name,
+                version=version,
+                last_inference=self._last_ms,
+                inference_count=self._images,
+                execution_count=round(executions),
+                inference_stats=pb.InferStatistics(
+                    success=_duration(self._requests, self._success_us),
+                    fail=_duration(self._failures.total(), self._fail_us),
+                    **stages,
+                ),
+                batch_stats=[self._batch_message(size) for size in sorted(self._batches)],
+            )
+
+    def _batch_message(self, size: int) -> pb.InferBatchStatistics:
+        images, durations = self._batches[size], self._batch_durations[size]
+        # `durations` contains the duration of a batch once per image of the batch.
+        mean = {name: round(us / size) for name, us in zip(_STAGES, durations, strict=True)}
+        executions = round(images / size)
+        return pb.InferBatchStatistics(
+            batch_size=size, **{name: _duration(executions, mean[name]) for name in _STAGES[1:]}
+        )
+
+
+def _no_durations() -> _Durations:
+    return [0] * len(_STAGES)
+
+
+def _durations_of(timing: Timing) -> _Durations:
+    return [timing.queue_us, timing.decode_us, timing.infer_us, timing.encode_us]
+
+
+def _add(totals: _Durations, durations: _Durations) -> None:
+    for stage, us in enumerate(durations):
+        totals[stage] += us
+
+
+def _duration(count: int, us: int) -> pb.StatisticDuration:
+    return pb.StatisticDuration(count=count, ns=1000 * us)
+
+
+class _ImageHistograms(NamedTuple):
+    """Histograms over the images of one model in one precision."""
 
     decode: Histogram
     queue: Histogram
@@ -77,47 +183,40 @@ class _Image(NamedTuple):
 
 
 class Metrics:
-    """Counts requests, to be read by other threads meanwhile."""
+    """Counters and histograms of requests and images. Threads may read them concurrently."""
 
     def __init__(self) -> None:
+        # Registry of these metrics. A server adds further collectors to it.
         self.registry = CollectorRegistry()
-        """What is counted here, and what else a server adds."""
-        self.statistics: defaultdict[str, Statistics] = defaultdict(Statistics)
-        """What became of requests, by the name of the model that they asked for."""
+        # Statistics by model name in the request.
+        self.statistics: defaultdict[str, ModelStatistics] = defaultdict(ModelStatistics)
         self.in_progress = Gauge(
-            "maskrcnn_requests_in_progress",
-            "Requests that are not answered yet.",
-            registry=self.registry,
+            "maskrcnn_requests_in_progress", "Requests in progress.", registry=self.registry
         )
-        self._rejected = Counter(
-            "maskrcnn_rejected",
-            "Requests that got no detections, by reason.",
-            ("reason",),
-            registry=self.registry,
-        )
-        self._reloads = Counter(
-            "maskrcnn_reloads", "Bundles loaded anew.", ("result",), registry=self.registry
-        )
-        # Zeros, so that a first one is seen to come.
+        counter = partial(prometheus_client.Counter, registry=self.registry)
+        self._rejected = counter("maskrcnn_rejected", "Failed requests by reason.", ("reason",))
+        self._reloads = counter("maskrcnn_reloads", "Bundle reloads by result.", ("result",))
+        # Zeros are exported from the start, so that Prometheus sees the first increase.
         for reason in _REASONS.values():
             self._rejected.labels(reason.name)
         for result in ("success", "failure"):
             self._reloads.labels(result)
         self._histograms = _image_histograms(self.registry)
-        self._children: dict[tuple[str, str], _Image] = {}
+        # Histograms by their labels, model and precision.
+        self._children: dict[tuple[str, str], _ImageHistograms] = {}
 
     def count_image(self, model: str, precision: str, timing: Timing, elapsed_s: float) -> None:
-        """Count an image that was detected in.
+        """Count an image that was processed successfully.
 
         Args:
             model: Name of the model.
-            precision: What it computed in.
-            timing: Where the time went.
+            precision: Precision of the model.
+            timing: Durations of the image's stages.
             elapsed_s: Seconds from the image's arrival to its detections.
         """
         key = (model, precision)
         if key not in self._children:
-            self._children[key] = _Image(*(h.labels(*key) for h in self._histograms))
+            self._children[key] = _ImageHistograms(*(h.labels(*key) for h in self._histograms))
         histograms = self._children[key]
         histograms.decode.observe(timing.decode_us / 1e6)
         histograms.queue.observe(timing.queue_us / 1e6)
@@ -126,23 +225,19 @@ class Metrics:
         histograms.request.observe(elapsed_s)
         histograms.batch_size.observe(timing.batch_size)
 
-    def count_answer(self, name: str, timings: Sequence[Timing], elapsed_s: float) -> None:
-        """Count a request for a model of that name; further as `Statistics.count_success`."""
-        self.statistics[name].count_success(timings, elapsed_s)
-
     def count_failure(self, name: str, error: BaseException, elapsed_s: float) -> None:
-        """Count a request for a model of that name that raised, after so many seconds."""
+        """Count a request for the model `name` that raised an error after `elapsed_s` seconds."""
         reason = reason_from_error(error)
         self.statistics[name].count_failure(elapsed_s, reason.triton)
         self._rejected.labels(reason.name).inc()
 
-    def count_refusal(self, error: ServingError) -> None:
-        """Count a call that was refused before it was a request for a model."""
+    def count_rejected_call(self, error: ServingError) -> None:
+        """Count a call that was rejected before the model name was known."""
         self._rejected.labels(reason_from_error(error).name).inc()
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Count the loading of a bundle within the context."""
+        """Count the bundle reload within the context: as a failure if it raises, else a success."""
         result = "failure"
         try:
             yield
@@ -151,22 +246,18 @@ class Metrics:
             self._reloads.labels(result).inc()
 
 
-def _image_histograms(registry: CollectorRegistry) -> _Image:
+def _image_histograms(registry: CollectorRegistry) -> _ImageHistograms:
     histogram = partial(Histogram, labelnames=("model", "precision"), registry=registry)
     seconds = partial(histogram, buckets=_SECONDS)
-    return _Image(
+    return _ImageHistograms(
         decode=seconds("maskrcnn_decode_seconds", "Time to decode, resize and pad an image."),
-        queue=seconds(
-            "maskrcnn_queue_seconds", "Time that an image waited for threads and a batch."
-        ),
-        infer=seconds("maskrcnn_infer_seconds", "Time of the batch that an image was in."),
+        queue=seconds("maskrcnn_queue_seconds", "Time of an image in queues."),
+        infer=seconds("maskrcnn_infer_seconds", "Time of the image's batch in the model."),
         encode=seconds("maskrcnn_encode_seconds", "Time to scale boxes and encode masks."),
         request=seconds(
             "maskrcnn_request_seconds", "Time from the arrival of an image to its detections."
         ),
         batch_size=histogram(
-            "maskrcnn_batch_size",
-            "Images of the batch that an image was in.",
-            buckets=_BATCH_SIZES,
+            "maskrcnn_batch_size", "Number of images in the image's batch.", buckets=_BATCH_SIZES
         ),
     )

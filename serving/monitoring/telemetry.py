@@ -1,13 +1,12 @@
-"""What is to be known of requests afterwards: counts, times, lines of the log, spans."""
+"""Telemetry of requests and images: metrics, log records and trace spans."""
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..detections import Timing
-from ..models import ServedModel
-from ..statuses import status_from_error
+from ..grpc_status import status_from_error
 from .logs import name_request
 from .metrics import Metrics
 from .tracing import Tracer
@@ -16,29 +15,31 @@ _log = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Watches the requests of a server."""
+    """Recorder of requests and images: updates metrics, logs requests, and traces images."""
 
     def __init__(self, tracer: Tracer | None = None) -> None:
-        """Watch, and trace where there is a tracer."""
+        """Create the metrics. If `tracer` is None, record no traces."""
         self.metrics = Metrics()
         self.tracer = tracer or Tracer()
 
     @contextmanager
     def request(
-        self, model: ServedModel, name: str, message_id: str, peer: str
+        self, name: str, served: Collection[str], message_id: str, peer: str
     ) -> Iterator[list[Timing]]:
-        """Watch a request within the context, which it has a task for.
+        """Record the request that the current task processes within the context.
+
+        Use one task per request, because the log ID is stored per task.
 
         Args:
-            model: What serves it.
-            name: The name by which it asks for the model; an unknown one counts as the model's own.
-            message_id: What the client calls it.
-            peer: The connection that it came by.
+            name: Model name in the request.
+            served: Served model names. If `name` is not among them, the first is recorded.
+            message_id: ID of the request, chosen by the client. Empty: none.
+            peer: Client address, as `context.peer()` returns it.
 
         Yields:
-            An empty list, for the timings of the images that it asked for.
+            Empty list. The caller appends the timing of each image.
         """
-        name = name if name in model.names else model.manifest.model_name
+        name = name if name in served else next(iter(served))
         name_request(message_id)
         timings: list[Timing] = []
         failure: BaseException | None = None
@@ -51,31 +52,31 @@ class Telemetry:
             self.metrics.count_failure(name, error, time.monotonic() - start)
             raise
         else:
-            self.metrics.count_answer(name, timings, time.monotonic() - start)
+            self.metrics.statistics[name].count_success(timings, time.monotonic() - start)
         finally:
-            # At DEBUG, as servers answer hundreds of requests a second.
+            # At level DEBUG, because a server processes hundreds of requests per second.
             if _log.isEnabledFor(logging.DEBUG):
                 _log_request(name, peer, timings, failure, time.monotonic() - start)
 
     @contextmanager
     def image(self, model: str, precision: str) -> Iterator[Callable[[Timing], None]]:
-        """Watch an image that goes through a model within the context.
+        """Record the image that is processed within the context.
 
         Args:
             model: Name of the model.
-            precision: What it computes in.
+            precision: Precision of the model.
 
         Yields:
-            What takes the timing when there are detections.
+            Function to be called with the image's timing once the image is processed.
         """
         start = time.monotonic()
         with self.tracer.image() as add_stages:
 
-            def answered(timing: Timing) -> None:
+            def record(timing: Timing) -> None:
                 self.metrics.count_image(model, precision, timing, time.monotonic() - start)
                 add_stages(timing)
 
-            yield answered
+            yield record
 
 
 def _log_request(
@@ -98,4 +99,6 @@ def _log_request(
         "duration_ms": round(1000 * elapsed_s, 3),
         "timings": [vars(timing) for timing in timings],
     }
-    _log.debug("%s by %s: %s in %.1f ms", name, peer, status, 1000 * elapsed_s, extra=fields)
+    _log.debug(
+        "request for %s from %s: %s in %.1f ms", name, peer, status, 1000 * elapsed_s, extra=fields
+    )

@@ -1,43 +1,54 @@
-"""Where spans go: nowhere, unless the server is to trace."""
+"""Tracing of gRPC calls and images with OpenTelemetry (package extra `tracing`)."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Final
 
 import grpc
 
 from ..detections import Timing
 from ..errors import ServingError
 
+# Status codes that count as server errors in OpenTelemetry's semantic conventions.
+_SERVER_ERRORS: Final = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Tracer:
-    """Makes no spans."""
+    """Interface of tracers. This base class records nothing."""
 
     def call(self, method: str, context: Context) -> AbstractContextManager[None]:
-        """Trace a call within the context.
+        """Trace the gRPC call that is handled within the context.
 
         Args:
-            method: What is called, as `/package.Service/Method`.
-            context: That of the call, which has its metadata and, at the end, its status.
+            method: Full method name, as `/package.Service/Method`.
+            context: gRPC context of the call.
         """
         return nullcontext()
 
     def image(self) -> AbstractContextManager[Callable[[Timing], None]]:
-        """Trace the way of an image within the context, which gets what takes its timing."""
-        return nullcontext(_ignore)
+        """Trace the image that is processed within the context; yield a recorder of its timing."""
+        return nullcontext(lambda timing: None)
 
     def close(self) -> None:
-        """Send what is left."""
-
-
-def _ignore(timing: Timing) -> None:
-    pass
+        """Export the remaining spans."""
 
 
 def load_tracer(tracing: bool) -> Tracer:
-    """What traces, if that is asked for.
+    """Return an OpenTelemetry tracer, or one that records nothing if `tracing` is false.
 
     Raises:
         ServingError: OpenTelemetry is not installed.
@@ -45,10 +56,101 @@ def load_tracer(tracing: bool) -> Tracer:
     if not tracing:
         return Tracer()
     try:
-        from .opentelemetry_tracing import OpenTelemetryTracer
+        return OpenTelemetryTracer()
     except ModuleNotFoundError as error:
         raise ServingError(
             f"tracing needs {error.name}, which is not installed; "
             'install it with pip install "maskrcnn-trt[tracing]"'
         ) from None
-    return OpenTelemetryTracer()
+
+
+class OpenTelemetryTracer(Tracer):
+    """Tracer that exports a span per call, with child spans per image and per stage.
+
+    Spans continue the trace in the client's metadata (W3C `traceparent`). The exporter is
+    configured by OpenTelemetry's `OTEL_...` environment variables.
+    """
+
+    def __init__(self) -> None:
+        # OpenTelemetry is imported only here, because it is an optional dependency.
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.propagate import extract
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        self._provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer(__name__)
+        self._extract = extract
+        self._server_kind = SpanKind.SERVER
+        self._error_status = partial(Status, StatusCode.ERROR)
+
+    @contextmanager
+    def call(self, method: str, context: Context) -> Iterator[None]:
+        """Record a span with the attributes of OpenTelemetry's conventions for gRPC."""
+        service, _, name = method.removeprefix("/").rpartition("/")
+        attributes = {
+            "rpc.system": "grpc",
+            "rpc.service": service,
+            "rpc.method": name,
+            "network.peer.address": context.peer(),
+        }
+        with self._tracer.start_as_current_span(
+            f"{service}/{name}",
+            self._extract(dict(context.invocation_metadata() or ())),
+            self._server_kind,
+            attributes,
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            try:
+                yield
+            except asyncio.CancelledError:
+                self._set_status(span, grpc.StatusCode.CANCELLED)
+                raise
+            except Exception:
+                code = context.code() or grpc.StatusCode.UNKNOWN
+                self._set_status(span, code, context.details())
+                raise
+            self._set_status(span, grpc.StatusCode.OK)
+
+    @contextmanager
+    def image(self) -> Iterator[Callable[[Timing], None]]:
+        """Record a span of the image. The yielded function records a span per stage."""
+        with self._tracer.start_as_current_span("detect") as span:
+            yield partial(self._add_stages, span)
+
+    def close(self) -> None:
+        """Export the remaining spans within `OTEL_BSP_EXPORT_TIMEOUT`."""
+        self._provider.shutdown()
+
+    def _add_stages(self, span: Any, timing: Timing) -> None:
+        span.set_attribute("maskrcnn.batch_size", timing.batch_size)
+        stages = {
+            "decode": timing.decode_us,
+            "queue": timing.queue_us,
+            "infer": timing.infer_us,
+            "encode": timing.encode_us,
+        }
+        # The stages follow each other without gaps, and the last one ends now.
+        start = time.time_ns() - 1000 * sum(stages.values())
+        for name, us in stages.items():
+            stage = self._tracer.start_span(name, start_time=start)
+            start += 1000 * us
+            stage.end(start)
+
+    def _set_status(self, span: Any, code: grpc.StatusCode, details: str = "") -> None:
+        span.set_attribute("rpc.grpc.status_code", code.value[0])
+        if code in _SERVER_ERRORS:
+            span.set_status(self._error_status(details))
+
+
+def _resource() -> Any:
+    """Return the OpenTelemetry resource of this process; its default service name is `maskrcnn`."""
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+
+    resource = Resource.create()
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+        return resource.merge(Resource({SERVICE_NAME: "maskrcnn"}))
+    return resource

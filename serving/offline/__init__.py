@@ -1,1 +1,1 @@
-"""Detection without a server: of an image, of many, and on many machines."""
+"""Detection without a server: in one image, in many images, or on many machines with Ray."""

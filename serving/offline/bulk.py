@@ -1,4 +1,4 @@
-"""Detection in many images: batches of one input size, several of them in progress at once."""
+"""Bulk detection: batches of images of one input size, several batches in flight at once."""
 
 import os
 from collections import deque
@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ...model.bundle.manifest import Manifest
+from ...model.bundle.spec import MAX_PIXELS, ShapeBucket
 from ...model.images import ImageError
-from ...model.manifest import Manifest
-from ...model.spec import MAX_PIXELS, ShapeBucket
 from ..backends.base import Backend
 from ..detections import DEFAULT_OPTIONS, DetectionOptions
 from ..errors import image_error_from_os_error
-from ..steps.base import BatchSteps, Job, Outcome, Source, Step
+from ..steps.base import BatchEntry, BatchSteps, ImageRequest, Outcome, Step
 from ..steps.host_steps import HostSteps
 from ..steps.preprocessing import plan_image
 
+# CPU cores that this process may use.
 CORES: Final = len(os.sched_getaffinity(0))
-"""Those that this process may use."""
 
+# Maximum read-ahead in batches before the oldest image must be finished: one batch per step, and
+# more so that images of a rare input size can fill a batch.
 _BATCHES_AHEAD = 8
-"""Batches of images that are read before the oldest must have been answered: one for each step,
-and room for images of a rare input size to become a full batch."""
 
 
 def detect_many(
@@ -37,31 +37,31 @@ def detect_many(
     apply_orientation: bool = True,
     threads: int = CORES,
 ) -> Generator[Outcome, None, None]:
-    """Detect in encoded images, of which a bounded number is read ahead.
+    """Detect objects in encoded images, with bounded read-ahead.
 
-    While a batch is decoded, others are at the model or becoming masks: where the backend is
-    torch's on its device, else in threads of the CPU.
+    Decoding, inference and mask encoding of different batches overlap. With the torch backend they
+    run on its device, otherwise decoding and encoding run in CPU threads.
 
     Args:
-        images: Contents of JPEG, PNG or WebP files, or their paths. They are taken and read in the
-            thread that asks for results.
-        backend: Loaded for batches of `max_batch`.
-        manifest: Of the bundle that the backend was loaded from.
-        options: Which detections to keep, and the form of their masks.
-        max_batch: Images of one input size that the model gets at once.
-        max_pixels: Larger images are refused.
-        apply_orientation: Turn images upright as their EXIF says.
-        threads: Batches that are decoded at once, and as many that are encoded.
+        images: Contents of JPEG, PNG or WebP files, or their paths. The thread that consumes the
+            results iterates over them and reads the files.
+        backend: Backend, loaded for batches of `max_batch`.
+        manifest: Manifest of the bundle that the backend was loaded from.
+        options: Detections to keep, and the format of their masks.
+        max_batch: Maximum number of images in a batch.
+        max_pixels: Maximum number of pixels of an image. Larger images are rejected.
+        apply_orientation: Apply the rotation in the images' EXIF data.
+        threads: Number of batches that may be decoded at once, and also encoded at once.
 
     Returns:
-        In the order of the images what was found, or why an image cannot be read or used. To
-        close it before its end stops the work.
+        Generator of the detections or the error of each image, in order. Closing it cancels the
+        batches that have not started.
     """
 
-    def planned(source: bytes | Path) -> Source:
+    def plan(source: bytes | Path) -> BatchEntry:
         try:
             image = plan_image(
-                _contents_of(source),
+                _read_source(source),
                 manifest.preprocessing,
                 backend.buckets,
                 max_pixels=max_pixels,
@@ -69,13 +69,13 @@ def detect_many(
             )
         except ImageError as error:
             return error
-        return Job(image, options)
+        return ImageRequest(image, options)
 
-    work = batch_steps(backend, manifest, threads=threads)
-    return outcomes_of(map(planned, images), work, max_batch)
+    steps = batch_steps(backend, manifest, threads=threads)
+    return run_in_batches(map(plan, images), steps, max_batch)
 
 
-def _contents_of(source: bytes | Path) -> bytes:
+def _read_source(source: bytes | Path) -> bytes:
     if isinstance(source, bytes):
         return source
     try:
@@ -84,23 +84,24 @@ def _contents_of(source: bytes | Path) -> bytes:
         raise image_error_from_os_error(error) from None
 
 
-def outcomes_of(
-    sources: Iterable[Source], work: BatchSteps, max_batch: int
+def run_in_batches(
+    entries: Iterable[BatchEntry], steps: BatchSteps, max_batch: int
 ) -> Generator[Outcome, None, None]:
-    """Bring images through steps, in batches of one input size.
+    """Run images through the steps, in batches of one input size.
 
     Args:
-        sources: They are taken in the thread that asks for results.
-        work: The steps.
-        max_batch: Images of a batch, at most.
+        entries: Images, or the errors of invalid ones. The thread that consumes the results
+            iterates over them.
+        steps: Processing steps of a backend, from `batch_steps`.
+        max_batch: Maximum number of images in a batch.
 
     Yields:
-        In the order of the images what was found, or why an image cannot be used.
+        The detections or the error of each image, in order.
     """
-    with _Pipeline(work) as pipeline:
+    with _StepPipeline(steps) as pipeline:
         queue = _BatchQueue(pipeline, max_batch)
-        for source in sources:
-            queue.put(source)
+        for entry in entries:
+            queue.put(entry)
             while queue.is_due:
                 yield queue.get()
         queue.flush()
@@ -109,8 +110,9 @@ def outcomes_of(
 
 
 def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchSteps:
-    """The fastest way from images to detections that a backend allows."""
+    """Return the fastest processing steps for a backend; see `HostSteps` for the arguments."""
     if backend.name == "torch":
+        # Imported here because other backends must not load torch.
         from ..backends.torch import TorchBackend
         from ..steps.device_steps import DeviceSteps
 
@@ -119,102 +121,104 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
     return HostSteps(backend, manifest, threads=threads)
 
 
-class _Pipeline:
-    """Threads for each step, through which batches go in their order."""
+class _StepPipeline:
+    """One thread pool per step. Each batch passes through them in order."""
 
-    def __init__(self, work: BatchSteps) -> None:
-        self._work = work
+    def __init__(self, steps: BatchSteps) -> None:
+        self._steps = steps
         self._executors = [
-            ThreadPoolExecutor(step.threads, thread_name_prefix=step.name) for step in work.steps
+            ThreadPoolExecutor(step.threads, thread_name_prefix=step.name) for step in steps.steps
         ]
 
-    def __enter__(self) -> "_Pipeline":
+    def __enter__(self) -> "_StepPipeline":
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Cancel in all pools before waiting: a thread may wait for an earlier step's pool.
         for executor in self._executors:
             executor.shutdown(wait=False, cancel_futures=True)
         for executor in self._executors:
             executor.shutdown()
-        self._work.synchronize()
+        self._steps.synchronize()
 
-    def submit(self, jobs: Sequence[Job]) -> Future[list[Outcome]]:
-        """Take a batch of one input size; its future holds an outcome for each image."""
+    def submit(self, requests: Sequence[ImageRequest]) -> Future[list[Outcome]]:
+        """Start a batch of one input size. Return the future of its images' outcomes."""
         batch: Future[Any] = Future()
-        batch.set_result(jobs)
-        for step, executor in zip(self._work.steps, self._executors, strict=True):
+        batch.set_result(requests)
+        for step, executor in zip(self._steps.steps, self._executors, strict=True):
             batch = executor.submit(_run_after, batch, step)
         return batch
 
 
-def _run_after(before: Future[Any], step: Step) -> Any:
-    return step.run(before.result())
+def _run_after(previous: Future[Any], step: Step) -> Any:
+    return step.run(previous.result())
 
 
 @dataclass(eq=False)
-class _Batch:
-    """Jobs of one input size, and once they are at work what is going to become of them."""
+class _PendingBatch:
+    """Batch of requests of one input size. None in `outcomes`: it has not started."""
 
-    jobs: list[Job] = field(default_factory=list)
+    requests: list[ImageRequest] = field(default_factory=list)
     outcomes: Future[list[Outcome]] | None = None
 
 
-class _Place(NamedTuple):
-    """Where the outcome of an image is going to be."""
+class _BatchRow(NamedTuple):
+    """Position of an image in a batch."""
 
-    batch: _Batch
+    batch: _PendingBatch
     row: int
 
 
 class _BatchQueue:
-    """Images in the order in which they came, gathered into batches by input size."""
+    """FIFO queue of images that groups them into batches by input size."""
 
-    def __init__(self, pipeline: _Pipeline, max_batch: int) -> None:
+    def __init__(self, pipeline: _StepPipeline, max_batch: int) -> None:
         self._pipeline = pipeline
         self._max_batch = max_batch
-        self._waiting: deque[_Place | ImageError] = deque()
-        self._gathering: dict[ShapeBucket, _Batch] = {}
+        self._queue: deque[_BatchRow | ImageError] = deque()
+        # Batches that are not full yet.
+        self._open: dict[ShapeBucket, _PendingBatch] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
-    def put(self, source: Source) -> None:
-        """Take an image; a batch that is full with it starts."""
-        if isinstance(source, ImageError):
-            self._waiting.append(source)
+    def put(self, entry: BatchEntry) -> None:
+        """Append an image, or the error of an invalid one. If a batch is full, start it."""
+        if isinstance(entry, ImageError):
+            self._queue.append(entry)
             return
-        batch = self._gathering.setdefault(source.bucket, _Batch())
-        self._waiting.append(_Place(batch, len(batch.jobs)))
-        batch.jobs.append(source)
-        if len(batch.jobs) == self._max_batch:
-            self._start(source.bucket)
+        batch = self._open.setdefault(entry.bucket, _PendingBatch())
+        self._queue.append(_BatchRow(batch, len(batch.requests)))
+        batch.requests.append(entry)
+        if len(batch.requests) == self._max_batch:
+            self._start(entry.bucket)
 
     def flush(self) -> None:
-        """Start all batches as they are."""
-        for bucket in tuple(self._gathering):
+        """Start all incomplete batches."""
+        for bucket in tuple(self._open):
             self._start(bucket)
 
     @property
     def is_due(self) -> bool:
-        """Whether the oldest image's outcome is there, or must be waited for before more come."""
-        if len(self._waiting) > _BATCHES_AHEAD * self._max_batch:
+        """Whether to call `get`: the oldest image is finished, or the read-ahead is exhausted."""
+        if len(self._queue) > _BATCHES_AHEAD * self._max_batch:
             return True
-        if not self._waiting or isinstance(self._waiting[0], ImageError):
-            return bool(self._waiting)
-        outcomes = self._waiting[0].batch.outcomes
+        if not self._queue or isinstance(self._queue[0], ImageError):
+            return bool(self._queue)
+        outcomes = self._queue[0].batch.outcomes
         return outcomes is not None and outcomes.done()
 
     def get(self) -> Outcome:
-        """Outcome of the oldest image; its batch starts now if it has not yet."""
-        place = self._waiting.popleft()
-        if isinstance(place, ImageError):
-            return place
-        if place.batch.outcomes is None:
-            self._start(place.batch.jobs[0].bucket)
-        assert place.batch.outcomes is not None
-        return place.batch.outcomes.result()[place.row]
+        """Remove the oldest image and wait for its outcome. Start its batch if necessary."""
+        oldest = self._queue.popleft()
+        if isinstance(oldest, ImageError):
+            return oldest
+        if oldest.batch.outcomes is None:
+            self._start(oldest.batch.requests[0].bucket)
+        assert oldest.batch.outcomes is not None
+        return oldest.batch.outcomes.result()[oldest.row]
 
     def _start(self, bucket: ShapeBucket) -> None:
-        batch = self._gathering.pop(bucket)
-        batch.outcomes = self._pipeline.submit(batch.jobs)
-        batch.jobs = []
+        batch = self._open.pop(bucket)
+        batch.outcomes = self._pipeline.submit(batch.requests)
+        batch.requests = []  # frees the encoded images as soon as the steps have read them

@@ -3,21 +3,19 @@
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
-import numpy as np
-
-from ...model.manifest import Precision, read_manifest
-from ...model.spec import MAX_PIXELS
+from ...model.bundle.manifest import Precision, read_manifest
+from ...model.bundle.spec import MAX_PIXELS
 from ..backends.loading import load_backend, served_precision
 from ..config import BackendName
 from ..detections import DEFAULT_OPTIONS, DetectionOptions, Detections
-from ..steps.base import Outcome
-from ..steps.postprocessing import detections_from_outputs
-from ..steps.preprocessing import prepare_image
+from ..steps.base import ImageRequest, Outcome
+from ..steps.host_steps import HostSteps
+from ..steps.preprocessing import plan_image
 from .bulk import detect_many
 
 
 class Predictor:
-    """Detects in one image, or in many, as the server does."""
+    """A bundle loaded for detection in this process. Results equal those of the server."""
 
     def __init__(
         self,
@@ -29,15 +27,15 @@ class Predictor:
         """Load a bundle.
 
         Args:
-            bundle: The bundle's folder.
-            precision: What to compute in; none, the backend's first precision in the bundle.
-            backend: What computes.
-            max_batch: Images that are computed at once where there are many; a CPU, which gains
-                nothing by that but needs the memory, takes one at a time.
+            bundle: Folder of the bundle.
+            precision: Precision of inference. None: the first one that the bundle has for the
+                backend.
+            backend: Inference backend.
+            max_batch: Batch size of `detect_many` on a GPU.
 
         Raises:
-            BundleError: there is none, it is damaged or lacks the precision.
-            BackendError: the backend does not run here, or not with such batches.
+            BundleError: The bundle is missing or damaged, or lacks the precision.
+            BackendError: The backend does not run here, or does not support the batch size.
         """
         self.manifest = read_manifest(bundle)
         self._max_batch = max_batch
@@ -48,6 +46,7 @@ class Predictor:
             backend,
             max_batch,
         )
+        self._steps = HostSteps(self._backend, self.manifest, threads=1)
 
     def detect(
         self,
@@ -55,26 +54,29 @@ class Predictor:
         options: DetectionOptions = DEFAULT_OPTIONS,
         max_pixels: int = MAX_PIXELS,
     ) -> Detections:
-        """Detect in an encoded image.
+        """Detect objects in an encoded image.
 
         Raises:
-            ImageError: the image cannot be used.
+            ImageError: The image is invalid.
         """
-        buckets = self._backend.buckets
-        image = prepare_image(data, self.manifest.preprocessing, buckets, max_pixels)
-        outputs = self._backend.infer(
-            image.bucket, image.pixels[None], np.array([image.size], np.int64)
+        image = plan_image(
+            data,
+            self.manifest.preprocessing,
+            self._backend.buckets,
+            max_pixels=max_pixels,
+            apply_orientation=True,
         )
-        return detections_from_outputs(outputs, 0, image, self.manifest, options)
+        return self._steps.detect(ImageRequest(image, options))
 
     def detect_many(
         self, images: Iterable[bytes | Path], options: DetectionOptions = DEFAULT_OPTIONS
     ) -> Generator[Outcome, None, None]:
-        """Detect in encoded images or files, in batches; `bulk.detect_many` says how.
+        """Detect objects in encoded images or files, in batches; see `bulk.detect_many`.
 
         Yields:
-            In the order of the images what was found, or why an image cannot be read or used.
+            The detections or the error of each image, in order.
         """
+        # On a CPU, larger batches are not faster and need more memory.
         max_batch = 1 if self._backend.device == "cpu" else self._max_batch
         return detect_many(images, self._backend, self.manifest, options, max_batch=max_batch)
 

@@ -1,11 +1,12 @@
-"""Detection in any number of images with Ray Data, on this machine or a cluster."""
+"""Detection in image files, folders and cloud buckets with Ray Data, on a machine or a cluster."""
 
 import contextlib
 import errno
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.dataset
@@ -14,14 +15,13 @@ import ray
 import ray.data
 import ray.exceptions
 
-from ...model.images import ImageError
-from ...model.manifest import Precision, read_manifest
+from ...model.bundle.manifest import Precision, read_manifest
+from ...model.images import IMAGE_SUFFIXES, ImageError
 from ..config import BackendName
 from ..detections import DetectionOptions, Detections
-from ..errors import ServingError
+from ..errors import ServingError, image_error_from_os_error
 from ..results.coco_json import coco_results
 from .predictor import Predictor
-from .stored_images import StoredImages, quoted_address, read_image, stored_images
 
 _RLE = pa.struct([("size", pa.list_(pa.int64())), ("counts", pa.string())])
 _DETECTION = pa.struct(
@@ -32,6 +32,8 @@ _DETECTION = pa.struct(
         ("segmentation", _RLE),
     ]
 )
+# Schema of the results, one row per image: `height` and `width` in pixels and `detections` in
+# COCO's results format, or only `error`.
 SCHEMA = pa.schema(
     [
         ("path", pa.string()),
@@ -41,19 +43,147 @@ SCHEMA = pa.schema(
         ("detections", pa.list_(_DETECTION)),
     ]
 )
-"""Of a row an image: `error` says why there are no detections, else `height` and `width` are its
-pixels and `detections` COCO's results."""
+
+# Characters that stay unquoted in an address: `?` begins its parameters, `%` an escape sequence.
+_UNQUOTED = "/:?&=%@+,;!$'()*~"
 
 
 class RaySummary(NamedTuple):
-    """What a run left behind."""
+    """Numbers of images and of failed images in a run."""
 
     images: int
     failures: int
 
 
-class _Detector:
-    """An actor, which holds the model."""
+class StoredImages(NamedTuple):
+    """Locations of the input images. Picklable."""
+
+    stores: tuple[pyarrow.fs.FileSystem, ...]
+    # For each image, the index of its store and its unquoted path there (`/folder/image.jpg` or
+    # `bucket/folder/image.jpg`).
+    paths: tuple[tuple[int, str], ...]
+
+
+def predict_with_ray(
+    bundle: Path,
+    sources: Sequence[str],
+    output: str,
+    options: DetectionOptions,
+    *,
+    precision: Precision | None = None,
+    backend: BackendName = "auto",
+    max_batch: int = 8,
+) -> RaySummary:
+    """Detect objects in all images of files, folders and buckets, with one model per GPU.
+
+    Without GPUs there is one model per CPU.
+
+    Args:
+        bundle: Folder of the bundle. Each machine of the cluster needs it at this path.
+        sources: Absolute paths, or addresses such as `s3://bucket/folder`; see `stored_images`.
+        output: New or empty folder, as an absolute path or an address, for Parquet files with
+            `SCHEMA`. They are written during the run.
+        options: Detections to keep.
+        precision: Precision of inference. None: the first one that the bundle has for the backend.
+        backend: Inference backend.
+        max_batch: Batch size of a model.
+
+    Raises:
+        BundleError: The bundle is missing.
+        FileExistsError: `output` is not empty.
+        ServingError: There are no images, a bucket is unreachable, the backend or the cluster
+            failed, or the number of result rows differs from the number of images.
+    """
+    read_manifest(bundle)  # reports a missing bundle before Ray starts
+    predictor = {
+        "bundle": bundle.resolve(),
+        "precision": precision,
+        "backend": backend,
+        "max_batch": max_batch,
+    }
+    detector = {"options": options, "predictor": predictor}
+    with _translated_storage_errors():
+        target = _quoted_address(output)
+        files, folder = pyarrow.fs.FileSystem.from_uri(target)
+        if files.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True)):
+            message = "holds files already; choose another folder"
+            raise FileExistsError(errno.EEXIST, message, output)
+        images = stored_images(sources)
+        # Several batches per actor call, so that decoding and inference of batches overlap.
+        _write_detections(images, detector, 4 * max_batch, target)
+        written = pyarrow.dataset.dataset(folder, filesystem=files)
+        return _summary(written, len(images.paths), output)
+
+
+def stored_images(sources: Sequence[str]) -> StoredImages:
+    """Return the images among files and folders, each once. Folders are searched recursively.
+
+    Args:
+        sources: Absolute paths, or addresses such as `s3://bucket/folder`. A file is taken whatever
+            its name. A folder contributes its files with an image suffix, hidden ones included.
+
+    Raises:
+        ServingError: A source is missing, there are no images, or a name is not UTF-8.
+        OSError, pyarrow.ArrowInvalid: A folder or bucket cannot be listed.
+    """
+    # Recursive, unlike `results.reports.image_files`: buckets have only name prefixes for folders,
+    # and results are identified by their whole path, so equal names do not collide.
+    stores: list[pyarrow.fs.FileSystem] = []
+    paths: dict[tuple[int, str], None] = {}
+    searched = []
+    for source in sources:
+        files, path = pyarrow.fs.FileSystem.from_uri(_quoted_address(source))
+        if files not in stores:
+            stores.append(files)
+        store = stores.index(files)
+        paths |= dict.fromkeys((store, image) for image in _image_paths(files, path))
+        searched.append(path)
+    if not paths:
+        suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise ServingError(f"no image found in {', '.join(searched)} ({suffixes})")
+    return StoredImages(tuple(stores), tuple(paths))
+
+
+def _quoted_address(source: str) -> str:
+    # Arrow would cut an address at `#`, which is part of a name here. Users quote `?` and `%` in
+    # names themselves, as `%3F` and `%25`.
+    return quote(source, safe=_UNQUOTED) if "://" in source else source
+
+
+def _image_paths(files: pyarrow.fs.FileSystem, path: str) -> list[str]:
+    kind = files.get_file_info(path).type
+    if kind is pyarrow.fs.FileType.NotFound:
+        raise ServingError(f"no image found: {path} does not exist")
+    if kind is not pyarrow.fs.FileType.Directory:
+        return [path]
+    try:
+        return sorted(
+            info.path
+            for info in files.get_file_info(pyarrow.fs.FileSelector(path, recursive=True))
+            if info.is_file and PurePosixPath(info.path).suffix.lower() in IMAGE_SUFFIXES
+        )
+    except UnicodeDecodeError as error:
+        name = error.object.decode(errors="backslashreplace")
+        raise ServingError(f"a name in {path} is not UTF-8: {name}; rename it") from None
+
+
+def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
+    """Return the content of an image file.
+
+    Raises:
+        ImageError: The file cannot be read.
+    """
+    try:
+        # Without `compression=None` Arrow would decompress files named *.gz.
+        with files.open_input_stream(path, compression=None) as stream:
+            data: bytes = stream.read()
+    except OSError as error:
+        raise image_error_from_os_error(error) from None
+    return data
+
+
+class _RayDetector:
+    """Ray actor that detects objects in batches of rows, with a model of its own."""
 
     def __init__(self, options: DetectionOptions, predictor: dict[str, Any]) -> None:
         self._options = options
@@ -61,11 +191,12 @@ class _Detector:
 
     def __call__(self, batch: dict[str, Any]) -> pa.Table:
         reads = list(zip(batch["bytes"].tolist(), batch["error"].tolist(), strict=True))
-        images = (data for data, fault in reads if not fault)
+        # Unreadable images never reach the predictor, so `outcomes` has no entries for them.
+        images = (data for data, error in reads if not error)
         outcomes = self._predictor.detect_many(images, self._options)
         rows = []
-        for path, (_, fault) in zip(batch["path"].tolist(), reads, strict=True):
-            outcome = fault or next(outcomes)
+        for path, (_, error) in zip(batch["path"].tolist(), reads, strict=True):
+            outcome = error or next(outcomes)
             row: dict[str, Any] = {"path": path}
             if isinstance(outcome, Detections):
                 row |= {"height": outcome.height, "width": outcome.width}
@@ -79,7 +210,7 @@ class _Detector:
 def _with_bytes(
     stores: Sequence[pyarrow.fs.FileSystem], row: dict[str, Any]
 ) -> dict[str, str | bytes]:
-    """The bytes of a row's image, or the error that says why there are none."""
+    """Return a row with the content of its image, or with the error of reading it."""
     path = row["path"]
     try:
         return {"path": path, "bytes": read_image(stores[row["store"]], path), "error": ""}
@@ -87,112 +218,60 @@ def _with_bytes(
         return {"path": path, "bytes": b"", "error": str(error)}
 
 
-def predict_with_ray(
-    bundle: Path,
-    sources: Sequence[str],
-    output: str,
-    options: DetectionOptions,
-    *,
-    precision: Precision | None = None,
-    backend: BackendName = "auto",
-    max_batch: int = 8,
-) -> RaySummary:
-    """Detect in all images of files, folders and buckets, with a model a GPU, or else a CPU.
-
-    Args:
-        bundle: The bundle's folder, which every machine of the cluster has at this path.
-        sources: Paths, or addresses as `s3://bucket/folder`; `stored_images` says which images.
-        output: New or empty folder, as an absolute path or an address, for Parquet files of
-            `SCHEMA`, written as blocks are done.
-        options: Which detections to keep.
-        precision: What to compute in; none, the backend's first precision in the bundle.
-        backend: What computes.
-        max_batch: Images that are computed at once.
-
-    Raises:
-        BundleError: there is no bundle.
-        FileExistsError: there is something in `output`, with which the results would mix.
-        ServingError: there are no images, a bucket cannot be reached, the backend or the cluster
-            failed, or not every image has its row.
-    """
-    read_manifest(bundle)  # so that no cluster has to find out
-    predictor = {
-        "bundle": bundle.resolve(),
-        "precision": precision,
-        "backend": backend,
-        "max_batch": max_batch,
-    }
-    detector = {"options": options, "predictor": predictor}
-    with _reached_storage():
-        target = quoted_address(output)
-        files, folder = pyarrow.fs.FileSystem.from_uri(target)
-        if files.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True)):
-            fault = "holds files already; choose another folder"
-            raise FileExistsError(errno.EEXIST, fault, output)
-        images = stored_images(sources)
-        _write_detections(images, detector, 4 * max_batch, target)
-        written = pyarrow.dataset.dataset(folder, filesystem=files)
-        return _summary(written, len(images.places), output)
-
-
 def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RaySummary:
-    """What a run left behind.
+    """Count the images and the failed images in the results.
 
     Raises:
-        ServingError: there are more or fewer rows than images.
+        ServingError: The number of rows differs from the number of images.
     """
     rows = written.count_rows()
     if rows != images:
         raise ServingError(
-            f"{output} holds {rows} rows of {images} images; detect anew, in a folder that nothing "
-            "else writes to"
+            f"{output} holds {rows} rows for {images} images; run again with an output folder that "
+            "nothing else writes to"
         )
     return RaySummary(rows, written.count_rows(filter=pyarrow.dataset.field("error").is_valid()))
 
 
 @contextlib.contextmanager
-def _reached_storage() -> Iterator[None]:
-    """Say what to do where files or buckets cannot be used.
-
-    Raises:
-        ServingError: they cannot, and the fault does not itself name a file.
-    """
+def _translated_storage_errors() -> Iterator[None]:
+    """Turn storage errors that do not name a file into a ServingError that names a remedy."""
     try:
         yield
     except (OSError, pa.ArrowInvalid) as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         raise ServingError(
-            f"images or results cannot be reached: {error}; a bucket must be there, at Amazon or "
-            "where AWS_ENDPOINT_URL says, and open to AWS_ACCESS_KEY_ID"
+            f"cannot access images or results: {error}; check that the bucket exists, at Amazon or "
+            "at AWS_ENDPOINT_URL, and that AWS_ACCESS_KEY_ID may access it"
         ) from error
 
 
 def _write_detections(
     images: StoredImages, detector: dict[str, Any], batch_size: int, output: str
 ) -> None:
-    with contextlib.ExitStack() as started:
-        if not ray.is_initialized():  # or it would be its owner's, who may go on with it
-            started.enter_context(ray.init())
+    with contextlib.ExitStack() as stack:
+        if not ray.is_initialized():  # if the caller has started Ray, it stays up
+            stack.enter_context(ray.init())
         try:
             _detections(images, detector, batch_size).write_parquet(output)
         except ray.exceptions.RayError as error:
+            # The last line has the cause; the lines before it are tracebacks of the actors.
             cause = str(error).strip().rpartition("\n")[2]
-            raise ServingError(f"Ray could not go on: {cause}") from error
+            raise ServingError(f"Ray failed: {cause}") from error
 
 
 def _detections(
     images: StoredImages, detector: dict[str, Any], batch_size: int
 ) -> ray.data.Dataset:
-    """The plan of the work, which starts when its rows are asked for.
-
-    The images are not read by Ray, which passes over hidden ones and stops at what it cannot read.
-    """
+    """Return the lazy data set of the results."""
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = int(resources.get("GPU", 0))
-    rows = ray.data.from_items([{"store": store, "path": path} for store, path in images.places])
+    # The files are not read by Ray's own reader, which skips hidden files and stops at unreadable
+    # ones.
+    rows = ray.data.from_items([{"store": store, "path": path} for store, path in images.paths])
     return rows.map(partial(_with_bytes, images.stores)).map_batches(
-        _Detector,
+        _RayDetector,
         batch_size=batch_size,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=gpus or int(resources["CPU"])),

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol v2, with Triton's calls, over the same pipeline as our own."""
+"""gRPC service of the Open Inference Protocol v2, with Triton's extensions."""

@@ -1,80 +1,83 @@
-"""From a request for inference to its answer."""
+"""ModelInfer: parse the request's options, detect objects in its images, build the response."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any, Final
 
 from ...model.images import ImageError
 from ...protos.inference import open_inference_pb2 as pb
-from ..detections import Answer, DetectionOptions, Detections, Timing
-from ..models import ServedModel
-from ..pipeline import Pipeline
-from ..scheduling import RequestTerms
+from ..config import ServeConfig
+from ..detections import DetectionOptions, Detections, MaskFormat, TimedResponse, Timing
+from ..errors import InvalidRequestError
+from ..pipeline.pipeline import InferenceRequest, Pipeline
+from ..pipeline.served_model import ServedModel
+from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
 from ..steps.preprocessing import SourceImage
-from .requests import (
-    ImageInput,
-    images_from_input,
-    input_from_request,
-    options_from_request,
-    outputs_from_request,
-    terms_from_request,
-)
-from .responses import (
-    add_outputs,
-    default_outputs,
-    empty_response,
-    mask_format_of,
-    output_specs,
-)
+from .input_images import ImageInput, decode_input, reject_parameters, validate_input
+from .responses import add_outputs, default_outputs, empty_response, mask_format_of, output_specs
+
+# Request parameters, with the fields of InferParameter that may hold them.
+_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "score_threshold": ("double_param", "int64_param"),
+    "max_detections": ("int64_param", "uint64_param"),
+    "precision": ("string_param",),
+    "priority": ("uint64_param", "int64_param"),
+    "timeout": ("int64_param", "uint64_param"),
+    # Triton's clients send it. It has no effect here: each request of a stream has one response.
+    "triton_enable_empty_final_response": ("bool_param",),
+}
 
 
 async def infer(
     request: pb.ModelInferRequest,
     pipeline: Pipeline,
     model: ServedModel,
+    config: ServeConfig,
     *,
     precision: str | None,
     peer: str,
-    max_batch: int,
-    max_pixels: int,
-    place: AbstractAsyncContextManager[None] | None = None,
+    admission: AbstractAsyncContextManager[None] | None = None,
 ) -> tuple[pb.ModelInferResponse, list[Timing]]:
-    """Detect in the images of a request, each of which is batched for itself.
+    """Detect objects in the images of a request. Each image is batched independently.
+
+    Call it within `model.use()`, which keeps the model loaded.
 
     Args:
-        request: The request.
-        pipeline: What detects.
-        model: The model to detect with, which the caller uses.
-        precision: The one that the request's model name asks for, if it does.
-        peer: The connection that the request came by.
-        max_batch: Images that a request may hold.
-        max_pixels: Pixels that an image may have.
-        place: What to detect within, where the request is to wait for its places.
+        request: ModelInfer request.
+        pipeline: Pipeline that processes the images.
+        model: Served model.
+        config: Server settings.
+        precision: Precision suffix of the request's model name. None: it has no suffix.
+        peer: Client address, as `context.peer()` returns it.
+        admission: Context manager that holds one admission slot per image. None: reserve the
+            slots without waiting.
 
     Returns:
-        The answer, and where the time of each image went.
+        The response and the timing of each image.
 
     Raises:
-        ImageError: an image cannot be used; the message names its index.
-        InvalidRequestError: something else of the request cannot.
-        QueueFullError: too many images are in progress.
-        ExpiredError: the request took longer than it may.
-        ServingError: what else `Pipeline.detect` raises.
+        ImageError: an image is invalid; the message contains its index.
+        InvalidRequestError: another part of the request is invalid.
+        QueueFullError: there are not enough free slots.
+        ExpiredError: the request exceeded its time limit.
+        ServingError: see `Pipeline.detect`.
     """
     manifest = model.manifest
     known = [spec.name for spec in output_specs(manifest)]
-    outputs = outputs_from_request(request, known) or default_outputs(manifest)
-    options = options_from_request(request, mask_format_of(outputs))
-    terms = terms_from_request(request, precision, peer)
-    images = input_from_request(request, max_batch, max_pixels)
+    outputs = _requested_outputs(request, known) or default_outputs(manifest)
+    options = _detection_options(request, mask_format_of(outputs))
+    scheduling = scheduling_from_request(request, precision, peer)
+    images = validate_input(request, config.images_per_request, config.max_pixels)
     response = empty_response(request)
-    async with pipeline.time_limit(terms.timeout_s):
-        async with place or pipeline.places.hold(peer, images.number):
-            detecting = _detect_all(pipeline, model, images, options, terms)
-            del request, images  # which are held no longer than until they are converted
-            answers = await detecting
-        found = [answer.value for answer in answers]
-        await pipeline.threads.run(peer, add_outputs, response, found, outputs, manifest)
-    return response, [answer.timing for answer in answers]
+    async with pipeline.time_limit(scheduling.timeout_s):
+        async with admission or pipeline.admission.acquire(peer, images.count):
+            detecting = _detect_all(pipeline, model, images, options, scheduling)
+            del request, images  # `detecting` releases them once the images are decoded
+            results = await detecting
+        detections = [result.value for result in results]
+        await pipeline.threads.run(peer, add_outputs, response, detections, outputs, manifest)
+    return response, [result.timing for result in results]
 
 
 async def _detect_all(
@@ -82,15 +85,16 @@ async def _detect_all(
     model: ServedModel,
     images: ImageInput,
     options: DetectionOptions,
-    terms: RequestTerms,
-) -> list[Answer[Detections]]:
-    # Megabytes are turned over in threads, not in the event loop, and only for who has places.
-    sources = (await pipeline.threads.run(terms.peer, images_from_input, images)).value
+    scheduling: SchedulingOptions,
+) -> list[TimedResponse[Detections]]:
+    # The conversion of large tensors would block the event loop, so it runs in a thread, and only
+    # for admitted requests.
+    sources = (await pipeline.threads.run(scheduling.peer, decode_input, images)).value
     del images
     try:
         async with asyncio.TaskGroup() as tasks:
             detecting = [
-                tasks.create_task(_detect(pipeline, model, index, source, options, terms))
+                tasks.create_task(_detect(pipeline, model, index, source, options, scheduling))
                 for index, source in enumerate(sources)
             ]
             del sources
@@ -105,9 +109,14 @@ async def _detect(
     index: int,
     image: SourceImage,
     options: DetectionOptions,
-    terms: RequestTerms,
-) -> Answer[Detections]:
-    detecting = pipeline.detect(image, options, _as_found, terms, model)
+    scheduling: SchedulingOptions,
+) -> TimedResponse[Detections]:
+    detecting = pipeline.detect(
+        InferenceRequest(
+            source=image, options=options, scheduling=scheduling, encoder=_not_encoded
+        ),
+        model,
+    )
     del image
     try:
         return await detecting
@@ -115,6 +124,72 @@ async def _detect(
         raise ImageError(f"images[{index}]: {error}") from error
 
 
-def _as_found(detections: Detections) -> Detections:
-    """The form of answer of which responses for several images are made."""
+def _not_encoded(detections: Detections) -> Detections:
+    """Return the detections unchanged; `add_outputs` encodes those of all images together."""
     return detections
+
+
+def scheduling_from_request(
+    request: pb.ModelInferRequest, precision: str | None, peer: str
+) -> SchedulingOptions:
+    """Return the scheduling options in a request's parameters.
+
+    Args:
+        request: ModelInfer request. A priority or timeout of 0 means the server's default.
+        precision: Precision suffix of the request's model name. None: it has no suffix.
+        peer: Client address, as `context.peer()` returns it.
+
+    Raises:
+        InvalidRequestError: a parameter is unknown, out of range, of the wrong type, or
+            contradicts the model name.
+    """
+    values = _parameters_of(request)
+    chosen = values.get("precision", precision)
+    if precision not in (None, chosen):
+        raise InvalidRequestError(
+            f"parameter 'precision' is {chosen!r}, but model {request.model_name!r} computes in "
+            f"{precision}; leave out the parameter, or the suffix of the model name"
+        )
+    timeout_us = values.get("timeout", 0)
+    return SchedulingOptions(
+        precision=chosen,
+        priority=values.get("priority", 0) or DEFAULT_SCHEDULING.priority,
+        timeout_s=timeout_us / 1e6 if timeout_us else None,
+        peer=peer,
+        model=request.model_name,
+    )
+
+
+def _requested_outputs(request: pb.ModelInferRequest, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the requested outputs, without duplicates. Empty: all default ones."""
+    for output in request.outputs:
+        if output.name not in known:
+            raise InvalidRequestError(
+                f"unknown output {output.name!r}; the outputs are {', '.join(known)}"
+            )
+        reject_parameters(f"output {output.name!r}", output.parameters)
+    return tuple(dict.fromkeys(output.name for output in request.outputs))
+
+
+def _detection_options(request: pb.ModelInferRequest, mask_format: MaskFormat) -> DetectionOptions:
+    values = _parameters_of(request)
+    return DetectionOptions(
+        score_threshold=values.get("score_threshold", 0.0),
+        max_detections=values.get("max_detections"),
+        mask_format=mask_format,
+    )
+
+
+def _parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:
+    values = {}
+    for name, parameter in request.parameters.items():
+        if name not in _PARAMETERS:
+            raise InvalidRequestError(
+                f"unknown parameter {name!r}; the parameters are {', '.join(_PARAMETERS)}"
+            )
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind not in _PARAMETERS[name]:
+            kinds = " or ".join(_PARAMETERS[name])
+            raise InvalidRequestError(f"parameter {name!r} has {kind}; send it as {kinds}")
+        values[name] = getattr(parameter, kind)
+    return values

@@ -1,42 +1,57 @@
-"""Answers to requests for inference."""
+"""Responses of the Open Inference Protocol: metadata, model config, inference outputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ...model.manifest import Manifest
+from ...model.bundle.manifest import MODEL_VERSION, Manifest
 from ...model.masks import rles_from_probabilities
 from ...protos.inference import open_inference_pb2 as pb
+from ..config import ServeConfig
 from ..detections import Detections, MaskFormat
-from .tensors import add_array, add_strings
+from ..pipeline.served_model import ModelBatcher, ServedModel
+from ..request_options import DEFAULT_SCHEDULING, PRIORITIES
+from .input_images import INPUT_NAME
 
-MODEL_VERSION = "1"
-"""The only one: a bundle that is loaded anew takes the old one's place."""
+_PLATFORM = "maskrcnn_bundle"
+_BACKEND = "maskrcnn"
+
+# Datatype in ModelConfig by the datatype of the tensor.
+_CONFIG_TYPES: Final = {
+    "BYTES": pb.TYPE_STRING,
+    "FP32": pb.TYPE_FP32,
+    "INT64": pb.TYPE_INT64,
+}
+_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {"FP32": np.dtype("<f4"), "INT64": np.dtype("<i8")}
 
 
 class OutputSpec(NamedTuple):
-    """An output of the model, as clients see it."""
+    """Name, datatype and shape of an output tensor."""
 
     name: str
     datatype: str
+    # Shape without the batch dimension.
     dims: tuple[int, ...]
-    """Without the batch."""
 
 
 def output_specs(manifest: Manifest) -> tuple[OutputSpec, ...]:
-    """The outputs, whose rows from `num_detections` on are zeros and empty strings.
+    """Return the specifications of all output tensors.
 
-    D is the number of detections that the model can find, M the side of its masks.
+    B is the number of images, D the model's maximum number of detections, M the side of its masks.
+    Each image has `num_detections` rows, padded to D with zeros or empty strings.
 
     - num_detections [B, 1]
-    - boxes [B, D, 4] xyxy in pixels of the source image, upright as its EXIF data asks for
-    - scores [B, D] by descending score
+    - boxes [B, D, 4] xyxy in pixels of the source image after its EXIF orientation was applied
+    - scores [B, D] in descending order
     - labels [B, D]; 1 is the first class
-    - masks [B, D], COCO's compressed run lengths over the source image
-    - image_sizes [B, 2] height and width of the source image, which run lengths need
-    - mask_probabilities [B, D, M, M] over the boxes; only where a request names it
+    - masks [B, D] COCO RLE (compressed counts) of masks with the size of the source image
+    - image_sizes [B, 2] height and width of the source image, which COCO RLE needs
+    - mask_probabilities [B, D, M, M] over each box; sent only if the request names this output
     """
     count, side = manifest.max_detections, manifest.mask_side
     return (
@@ -51,19 +66,115 @@ def output_specs(manifest: Manifest) -> tuple[OutputSpec, ...]:
 
 
 def default_outputs(manifest: Manifest) -> tuple[str, ...]:
-    """The outputs of an answer to a request that names none."""
+    """Return the names of the outputs to send if the request names none."""
     return tuple(o.name for o in output_specs(manifest) if o.name != "mask_probabilities")
 
 
 def mask_format_of(outputs: Sequence[str]) -> MaskFormat:
-    """The masks to detect for these outputs."""
+    """Return the mask format that the pipeline must compute for these outputs."""
     if "mask_probabilities" in outputs:
-        return MaskFormat.PROBABILITIES  # of which run lengths can be made
+        return MaskFormat.PROBABILITIES  # `add_outputs` converts them to COCO RLE if needed
     return MaskFormat.RLE if "masks" in outputs else MaskFormat.NONE
 
 
+def server_metadata() -> pb.ServerMetadataResponse:
+    """Return the response to ServerMetadata."""
+    return pb.ServerMetadataResponse(
+        name="maskrcnn-trt",
+        version=version("maskrcnn-trt"),
+        extensions=[
+            "binary_tensor_data",
+            "model_configuration",
+            "model_repository",
+            "parameters",
+            "schedule_policy",
+            "statistics",
+        ],
+    )
+
+
+def model_metadata(name: str, model: ServedModel) -> pb.ModelMetadataResponse:
+    """Return the response to ModelMetadata for a served model name."""
+    tensor = pb.ModelMetadataResponse.TensorMetadata
+    return pb.ModelMetadataResponse(
+        name=name,
+        versions=[MODEL_VERSION],
+        platform=_PLATFORM,
+        inputs=[tensor(name=INPUT_NAME, datatype="BYTES", shape=(-1, 1))],
+        outputs=[
+            tensor(name=spec.name, datatype=spec.datatype, shape=(-1, *spec.dims))
+            for spec in output_specs(model.manifest)
+        ],
+        properties=_properties(model),
+    )
+
+
+def model_config(name: str, model: ServedModel, config: ServeConfig) -> pb.ModelConfigResponse:
+    """Return the response to ModelConfig for a served model name."""
+    return pb.ModelConfigResponse(
+        config=pb.ModelConfig(
+            name=name,
+            platform=_PLATFORM,
+            backend=_BACKEND,
+            version_policy=pb.ModelVersionPolicy(
+                latest=pb.ModelVersionPolicy.Latest(num_versions=1)
+            ),
+            max_batch_size=config.images_per_request,
+            input=[pb.ModelInput(name=INPUT_NAME, data_type=pb.TYPE_STRING, dims=[1])],
+            output=[
+                pb.ModelOutput(name=s.name, data_type=_CONFIG_TYPES[s.datatype], dims=s.dims)
+                for s in output_specs(model.manifest)
+            ],
+            instance_group=_instance_groups(model.batcher(model.names[name])),
+            dynamic_batching=_dynamic_batching(config),
+            parameters={
+                name: pb.ModelParameter(string_value=value)
+                for name, value in _properties(model).items()
+            },
+        )
+    )
+
+
+def _instance_groups(batcher: ModelBatcher) -> list[pb.ModelInstanceGroup]:
+    return [
+        pb.ModelInstanceGroup(
+            kind=pb.ModelInstanceGroup.KIND_CPU if gpu is None else pb.ModelInstanceGroup.KIND_GPU,
+            count=count,
+            gpus=[] if gpu is None else [gpu],
+        )
+        for gpu, count in Counter(batcher.gpus).items()
+    ]
+
+
+def _dynamic_batching(config: ServeConfig) -> pb.ModelDynamicBatching:
+    return pb.ModelDynamicBatching(
+        preferred_batch_size=config.preferred_batch,
+        max_queue_delay_microseconds=round(config.max_delay_ms * 1000),
+        priority_levels=len(PRIORITIES),
+        default_priority_level=DEFAULT_SCHEDULING.priority,
+        default_queue_policy=pb.ModelQueuePolicy(
+            timeout_action=pb.ModelQueuePolicy.REJECT,
+            default_timeout_microseconds=round((config.timeout_s or 0) * 1e6),
+            allow_timeout_override=True,
+            max_queue_size=config.queue_size,
+        ),
+    )
+
+
+def _properties(model: ServedModel) -> dict[str, str]:
+    """Return model properties that the protocol has no fields for: names and JSON values."""
+    categories = model.manifest.categories
+    properties = {
+        "class_names": [category.name for category in categories],  # the first has label 1
+        "category_ids": [category.id for category in categories],
+        "precisions": model.precisions,  # the first is the default
+        "image_datatypes": ["BYTES", "UINT8", "FP32"],
+    }
+    return {name: json.dumps(value) for name, value in properties.items()}
+
+
 def empty_response(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
-    """The answer to a request, without outputs."""
+    """Return a response without outputs, with the request's model name and ID."""
     return pb.ModelInferResponse(
         model_name=request.model_name, model_version=MODEL_VERSION, id=request.id
     )
@@ -71,41 +182,49 @@ def empty_response(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
 
 def add_outputs(
     response: pb.ModelInferResponse,
-    found: Sequence[Detections],
+    detections: Sequence[Detections],
     outputs: Sequence[str],
     manifest: Manifest,
 ) -> None:
-    """Add outputs to an answer.
+    """Add output tensors to a response.
 
     Args:
-        response: The answer.
-        found: What was found in each image, with masks as `mask_format_of` says.
-        outputs: Names of the outputs that the request asks for.
-        manifest: Of the bundle.
+        response: Response to extend.
+        detections: Detections of each image, with masks in the format `mask_format_of(outputs)`.
+        outputs: Names of the outputs to add.
+        manifest: Manifest of the bundle.
     """
     specs = {spec.name: spec for spec in output_specs(manifest)}
     for name in outputs:
         _, datatype, dims = specs[name]
         if name == "masks":
-            rows = [_run_lengths(detections, manifest) for detections in found]
-            add_strings(response, name, [row + [b""] * (dims[0] - len(row)) for row in rows])
-            continue
-        padded = np.zeros((len(found), *dims), np.int64 if datatype == "INT64" else np.float32)
-        for row, detections in zip(padded, found, strict=True):
-            values = _VALUES[name](detections)
-            row[: len(values)] = values
-        add_array(response, name, padded)
+            rows = [_rle_counts(own, manifest) for own in detections]
+            shape = (len(rows), *dims)
+            contents = _serialised_strings(row + [b""] * (dims[0] - len(row)) for row in rows)
+        else:
+            padded = np.zeros((len(detections), *dims), _DTYPES[datatype])
+            for row, own in zip(padded, detections, strict=True):
+                values = _VALUES[name](own)
+                row[: len(values)] = values
+            shape, contents = padded.shape, padded.tobytes()
+        response.outputs.add(name=name, datatype=datatype, shape=shape)
+        response.raw_output_contents.append(contents)
 
 
+# Function that returns the rows of an output for one image, without padding.
 _VALUES: Final[Mapping[str, Callable[[Detections], Any]]] = {
     "num_detections": lambda detections: [len(detections)],
     "image_sizes": attrgetter("height", "width"),
     **{n: attrgetter(n) for n in ("boxes", "scores", "labels", "mask_probabilities")},
 }
-"""The rows of an output that are not padding, for one image."""
 
 
-def _run_lengths(detections: Detections, manifest: Manifest) -> list[bytes]:
+def _serialised_strings(rows: Iterable[Sequence[bytes]]) -> bytes:
+    """Return raw contents of datatype BYTES: each string after its length in 4 bytes."""
+    return b"".join(len(text).to_bytes(4, "little") + text for row in rows for text in row)
+
+
+def _rle_counts(detections: Detections, manifest: Manifest) -> list[bytes]:
     rles = detections.rles
     if rles is None:
         assert detections.mask_probabilities is not None

@@ -1,4 +1,4 @@
-"""The service inference.GRPCInferenceService."""
+"""gRPC service inference.GRPCInferenceService (Open Inference Protocol v2)."""
 
 import asyncio
 import functools
@@ -7,11 +7,10 @@ from typing import Any
 
 import grpc
 
-from ...model.manifest import BundleError
+from ...model.bundle.manifest import MODEL_VERSION, BundleError
 from ...protos.inference import open_inference_pb2 as pb
 from ...protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from ..config import ServeConfig
-from ..daemon_threads import in_daemon_thread
 from ..errors import (
     BackendError,
     InvalidRequestError,
@@ -19,13 +18,13 @@ from ..errors import (
     ReloadError,
     StoppingError,
 )
-from ..pipeline import Pipeline
-from ..transport.health import HealthService
-from ..transport.refusals import refusal_from_error, refusing
-from ..transport.streams import Place, Streams
+from ..grpc_status import abort_on_error, status_and_message
+from ..pipeline.pipeline import Pipeline
+from ..pipeline.threads import in_daemon_thread
+from ..rpc.health import HealthService
+from ..rpc.streams import Admission, Streams
 from .inference import infer
-from .metadata import model_config, model_metadata, server_metadata
-from .responses import MODEL_VERSION
+from .responses import model_config, model_metadata, server_metadata
 
 _READY = "READY"
 
@@ -34,39 +33,33 @@ _StreamContext = grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamIn
 _Method = Callable[["InferenceService", Any, _Context], Awaitable[Any]]
 
 
-def _refusing(method: _Method) -> _Method:
-    """A method that answers with a status where it would raise."""
+def _aborting(method: _Method) -> _Method:
+    """Decorate a method: if it raises, the call is aborted with the exception's gRPC status."""
 
     @functools.wraps(method)
-    def answer(self: "InferenceService", request: Any, context: _Context) -> Awaitable[Any]:
-        return refusing(method(self, request, context), context)
+    def call(self: "InferenceService", request: Any, context: _Context) -> Awaitable[Any]:
+        return abort_on_error(method(self, request, context), context)
 
-    return answer
+    return call
 
 
 class InferenceService(GRPCInferenceServiceServicer):
-    """Answers for one pipeline.
+    """Servicer of inference.GRPCInferenceService.
 
-    Its model goes by the name in the bundle, and by `NAME-PRECISION` in each precision.
+    Requests for NAME, the model name in the bundle, use the default precision. Requests for
+    `NAME-PRECISION` use that precision.
     """
 
     def __init__(self, pipeline: Pipeline, config: ServeConfig, health: HealthService) -> None:
-        """Serve a pipeline.
-
-        Args:
-            pipeline: What detects.
-            config: How it is configured.
-            health: What knows whether the server is ready.
-        """
         self._pipeline = pipeline
         self._config = config
         self._health = health
-        self._max_batch = config.images_per_request
-        self._streams = Streams[pb.ModelInferRequest](pipeline, self._places_of)
+        self._streams = Streams[pb.ModelInferRequest](pipeline, self._image_count)
+        # Tasks that load or unload the model.
         self._changes: set[asyncio.Task[None]] = set()
 
     def stop_reading(self) -> None:
-        """End the streams when what they asked for so far is answered, and give up loading."""
+        """Stop reading requests from streams (see `Streams.stop`), and cancel model loads."""
         self._streams.stop()
         for task in self._changes:
             task.cancel()
@@ -74,19 +67,19 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ServerLive(  # noqa: N802 (named by the protocol)
         self, request: pb.ServerLiveRequest, context: _Context
     ) -> pb.ServerLiveResponse:
-        """Whether the server answers."""
+        """Return whether the server responds."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(  # noqa: N802
         self, request: pb.ServerReadyRequest, context: _Context
     ) -> pb.ServerReadyResponse:
-        """Whether the server can be sent inferences."""
+        """Return whether the server can process inference requests."""
         return pb.ServerReadyResponse(ready=self._health.is_serving)
 
     async def ModelReady(  # noqa: N802
         self, request: pb.ModelReadyRequest, context: _Context
     ) -> pb.ModelReadyResponse:
-        """Whether a model can; it is not if it is not served at all."""
+        """Return whether a model can process inference requests; false for an unknown model."""
         is_version = request.version in ("", MODEL_VERSION)
         ready = is_version and self._health.is_model_serving(request.name)
         return pb.ModelReadyResponse(ready=ready)
@@ -97,7 +90,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         """Describe the server."""
         return server_metadata()
 
-    @_refusing
+    @_aborting
     async def ModelMetadata(  # noqa: N802
         self, request: pb.ModelMetadataRequest, context: _Context
     ) -> pb.ModelMetadataResponse:
@@ -105,19 +98,19 @@ class InferenceService(GRPCInferenceServiceServicer):
         self._precision_of(request.name, request.version)
         return model_metadata(request.name, self._pipeline.model)
 
-    @_refusing
+    @_aborting
     async def ModelConfig(  # noqa: N802
         self, request: pb.ModelConfigRequest, context: _Context
     ) -> pb.ModelConfigResponse:
-        """Describe how a model is served."""
+        """Describe the configuration of a model, such as its batch size and instances."""
         self._precision_of(request.name, request.version)
         return model_config(request.name, self._pipeline.model, self._config)
 
-    @_refusing
+    @_aborting
     async def ModelStatistics(  # noqa: N802
         self, request: pb.ModelStatisticsRequest, context: _Context
     ) -> pb.ModelStatisticsResponse:
-        """Tell what became of the requests for a model, or for each."""
+        """Return the request statistics of one model, or of all if the request names none."""
         if request.name:
             self._precision_of(request.name, request.version)
         names = [request.name] if request.name else list(self._pipeline.model.names)
@@ -129,13 +122,13 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def RepositoryIndex(  # noqa: N802
         self, request: pb.RepositoryIndexRequest, context: _Context
     ) -> pb.RepositoryIndexResponse:
-        """List the models."""
-        models = map(self._index_of, self._pipeline.model.names)
+        """List the models and their states."""
+        models = map(self._model_index, self._pipeline.model.names)
         return pb.RepositoryIndexResponse(
             models=[model for model in models if model.state == _READY or not request.ready]
         )
 
-    def _index_of(self, name: str) -> pb.RepositoryIndexResponse.ModelIndex:
+    def _model_index(self, name: str) -> pb.RepositoryIndexResponse.ModelIndex:
         index = pb.RepositoryIndexResponse.ModelIndex(name=name, version=MODEL_VERSION)
         if self._health.is_model_serving(name):
             index.state = _READY
@@ -144,49 +137,51 @@ class InferenceService(GRPCInferenceServiceServicer):
             index.reason = (
                 "unloaded"
                 if self._pipeline.model.is_unloaded
-                else "the server starts or stops, or the model broke and is loaded again"
+                else "the server is starting or stopping, or the model's workers are restarting"
             )
         return index
 
-    @_refusing
+    @_aborting
     async def RepositoryModelLoad(  # noqa: N802
         self, request: pb.RepositoryModelLoadRequest, context: _Context
     ) -> pb.RepositoryModelLoadResponse:
-        """Load the bundle anew from where it is; if that fails, all stays as it was."""
-        _refuse_unknown(request.parameters, "the bundle is loaded as it is")
+        """Reload the bundle from its path. If that fails, the served model does not change."""
+        _reject_unknown(request.parameters, "RepositoryModelLoad has no parameters")
         try:
             await self._check_loadable(request.model_name)
-            await self._see_through(self._pipeline.reload)
+            await self._run_to_end(self._pipeline.lifecycle.reload)
         except (BundleError, BackendError) as error:
             raise ReloadError(str(error)) from error
         return pb.RepositoryModelLoadResponse()
 
-    @_refusing
+    @_aborting
     async def RepositoryModelUnload(  # noqa: N802
         self, request: pb.RepositoryModelUnloadRequest, context: _Context
     ) -> pb.RepositoryModelUnloadResponse:
-        """Take no more requests for the model, answer those in progress, and end its engines."""
+        """Reject new requests, drain the in-flight ones, and end the worker processes."""
         precision = self._precision_of(request.model_name, "")
         if precision is not None:
             raise InvalidRequestError(
-                f"{request.model_name!r} is the model in {precision}, which goes with the others; "
-                f"unload {self._pipeline.model.manifest.model_name!r}, or serve without {precision}"
+                f"{request.model_name!r} is one precision of a model and cannot be unloaded alone; "
+                f"unload {self._pipeline.model.manifest.model_name!r}, or restart the server "
+                f"without precision {precision}"
             )
-        parameters = set(request.parameters) - {"unload_dependents"}  # of which there are none
-        _refuse_unknown(parameters, "only unload_dependents is, and changes nothing")
-        await self._see_through(self._pipeline.unload)
+        # Models here have no dependents, so this parameter has no effect.
+        parameters = set(request.parameters) - {"unload_dependents"}
+        _reject_unknown(parameters, "only unload_dependents is allowed")
+        await self._run_to_end(self._pipeline.lifecycle.unload)
         return pb.RepositoryModelUnloadResponse()
 
     async def _check_loadable(self, name: str) -> None:
-        """Refuse what is neither served nor the name of the bundle that lies there by now."""
+        """Raise ModelNotFoundError unless a served model or the stored bundle has this name."""
         try:
             self._precision_of(name, "")
         except ModelNotFoundError:
-            if name != await in_daemon_thread(self._pipeline.stored_name):
+            if name != await in_daemon_thread(self._pipeline.lifecycle.stored_name):
                 raise
 
-    async def _see_through(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Change what is served; a client that goes does not stop it half way."""
+    async def _run_to_end(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a load or unload to its end, even if the client disconnects."""
         if not self._health.is_running:
             raise StoppingError("the server is starting or stopping")
         task = asyncio.create_task(change())
@@ -202,83 +197,86 @@ class InferenceService(GRPCInferenceServiceServicer):
     def _end_change(self, task: asyncio.Task[None]) -> None:
         self._changes.discard(task)
         if not task.cancelled():
-            task.exception()  # or asyncio would log it where the client is gone
+            # Mark the exception as retrieved. Otherwise asyncio logs it if the client has
+            # disconnected.
+            task.exception()
 
-    @_refusing
+    @_aborting
     def ModelInfer(  # noqa: N802
         self, request: pb.ModelInferRequest, context: _Context
     ) -> Awaitable[pb.ModelInferResponse]:
-        """Detect in the images of a request."""
+        """Detect objects in the images of a request."""
         return self._response_to(context.peer(), request)
 
     async def ModelStreamInfer(  # noqa: N802
         self, requests: AsyncIterator[pb.ModelInferRequest], context: _StreamContext
     ) -> None:
-        """Answer the requests of a stream in their order, several at once."""
-        answer = functools.partial(self._stream_response_to, context.peer())
-        await self._streams.answer(requests, answer, context, in_order=True)
+        """Process the requests of a stream concurrently, and respond in their order."""
+        respond = functools.partial(self._stream_response_to, context.peer())
+        await self._streams.process(requests, respond, context, in_order=True)
 
-    def _places_of(self, request: pb.ModelInferRequest) -> int:
-        """Places that a request takes, if its images are as many as may be."""
+    def _image_count(self, request: pb.ModelInferRequest) -> int:
+        """Return the number of images in the shape of a request's input; 1 if it is invalid."""
         shape = request.inputs[0].shape if request.inputs else ()
-        return shape[0] if shape and 1 <= shape[0] <= self._max_batch else 1
+        return shape[0] if shape and 1 <= shape[0] <= self._config.images_per_request else 1
 
     async def _stream_response_to(
-        self, peer: str, request: pb.ModelInferRequest, place: Place
+        self, peer: str, request: pb.ModelInferRequest, admission: Admission
     ) -> pb.ModelStreamInferResponse:
-        refused = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
-        answer = self._response_to(peer, request, place)
+        failed = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+        responding = self._response_to(peer, request, admission)
         del request
         try:
-            response = await answer
+            response = await responding
         except Exception as error:
-            _, message = refusal_from_error(error)
-            return pb.ModelStreamInferResponse(error_message=message, infer_response=refused)
+            _, message = status_and_message(error)
+            return pb.ModelStreamInferResponse(error_message=message, infer_response=failed)
         response.parameters["triton_final_response"].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response)
 
     async def _response_to(
-        self, peer: str, request: pb.ModelInferRequest, place: Place | None = None
+        self, peer: str, request: pb.ModelInferRequest, admission: Admission | None = None
     ) -> pb.ModelInferResponse:
-        model = self._pipeline.model  # for all images, though the bundle be loaded anew meanwhile
-        watch = self._pipeline.telemetry.request(model, request.model_name, request.id, peer)
-        with watch as timings:
+        # All images of the request use this model, even if the bundle is reloaded meanwhile.
+        model = self._pipeline.model
+        telemetry = self._pipeline.telemetry
+        recording = telemetry.request(request.model_name, model.names, request.id, peer)
+        with recording as timings:
             precision = self._precision_of(request.model_name, request.model_version)
             with model.use():
-                answer = infer(
+                inferring = infer(
                     request,
                     self._pipeline,
                     model,
+                    self._config,
                     precision=precision,
                     peer=peer,
-                    max_batch=self._max_batch,
-                    max_pixels=self._config.max_pixels,
-                    place=place,
+                    admission=admission,
                 )
-                del request  # so that it is gone when its images are decoded
-                response, found = await answer
-            timings += found
+                del request  # `inferring` releases it once its images are decoded
+                response, image_timings = await inferring
+            timings += image_timings
         return response
 
     def _precision_of(self, name: str, version: str) -> str | None:
-        """The precision that a model's name asks for, none for the default.
+        """Return the precision that a model name selects. None: the default precision.
 
         Raises:
-            ModelNotFoundError: the model is not served.
+            ModelNotFoundError: the model or the version is not served.
         """
         precisions = self._pipeline.model.names
         if name not in precisions:
             raise ModelNotFoundError(
-                f"model {name!r} is not served; served are {', '.join(precisions)}"
+                f"model {name!r} is not served; the served models are {', '.join(precisions)}"
             )
         if version not in ("", MODEL_VERSION):
             raise ModelNotFoundError(
                 f"version {version!r} of model {name!r} is not served; "
-                f"leave it out, or ask for {MODEL_VERSION}"
+                f"leave the version out, or use {MODEL_VERSION}"
             )
         return precisions[name]
 
 
-def _refuse_unknown(names: Collection[str], remark: str) -> None:
+def _reject_unknown(names: Collection[str], hint: str) -> None:
     if names:
-        raise InvalidRequestError(f"parameter {min(names)!r} is not known; {remark}")
+        raise InvalidRequestError(f"unknown parameter {min(names)!r}; {hint}")

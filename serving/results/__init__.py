@@ -1,1 +1,1 @@
-"""What detections are written as: COCO results, arrays and pictures."""
+"""Output files of detections: COCO JSON, NumPy arrays and annotated images."""

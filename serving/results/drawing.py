@@ -1,4 +1,4 @@
-"""Detections drawn onto their image."""
+"""Drawing of detections onto their image."""
 
 import colorsys
 
@@ -10,33 +10,36 @@ from ...model.masks import mask_from_rle
 from ..detections import Detections
 
 _MASK_OPACITY = 0.45
+# Difference of the hues of successive labels, as a fraction of the colour circle. With the golden
+# ratio, hues stay far apart for any number of labels.
 _GOLDEN_RATIO = 0.618034
 
 Colour = tuple[int, int, int]
 
 
-def colour_of(label: int) -> Colour:
-    """A bright RGB colour, the same for a label everywhere and far from its neighbours'."""
+def colour_from_label(label: int) -> Colour:
+    """Return a bright RGB colour for a label. Neighbouring labels get distinct hues."""
     red, green, blue = colorsys.hsv_to_rgb(label * _GOLDEN_RATIO % 1, 0.85, 1)
     return round(red * 255), round(green * 255), round(blue * 255)
 
 
 def draw_detections(image: NDArray[np.uint8], detections: Detections) -> NDArray[np.uint8]:
-    """Draw masks, boxes, class names and scores, the best detections on top.
+    """Draw masks, boxes, class names and scores. Detections with higher scores are drawn on top.
 
     Args:
-        image: [H, W, 3] RGB, upright.
-        detections: Of that image; masks are drawn if they are run-length encoded.
+        image: [H, W, 3] RGB, after the EXIF rotation.
+        detections: Detections of that image. Only RLE masks are drawn.
 
     Returns:
-        A new [H, W, 3].
+        New array [H, W, 3].
     """
-    colours = [colour_of(label) for label in detections.labels.tolist()]
+    colours = [colour_from_label(label) for label in detections.labels.tolist()]
     pixels = image.astype(np.float32)
     for colour, rle in reversed(list(zip(colours, detections.rles or (), strict=False))):
         mask = mask_from_rle(rle) != 0
         pixels[mask] += _MASK_OPACITY * (np.array(colour, np.float32) - pixels[mask])
     canvas = Image.fromarray(pixels.round().astype(np.uint8))
+    # Text size and line width scale with the image.
     side = (canvas.width * canvas.height) ** 0.5
     font = ImageFont.load_default(max(11.0, side / 45))
     draw = ImageDraw.Draw(canvas)
@@ -58,7 +61,7 @@ def _draw_label(
     colour: Colour,
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
 ) -> None:
-    """Write on a filled ground above the corner, or as near to it as a canvas of `size` allows."""
+    """Write a text on a filled box above `corner` (x, y), shifted into the canvas of `size`."""
     _, _, right, bottom = draw.textbbox((2, 2), text, font=font)
     width, height = right + 2, bottom + 2
     x = max(0.0, min(corner[0], size[0] - width))

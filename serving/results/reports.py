@@ -1,4 +1,4 @@
-"""What `predict` and `client` leave behind: pictures, COCO results and arrays."""
+"""Output files of `predict` and `client`: annotated images, COCO results and NumPy arrays."""
 
 import contextlib
 import json
@@ -10,7 +10,6 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
-from uuid import uuid4
 
 import click
 import numpy as np
@@ -18,60 +17,62 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
+from ...model.atomic_files import atomic_write
 from ...model.images import IMAGE_SUFFIXES, ImageError, decode_image
 from ..config import ReportFormat
 from ..detections import Detections
 from ..errors import ClientError, image_error_from_os_error
-from .coco_json import coco_results, image_id_from_path
+from .coco_json import arrays_from_detections, coco_results, image_id_from_path
 from .drawing import draw_detections
-from .numpy_arrays import arrays_from_detections
 
 RESULTS_NAME = "detections.json"
 
+# Maximum number of failures in the final message. Each failure is also printed when it occurs.
 _FAILURES_SHOWN = 3
-"""At the end; each is shown when it comes."""
 
 
 def image_files(sources: Sequence[Path]) -> list[Path]:
-    """The images among files and folders; of a folder those whose names end as images' do.
+    """Return the given files, whatever their suffix, and the files with image suffixes in folders.
 
     Raises:
-        click.UsageError: there are none, or two that would be the same image in the results.
+        click.UsageError: There are no images, or two would have the same image ID in the results.
     """
     files: dict[int | str, Path] = {}
     for source in sources:
-        found = [source]
+        paths = [source]
         if source.is_dir():
-            found = sorted(p for p in source.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
-        for path in found:
+            paths = sorted(p for p in source.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+        for path in paths:
             image_id = image_id_from_path(path)
             other = files.setdefault(image_id, path)
             if other != path:
                 raise click.UsageError(
-                    f"{other} and {path} would both be image {image_id} in the results; "
-                    "give one at a time"
+                    f"{other} and {path} would both be image {image_id} in the results; give them "
+                    "to separate runs with different --output folders"
                 )
     if not files:
         raise click.UsageError(
-            f"{', '.join(map(str, sources))} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})"
+            f"{', '.join(map(str, sources))}: no image found ({', '.join(sorted(IMAGE_SUFFIXES))})"
         )
     return list(files.values())
 
 
 def check_folder(folder: Path, files: Sequence[Path], formats: Collection[ReportFormat]) -> None:
-    """Refuse to write pictures where another run would take them for images.
+    """Check that annotated images are not written into a folder that holds input images.
 
     Raises:
-        click.UsageError: there are to be pictures, and images or what they link to lie there.
+        click.UsageError: `formats` includes `pictures`, and `folder` holds an input image or the
+            target of an input image's symbolic link.
     """
+    # Otherwise the next run would take the annotated images for input.
     if "pictures" not in formats:
         return
-    places = {os.path.realpath(path.parent) for path in files}
-    places |= {os.path.dirname(os.path.realpath(path)) for path in files}
-    if os.path.realpath(folder) in places:
+    folders = {os.path.realpath(path.parent) for path in files}
+    folders |= {os.path.dirname(os.path.realpath(path)) for path in files}
+    if os.path.realpath(folder) in folders:
         raise click.UsageError(
-            f"{folder} holds images that were given, and pictures are written only to another "
-            "folder than theirs; choose another --output"
+            f"{folder} holds input images, so annotated images cannot be written to it; choose "
+            "another folder with --output"
         )
 
 
@@ -81,27 +82,28 @@ def write_report(
     folder: Path,
     formats: Collection[ReportFormat] = ("pictures", "coco"),
 ) -> None:
-    """Write each image's detections as they come; in the main thread.
+    """Write the detections of each image as they arrive. Call it from the main thread.
 
-    Whatever ends it before the last, SIGTERM and SIGHUP among it, the COCO results of those that
-    came are written. If none came, those of an earlier run stay.
+    If an error, SIGTERM or SIGHUP ends the run early, the COCO results so far are written. If no
+    image has succeeded, the results of an earlier run stay.
 
     Args:
-        files: The images.
-        outcomes: In the same order, their detections or why there are none.
-        folder: Where to write; made if missing.
-        formats: `pictures`, a PNG of each image with its detections; `coco`, all of them as COCO
-            results; `numpy`, an NPZ of each image with `numpy_arrays.arrays_from_detections`.
+        files: The image files.
+        outcomes: Detections or error of each image, in the same order.
+        folder: Output folder, created if missing.
+        formats: `pictures`: a PNG of each image with its detections. `coco`: one file of COCO
+            results. `numpy`: an NPZ of each image with the arrays of `arrays_from_detections`.
 
     Raises:
-        click.ClickException: some images failed, all others are written.
-        OSError: a file could not be written; it is named, and those before it are.
+        click.ClickException: Some images failed. The results of the others are written.
+        OSError: A file could not be written. The message names it; earlier files stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     report, failures = _Report(folder, formats), []
+    # No markup: file names may contain square brackets and colons.
     console = Console(stderr=True, markup=False, emoji=False)
     pairs = zip(files, outcomes, strict=True)
-    with _ended_by_signals() as ignore_signals:
+    with _exit_on_signals() as ignore_signals:
         try:
             for path, outcome in track(pairs, "Detecting", len(files), console=console):
                 failure = report.add(path, outcome)
@@ -111,14 +113,14 @@ def write_report(
         finally:
             try:
                 ignore_signals()
-            finally:  # one may come at that moment
+            finally:  # a signal may arrive during `ignore_signals`
                 report.finish()
     if failures:
-        raise click.ClickException(_sentences_from_failures(failures, len(files)))
+        raise click.ClickException(_failure_summary(failures, len(files)))
 
 
 class _Report:
-    """What was found so far."""
+    """Writer of the output files, one image after the other."""
 
     def __init__(self, folder: Path, formats: Collection[ReportFormat]) -> None:
         self._folder = folder
@@ -128,9 +130,9 @@ class _Report:
         self._detections = 0
 
     def add(self, path: Path, outcome: Detections | Exception) -> str:
-        """Write what was found in an image, or say what failed."""
+        """Write the detections of an image. Return an error message, or an empty string."""
         if not isinstance(outcome, Detections):
-            return _sentence_from_failure(outcome)
+            return _failure_message(outcome)
         self._detections += len(outcome)
         self._images += 1
         if "coco" in self._formats:
@@ -142,14 +144,14 @@ class _Report:
             _write(self._folder / f"{path.stem}.npz", file.getvalue())
         if "pictures" in self._formats:
             try:
-                picture = _drawn(path, outcome)
-            except (OSError, ImageError) as error:  # it was replaced or went in the meantime
-                return f"its picture is not drawn: {_sentence_from_failure(error)}"
-            _write(self._folder / f"{path.stem}.png", picture)
+                annotated = _annotated_png(path, outcome)
+            except (OSError, ImageError) as error:  # the input file was replaced or deleted
+                return f"the annotated image was not drawn: {_failure_message(error)}"
+            _write(self._folder / f"{path.stem}.png", annotated)
         return ""
 
     def finish(self) -> None:
-        """Write the COCO results and say how much it is, if there was an answer at all."""
+        """Write the COCO results and print the totals, unless all images failed."""
         if not self._images:
             return
         if "coco" in self._formats:
@@ -158,14 +160,14 @@ class _Report:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[Callable[[], None]]:
-    """Let SIGTERM and SIGHUP end what is within as Ctrl+C does, with a status of their own.
+def _exit_on_signals() -> Iterator[Callable[[], None]]:
+    """Exit with status 128 + signal number on SIGTERM and SIGHUP, so that `finally` blocks run.
 
-    Those that are ignored, as under `nohup`, or handled already stay so. Once one has ended it,
-    both are ignored as long as the process lasts.
+    A signal that is ignored, as under `nohup`, or already handled keeps its handler. After the
+    first signal both are ignored until the process ends.
 
     Yields:
-        A function after which they are ignored.
+        Function that makes the process ignore both signals.
     """
     numbers = [
         number
@@ -177,52 +179,50 @@ def _ended_by_signals() -> Iterator[Callable[[], None]]:
         for number in numbers:
             signal.signal(number, handler)
 
-    is_ending = False
+    is_exiting = False
 
-    def end(number: int, _: object) -> NoReturn:
-        nonlocal is_ending
-        is_ending = True
-        handle_with(signal.SIG_IGN)  # `timeout` and shells send theirs twice
+    def exit_process(number: int, _: object) -> NoReturn:
+        nonlocal is_exiting
+        is_exiting = True
+        handle_with(signal.SIG_IGN)  # `timeout` and shells send a signal twice
         sys.exit(128 + number)
 
-    handle_with(end)
+    handle_with(exit_process)
     try:
         yield partial(handle_with, signal.SIG_IGN)
     finally:
-        if not is_ending:
+        if not is_exiting:
             handle_with(signal.SIG_DFL)
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Put a whole file in place of what was there, or leave that.
+    """Write a file atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written. The message names the file and a remedy.
     """
-    unfinished = path.with_name(f".{uuid4().hex}.partial")
     try:
-        unfinished.write_bytes(data)
-        unfinished.replace(path)
+        # Not durable: results can be computed again, and flushing each image to disk is slow.
+        with atomic_write(path, durable=False) as file:
+            file.write(data)
     except OSError as error:
-        remedy = "make room or choose another folder with --output"
+        remedy = "free disk space or choose another folder with --output"
         raise OSError(error.errno, f"{error.strerror}; {remedy}", str(path)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
 
 
-def _sentence_from_failure(error: Exception) -> str:
+def _failure_message(error: Exception) -> str:
     return str(image_error_from_os_error(error) if isinstance(error, OSError) else error)
 
 
-def _sentences_from_failures(failures: Sequence[str], images: int) -> str:
+def _failure_summary(failures: Sequence[str], images: int) -> str:
     more = len(failures) - _FAILURES_SHOWN
     shown = [*failures[:_FAILURES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
     return "\n  ".join([f"{len(failures)} of {images} images failed:", *shown])
 
 
-def _drawn(path: Path, detections: Detections) -> bytes:
-    """A PNG of an image and what was found in it."""
+def _annotated_png(path: Path, detections: Detections) -> bytes:
+    """Return a PNG of an image with its detections drawn onto it."""
+    # `max_pixels` is the size of the image that was computed, as the file may have been replaced.
     image = decode_image(path.read_bytes(), max_pixels=detections.height * detections.width)
     file = BytesIO()
     Image.fromarray(draw_detections(image, detections)).save(file, "PNG")

@@ -1,1 +1,1 @@
-"""The steps from encoded images to detections, on the CPU or on a GPU."""
+"""Processing steps from image files to detections, on the CPU and on the GPU."""

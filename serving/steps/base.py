@@ -1,69 +1,126 @@
-"""The steps in which a batch of images becomes detections."""
+"""Interfaces of engines and of processing steps, with their input and output types."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+from ...model.bundle.spec import ShapeBucket
 from ...model.images import ImageError
-from ...model.spec import ShapeBucket
-from ..detections import DetectionOptions, Detections
-from .preprocessing import PlannedImage
+from ..backends.base import HostOutputs
+from ..detections import DetectionOptions, Detections, ResponseEncoder, TimedResponse
+from .preprocessing import ModelInput, PlannedImage
 
+# Outcome of one image: its detections, or the error of an invalid image.
 Outcome = Detections | ImageError
-"""What became of an image."""
 
 
-class Job(NamedTuple):
-    """An image to detect in, and what to answer with."""
+class ImageRequest(NamedTuple):
+    """Image to detect objects in, with its detection options."""
 
     image: PlannedImage
     options: DetectionOptions
 
     @property
     def bucket(self) -> ShapeBucket:
-        """Input size that the image is padded to."""
+        """Input size to which the image is padded."""
         return self.image.bucket
 
 
-Form = Callable[[Detections], Any]
-"""Makes of detections what they are wanted as. It is a function of a module, so that another
-process can do that."""
+class DeviceRequest(NamedTuple):
+    """Input of an end-to-end engine: the request for one image, and the response encoder."""
 
-
-class Order(NamedTuple):
-    """A job for an engine, and the form in which it is to answer."""
-
-    job: Job
-    form: Form
+    request: ImageRequest
+    encoder: ResponseEncoder
 
     @property
     def bucket(self) -> ShapeBucket:
-        """Input size that the image is padded to."""
-        return self.job.bucket
+        """Input size to which the image is padded."""
+        return self.request.bucket
 
 
-Source = Job | ImageError
-"""A place in a batch; a damaged image leaves it black, so that the others keep theirs."""
+# One row of a batch. The row of an invalid image stays black, and the other images keep their rows.
+BatchEntry = ImageRequest | ImageError
 
+# Name of the step that computes the model.
 MODEL_STEP = "model"
-"""Name of the step in which the backend computes."""
 
 
 class Step(NamedTuple):
-    """What is done with a batch before the next step gets it."""
+    """One step of processing a batch."""
 
     name: str
+    # Takes the result of the previous step. The first step takes image requests of one bucket; the
+    # last returns their outcomes.
     run: Callable[[Any], Any]
-    """The first takes jobs of one bucket, the last gives the outcome of each."""
+    # Number of batches that may be in this step at once. 1 keeps batches in order.
     threads: int
-    """Batches that it works at, at once; where it is one, they come in their order."""
 
 
 class BatchSteps(Protocol):
-    """A way from encoded images to detections."""
+    """Sequence of steps from encoded images to detections."""
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """In the order in which a batch goes through them."""
+        """Steps in the order in which a batch passes them."""
 
     def synchronize(self) -> None:
-        """Wait for what steps have set going on a device."""
+        """Wait for the work that the steps have queued on the GPU."""
+
+
+# Input and output of an engine for one image.
+EngineItem = ModelInput | DeviceRequest
+EngineResult = HostOutputs | TimedResponse[Any] | ImageError
+
+Item = TypeVar("Item", contravariant=True)
+Result = TypeVar("Result", covariant=True)
+
+
+class EngineInfo(NamedTuple):
+    """Properties of a loaded engine."""
+
+    # Value of --backend that selects this backend.
+    backend: str
+    device: Literal["cpu", "cuda"]
+    # Number of batches that the engine can have in flight at once, each in a thread of its own.
+    concurrency: int
+    # In-flight batches that keep the engine busy. With as many in flight, only full batches start.
+    saturating_batches: int
+    # Input sizes of the model.
+    buckets: tuple[ShapeBucket, ...]
+    # True: the engine takes `DeviceRequest`s and returns encoded responses. False: it takes
+    # `ModelInput`s, prepared on the CPU, and returns the model's outputs for each image.
+    is_end_to_end: bool
+
+
+class Engine(Protocol[Item, Result]):
+    """Loaded model that computes batches. An item is its input for one image.
+
+    Items and results are picklable.
+    """
+
+    @property
+    def info(self) -> EngineInfo:
+        """Properties of the engine."""
+
+    def warm_up(self, max_batch: int) -> None:
+        """Run every bucket and batch size, so that requests need not compile or allocate memory."""
+
+    def compute(self, items: Sequence[Item]) -> Sequence[Result]:
+        """Return one result per item of a batch. All items have the same shape bucket.
+
+        Arrays in the items are valid only during the call.
+        """
+
+    def close(self) -> None:
+        """Release the engine's resources. The engine cannot be used afterwards."""
+
+
+class EngineLoader(Protocol[Item, Result]):
+    """Picklable object that loads an engine in a worker process."""
+
+    def load(self) -> Engine[Item, Result]:
+        """Load the engine.
+
+        Raises:
+            BundleError: the bundle is damaged or lacks the precision.
+            BackendError: the backend does not run on this machine or with this batch size.
+        """

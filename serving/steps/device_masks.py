@@ -1,4 +1,4 @@
-"""From the model's outputs on a device to boxes and encoded masks of the source images."""
+"""Conversion of boxes and masks to the pixels of the source images, on the GPU."""
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,15 +15,16 @@ from ...plugins.paste_rle import paste_rle
 def scales_and_limits(
     sizes: NDArray[np.int64], source_sizes: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """What takes boxes to the source images, by the host, as it would be ten kernels of a device.
+    """Return the factors that scale boxes to the source images, and the limits that clip them.
 
     Args:
-        sizes: [B, 2], height and width of the images as the model sees them.
+        sizes: [B, 2], height and width of the resized images.
         source_sizes: [B, 2], height and width of the source images.
 
     Returns:
-        [2, B, 1, 4]: factors of xyxy, and their limits in pixels of the source images.
+        [2, B, 1, 4]: factors of xyxy, and upper limits of xyxy in pixels of the source images.
     """
+    # In NumPy, because torch would launch ten kernels on the GPU.
     corners, limits = (
         pairs[:, None, [1, 0, 1, 0]].astype(np.float32) for pairs in (sizes, source_sizes)
     )
@@ -31,12 +32,12 @@ def scales_and_limits(
 
 
 def boxes_in_sources(boxes: Tensor, scales: Tensor, limits: Tensor) -> Tensor:
-    """Scale boxes as `postprocessing.detections_from_outputs` does, and clip them to the images.
+    """Scale boxes to the source images and clip them, as `detections_from_outputs` does.
 
     Args:
-        boxes: [B, D, 4] float32 xyxy in pixels of the images as the model saw them.
-        scales: [B, 1, 4] float32 of `scales_and_limits`.
-        limits: [B, 1, 4] float32 of `scales_and_limits`.
+        boxes: [B, D, 4] float32 xyxy in pixels of the resized images.
+        scales: [B, 1, 4] float32 from `scales_and_limits`.
+        limits: [B, 1, 4] float32 from `scales_and_limits`.
 
     Returns:
         [B, D, 4] in pixels of the source images.
@@ -44,39 +45,39 @@ def boxes_in_sources(boxes: Tensor, scales: Tensor, limits: Tensor) -> Tensor:
     return torch.minimum((boxes * scales).clamp_(min=0), limits)
 
 
-class Masks(NamedTuple):
-    """Masks of a batch of B images with D each."""
+class MaskBatch(NamedTuple):
+    """Masks of a batch of B images with D detections each, before pasting."""
 
+    # [B, D, M, M] float32.
     probabilities: Tensor
-    """[B, D, M, M] float32."""
+    # [B, D, 4] float32 xyxy in pixels of the source images.
     boxes: Tensor
-    """[B, D, 4] float32 xyxy in pixels of the source images."""
+    # [B, 2] int64, height and width of the source images.
     source_sizes: Tensor
-    """[B, 2] int64, height and width of the source images."""
     paste: MaskPaste
 
 
 Array = TypeVar("Array", Tensor, NDArray[Any])
 
 
-class MaskStrings(NamedTuple, Generic[Array]):
-    """The `counts` of COCO's encoding of a batch's masks; NumPy's on the host."""
+class EncodedMasks(NamedTuple, Generic[Array]):
+    """COCO RLE `counts` of a batch's masks: tensors on a device, or arrays on the host."""
 
+    # [B, D, capacity] uint8: the characters of each mask, then undefined bytes.
     text: Array
-    """[B, D, capacity] uint8, of which anything may follow a string."""
+    # [B, D] int32: characters of each mask. If more than `capacity`, its text is truncated.
     lengths: Array
-    """[B, D] int32, those of the strings, which may be more than there was room for."""
+    # [B, D] int32: runs of each mask. If more than the run capacity, its text is invalid.
     num_runs: Array
-    """[B, D] int32, those of the masks; where there was no room for them, the rest is of no use."""
 
 
-def strings_of_masks(masks: Masks, run_capacity: int, capacity: int) -> MaskStrings[Tensor]:
-    """Paste masks into their source images, and encode them.
+def encode_masks(masks: MaskBatch, run_capacity: int, capacity: int) -> EncodedMasks[Tensor]:
+    """Paste masks into their source images and encode them as COCO RLE.
 
     Args:
-        masks: On any device.
-        run_capacity: Runs of a mask that there is room for.
-        capacity: Characters of a string that there is room for.
+        masks: Masks on any device.
+        run_capacity: Buffer size in runs per mask.
+        capacity: Buffer size in RLE characters per mask.
     """
     images, depth = masks.boxes.shape[:2]
     runs, num_runs = paste_rle(
@@ -87,45 +88,47 @@ def strings_of_masks(masks: Masks, run_capacity: int, capacity: int) -> MaskStri
         paste=masks.paste,
     )
     text, lengths = compress_runs(runs, num_runs, capacity)
-    return MaskStrings(
+    return EncodedMasks(
         text.view(images, depth, capacity),
         lengths.view(images, depth),
         num_runs.view(images, depth),
     )
 
 
-def chosen_strings(
-    masks: Masks,
-    strings: MaskStrings[NDArray[Any]],
+def selected_rles(
+    masks: MaskBatch,
+    encoded: EncodedMasks[NDArray[Any]],
     run_capacity: int,
     image: int,
     rows: NDArray[np.intp],
 ) -> list[bytes]:
-    """The strings of some masks of an image; what found no room is pasted again.
+    """Return the COCO RLE `counts` of selected masks of one image.
+
+    Masks that did not fit the buffers of `encode_masks` are encoded again in larger ones.
 
     Args:
-        masks: What was pasted.
-        strings: What it gave.
-        run_capacity: Runs of a mask that there was room for.
-        image: Place of the image in the batch.
-        rows: [N], which of its masks.
+        masks: Masks of the batch, on a device.
+        encoded: Output of `encode_masks` for them, copied to the host.
+        run_capacity: The `run_capacity` given to `encode_masks`.
+        image: Index of the image in the batch.
+        rows: [N], indices of the selected masks of that image.
     """
-    text, lengths, num_runs = (array[image] for array in strings)
+    text, lengths, num_runs = (array[image] for array in encoded)
     lengths, num_runs = lengths[rows], num_runs[rows]
-    chosen = [
+    counts = [
         text[row, :length].tobytes()
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
     ]
-    lost = np.flatnonzero((num_runs > run_capacity) | (lengths > text.shape[1]))
-    if len(lost):
-        found = _strings_with_room(masks, image, rows[lost])
-        for place, string in zip(lost.tolist(), found, strict=True):
-            chosen[place] = string
-    return chosen
+    exceeding = np.flatnonzero((num_runs > run_capacity) | (lengths > text.shape[1]))
+    if len(exceeding):
+        repeated = _encode_exactly(masks, image, rows[exceeding])
+        for index, own in zip(exceeding.tolist(), repeated, strict=True):
+            counts[index] = own
+    return counts
 
 
-def _strings_with_room(masks: Masks, image: int, rows: NDArray[np.intp]) -> list[bytes]:
-    """The strings of some masks of an image, with as much room as they need."""
+def _encode_exactly(masks: MaskBatch, image: int, rows: NDArray[np.intp]) -> list[bytes]:
+    """Return the COCO RLE `counts` of masks of one image, in buffers of the needed size."""
     chosen = torch.from_numpy(rows).to(masks.boxes.device)
     own = (
         masks.probabilities[image][chosen],

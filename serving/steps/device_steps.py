@@ -1,8 +1,8 @@
-"""The steps on a GPU: files go there, encoded masks come back.
+"""Processing of batches on the GPU: image files in, encoded masks out.
 
-A batch is decoded, padded, computed and pasted in four streams, so that the steps of successive
-batches overlap. What it holds on the device is let go of when its last step is done, by which time
-no stream uses it any more; but for decoded images, which may be large, and go when they are padded.
+A batch is decoded, padded, computed and pasted in four CUDA streams, so that steps of successive
+batches overlap. Its tensors are freed after its last step, when no stream uses them. Decoded images
+can be large, so they are freed as soon as they are padded.
 """
 
 import dataclasses
@@ -16,89 +16,97 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...model.bundle.manifest import Manifest
+from ...model.bundle.spec import ShapeBucket
 from ...model.device_images import decode_jpegs, tensor_from_bytes
 from ...model.images import ImageError
-from ...model.manifest import Manifest
 from ...model.masks import Rle
-from ...model.spec import ShapeBucket
 from ...plugins.resize_pad import resize_pad
+from ..backends.base import ModelOutputs
 from ..backends.torch import TorchBackend
-from ..backends.torch_batches import DeviceOutputs
 from ..detections import Detections, MaskFormat, Timing
-from .base import MODEL_STEP, Job, Outcome, Source, Step
-from .device_files import file_for_device, pixels_from_host, upright_pixels
-from .device_marks import Mark
+from .base import MODEL_STEP, BatchEntry, ImageRequest, Outcome, Step
 from .device_masks import (
-    Masks,
-    MaskStrings,
+    EncodedMasks,
+    MaskBatch,
     boxes_in_sources,
-    chosen_strings,
+    encode_masks,
     scales_and_limits,
-    strings_of_masks,
+    selected_rles,
+)
+from .device_transfers import (
+    StreamEvent,
+    copy_to_device,
+    copy_to_host,
+    file_for_device,
+    pixels_from_host,
+    upright_pixels,
 )
 from .postprocessing import detections_from_rows, kept_rows
 
+# Buffer size in runs per mask: two runs in each column of an image 2048 pixels wide, which suffices
+# for a convex object. Masks with more runs are encoded again in larger buffers.
 _RUN_CAPACITY: Final = 1 << 12
-"""Runs of a mask that there is room for at first: two in each column of an image 2048 pixels wide,
-which is what a convex object needs."""
 
-_CHARACTERS_A_RUN: Final = 2
-"""Of a mask's string, on the average, that there is room for at first."""
+# Buffer size in RLE characters per run.
+_CHARACTERS_PER_RUN: Final = 2
 
 
 class _Read(NamedTuple):
-    jobs: Sequence[Job]
+    requests: Sequence[ImageRequest]
+    # Contents of the files that the device decodes, each [bytes] uint8.
     files: Sequence[Tensor]
-    """[bytes] uint8 each, of those that the device decodes."""
+    # For each request, [3, h, w] uint8 decoded and resized on the CPU. None: the device decodes it.
     from_host: Sequence[Tensor | ImageError | None]
-    """[3, h, w] uint8 of each of the others, None of those."""
 
 
 class _Decoded(NamedTuple):
-    jobs: Sequence[Job]
+    requests: Sequence[ImageRequest]
+    # For each request, the upright image [3, h, w] uint8: in source size on the device, or already
+    # resized on the host.
     pixels: Sequence[Tensor | ImageError]
-    """[3, h, w] uint8 of each, upright: on the device of any size, or on the host resized."""
-    begin: Mark
-    ready: Mark
+    # Events before and after decoding.
+    begin: StreamEvent
+    ready: StreamEvent
 
 
 class _Prepared(NamedTuple):
     bucket: ShapeBucket
-    sources: Sequence[Source]
+    entries: Sequence[BatchEntry]
+    # [B, 3, H, W] uint8.
     images: Tensor
-    """[B, 3, H, W] uint8."""
+    # [B, 2] int64, height and width before padding.
     sizes: Tensor
-    """[B, 2] int64, height and width before padding."""
+    # [B, 2] int64, height and width of the source images.
     source_sizes: Tensor
-    """[B, 2] int64, height and width of the source images."""
+    # [B, 1, 4] float32 each, from `scales_and_limits`.
     scales: Tensor
-    """[B, 1, 4] float32, what takes boxes to the source images."""
     limits: Tensor
-    """[B, 1, 4] float32, of boxes there."""
-    begin: Mark
-    ready: Mark
-    """After which the tensors can be used."""
+    # Event before decoding.
+    begin: StreamEvent
+    # The tensors are valid after this event.
+    ready: StreamEvent
 
 
 class _Inferred(NamedTuple):
     prepared: _Prepared
-    outputs: DeviceOutputs
-    ready: Mark
+    outputs: ModelOutputs[Tensor]
+    ready: StreamEvent
 
 
 class _Pasted(NamedTuple):
     inferred: _Inferred
-    masks: Masks
-    found: Sequence[NDArray[Any]]
-    """Number, boxes, scores and labels of detections; boxes in source pixels."""
+    masks: MaskBatch
+    # Host arrays as in `ModelOutputs`, without masks; boxes in pixels of the source images.
+    detections: Sequence[NDArray[Any]]
+    # Host arrays by mask format. RLE: the fields of `EncodedMasks`. PROBABILITIES: the masks.
     encoded: Mapping[MaskFormat, Sequence[NDArray[Any]]]
-    """Strings and their lengths, probabilities, as they are wanted."""
-    ready: Mark
-    """After which what is on the host can be used."""
+    # The arrays on the host are valid after this event.
+    ready: StreamEvent
 
 
 class DeviceSteps:
-    """Images, model and masks on the backend's device."""
+    """Steps that decode images, compute the model and encode masks on the backend's device."""
 
     def __init__(
         self,
@@ -108,22 +116,21 @@ class DeviceSteps:
         threads: int,
         run_capacity: int = _RUN_CAPACITY,
     ) -> None:
-        """Prepare streams.
+        """Create the steps and their CUDA streams.
 
         Args:
-            backend: Computes the model.
-            manifest: Of the bundle that the backend was loaded from.
-            threads: Batches that the CPU works at, at once, before and after the device.
-            run_capacity: Runs of a mask that there is room for at first.
+            backend: Backend that computes the model.
+            manifest: Manifest of the backend's bundle.
+            threads: Number of batches that may be in the first step at once, and in the last.
+            run_capacity: Buffer size in runs per mask; see `_RUN_CAPACITY`.
         """
         self._backend = backend
         self._manifest = manifest
         self._run_capacity = run_capacity
         self._device = torch.device(backend.device)
-        # For the CPU this module has streams and events too, which do nothing.
+        # torch.cuda or torch.cpu. The streams of torch.cpu do nothing.
         self._module = torch.get_device_module(self._device)
-        self._on_gpu = self._device.type == "cuda"
-        # The short kernels that resize and paste would wait for the model's long ones.
+        # High priority: the short kernels must not wait for the model's long ones.
         self._decoding, self._padding, self._pasting = (
             self._module.Stream(priority=-1) for _ in range(3)
         )
@@ -139,104 +146,107 @@ class DeviceSteps:
         )
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Wait for all work on the device."""
         self._module.synchronize()
 
-    def _read(self, jobs: Sequence[Job]) -> _Read:
-        files = [file_for_device(job.image) for job in jobs]
+    def _read(self, requests: Sequence[ImageRequest]) -> _Read:
+        files = [file_for_device(request.image) for request in requests]
         return _Read(
-            jobs,
+            requests,
             [tensor_from_bytes(file) for file in files if file is not None],
             [
-                pixels_from_host(job.image) if file is None else None
-                for job, file in zip(jobs, files, strict=True)
+                pixels_from_host(request.image) if file is None else None
+                for request, file in zip(requests, files, strict=True)
             ],
         )
 
     def _decode(self, batch: _Read) -> _Decoded:
         with self._module.stream(self._decoding):
-            begin = Mark(self._device)
+            begin = StreamEvent(self._device)
             decoded = iter(decode_jpegs(batch.files, self._device))
             pixels = [
-                upright_pixels(job.image, next(decoded)) if own is None else own
-                for job, own in zip(batch.jobs, batch.from_host, strict=True)
+                upright_pixels(request.image, next(decoded)) if own is None else own
+                for request, own in zip(batch.requests, batch.from_host, strict=True)
             ]
-            return _Decoded(batch.jobs, pixels, begin, Mark(self._device))
+            return _Decoded(batch.requests, pixels, begin, StreamEvent(self._device))
 
     def _prepare(self, batch: _Decoded) -> _Prepared:
-        images = [job.image for job in batch.jobs]
+        images = [request.image for request in batch.requests]
         with self._module.stream(self._padding):
-            batch.ready.hold_back(self._padding)
+            batch.ready.block(self._padding)
             padded = self._padded(batch)
             host_sizes = np.array([[i.size for i in images], [i.source_size for i in images]])
-            sizes, source_sizes = self._sent(host_sizes)
-            scales, limits = self._sent(scales_and_limits(*host_sizes))
-            sources = [
-                own if isinstance(own, ImageError) else job
-                for job, own in zip(batch.jobs, batch.pixels, strict=True)
+            sizes, source_sizes = copy_to_device(host_sizes, self._device)
+            scales, limits = copy_to_device(scales_and_limits(*host_sizes), self._device)
+            entries = [
+                own if isinstance(own, ImageError) else request
+                for request, own in zip(batch.requests, batch.pixels, strict=True)
             ]
             return _Prepared(
-                batch.jobs[0].bucket,
-                sources,
+                batch.requests[0].bucket,
+                entries,
                 padded,
                 sizes,
                 source_sizes,
                 scales,
                 limits,
                 batch.begin,
-                Mark(self._device),
+                StreamEvent(self._device),
             )
 
     def _padded(self, batch: _Decoded) -> Tensor:
-        """[B, 3, H, W] uint8: images as the model takes them, black where there is none."""
-        none = torch.empty(3, 0, 0, dtype=torch.uint8)
-        images = [none if isinstance(own, ImageError) else own for own in batch.pixels]
+        """Resize and pad to [B, 3, H, W] uint8. Rows of invalid images are black."""
+        empty = torch.empty(3, 0, 0, dtype=torch.uint8)
+        images = [empty if isinstance(own, ImageError) else own for own in batch.pixels]
         for image in images:
-            if image.is_cuda:  # or the next images could be decoded into its memory too soon
+            if image.is_cuda:  # else its memory could be reused before it is padded
                 image.record_stream(self._padding)
         on_device = [image.to(self._device) for image in images]
-        sizes = [side for job in batch.jobs for side in job.image.size]
-        padded: Tensor = resize_pad(on_device, sizes, *batch.jobs[0].bucket)
+        sizes = [side for request in batch.requests for side in request.image.size]
+        padded: Tensor = resize_pad(on_device, sizes, *batch.requests[0].bucket)
         return padded
 
     def _infer(self, batch: _Prepared) -> _Inferred:
         with self._module.stream(self._computing):
-            batch.ready.hold_back(self._computing)
+            batch.ready.block(self._computing)
             outputs = self._backend.infer_on_device(batch.bucket, batch.images, batch.sizes)
-            return _Inferred(batch, outputs, Mark(self._device))
+            return _Inferred(batch, outputs, StreamEvent(self._device))
 
     def _paste(self, batch: _Inferred) -> _Pasted:
         prepared, outputs, ready = batch
         with self._module.stream(self._pasting):
-            ready.hold_back(self._pasting)
+            ready.block(self._pasting)
             boxes = boxes_in_sources(outputs.boxes, prepared.scales, prepared.limits)
-            masks = Masks(outputs.masks, boxes, prepared.source_sizes, self._manifest.mask_paste)
-            wanted = {s.options.mask_format for s in prepared.sources if isinstance(s, Job)}
+            masks = MaskBatch(
+                outputs.masks, boxes, prepared.source_sizes, self._manifest.mask_paste
+            )
+            requests = (e for e in prepared.entries if isinstance(e, ImageRequest))
+            wanted = {request.options.mask_format for request in requests}
             encoded: dict[MaskFormat, Sequence[Tensor]] = {}
             if MaskFormat.RLE in wanted:
-                encoded[MaskFormat.RLE] = strings_of_masks(
-                    masks, self._run_capacity, _CHARACTERS_A_RUN * self._run_capacity
+                encoded[MaskFormat.RLE] = encode_masks(
+                    masks, self._run_capacity, _CHARACTERS_PER_RUN * self._run_capacity
                 )
             if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
-            found = (outputs.num_detections, boxes, outputs.scores, outputs.labels)
+            detections = (outputs.num_detections, boxes, outputs.scores, outputs.labels)
             return _Pasted(
                 batch,
                 masks,
-                self._fetched(found),
-                {form: self._fetched(tensors) for form, tensors in encoded.items()},
-                Mark(self._device),
+                copy_to_host(detections),
+                {mask_format: copy_to_host(own) for mask_format, own in encoded.items()},
+                StreamEvent(self._device),
             )
 
     def _encode(self, batch: _Pasted) -> list[Outcome]:
-        with self._waiting:  # one batch after the other, for each wait takes a core
+        with self._waiting:  # one batch at a time, because each wait occupies a core
             batch.ready.wait()
         start = time.perf_counter()
-        sources = batch.inferred.prepared.sources
-        with self._module.stream(self._pasting):  # where masks without room are pasted again
+        entries = batch.inferred.prepared.entries
+        with self._module.stream(self._pasting):  # masks beyond `_run_capacity` are pasted again
             outcomes: list[Outcome] = [
-                source if isinstance(source, ImageError) else self._detections(batch, place, source)
-                for place, source in enumerate(sources)
+                entry if isinstance(entry, ImageError) else self._detections(batch, row, entry)
+                for row, entry in enumerate(entries)
             ]
         timing = _timing_of(batch, time.perf_counter() - start)
         return [
@@ -246,17 +256,17 @@ class DeviceSteps:
             for outcome in outcomes
         ]
 
-    def _detections(self, batch: _Pasted, place: int, job: Job) -> Detections:
-        image, options = job
-        count, boxes, scores, labels = (array[place] for array in batch.found)
+    def _detections(self, batch: _Pasted, row: int, request: ImageRequest) -> Detections:
+        image, options = request
+        count, boxes, scores, labels = (array[row] for array in batch.detections)
         kept = kept_rows(scores[: int(count)], options)
         rles = probabilities = None
         if options.mask_format is MaskFormat.RLE:
-            encoded = MaskStrings(*batch.encoded[MaskFormat.RLE])
-            strings = chosen_strings(batch.masks, encoded, self._run_capacity, place, kept)
-            rles = [Rle(*image.source_size, string) for string in strings]
+            encoded = EncodedMasks(*batch.encoded[MaskFormat.RLE])
+            counts = selected_rles(batch.masks, encoded, self._run_capacity, row, kept)
+            rles = [Rle(*image.source_size, own) for own in counts]
         elif options.mask_format is not MaskFormat.NONE:
-            probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][place][kept]
+            probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][row][kept]
         return detections_from_rows(
             boxes[kept],
             scores[kept],
@@ -268,28 +278,14 @@ class DeviceSteps:
             probabilities=probabilities,
         )
 
-    def _sent(self, array: NDArray[Any]) -> Tensor:
-        """A copy on the device, which is there when the current stream is done."""
-        host = torch.from_numpy(array)
-        if self._on_gpu:
-            host = host.pin_memory()
-        return host.to(self._device, non_blocking=True)
-
-    def _fetched(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
-        """Copies on the host, which are there when the current stream is done."""
-        hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=self._on_gpu) for t in tensors]
-        for host, tensor in zip(hosts, tensors, strict=True):
-            host.copy_(tensor, non_blocking=True)
-        return [host.numpy() for host in hosts]
-
 
 def _timing_of(batch: _Pasted, host_s: float) -> Timing:
-    """Where the time of a batch went, at the end of which the host worked for so long."""
+    """Return the timing of a batch. `host_s`: seconds of CPU work after the device was done."""
     inferred = batch.inferred
     prepared = inferred.prepared
     return Timing(
         decode_us=round(1e6 * prepared.ready.seconds_since(prepared.begin)),
         infer_us=round(1e6 * inferred.ready.seconds_since(prepared.ready)),
         encode_us=round(1e6 * (batch.ready.seconds_since(inferred.ready) + host_s)),
-        batch_size=len(prepared.sources),
+        batch_size=len(prepared.entries),
     )

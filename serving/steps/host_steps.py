@@ -1,38 +1,117 @@
-"""The steps on the CPU, around any backend."""
+"""Processing on the CPU before and after the model, for single images and for batches."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...model.images import ImageError
-from ...model.manifest import Manifest
-from ...model.spec import ShapeBucket
-from ..backends.base import Backend, Outputs
-from .base import MODEL_STEP, Job, Outcome, Source, Step
+from ...model.bundle.manifest import Manifest
+from ...model.bundle.spec import ShapeBucket
+from ...model.images import ImageError, is_jpeg
+from ..backends.base import Backend, HostOutputs
+from ..detections import DetectionOptions, Detections, ResponseEncoder, TimedResponse, Timing
+from .base import (
+    MODEL_STEP,
+    BatchEntry,
+    DeviceRequest,
+    EngineInfo,
+    EngineItem,
+    EngineResult,
+    ImageRequest,
+    Outcome,
+    Step,
+)
 from .postprocessing import detections_from_outputs
-from .preprocessing import resized_pixels
+from .preprocessing import SourceImage, plan_image, prepare_image, write_pixels
+
+# Largest JPEG file in bytes whose header is read in the event loop. Reading the header searches
+# the whole file for scans.
+_QUICK_BYTES: Final = 4 << 20
 
 
-class _Prepared(NamedTuple):
-    sources: Sequence[Source]
+@dataclass(frozen=True, kw_only=True)
+class HostProcessor:
+    """Processing of one image in the server's process, before and after the engine.
+
+    With an end-to-end engine, it only reads the image's header and unpacks the response.
+    """
+
+    options: DetectionOptions
+    encoder: ResponseEncoder
+    manifest: Manifest
+    engine: EngineInfo
+    max_pixels: int
+
+    def is_quick(self, source: SourceImage) -> bool:
+        """Whether `prepare` takes less time than a switch to another thread and back."""
+        if not self.engine.is_end_to_end:
+            return False
+        # Pixels need no decoding. Headers of other formats can be long or compressed.
+        return not isinstance(source, bytes) or (len(source) <= _QUICK_BYTES and is_jpeg(source))
+
+    def prepare(self, source: SourceImage) -> EngineItem:
+        """Convert an image to the engine's input.
+
+        Raises:
+            ImageError: invalid image.
+        """
+        preprocessing, buckets = self.manifest.preprocessing, self.engine.buckets
+        if not self.engine.is_end_to_end:
+            return prepare_image(source, preprocessing, buckets, self.max_pixels)
+        image = plan_image(
+            source, preprocessing, buckets, max_pixels=self.max_pixels, apply_orientation=True
+        )
+        return DeviceRequest(ImageRequest(image, self.options), self.encoder)
+
+    def respond(self, result: EngineResult, item: EngineItem) -> TimedResponse[Any]:
+        """Encode the response.
+
+        Args:
+            result: The engine's result for the image.
+            item: Output of `prepare` for the image.
+
+        Returns:
+            The encoded response, with the times that the engine measured.
+
+        Raises:
+            ImageError: the image is damaged.
+        """
+        if isinstance(result, ImageError):
+            raise result
+        if isinstance(result, TimedResponse):
+            return result
+        assert not isinstance(item, DeviceRequest)
+        found = detections_from_outputs(result, 0, item, self.manifest, self.options)
+        return TimedResponse(self.encoder(found), Timing())
+
+
+class _PreparedBatch(NamedTuple):
+    entries: Sequence[BatchEntry]
     bucket: ShapeBucket
+    # [B, 3, H, W].
     images: NDArray[np.uint8]
-    """[B, 3, H, W]."""
+    # [B, 2] height and width before padding.
     image_sizes: NDArray[np.int64]
-    """[B, 2] height and width before padding."""
 
 
-class _Inferred(NamedTuple):
-    sources: Sequence[Source]
-    outputs: Outputs
+class _InferredBatch(NamedTuple):
+    entries: Sequence[BatchEntry]
+    outputs: HostOutputs
 
 
 class HostSteps:
-    """Images and masks on the CPU, and whatever backend between."""
+    """Steps for any backend. Images are decoded and masks are encoded on the CPU."""
 
     def __init__(self, backend: Backend, manifest: Manifest, *, threads: int) -> None:
+        """Create the steps.
+
+        Args:
+            backend: Backend that computes the model.
+            manifest: Manifest of the backend's bundle.
+            threads: Number of batches that may be decoded at once, and also encoded at once.
+        """
         self._backend = backend
         self._manifest = manifest
         self.steps = (
@@ -41,34 +120,44 @@ class HostSteps:
             Step("masks", self._encode, threads),
         )
 
+    def detect(self, request: ImageRequest) -> Detections:
+        """Detect objects in one image. All steps run in the calling thread.
+
+        Raises:
+            ImageError: the image is damaged.
+        """
+        (outcome,) = self._encode(self._infer(self._prepare([request])))
+        if isinstance(outcome, ImageError):
+            raise outcome
+        return outcome
+
     def synchronize(self) -> None:
-        """Nothing to wait for: each step ends with its work done."""
+        """Do nothing, because each step waits for its own work."""
 
-    def _prepare(self, jobs: Sequence[Job]) -> _Prepared:
-        bucket = jobs[0].bucket
-        padded = np.zeros((len(jobs), 3, *bucket), np.uint8)
-        sources: list[Source] = []
-        for row, job in zip(padded, jobs, strict=True):
+    def _prepare(self, requests: Sequence[ImageRequest]) -> _PreparedBatch:
+        bucket = requests[0].bucket
+        images = np.zeros((len(requests), 3, *bucket), np.uint8)
+        entries: list[BatchEntry] = []
+        for row, request in zip(images, requests, strict=True):
             try:
-                pixels = resized_pixels(job.image)
+                write_pixels(request.image, row)
             except ImageError as error:
-                sources.append(error)
+                entries.append(error)
             else:
-                height, width = job.image.size
-                row[:, :height, :width] = pixels.transpose(2, 0, 1)
-                sources.append(job)
-        return _Prepared(sources, bucket, padded, np.array([j.image.size for j in jobs], np.int64))
+                entries.append(request)
+        sizes = np.array([request.image.size for request in requests], np.int64)
+        return _PreparedBatch(entries, bucket, images, sizes)
 
-    def _infer(self, batch: _Prepared) -> _Inferred:
+    def _infer(self, batch: _PreparedBatch) -> _InferredBatch:
         outputs = self._backend.infer(batch.bucket, batch.images, batch.image_sizes)
-        return _Inferred(batch.sources, outputs)
+        return _InferredBatch(batch.entries, outputs)
 
-    def _encode(self, batch: _Inferred) -> list[Outcome]:
+    def _encode(self, batch: _InferredBatch) -> list[Outcome]:
         return [
-            source
-            if isinstance(source, ImageError)
+            entry
+            if isinstance(entry, ImageError)
             else detections_from_outputs(
-                batch.outputs, row, source.image, self._manifest, source.options
+                batch.outputs, row, entry.image, self._manifest, entry.options
             )
-            for row, source in enumerate(batch.sources)
+            for row, entry in enumerate(batch.entries)
         ]

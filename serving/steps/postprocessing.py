@@ -1,24 +1,36 @@
-"""From the model's outputs to detections in pixels of the source image."""
+"""Postprocessing on the CPU: model outputs to detections with masks or polygons."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol, cast
 
 import numpy as np
+from contourpy import FillType, contour_generator
 from numpy.typing import NDArray
 
-from ...model.manifest import BundleError, Manifest
-from ...model.masks import MaskPaste, Rle, rles_from_probabilities
-from ..backends.base import Outputs
+from ...model.bundle.manifest import BundleError, Manifest
+from ...model.masks import MaskPaste, Rle, rles_from_probabilities, whole_pixel_boxes
+from ..backends.base import HostOutputs
 from ..detections import DetectionOptions, Detections, MaskFormat, Outlines
-from .polygons import polygons_from_probabilities
+
+# Mask probability that outlines follow.
+_THRESHOLD: Final = 0.5
+
+# Output of contourpy as ChunkCombinedOffsetOffset, one list entry per chunk: the points of all
+# rings; the start of each ring among the points; the start of each polygon (an outer ring, then its
+# holes) among the rings. Both arrays of starts end with the total. None: the chunk has no rings.
+_Chunks = tuple[
+    list[NDArray[np.float64] | None],
+    list[NDArray[np.uint32] | None],
+    list[NDArray[np.uint32] | None],
+]
 
 
-class Scaled(Protocol):
-    """An image as the model saw it, beside the one it was made of."""
+class ResizedImage(Protocol):
+    """Sizes of an image before and after resizing."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels before padding."""
+        """Height and width in pixels after resizing, before padding."""
 
     @property
     def source_size(self) -> tuple[int, int]:
@@ -26,19 +38,23 @@ class Scaled(Protocol):
 
 
 def detections_from_outputs(
-    outputs: Outputs, row: int, image: Scaled, manifest: Manifest, options: DetectionOptions
+    outputs: HostOutputs,
+    row: int,
+    image: ResizedImage,
+    manifest: Manifest,
+    options: DetectionOptions,
 ) -> Detections:
-    """The detections of the image in one row of a batch.
+    """Convert one row of a batch to the detections of its image.
 
     Args:
         outputs: Outputs of the batch.
-        row: Place of the image in the batch.
-        image: The image at that place.
-        manifest: Of the bundle that gave the outputs.
-        options: Which detections to keep, and the form of their masks.
+        row: Index of the image in the batch.
+        image: The image in that row.
+        manifest: Manifest of the model's bundle.
+        options: Detections to keep, and their mask format.
 
     Raises:
-        BundleError: the bundle has no name for a label.
+        BundleError: the bundle has no category for a label.
     """
     kept = kept_rows(outputs.scores[row, : outputs.num_detections[row]], options)
     boxes = _source_boxes(outputs.boxes[row, kept], image)
@@ -60,7 +76,7 @@ def detections_from_outputs(
 
 
 def kept_rows(scores: NDArray[np.float32], options: DetectionOptions) -> NDArray[np.intp]:
-    """Which detections to keep, by their scores [N] in descending order."""
+    """Return the indices of the detections to keep, given scores [N] in descending order."""
     return np.flatnonzero(scores > options.score_threshold)[: options.max_detections]
 
 
@@ -75,29 +91,33 @@ def detections_from_rows(
     rles: Iterable[Rle] | None,
     probabilities: NDArray[np.float32] | None,
 ) -> Detections:
-    """The detections of an image with the names that the bundle gives them.
+    """Build the detections of an image, with the bundle's category names.
 
     Args:
         boxes: [N, 4] xyxy in pixels of the source image.
         scores: [N].
         labels: [N]; 1 is the first class.
         source_size: Height and width of the source image in pixels.
-        manifest: Of the bundle.
-        mask_format: Form of the masks.
-        rles: N masks of the source image, where they are wanted.
-        probabilities: [N, M, M], where they or the polygons that they give are wanted.
+        manifest: Manifest of the bundle.
+        mask_format: Requested mask format.
+        rles: N masks of the source image. None: not requested.
+        probabilities: [N, M, M]. None: neither probabilities nor polygons are requested.
 
     Raises:
-        BundleError: the bundle has no name for a label.
+        BundleError: the bundle has no category for a label.
     """
     unknown = labels[(labels < 1) | (labels > len(manifest.categories))]
     if unknown.size:
         raise BundleError(
-            f"the model gives label {unknown[0]}, but the bundle's manifest has "
+            f"the model returned label {unknown[0]}, but the bundle's manifest has "
             f"{len(manifest.categories)} categories; export the bundle again"
         )
     chosen = [manifest.categories[label - 1] for label in labels.tolist()]
-    outlined = probabilities if mask_format is MaskFormat.POLYGON else None
+    polygons = None
+    if mask_format is MaskFormat.POLYGON and probabilities is not None:
+        polygons = tuple(
+            polygons_from_probabilities(probabilities, boxes, *source_size, manifest.mask_paste)
+        )
     return Detections(
         height=source_size[0],
         width=source_size[1],
@@ -108,25 +128,110 @@ def detections_from_rows(
         class_names=tuple(category.name for category in chosen),
         rles=None if rles is None else tuple(rles),
         mask_probabilities=probabilities if mask_format is MaskFormat.PROBABILITIES else None,
-        polygons=_polygons(outlined, boxes, source_size, manifest.mask_paste),
+        polygons=polygons,
     )
 
 
-def _polygons(
-    probabilities: NDArray[np.float32] | None,
-    boxes: NDArray[np.float32],
-    source_size: tuple[int, int],
-    paste: MaskPaste,
-) -> tuple[Outlines, ...] | None:
-    if probabilities is None:
-        return None
-    return tuple(polygons_from_probabilities(probabilities, boxes, *source_size, paste))
+def _source_boxes(boxes: NDArray[np.float32], image: ResizedImage) -> NDArray[np.float32]:
+    """Scale boxes [N, 4] to the source image and clip them.
 
-
-def _source_boxes(boxes: NDArray[np.float32], image: Scaled) -> NDArray[np.float32]:
-    """Scale [N, 4] by torchvision's rule, each axis by its own ratio, and clip to the image."""
+    As in torchvision, each axis has its own ratio.
+    """
     source_height, source_width = image.source_size
     height, width = image.size
     limits = np.array([source_width, source_height] * 2, np.float32)
     ratios = limits / np.array([width, height] * 2, np.float32)
     return np.clip(boxes * ratios, 0, limits)
+
+
+def polygons_from_probabilities(
+    masks: NDArray[np.float32],
+    boxes: NDArray[np.float32],
+    height: int,
+    width: int,
+    paste: MaskPaste = "torchvision",
+) -> list[Outlines]:
+    """Trace the outlines of masks at probability one half, with subpixel accuracy.
+
+    The polygons enclose the area of the RLE masks of `model.masks.rles_from_probabilities`.
+    Probabilities are interpolated linearly between samples and are zero outside a mask. Holes are
+    dropped, because COCO polygons cannot represent them.
+
+    Args:
+        masks: [N, M, M] probabilities.
+        boxes: [N, 4] xyxy in pixels of the image.
+        height: Height of the image in pixels. Polygons are clipped to the image.
+        width: Width of the image in pixels.
+        paste: Convention for the positions of the mask's samples in the box.
+
+    Returns:
+        The outlines of each mask in pixels of the image; empty if it has no area in the image.
+    """
+    found: list[list[NDArray[np.float32]]] = [[] for _ in masks]
+    if not found:
+        return []
+    rings = _outer_rings(masks)
+    origins, cells = _grids(boxes, masks.shape[-1], paste)
+    placed = origins[rings.owners] + rings.points * cells[rings.owners]
+    points = placed.clip(0, [width, height]).astype(np.float32)
+    moves = (points[1:] != points[:-1]).any(axis=1)
+    for begin, last in rings.bounds:
+        ring = points[begin:last][moves[begin:last]]
+        if _area(ring) > 0:
+            found[rings.owners[begin]].append(ring)
+    return [tuple(outlines) for outlines in found]
+
+
+class _Rings(NamedTuple):
+    """Closed outer outlines of N masks, in mask samples.
+
+    The origin is the corner of the mask with its border of one sample of zeros.
+    """
+
+    # [P, 2] x, y. Includes the points of holes, which `bounds` leaves out.
+    points: NDArray[np.float64]
+    # [P] index of the mask that each point belongs to.
+    owners: NDArray[np.intp]
+    # Indices of the first and last point of each outline. These points are equal.
+    bounds: list[tuple[int, int]]
+
+
+def _outer_rings(masks: NDArray[np.float32]) -> _Rings:
+    """Trace the outer outlines of masks [N, M, M]. N is at least 1."""
+    bordered = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
+    side = bordered.shape[-1]
+    # All masks stacked in one array, because a call of contourpy costs more than tracing a mask.
+    column = bordered.reshape(-1, side)
+    generator = contour_generator(z=column, fill_type=FillType.ChunkCombinedOffsetOffset)
+    chunks = generator.filled(_THRESHOLD, np.inf)
+    (points,), (ring_starts,), (outer,) = cast(_Chunks, chunks)
+    if points is None or ring_starts is None or outer is None:
+        return _Rings(np.zeros((0, 2)), np.zeros(0, np.intp), [])
+    owners = (points[:, 1] // side).astype(np.intp)
+    points[:, 1] -= owners * side
+    begins, ends = ring_starts[outer[:-1]], ring_starts[outer[:-1] + 1]
+    return _Rings(
+        points + 0.5, owners, list(zip(begins.tolist(), (ends - 1).tolist(), strict=True))
+    )
+
+
+def _grids(
+    boxes: NDArray[np.float32], side: int, paste: MaskPaste
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the sample grid of each mask, with its border, in pixels of the image.
+
+    Returns:
+        [N, 2] x, y of the grid's top left corner, and [N, 2] width and height of a sample.
+    """
+    if paste == "detectron2":
+        starts, stops = np.split(boxes, 2, axis=1)
+        cells = (stops - starts).astype(np.float64) / side
+        return starts - cells, cells
+    first, last = np.split(whole_pixel_boxes(boxes, side), 2, axis=1)
+    return first.astype(np.float64), np.maximum(last - first + 1, 1) / (side + 2)
+
+
+def _area(ring: NDArray[np.float32]) -> float:
+    """Return twice the area of a ring [P, 2]; exactly 0 if it is flat, as along an image edge."""
+    x, y = (ring - ring[:1]).astype(np.float64).T
+    return float(x[:-1] @ y[1:] - x[1:] @ y[:-1])

@@ -3,22 +3,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from maskrcnn_trt.export.bundle import bundle_from_checkpoint
+from maskrcnn_trt.model.bundle.manifest import Category, Preprocessing
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import Checkpoint, save_checkpoint
-from maskrcnn_trt.model.config import ModelConfig
-from maskrcnn_trt.model.manifest import Category, Preprocessing
+from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
-from maskrcnn_trt.model.spec import ShapeBucket
-
-
-@pytest.fixture(scope="session")
-def half_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model exported as fp16 for inputs of 96x160."""
-    path = tmp_path_factory.mktemp("bundles") / "half"
-    bundle_from_checkpoint(
-        tiny_checkpoint, path, precisions=("fp16",), buckets=(ShapeBucket(96, 160),)
-    )
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -8,15 +8,15 @@ from onnx import numpy_helper
 from PIL import Image
 
 from maskrcnn_trt.export.verify import verify_bundle
-from maskrcnn_trt.model.checkpoint import load_checkpoint
-from maskrcnn_trt.model.images import ImageError
-from maskrcnn_trt.model.manifest import (
+from maskrcnn_trt.model.bundle.manifest import (
     BundleError,
     Manifest,
     read_manifest,
     sha256_of,
     write_manifest,
 )
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.images import ImageError
 
 
 def test_untouched_bundle_passes(torch_bundle: Path, tiny_checkpoint: Path) -> None:
@@ -31,7 +31,7 @@ def test_untouched_bundle_passes(torch_bundle: Path, tiny_checkpoint: Path) -> N
         assert comparison.missed == 0
 
 
-def test_pictures_are_compared_in_the_bucket_that_holds_them(
+def test_images_are_compared_in_their_bucket(
     bundle: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     paths = []
@@ -42,7 +42,7 @@ def test_pictures_are_compared_in_the_bucket_that_holds_them(
     comparisons = verify_bundle(
         bundle, read_manifest(bundle), load_checkpoint(tiny_checkpoint), paths
     )
-    # Squares go to the first of two buckets of one area.
+    # Of two buckets with the same area, square images use the first.
     assert {str(c.artifact.bucket): c.images for c in comparisons} == {"96x160": 6, "160x96": 2}
     assert all(comparison.passed for comparison in comparisons)
 
@@ -50,7 +50,7 @@ def test_pictures_are_compared_in_the_bucket_that_holds_them(
 def with_shifted_weights(
     bundle: Path, copy: Path, name: str, shift: float | list[float]
 ) -> Manifest:
-    """Copy a bundle, shift weights of its first artefact, and name the new file's hash."""
+    """Copy a bundle, shift weights of its first artifact, and update the hash in the manifest."""
     shutil.copytree(bundle, copy)
     manifest = read_manifest(copy)
     first, *others = manifest.artifacts
@@ -74,7 +74,7 @@ def with_shifted_weights(
         ("roi_heads.box_predictor.cls_score.bias", [100.0, 0.0, 0.0, 0.0]),
         ("roi_heads.mask_predictor.conv5_mask.weight", 0.1),
     ],
-    ids=["boxes", "scores", "nothing found", "masks"],
+    ids=["boxes", "scores", "no detections", "masks"],
 )
 def test_changed_weights_fail(
     bundle: Path,
@@ -91,20 +91,16 @@ def test_changed_weights_fail(
     assert untouched.passed
 
 
-def test_file_that_is_not_the_manifests_is_refused(
-    bundle: Path, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_file_with_another_hash_raises(bundle: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(bundle, tmp_path / "copy")
     manifest = read_manifest(copy)
     with (copy / manifest.artifacts[0].path).open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(BundleError, match="is not the file that was exported"):
+    with pytest.raises(BundleError, match=manifest.artifacts[0].path):
         verify_bundle(copy, manifest, load_checkpoint(tiny_checkpoint), [])
 
 
-def test_picture_that_cannot_be_read_is_named(
-    bundle: Path, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_unreadable_image_raises(bundle: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "broken.jpg"
     path.write_bytes(b"\xff\xd8\xff\xe0 no more")
     with pytest.raises(ImageError):

@@ -1,10 +1,10 @@
-"""Damages encoded images at random, guided by what code that reaches, and sees what comes of them.
+"""Coverage-guided fuzzing of image decoding.
 
     python tests/fuzzing/fuzz_images.py CORPUS -max_total_time=300 -timeout=10 -rss_limit_mb=2048
 
-goes on for five minutes, and keeps in the folder CORPUS, which begins with a few good images, what
-reached something new. What ends it is written to a file, whose path in place of CORPUS runs it
-again. The options are libFuzzer's.
+This command runs for five minutes. It fills the folder CORPUS with a few valid images, and with
+inputs that reach new code. A failing input is written to a file; to reproduce the failure, pass the
+path of that file instead of CORPUS. The options are libFuzzer's.
 """
 
 import itertools
@@ -17,9 +17,9 @@ import atheris
 from PIL import Image
 
 with atheris.instrument_imports(include=["PIL", "maskrcnn_trt"]):
+    from maskrcnn_trt.model.bundle.manifest import Preprocessing
+    from maskrcnn_trt.model.bundle.spec import ShapeBucket
     from maskrcnn_trt.model.images import ImageError, decode_image, read_header
-    from maskrcnn_trt.model.manifest import Preprocessing
-    from maskrcnn_trt.model.spec import ShapeBucket
     from maskrcnn_trt.serving.steps.preprocessing import plan_image, prepare_image
 
 _MAX_PIXELS = 1 << 18
@@ -30,8 +30,8 @@ _PREPROCESSING = Preprocessing(
 
 
 def check_image(data: bytes) -> None:
-    """Hold that an image is decoded as its header says, or refused in a sentence."""
-    refusal = None
+    """Check that an image is decoded as its header says, or rejected in one line."""
+    rejection = None
     try:
         header = read_header(data, max_pixels=_MAX_PIXELS)
         planned = plan_image(
@@ -40,17 +40,17 @@ def check_image(data: bytes) -> None:
         pixels = decode_image(data, max_pixels=_MAX_PIXELS)
         prepared = prepare_image(data, _PREPROCESSING, _BUCKETS, _MAX_PIXELS)
     except ImageError as error:
-        refusal = str(error)
-    if refusal is not None:
-        assert "\n" not in refusal, refusal
+        rejection = str(error)
+    if rejection is not None:
+        assert "\n" not in rejection, rejection
         return
     assert pixels.shape == (*header.size, 3), (pixels.shape, header)
     assert (prepared.bucket, prepared.size) == (planned.bucket, planned.size)
 
 
-def good_images() -> Iterator[bytes]:
-    """Small files of each format, and of what they may hold besides pixels."""
-    picture = Image.radial_gradient("L").resize((20, 12))
+def valid_images() -> Iterator[bytes]:
+    """Yield small images of each format, with metadata and several frames."""
+    gradient = Image.radial_gradient("L").resize((20, 12))
     exif = Image.Exif()
     exif[0x0112] = 6
     modes = {
@@ -59,7 +59,7 @@ def good_images() -> Iterator[bytes]:
         "WEBP": ("RGB", "RGBA"),
     }
     for codec, mode in itertools.chain(*([(c, m) for m in ms] for c, ms in modes.items())):
-        image = picture.convert(mode)
+        image = gradient.convert(mode)
         for options in (
             {},
             {"exif": exif, "icc_profile": b"profile" * 20},
@@ -75,8 +75,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     if not folder.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        for index, data in enumerate(good_images()):
-            (folder / f"good-{index:02}").write_bytes(data)
+        for index, data in enumerate(valid_images()):
+            (folder / f"valid-{index:02}").write_bytes(data)
     atheris.Setup(sys.argv, check_image)
     atheris.Fuzz()
 

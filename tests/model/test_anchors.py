@@ -6,7 +6,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 
 from maskrcnn_trt.model.anchors import cell_anchors, grid_steps
-from maskrcnn_trt.model.config import AnchorConfig
+from maskrcnn_trt.model.config.schema import AnchorConfig
 from maskrcnn_trt.plugins.grid_anchors import grid_anchors
 
 CONFIGS = {
@@ -20,7 +20,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("size", [(128, 192), (224, 160), (32, 96)])
-def test_anchors_equal_torchvisions(config: AnchorConfig, size: tuple[int, int]) -> None:
+def test_anchors_equal_torchvision(config: AnchorConfig, size: tuple[int, int]) -> None:
     generator = AnchorGenerator(
         tuple((s,) for s in config.sizes), (config.aspect_ratios,) * len(config.sizes)
     )

@@ -7,8 +7,8 @@ from torch.nn import functional
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops import FrozenBatchNorm2d
 
-from maskrcnn_trt.model.backbone import Backbone, residual_network
-from maskrcnn_trt.model.config import BackboneConfig
+from maskrcnn_trt.model.backbone import Backbone, build_resnet
+from maskrcnn_trt.model.config.schema import BackboneConfig
 
 Name = Literal["resnet18", "resnet50", "resnet101"]
 NORMS = {"frozen_bn": FrozenBatchNorm2d, "bn": nn.BatchNorm2d, "gn": nn.GroupNorm}
@@ -16,7 +16,7 @@ NORMS = {"frozen_bn": FrozenBatchNorm2d, "bn": nn.BatchNorm2d, "gn": nn.GroupNor
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101"])
 @pytest.mark.parametrize("frozen_stages", [0, 1, 2, 3, 5])
-def test_parameters_and_what_is_frozen_are_torchvisions(name: Name, frozen_stages: int) -> None:
+def test_parameters_and_frozen_stages_equal_torchvision(name: Name, frozen_stages: int) -> None:
     with torch.device("meta"):
         ours = Backbone(BackboneConfig(name=name, frozen_stages=frozen_stages))
         theirs = resnet_fpn_backbone(
@@ -57,7 +57,7 @@ def kinds_of_norms(module: nn.Module) -> set[type[nn.Module]]:
 
 @pytest.mark.parametrize(("features", "channels"), [("c4", 1024), ("c5", 2048)])
 @pytest.mark.parametrize("norm", NORMS)
-def test_without_pyramid_there_is_one_map_of_stride_16(
+def test_backbone_without_pyramid_has_one_map_of_stride_16(
     features: str, channels: int, norm: str
 ) -> None:
     backbone = Backbone(BackboneConfig(features=features, norm=norm)).eval()
@@ -68,9 +68,9 @@ def test_without_pyramid_there_is_one_map_of_stride_16(
     assert ("layer4" in backbone.body) == (features == "c5")
 
 
-def test_every_block_of_the_dilated_stage_looks_two_cells_far() -> None:
+def test_every_block_of_the_dilated_stage_has_dilation_two() -> None:
     torch.manual_seed(0)
-    stage = residual_network(BackboneConfig(features="c5")).eval().layer4
+    stage = build_resnet(BackboneConfig(features="c5")).eval().layer4
     features = torch.rand(1, 1024, 8, 8)
     with torch.inference_mode():
         expected = features
@@ -83,10 +83,10 @@ def test_every_block_of_the_dilated_stage_looks_two_cells_far() -> None:
         torch.testing.assert_close(stage(features), expected)
 
 
-def test_stride_is_in_the_first_convolution_where_asked() -> None:
-    """A 1x1 convolution with stride is one without, of every second cell."""
+def test_stride_in_1x1() -> None:
+    """A 1x1 convolution with stride 2 equals one without stride on every second cell."""
     torch.manual_seed(0)
-    block = residual_network(BackboneConfig(stride_in_1x1=True)).eval().layer2[0]
+    block = build_resnet(BackboneConfig(stride_in_1x1=True)).eval().layer2[0]
     features = torch.rand(1, 256, 8, 8)
     with torch.inference_mode():
         sparse = features[..., ::2, ::2]
@@ -99,12 +99,12 @@ def test_stride_is_in_the_first_convolution_where_asked() -> None:
 
 @pytest.mark.parametrize("norm", ["frozen_bn", "bn", "gn"])
 def test_epsilon_of_norms(norm: str) -> None:
-    network = residual_network(BackboneConfig(name="resnet18", norm=norm, norm_eps=0.25))
+    network = build_resnet(BackboneConfig(name="resnet18", norm=norm, norm_eps=0.25))
     norms = [m for m in network.modules() if isinstance(m, tuple(NORMS.values()))]
     assert {m.eps for m in norms} == {0.25}
 
 
-def test_statistics_of_frozen_stages_stay() -> None:
+def test_statistics_of_frozen_stages_do_not_change() -> None:
     backbone = Backbone(BackboneConfig(name="resnet18", norm="bn", frozen_stages=2)).train()
     before = {name: value.clone() for name, value in backbone.named_buffers()}
     backbone(torch.rand(2, 3, 64, 64))
@@ -114,7 +114,7 @@ def test_statistics_of_frozen_stages_stay() -> None:
     assert not any(name.startswith(("body.bn1", "body.layer1")) for name in changed)
 
 
-def test_the_rest_can_be_frozen_later() -> None:
+def test_all_stages_can_be_frozen_later() -> None:
     backbone = Backbone(BackboneConfig(name="resnet18", norm="bn", frozen_stages=0)).train()
     backbone.freeze()
     assert not any(parameter.requires_grad for parameter in backbone.body.parameters())

@@ -10,11 +10,10 @@ from maskrcnn_trt.model.checkpoint import (
     CheckpointError,
     load_checkpoint,
     save_checkpoint,
-    whole_file,
 )
 
 
-def test_what_is_saved_is_loaded(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_saved_checkpoint_is_loaded(tiny_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = replace(
         load_checkpoint(tiny_checkpoint),
         iteration=7,
@@ -33,7 +32,7 @@ def test_what_is_saved_is_loaded(tiny_checkpoint: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(dict(model.state_dict()), checkpoint.weights, rtol=0, atol=0)
 
 
-def test_a_crash_while_writing_leaves_what_was_there(
+def test_crash_while_saving_keeps_the_previous_file(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model.pth"
@@ -53,27 +52,11 @@ def _fail(_: int) -> None:
     raise OSError("no space left on device")
 
 
-def test_the_file_is_on_the_disk_before_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "name"
-    synced = []
-
-    def note(descriptor: int) -> None:
-        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), path.exists()))
-
-    monkeypatch.setattr(os, "fsync", note)
-    with whole_file(path) as file:
-        file.write(b"content")
-    assert path.read_bytes() == b"content"
-    assert synced == [(str(tmp_path / ".name.partial"), False), (str(tmp_path), True)]
-
-
 def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-STRANGE = {
+DAMAGED_FILES = {
     "truncated": _cut,
     "empty": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("not a checkpoint"),
@@ -83,28 +66,29 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("kind", STRANGE)
-def test_a_strange_file_is_refused_in_one_sentence(
+@pytest.mark.parametrize("kind", DAMAGED_FILES)
+def test_damaged_files_are_rejected_in_one_sentence(
     tiny_checkpoint: Path, tmp_path: Path, kind: str
 ) -> None:
-    path = tmp_path / "strange.pth"
+    path = tmp_path / "damaged.pth"
     path.write_bytes(tiny_checkpoint.read_bytes())
-    STRANGE[kind](path)
+    DAMAGED_FILES[kind](path)
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path)
-    assert str(caught.value) == (
-        f"{path} is damaged or no checkpoint of this program; give a .pth file that training wrote"
-    )
+    assert str(caught.value).startswith(f"{path} is damaged")
+    assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"none\.pth does not exist; give a \.pth file"):
+def test_missing_files_and_folders_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none\.pth does not exist.*\.pth file"):
         load_checkpoint(tmp_path / "none.pth")
+    with pytest.raises(CheckpointError, match=r"is a folder.*\.pth file"):
+        load_checkpoint(tmp_path)
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+def test_other_format_versions_are_rejected(tmp_path: Path) -> None:
     torch.save({"format": 99}, tmp_path / "future.pth")
-    with pytest.raises(CheckpointError, match="format 99, but this version reads format 2"):
+    with pytest.raises(CheckpointError, match=r"format 99.* format 2"):
         load_checkpoint(tmp_path / "future.pth")
 
 
@@ -122,10 +106,6 @@ def test_a_file_cannot_run_code(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         load_checkpoint(path)
     assert not target.exists()
+    # The attack itself works: an unsafe load runs it.
     torch.load(path, weights_only=False)
     assert target.exists()
-
-
-def test_a_folder_is_called_one(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is a folder; give a \.pth file"):
-        load_checkpoint(tmp_path)

@@ -1,24 +1,24 @@
-"""Models in the conventions of other implementations, against these written down in short.
+"""Detections under the conventions of other implementations equal plain reimplementations.
 
-`reference_detections` goes one image, level and class at a time, with boxes as the other
-implementation holds them: its far edges are the last pixels inside where `plus_one` is 1.
+`reference_detections` handles one image, level and class at a time. If `plus_one` is 1, boxes
+include the pixels of their far edges.
 """
 
 import math
 
 import pytest
 import torch
-from bodies import pictures, random_model, small_config
+from small_models import noise_images, random_model, small_config
 from torch import Tensor
 from torchvision.ops import roi_align
 
 from maskrcnn_trt.model.anchors import cell_anchors, grid_steps
-from maskrcnn_trt.model.config import AnchorConfig, ModelConfig
+from maskrcnn_trt.model.config.schema import AnchorConfig, ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 
 
 def test_legacy_anchors_are_those_of_faster_rcnn() -> None:
-    """The table of py-faster-rcnn's generate_anchors.py, whose far edges are inclusive."""
+    """Expected values are those in py-faster-rcnn's generate_anchors.py, far edges inclusive."""
     config = AnchorConfig(sizes=(128, 256, 512), convention="legacy")
     expected = [
         [-84, -40, 99, 55], [-176, -88, 191, 103], [-360, -184, 375, 199],
@@ -29,7 +29,7 @@ def test_legacy_anchors_are_those_of_faster_rcnn() -> None:
     assert torch.equal(anchors, torch.tensor(expected) + torch.tensor([0.0, 0, 1, 1]))
 
 
-def test_detectron2_anchors_are_not_rounded_and_go_by_size() -> None:
+def test_detectron2_anchors_are_not_rounded_and_ordered_by_size() -> None:
     config = AnchorConfig(sizes=(32, 50), aspect_ratios=(0.5, 2.0), convention="detectron2")
     (anchors,) = cell_anchors(config, (16,))
     sides = [(size / math.sqrt(r), size * math.sqrt(r)) for size in (32, 50) for r in (0.5, 2.0)]
@@ -59,7 +59,7 @@ CONVENTIONS = {
 def test_detections_equal_the_reference(convention: str, features: str) -> None:
     config = small_config("resnet50", features, "frozen_bn", **CONVENTIONS[convention])
     model = random_model(config).eval()
-    images, sizes = pictures()
+    images, sizes = noise_images()
     found = model(images, sizes)
     plus_one = int(config.inclusive_boxes)
     assert found.num_detections.min() > 0
@@ -80,7 +80,7 @@ def test_detections_equal_the_reference(convention: str, features: str) -> None:
 def reference_detections(
     model: MaskRCNN, maps: list[Tensor], height: int, width: int, plus_one: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Boxes [K, 4] in the convention's own form, scores [K], labels [K], masks [K, M, M]."""
+    """Return boxes [K, 4] in the convention's form, scores [K], labels [K], masks [K, M, M]."""
     config = model.config
     proposals = reference_proposals(model, maps, height, width, plus_one)
     heads = model.roi_heads
@@ -140,7 +140,7 @@ def reference_proposals(
 
 
 def decode(deltas: Tensor, references: Tensor, plus_one: int) -> Tensor:
-    """Box coder of the reference implementations, TO_REMOVE being `plus_one`."""
+    """Decode boxes as the reference implementations do; `plus_one` is their TO_REMOVE."""
     widths = references[:, 2] - references[:, 0] + plus_one
     heights = references[:, 3] - references[:, 1] + plus_one
     x = deltas[:, 0] * widths + references[:, 0] + 0.5 * widths
@@ -159,7 +159,7 @@ def clip(boxes: Tensor, height: int, width: int, plus_one: int) -> Tensor:
 
 
 def nms(boxes: Tensor, scores: Tensor, threshold: float, plus_one: int) -> Tensor:
-    """Indices of what is kept, best first."""
+    """Return the indices of kept boxes, best first."""
     kept: list[int] = []
     for i in scores.sort(descending=True, stable=True).indices.tolist():
         if all(iou(boxes[i].tolist(), boxes[j].tolist(), plus_one) <= threshold for j in kept):

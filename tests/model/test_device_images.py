@@ -1,4 +1,4 @@
-"""Decoding where the model is gives the pixels of the CPU path."""
+"""Decoding on the model's device gives the pixels of Pillow."""
 
 from io import BytesIO
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from maskrcnn_trt.model import device_images
 from maskrcnn_trt.model.device_images import (
+    apply_orientation,
     decode_jpegs,
     resize_pixels,
     tensor_from_bytes,
-    turn_upright,
 )
 from maskrcnn_trt.model.images import ImageError, decode_image, read_header, resize_image
 
@@ -22,7 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def pixels(height: int = 48, width: int = 64, seed: int = 0) -> NDArray[np.uint8]:
-    """Smooth colours, so that a decoder's way of enlarging them does not matter much."""
+    """Return a smooth image, for which decoders upsample colours almost alike."""
     tiles = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), np.uint8)
     return np.array(Image.fromarray(tiles).resize((width, height), Image.Resampling.BICUBIC))
 
@@ -48,7 +48,7 @@ def assert_close(own: Tensor | ImageError, expected: Tensor, *, mean: float, mos
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{"subsampling": 0}, {"mode": "L"}])
-def test_pixels_are_those_of_the_cpu_path(device: str, options: dict[str, object]) -> None:
+def test_full_resolution_colours_match_pillow(device: str, options: dict[str, object]) -> None:
     files = [jpeg(pixels(seed=seed), **options) for seed in range(3)]  # type: ignore[arg-type]
     assert all(read_header(file).is_plain_jpeg for file in files)
     decoded = decode_jpegs([tensor_from_bytes(file) for file in files], torch.device(device))
@@ -58,8 +58,8 @@ def test_pixels_are_those_of_the_cpu_path(device: str, options: dict[str, object
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("progressive", [False, True])
-def test_colours_of_half_resolution_are_close(device: str, progressive: bool) -> None:
-    """To repeat each of them, as a GPU may, costs these pictures 3.6 levels in the mean."""
+def test_half_resolution_colours_are_close_to_pillow(device: str, progressive: bool) -> None:
+    """The mean difference of these images is 3.6 levels if colours are merely repeated."""
     files = [jpeg(pixels(seed=seed), progressive=progressive) for seed in range(3)]
     decoded = decode_jpegs([tensor_from_bytes(file) for file in files], torch.device(device))
     for own, file in zip(decoded, files, strict=True):
@@ -67,7 +67,7 @@ def test_colours_of_half_resolution_are_close(device: str, progressive: bool) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_damaged_file_costs_no_other(device: str) -> None:
+def test_damaged_file_does_not_affect_others(device: str) -> None:
     whole = jpeg(pixels(), subsampling=0)
     damaged = whole.replace(b"\xff\xdb", b"\xff\xe9").replace(b"\xff\xc4", b"\xff\xe9")
     files = [tensor_from_bytes(data) for data in (whole, damaged, whole)]
@@ -78,7 +78,7 @@ def test_a_damaged_file_costs_no_other(device: str) -> None:
         assert_close(own, chw(decode_image(whole)), mean=1.5, most=16)
 
 
-def test_no_file_is_no_image() -> None:
+def test_empty_list_of_files() -> None:
     assert decode_jpegs([], torch.device("cpu")) == []
 
 
@@ -93,7 +93,7 @@ def test_too_little_memory_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_are_turned_as_pillow_turns_them(orientation: int) -> None:
+def test_orientation_matches_pillow(orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = jpeg(pixels(), exif=exif)
@@ -102,12 +102,12 @@ def test_images_are_turned_as_pillow_turns_them(orientation: int) -> None:
     stored = chw(decode_image(data, apply_orientation=False))
     upright = chw(decode_image(data))
     assert header.size == upright.shape[1:]
-    assert torch.equal(turn_upright(stored, orientation), upright)
+    assert torch.equal(apply_orientation(stored, orientation), upright)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [(48, 64), (31, 41), (100, 133), (7, 200), (1, 1)])
-def test_resizing_is_pillows_to_within_a_level(device: str, size: tuple[int, int]) -> None:
+def test_resizing_matches_pillow_within_a_level(device: str, size: tuple[int, int]) -> None:
     rough = np.random.default_rng(1).integers(0, 256, (48, 64, 3), np.uint8)
     for image in (pixels(), rough):
         own = resize_pixels(chw(image).to(device), size)

@@ -1,4 +1,4 @@
-"""Images that are made to take long or much to decode."""
+"""Images crafted to take much time or memory to decode."""
 
 import json
 import pickle
@@ -28,20 +28,20 @@ def chunk(name: bytes, data: bytes) -> bytes:
 
 
 def png(before: bytes = b"", after: bytes = b"", pixels: bytes = bytes(301 * 100)) -> bytes:
-    """A black PNG of 100x100 with more chunks."""
+    """Return a black PNG of 100x100 with additional chunks."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 100, 100, 8, 2, 0, 0, 0))
     idat = chunk(b"IDAT", zlib.compress(pixels, 9))
     return b"\x89PNG\r\n\x1a\n" + header + before + idat + after + chunk(b"IEND", b"")
 
 
 def jpeg(inserted: bytes) -> bytes:
-    """A JPEG of 64x64 with something after its first marker."""
+    """Return a JPEG of 64x64 with bytes inserted after its first marker."""
     data = encoded((64, 64), "JPEG")
     return data[:2] + inserted + data[2:]
 
 
 def jpeg_of_many_scans(number: int) -> bytes:
-    """A progressive JPEG whose last scan, with no more than a byte, is repeated."""
+    """Return a progressive JPEG whose last scan is repeated with one byte of content."""
     data = encoded((800, 800), "JPEG", progressive=True)
     start = data.rindex(b"\xff\xda")
     header = data[start : start + 2 + int.from_bytes(data[start + 2 : start + 4])]
@@ -49,9 +49,9 @@ def jpeg_of_many_scans(number: int) -> bytes:
 
 
 def with_size(data: bytes, side: int) -> bytes:
-    """A JPEG that says it is a square of another size."""
-    place = data.index(b"\xff\xc0") + 5
-    return data[:place] + struct.pack(">HH", side, side) + data[place + 4 :]
+    """Replace the size in a JPEG's header by a square."""
+    start = data.index(b"\xff\xc0") + 5
+    return data[:start] + struct.pack(">HH", side, side) + data[start + 4 :]
 
 
 _BOMB = zlib.compress(bytes(500 * _MIB), 9)
@@ -59,11 +59,11 @@ _EMPTY_EXIF = b"Exif\0\0MM\0*\0\0\0\x08\0\0"
 _HUGE_TAG = struct.pack(">HHII", 0x0112, 4, 1 << 28, 8)
 _HOSTILE_EXIF = b"MM\0*\0\0\0\x08\xff\xff" + _HUGE_TAG * 65535
 
-REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
+REJECTED: dict[str, tuple[Callable[[], bytes], str]] = {
     "scans": (lambda: jpeg_of_many_scans(5000), "scans, more than the 100 allowed"),
-    "fill bytes": (lambda: jpeg(b"\xff" * 20 * _MIB), "more than 4096 bytes of no meaning"),
-    "junk": (lambda: jpeg(b"\xff\xe1\0\2" + bytes(20 * _MIB)), "bytes of no meaning"),
-    "escapes": (lambda: jpeg(b"\xff\xd0" + b"\xff\0" * 10 * _MIB), "bytes of no meaning"),
+    "fill bytes": (lambda: jpeg(b"\xff" * 20 * _MIB), "4096 bytes outside of segments"),
+    "junk": (lambda: jpeg(b"\xff\xe1\0\2" + bytes(20 * _MIB)), "bytes outside of segments"),
+    "escapes": (lambda: jpeg(b"\xff\xd0" + b"\xff\0" * 10 * _MIB), "bytes outside of segments"),
     "segments": (lambda: jpeg(b"\xff\xe5\0\2" * 5 * _MIB), "more than 2000 segments"),
     "markers": (lambda: jpeg(b"\xff\xd0" * 10 * _MIB), "more than 2000 segments"),
     "reserved markers": (lambda: jpeg(b"\xff\xf0\xff\xff" * 5 * _MIB), "more than"),
@@ -78,12 +78,12 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
 
 def between_scans(inserted: bytes) -> bytes:
     data = encoded((64, 64), "JPEG", progressive=True)
-    place = data.rindex(b"\xff\xda")
-    return data[:place] + inserted + data[place:]
+    start = data.rindex(b"\xff\xda")
+    return data[:start] + inserted + data[start:]
 
 
 def animation(codec: str) -> bytes:
-    """Sixty pictures in few bytes."""
+    """Return an animation of sixty frames in few bytes."""
     frames = [Image.new("RGB", (500, 500), (shade, 0, 0)) for shade in range(60)]
     file = BytesIO()
     frames[0].save(file, codec, save_all=True, append_images=frames[1:])
@@ -97,17 +97,18 @@ READ: dict[str, Callable[[], bytes]] = {
         (100, 100), "WEBP", exif=_EMPTY_EXIF + bytes(30 * _MIB)
     ),
     "profile": lambda: jpeg((b"\xff\xe2\xff\xff" + bytes(65533)) * 500),
-    "fill bytes behind the pixels": lambda: (
+    "fill bytes after the pixels": lambda: (
         encoded((64, 64), "JPEG")[:-2] + b"\xff" * 20 * _MIB + b"\xd9"
     ),
     "fill bytes between scans": lambda: between_scans(b"\xff" * 20 * _MIB),
-    "pictures of a JPEG": lambda: encoded(
+    "frames of a JPEG": lambda: encoded(
         (600, 600), "MPO", save_all=True, append_images=[Image.new("RGB", (600, 600))] * 50
     ),
-    "pictures of a PNG": lambda: animation("PNG"),
-    "pictures of a WebP": lambda: animation("WEBP"),
+    "frames of a PNG": lambda: animation("PNG"),
+    "frames of a WebP": lambda: animation("WEBP"),
 }
 
+# Reads images under limits of CPU time and memory, which end the process if they are exceeded.
 LIMITED = """
 import json, pickle, resource, sys
 from maskrcnn_trt.model.images import ImageError, decode_image, read_header
@@ -127,11 +128,10 @@ def outcome(data):
 images = pickle.load(sys.stdin.buffer)
 print(json.dumps({name: outcome(data) for name, data in images.items()}))
 """
-"""Reads images in little time and memory, or is ended."""
 
 
 def test_hostile_images_take_little_time_and_memory() -> None:
-    images = {name: make() for name, (make, _) in REFUSED.items()}
+    images = {name: make() for name, (make, _) in REJECTED.items()}
     images |= {name: make() for name, make in READ.items()}
     run = subprocess.run(
         [sys.executable, "-c", LIMITED], input=pickle.dumps(images), capture_output=True
@@ -139,7 +139,7 @@ def test_hostile_images_take_little_time_and_memory() -> None:
     assert run.returncode == 0, run.stderr
     outcomes = json.loads(run.stdout)
     assert {name: outcomes[name] for name in READ} == dict.fromkeys(READ, True)
-    for name, (_, message) in REFUSED.items():
+    for name, (_, message) in REJECTED.items():
         assert message in outcomes[name], name
 
 

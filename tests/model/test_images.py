@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.images import (
     ImageError,
     decode_image,
@@ -19,7 +20,6 @@ from maskrcnn_trt.model.images import (
     resized_size,
     smallest_bucket,
 )
-from maskrcnn_trt.model.spec import ShapeBucket
 
 
 def encoded(image: Image.Image, codec: str = "PNG", **options: Any) -> bytes:
@@ -81,7 +81,7 @@ def test_16_bit_grey_keeps_its_high_byte() -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_turns_the_image_upright(orientation: int) -> None:
-    turn = {
+    upright = {
         1: lambda a: a,
         2: np.fliplr,
         3: lambda a: np.rot90(a, 2),
@@ -97,15 +97,15 @@ def test_exif_orientation_turns_the_image_upright(orientation: int) -> None:
         data = encoded(Image.fromarray(gradient()), codec, exif=exif)
         stored = decode_image(data, apply_orientation=False)
         assert stored.shape == (24, 40, 3)
-        np.testing.assert_array_equal(decode_image(data), turn(stored))
+        np.testing.assert_array_equal(decode_image(data), upright(stored))
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (b"", "the image is empty"),
-        (b"Hello, world\n" * 100, "no JPEG, PNG or WebP"),
-        (encoded(Image.fromarray(gradient()), "BMP"), "no JPEG, PNG or WebP"),
+        (b"Hello, world\n" * 100, "not a JPEG, PNG or WebP"),
+        (encoded(Image.fromarray(gradient()), "BMP"), "not a JPEG, PNG or WebP"),
         (encoded(Image.fromarray(gradient()), "JPEG")[:40], "damaged"),
         (encoded(Image.fromarray(gradient()), "JPEG")[:-60], "truncated"),
         (encoded(Image.fromarray(gradient()))[:-50], "truncated"),
@@ -117,7 +117,7 @@ def test_exif_orientation_turns_the_image_upright(orientation: int) -> None:
         (png_without_pixels(20000, 20000), "20000x20000 pixels.*more than the 64000000"),
     ],
 )
-def test_unusable_data_is_refused_in_one_sentence(data: bytes, message: str) -> None:
+def test_invalid_data_is_rejected_in_one_sentence(data: bytes, message: str) -> None:
     with pytest.raises(ImageError, match=message) as caught:
         decode_image(data)
     assert "\n" not in str(caught.value)
@@ -176,7 +176,7 @@ def test_padding_is_black_at_the_right_and_the_bottom() -> None:
     assert not padded[:, :, 40:].any()
 
 
-def png_with_metadata_behind_its_pixels(data: bytes) -> bytes:
+def png_with_metadata_after_pixels(data: bytes) -> bytes:
     """Move the chunk `eXIf` of a PNG to its end."""
     start = data.index(b"eXIf") - 4
     stop = start + 12 + struct.unpack(">I", data[start : start + 4])[0]
@@ -186,13 +186,13 @@ def png_with_metadata_behind_its_pixels(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("codec", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8, 9])
-def test_header_tells_the_size_after_decoding(codec: str, orientation: int) -> None:
+def test_header_holds_the_size_after_decoding(codec: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(Image.fromarray(gradient()), codec, exif=exif)
     variants = [data]
     if codec == "PNG":
-        variants.append(png_with_metadata_behind_its_pixels(data))
+        variants.append(png_with_metadata_after_pixels(data))
     for variant in variants:
         header = read_header(variant)
         assert header.size == decode_image(variant).shape[:2]
@@ -209,7 +209,7 @@ def test_header_is_read_without_the_pixels() -> None:
         read_header(png_without_pixels(30, 50), max_pixels=1000)
 
 
-def test_plain_jpegs_are_told_from_others() -> None:
+def test_plain_jpegs_are_distinguished_from_others() -> None:
     source = Image.fromarray(gradient())
     data = encoded(source, "JPEG")
     for plain in (data, encoded(source.convert("L"), "JPEG"), data + bytes(100)):

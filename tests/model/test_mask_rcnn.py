@@ -1,4 +1,4 @@
-"""What holds of the whole model whatever its weights; parity has a file of its own."""
+"""Invariants of the whole model, for any weights."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,8 +11,8 @@ from torchvision.models.detection import maskrcnn_resnet50_fpn
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
-from maskrcnn_trt.model.config import BackboneConfig, ModelConfig
-from maskrcnn_trt.model.mask_rcnn import Detections, MaskRCNN
+from maskrcnn_trt.model.config.schema import BackboneConfig, ModelConfig
+from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
 from maskrcnn_trt.model.targets import Targets
 
 SIZES = torch.tensor([[96, 160], [64, 100], [33, 128]])
@@ -23,15 +23,15 @@ def model(tiny_checkpoint: Path) -> MaskRCNN:
     return load_checkpoint(tiny_checkpoint).build_model()
 
 
-def pictures() -> Tensor:
-    """[3, 3, 96, 160] uint8; what lies outside the images is noise too."""
+def image_batch() -> Tensor:
+    """Return [3, 3, 96, 160] uint8 noise, also in the padding."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand(3, 3, 6, 10, generator=generator) * 255
     return torch.nn.functional.interpolate(coarse, (96, 160), mode="bilinear").to(torch.uint8)
 
 
 def ground_truth(counts: tuple[int, ...]) -> Targets:
-    """So many 40 pixel squares an image, padded to four."""
+    """Return the given number of 40 pixel squares per image, padded to four."""
     boxes = torch.zeros(len(counts), 4, 4)
     labels = torch.zeros(len(counts), 4, dtype=torch.int64)
     masks = torch.zeros(len(counts), 4, 96, 160, dtype=torch.uint8)
@@ -44,7 +44,7 @@ def ground_truth(counts: tuple[int, ...]) -> Targets:
     return Targets(boxes, labels, masks)
 
 
-def assert_same(found: Detections, expected: Detections) -> None:
+def assert_same(found: BatchDetections, expected: BatchDetections) -> None:
     assert expected.num_detections.min() > 0
     assert found.num_detections.tolist() == expected.num_detections.tolist()
     assert found.labels.tolist() == expected.labels.tolist()
@@ -69,7 +69,7 @@ def test_parameter_names_of_resnet101_are_torchvisions() -> None:
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, torch.Size]:
-    """By name. A frozen norm has no count of batches; torchvision's has one without weights."""
+    """Return shapes by name, without the batch counters that frozen norms lack."""
     return {
         name: value.shape
         for name, value in model.state_dict().items()
@@ -79,7 +79,7 @@ def shapes_of(model: torch.nn.Module) -> dict[str, torch.Size]:
 
 @torch.inference_mode()
 def test_padding_is_ignored(model: MaskRCNN) -> None:
-    images, blank = pictures(), pictures()
+    images, blank = image_batch(), image_batch()
     for image, (height, width) in zip(blank, SIZES.tolist(), strict=True):
         image[:, height:] = 0
         image[:, :, width:] = 0
@@ -90,29 +90,29 @@ def test_padding_is_ignored(model: MaskRCNN) -> None:
 
 @torch.inference_mode()
 def test_uint8_equals_float(model: MaskRCNN) -> None:
-    images = pictures()
+    images = image_batch()
     for found, expected in zip(model(images.float(), SIZES), model(images, SIZES), strict=True):
         assert torch.equal(found, expected)
 
 
 @torch.inference_mode()
 def test_batch_neighbours_do_not_matter(model: MaskRCNN) -> None:
-    images = pictures()
+    images = image_batch()
     alone = [model(images[i : i + 1], SIZES[i : i + 1]) for i in range(3)]
-    expected = Detections(*(torch.cat(parts) for parts in zip(*alone, strict=True)))
+    expected = BatchDetections(*(torch.cat(parts) for parts in zip(*alone, strict=True)))
     assert_same(model(images, SIZES), expected)
 
 
 @torch.inference_mode()
-def test_channels_last_finds_the_same(model: MaskRCNN, tiny_checkpoint: Path) -> None:
-    images = pictures()
+def test_channels_last_gives_the_same_detections(model: MaskRCNN, tiny_checkpoint: Path) -> None:
+    images = image_batch()
     last = load_checkpoint(tiny_checkpoint).build_model().to(memory_format=torch.channels_last)
     assert_same(last(images, SIZES), model(images, SIZES))
 
 
 @torch.inference_mode()
 def test_boxes_lie_in_their_image_and_rows_beyond_the_count_are_zero(model: MaskRCNN) -> None:
-    found = model(pictures(), SIZES)
+    found = model(image_batch(), SIZES)
     assert (found.boxes >= 0).all()
     assert (found.boxes[..., 2:] <= SIZES.flip(1)[:, None]).all()
     assert (found.scores.diff() <= 0).all()
@@ -122,11 +122,11 @@ def test_boxes_lie_in_their_image_and_rows_beyond_the_count_are_zero(model: Mask
 
 
 @torch.inference_mode()
-def test_nothing_found(model: MaskRCNN) -> None:
+def test_no_detections(model: MaskRCNN) -> None:
     roi = model.config.roi.model_copy(update={"score_threshold": 1.0})
     strict = MaskRCNN(model.config.model_copy(update={"roi": roi})).eval()
     strict.load_state_dict(model.state_dict())
-    found = strict(pictures(), SIZES)
+    found = strict(image_batch(), SIZES)
     assert [tuple(part.shape) for part in found] == [
         (3,),
         (3, 20, 4),
@@ -145,9 +145,9 @@ def test_losses_and_gradients_are_finite(
     torch.manual_seed(0)
     backbone = model.config.backbone.model_copy(update={"norm": norm, "frozen_stages": 1})
     fresh = MaskRCNN(model.config.model_copy(update={"backbone": backbone})).train()
-    terms = fresh(pictures(), SIZES, ground_truth(counts), torch.arange(3))
+    terms = fresh(image_batch(), SIZES, ground_truth(counts), torch.arange(3))
     assert terms.means().isfinite().all()
-    # Without ground truth, nothing is there to regress or to draw.
+    # Without ground truth, box and mask losses are zero.
     assert (terms.means()[[1, 3, 4]] > 0).tolist() == [any(counts)] * 3
     terms.means().sum().backward()
     for name, parameter in fresh.named_parameters():
@@ -156,7 +156,7 @@ def test_losses_and_gradients_are_finite(
 
 
 def test_losses_of_an_image_do_not_depend_on_its_neighbours(model: MaskRCNN) -> None:
-    images, targets, seeds = pictures(), ground_truth((4, 0, 1)), torch.tensor([5, 6, 7])
+    images, targets, seeds = image_batch(), ground_truth((4, 0, 1)), torch.tensor([5, 6, 7])
     whole = model(images, SIZES, targets, seeds)
     alone = [
         model(images[own], SIZES[own], Targets(*(part[own] for part in targets)), seeds[own])
@@ -168,4 +168,4 @@ def test_losses_of_an_image_do_not_depend_on_its_neighbours(model: MaskRCNN) -> 
 
 def test_losses_need_seeds(model: MaskRCNN) -> None:
     with pytest.raises(ValueError, match="losses need `seeds`"):
-        model(pictures(), SIZES, ground_truth((1, 1, 1)))
+        model(image_batch(), SIZES, ground_truth((1, 1, 1)))

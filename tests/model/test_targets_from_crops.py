@@ -1,5 +1,5 @@
 import torch
-from bodies import ground_truth, pictures, random_model, small_config
+from small_models import ground_truth, noise_images, random_model, small_config
 
 from maskrcnn_trt.model.roi_heads import boxes_within_crops
 from maskrcnn_trt.plugins.mask_targets import mask_targets_from_crops
@@ -8,14 +8,14 @@ SIDE = 28
 
 
 def disc(height: int, width: int) -> torch.Tensor:
-    """An ellipse that touches the borders of [H, W], with a hole."""
+    """Return an ellipse with a hole that touches the borders of [H, W]."""
     y = (torch.arange(height) + 0.5)[:, None] / height * 2 - 1
     x = (torch.arange(width) + 0.5) / width * 2 - 1
     radius = (x**2 + y**2).sqrt()
     return ((radius < 1) & (radius > 0.3)).to(torch.uint8)
 
 
-def test_a_crop_at_full_resolution_gives_the_targets_of_the_whole_mask() -> None:
+def test_crop_at_full_resolution_gives_the_targets_of_the_whole_mask() -> None:
     crop = disc(112, 112)
     whole = torch.zeros(1, 1, 300, 400, dtype=torch.uint8)
     whole[0, 0, 50:162, 80:192] = crop
@@ -26,11 +26,11 @@ def test_a_crop_at_full_resolution_gives_the_targets_of_the_whole_mask() -> None
     inside = boxes_within_crops(boxes, owner, 112)
     found = mask_targets_from_crops(crop[None, None], inside, matched, SIDE)
     torch.testing.assert_close(found[:, 1:], expected[:, 1:], atol=1e-5, rtol=0)
-    # Up to the border samples differ: the whole mask has zeros beyond it.
+    # Samples at the border differ, because the whole mask has zeros beyond it.
     assert (found - expected).abs().mean() < 1e-3
 
 
-def test_a_box_that_sticks_out_of_its_object_sees_nothing_there() -> None:
+def test_target_is_zero_outside_of_the_crop() -> None:
     crops = torch.ones(1, 1, 112, 112, dtype=torch.uint8)
     owner = torch.tensor([[[100.0, 100, 140, 180]]])
     boxes = torch.tensor([[[80.0, 100, 140, 180]]])
@@ -40,8 +40,8 @@ def test_a_box_that_sticks_out_of_its_object_sees_nothing_there() -> None:
     assert found[:, 11:].min() > 0.99
 
 
-def test_losses_from_crops_are_those_from_whole_masks() -> None:
-    images, sizes = pictures()
+def test_losses_from_crops_match_whole_masks() -> None:
+    images, sizes = noise_images()
     whole, seeds = ground_truth(), torch.arange(2)
     masks = torch.zeros(2, 2, 112, 112, dtype=torch.uint8)
     masks[:, :, :56] = 1

@@ -13,8 +13,8 @@ from maskrcnn_trt.plugins.box_deltas import decode_boxes, encode_boxes
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WEIGHTS = [(1.0, 1.0), (10.0, 5.0)]
 SIZES = torch.tensor([[100, 150], [60, 40], [211, 211]])
-# Logarithm and exponential differ by a bit from one library to another, which is worth some
-# thousandths of a pixel where a box is enlarged sixtyfold.
+# `log` and `exp` of different libraries differ in the last bit: by some thousandths of a pixel if
+# a box is enlarged sixtyfold.
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-3}
 
 
@@ -40,7 +40,7 @@ def all_of(batch: int, count: int) -> Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("shape", [(20,), (2, 300), (0,), (2, 0), (1, 1, 3)])
-def test_encoding_equals_torchvisions(
+def test_encoding_equals_torchvision(
     shape: tuple[int, ...], weights: tuple[float, float], device: str
 ) -> None:
     boxes, references = random_boxes(*shape, seed=1), random_boxes(*shape, seed=2)
@@ -53,7 +53,7 @@ def test_encoding_equals_torchvisions(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("scale", [1.0, 20.0], ids=["usual", "beyond the growth limit"])
-def test_decoding_equals_torchvisions(
+def test_decoding_equals_torchvision(
     scale: float, weights: tuple[float, float], device: str
 ) -> None:
     deltas, references = random_deltas(3, 50, 1, scale=scale), random_boxes(3, 50)
@@ -68,7 +68,7 @@ def test_decoding_equals_torchvisions(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-def test_chosen_deltas_belong_to_their_references(shared: bool, device: str) -> None:
+def test_indices_select_deltas_and_references(shared: bool, device: str) -> None:
     deltas, references = random_deltas(3, 40, 5), random_boxes(1 if shared else 3, 40)
     indices = torch.randint(-1, 200, (3, 333), generator=torch.Generator().manual_seed(8))
     boxes, large = decode_on(device, deltas, references, indices, SIZES, 1.0, 1.0, False, 1.0)
@@ -89,7 +89,7 @@ def test_chosen_deltas_belong_to_their_references(shared: bool, device: str) -> 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_inclusive_boxes_keep_the_pixel_of_the_border(device: str) -> None:
+def test_inclusive_boxes_keep_the_border_pixel(device: str) -> None:
     references = torch.tensor([[[-30.0, 10, -20, 20], [300, 10, 340, 20], [10, 10, 20, 20]]])
     boxes, large = decode_on(
         device, torch.zeros(1, 3, 1, 4), references, all_of(1, 3), SIZES[:1], 1.0, 1.0, True, 0.0
@@ -113,7 +113,7 @@ def test_empty_and_undefined_boxes_are_never_large(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("batch", "chosen"), [(2, 0), (0, 2)])
-def test_nothing_to_decode(batch: int, chosen: int, device: str) -> None:
+def test_empty_batch(batch: int, chosen: int, device: str) -> None:
     deltas, references = torch.zeros(batch, 3, 1, 4), torch.zeros(batch, 3, 4)
     boxes, large = decode_on(
         device, deltas, references, all_of(batch, chosen), SIZES[:batch], 1.0, 1.0, False, 1.0
@@ -123,7 +123,7 @@ def test_nothing_to_decode(batch: int, chosen: int, device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_wrong_arguments_are_refused_on_a_gpu() -> None:
+def test_wrong_arguments_are_rejected_on_a_gpu() -> None:
     boxes = random_boxes(4).cuda()
     with pytest.raises(ValueError, match=r"references must be torch.float32 of shape \[4, 4\]"):
         encode_boxes(boxes, boxes[:3], 1.0, 1.0)
@@ -135,7 +135,7 @@ def test_wrong_arguments_are_refused_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_registration_holds(device: str) -> None:
+def test_opcheck(device: str) -> None:
     boxes = random_boxes(2, 5).to(device)
     torch.library.opcheck(encode_boxes, (boxes, boxes, 1.0, 1.0))
     deltas, indices, sizes = random_deltas(2, 5, 3), all_of(2, 4).contiguous(), SIZES[:2]

@@ -20,9 +20,7 @@ def iou_on(device: str, boxes: Tensor, others: Tensor) -> Tensor:
     ("batch", "rows", "columns"),
     [(2, 7, 11), (1, 1, 1), (3, 17, 300), (1, 40, 1025), (2, 0, 4), (2, 3, 0), (0, 2, 2)],
 )
-def test_equals_torchvisions(
-    batch: int, rows: int, columns: int, shared: bool, device: str
-) -> None:
+def test_equals_torchvision(batch: int, rows: int, columns: int, shared: bool, device: str) -> None:
     boxes = random_boxes(batch, rows, seed=1)
     others = random_boxes(1 if shared else batch, columns, seed=2)
     iou = iou_on(device, boxes, others)
@@ -32,24 +30,24 @@ def test_equals_torchvisions(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_odd_boxes_have_an_iou_too(device: str) -> None:
+def test_iou_of_degenerate_boxes(device: str) -> None:
     iou = iou_on(device, ODD_BOXES[None], ODD_BOXES[None])[0]
     assert torch.equal(iou, torch.from_numpy(iou_by_definition(ODD_BOXES, ODD_BOXES)))
     assert iou.isfinite().all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_takes_any_layout(device: str) -> None:
+def test_any_memory_layout(device: str) -> None:
     boxes, others = random_boxes(2, 6), random_boxes(2, 9)
     strided = boxes.transpose(0, 1).contiguous().transpose(0, 1)
-    # Starts at an address that wide loads cannot take.
+    # The data begin at an address that is not aligned for wide loads.
     shifted = torch.cat([torch.zeros(1), others.flatten()]).to(device)[1:].view(2, 9, 4)
     iou = box_iou(strided.to(device), shifted).cpu()
     assert torch.equal(iou, box_iou(boxes, others))
 
 
 @pytest.mark.gpu
-def test_wrong_arguments_are_refused_on_a_gpu() -> None:
+def test_wrong_arguments_are_rejected_on_a_gpu() -> None:
     boxes = random_boxes(2, 3).cuda()
     with pytest.raises(ValueError, match=r"others must be torch.float32 of shape \[2, \*, 4\]"):
         box_iou(boxes, random_boxes(3, 5).cuda())
@@ -58,7 +56,7 @@ def test_wrong_arguments_are_refused_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_registration_holds(device: str) -> None:
+def test_opcheck(device: str) -> None:
     inputs = random_boxes(2, 5).to(device), random_boxes(1, 7).to(device)
     torch.library.opcheck(box_iou, inputs)
 

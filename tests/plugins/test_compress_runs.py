@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from run_length_cases import ROWS, padded, strings_of_pycocotools
+from run_length_cases import ROWS, padded, pycocotools_strings
 from torch import Tensor
 
 from maskrcnn_trt.plugins.compress_runs import compress_runs
@@ -21,9 +21,9 @@ def strings(text: Tensor, lengths: Tensor) -> list[bytes]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_strings_are_those_of_pycocotools(rows: list[list[int]], device: str) -> None:
+def test_strings_equal_pycocotools(rows: list[list[int]], device: str) -> None:
     text, lengths = compress_runs(*on_device(rows, device), 200)
-    assert strings(text, lengths) == strings_of_pycocotools(rows)
+    assert strings(text, lengths) == pycocotools_strings(rows)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -32,20 +32,20 @@ def test_random_runs(longest: int, device: str) -> None:
     rng = np.random.default_rng(longest)
     rows = [rng.integers(1, 10**5, rng.integers(1, longest + 1)).tolist() for _ in range(20)]
     text, lengths = compress_runs(*on_device(rows, device), 7 * longest)
-    assert strings(text, lengths) == strings_of_pycocotools(rows)
+    assert strings(text, lengths) == pycocotools_strings(rows)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_finds_no_room_is_counted(device: str) -> None:
+def test_lengths_include_characters_beyond_the_capacity(device: str) -> None:
     rows = [[1, 2, 3], list(range(1, 60))]
     text, lengths = compress_runs(*on_device(rows, device), 10)
-    expected = strings_of_pycocotools(rows)
+    expected = pycocotools_strings(rows)
     assert lengths.tolist() == list(map(len, expected))
     assert strings(text, lengths.clamp(max=10)) == [string[:10] for string in expected]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_more_runs_than_there_are_stay_in_bounds(device: str) -> None:
+def test_excessive_num_runs_stay_in_bounds(device: str) -> None:
     counts = torch.ones(3, 8, dtype=torch.int32, device=device)
     num_runs = torch.tensor([8, 500, 2**30], dtype=torch.int32, device=device)
     _, lengths = compress_runs(counts, num_runs, 4)
@@ -53,13 +53,13 @@ def test_more_runs_than_there_are_stay_in_bounds(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_operation_keeps_its_promises(device: str) -> None:
+def test_opcheck(device: str) -> None:
     arguments = (*on_device([[3, 4, 5], [1]], device), 16)
     torch.library.opcheck(compress_runs, arguments, test_utils=["test_schema", "test_faketensor"])
 
 
 @pytest.mark.gpu
-def test_wrong_arguments_are_refused_on_a_gpu() -> None:
+def test_wrong_arguments_are_rejected_on_a_gpu() -> None:
     counts, num_runs = on_device([[1, 2]], "cuda")
     with pytest.raises(ValueError, match="counts must be"):
         compress_runs(counts.long(), num_runs, 16)

@@ -21,7 +21,7 @@ SIZES = {
 }
 
 
-def drawn(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
     return tensor.to(device, dtype)
 
@@ -38,20 +38,20 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("residual", ["none", "same", "half"])
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("size", SIZES.values(), ids=list(SIZES))
-def test_pointwise_convolution_adds_and_clips(
+def test_pointwise_convolution_adds_residual_and_relu(
     size: tuple[int, ...], relu: bool, residual: str, dtype: torch.dtype, device: str
 ) -> None:
     batch, channels, outputs, rows, columns, stride = size
     if residual == "half" and (rows % 2 or columns % 2 or stride > 1):
         pytest.skip("no map has half of this size")
-    images = drawn(batch, channels, rows, columns, dtype=dtype, device=device)
-    weight = drawn(outputs, channels, 1, 1, dtype=dtype, device=device) / channels**0.5
-    bias = drawn(outputs, dtype=dtype, device=device)
+    images = random_tensor(batch, channels, rows, columns, dtype=dtype, device=device)
+    weight = random_tensor(outputs, channels, 1, 1, dtype=dtype, device=device) / channels**0.5
+    bias = random_tensor(outputs, dtype=dtype, device=device)
     expected = F.conv2d(images.double(), weight.double(), bias.double(), stride)
     added = None
     if residual != "none":
         sides = [side // (2 if residual == "half" else 1) for side in expected.shape[2:]]
-        added = drawn(batch, outputs, *sides, dtype=dtype, device=device)
+        added = random_tensor(batch, outputs, *sides, dtype=dtype, device=device)
         expected += F.interpolate(added.double(), expected.shape[2:], mode="nearest")
     actual = pointwise_convolution(images, weight, bias, added, stride, relu)
     assert_near(actual, expected.relu() if relu else expected, dtype)
@@ -64,7 +64,7 @@ def test_pointwise_convolution_adds_and_clips(
     ("kernel", "stride", "padding", "dilation"),
     [(3, 1, 1, 1), (3, 2, 1, 1), (7, 2, 3, 1), (1, 1, 0, 1), (3, 1, 2, 2)],
 )
-def test_convolution_relu_is_that_of_a_convolution(
+def test_convolution_relu_equals_separate_operations(
     kernel: int,
     stride: int,
     padding: int,
@@ -73,12 +73,14 @@ def test_convolution_relu_is_that_of_a_convolution(
     dtype: torch.dtype,
     device: str,
 ) -> None:
-    images = drawn(2, 32, 18, 22, dtype=dtype, device=device)
-    weight = drawn(48, 32, kernel, kernel, dtype=dtype, device=device) / (32 * kernel**2) ** 0.5
-    bias = drawn(48, dtype=dtype, device=device)
+    images = random_tensor(2, 32, 18, 22, dtype=dtype, device=device)
+    weight = (
+        random_tensor(48, 32, kernel, kernel, dtype=dtype, device=device) / (32 * kernel**2) ** 0.5
+    )
+    bias = random_tensor(48, dtype=dtype, device=device)
     window = [stride] * 2, [padding] * 2, [dilation] * 2
     expected = F.conv2d(images.double(), weight.double(), bias.double(), *window)
-    added = drawn(*expected.shape, dtype=dtype, device=device) if residual else None
+    added = random_tensor(*expected.shape, dtype=dtype, device=device) if residual else None
     if added is not None:
         expected += added.double()
     with torch.backends.cudnn.flags(allow_tf32=False):
@@ -87,10 +89,10 @@ def test_convolution_relu_is_that_of_a_convolution(
 
 
 @pytest.mark.gpu
-def test_what_memory_held_before_does_not_matter() -> None:
-    images = drawn(2, 64, 40, 40, dtype=torch.float16, device="cuda")
-    weight = drawn(64, 64, 3, 3, dtype=torch.float16, device="cuda") / 24
-    bias = drawn(64, dtype=torch.float16, device="cuda")
+def test_result_does_not_depend_on_uninitialised_memory() -> None:
+    images = random_tensor(2, 64, 40, 40, dtype=torch.float16, device="cuda")
+    weight = random_tensor(64, 64, 3, 3, dtype=torch.float16, device="cuda") / 24
+    bias = random_tensor(64, dtype=torch.float16, device="cuda")
     for _ in range(3):
         stale = torch.full((2, 64, 40, 40), torch.nan, dtype=torch.float16, device="cuda")
         del stale
@@ -100,11 +102,11 @@ def test_what_memory_held_before_does_not_matter() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("operation", ["convolution_relu", "pointwise_convolution"])
-def test_operations_keep_their_promises_to_compilers(operation: str, device: str) -> None:
-    images = drawn(2, 32, 8, 12, dtype=torch.float16, device=device)
+def test_opcheck(operation: str, device: str) -> None:
+    images = random_tensor(2, 32, 8, 12, dtype=torch.float16, device=device)
     images = images.contiguous(memory_format=torch.channels_last)
-    weight = drawn(48, 32, 1, 1, dtype=torch.float16, device=device)
-    bias = drawn(48, dtype=torch.float16, device=device)
+    weight = random_tensor(48, 32, 1, 1, dtype=torch.float16, device=device)
+    bias = random_tensor(48, dtype=torch.float16, device=device)
     calls: dict[str, Callable[[], Tensor]] = {
         "convolution_relu": lambda: convolution_relu(
             images, weight, bias, None, [1, 1], [0, 0], [1, 1]

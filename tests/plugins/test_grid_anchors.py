@@ -10,10 +10,10 @@ from maskrcnn_trt.plugins.grid_anchors import grid_anchors
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def torchvisions_anchors(
+def torchvision_anchors(
     sizes: list[tuple[int, ...]], input_size: tuple[int, int], grids: list[tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """Anchors of a cell [L, A, 4], and those of all cells."""
+    """Return the anchors of one cell [L, A, 4], and of all cells."""
     generator = AnchorGenerator(tuple(sizes), ((0.5, 1.0, 2.0),) * len(sizes))
     images = ImageList(torch.zeros(1, 3, *input_size), [input_size])
     (anchors,) = generator(images, [torch.zeros(1, 1, *grid) for grid in grids])
@@ -35,20 +35,20 @@ def torchvisions_anchors(
     ],
     ids=["pyramid", "odd sizes", "one map", "one cell"],
 )
-def test_equals_torchvisions(
+def test_equals_torchvision(
     sizes: list[tuple[int, ...]],
     input_size: tuple[int, int],
     grids: list[tuple[int, int]],
     device: str,
 ) -> None:
-    cells, expected = torchvisions_anchors(sizes, input_size, grids)
+    cells, expected = torchvision_anchors(sizes, input_size, grids)
     steps = [side // count for grid in grids for side, count in zip(input_size, grid, strict=True)]
     anchors = grid_anchors(cells.to(device), steps, [side for grid in grids for side in grid])
     assert torch.equal(anchors.cpu(), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_map_may_have_no_cell(device: str) -> None:
+def test_map_without_cells(device: str) -> None:
     cells = torch.arange(16.0).view(2, 2, 4).to(device)
     anchors = grid_anchors(cells, [4, 4, 8, 8], [0, 5, 1, 1])
     assert torch.equal(anchors, cells[1])
@@ -56,13 +56,13 @@ def test_a_map_may_have_no_cell(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_too_many_maps_are_refused_on_a_gpu() -> None:
-    with pytest.raises(ValueError, match="takes one to 5 maps, not 6"):
+def test_too_many_maps_are_rejected_on_a_gpu() -> None:
+    with pytest.raises(ValueError, match="takes 1 to 5 maps, not 6"):
         grid_anchors(torch.zeros(6, 1, 4).cuda(), [1, 1] * 6, [2, 2] * 6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_registration_holds(device: str) -> None:
+def test_opcheck(device: str) -> None:
     cells = torch.rand(2, 3, 4).to(device)
     torch.library.opcheck(grid_anchors, (cells, [4, 4, 8, 8], [3, 5, 2, 3]))
 

@@ -1,4 +1,4 @@
-"""What `maskrcnn kernels build` compiles is what the default model uses."""
+"""`maskrcnn kernels build` compiles all kernels of the default model."""
 
 import os
 import subprocess
@@ -10,15 +10,15 @@ import torch
 
 BUILD = """
 import sys
-from maskrcnn_trt.plugins.compilation import compiled
-from maskrcnn_trt.plugins.kernels import all_kernels
+from maskrcnn_trt.plugins.runtime.compilation import compile_kernel
+from maskrcnn_trt.plugins.kernel_list import all_kernels
 
 for kernel in all_kernels():
-    compiled(kernel, int(sys.argv[1]), "cubin")
+    compile_kernel(kernel, int(sys.argv[1]), "cubin")
 """
 USE = """
 import torch
-from maskrcnn_trt.model.config import ModelConfig
+from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 from maskrcnn_trt.model.targets import Targets
 
@@ -39,8 +39,8 @@ torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
-def test_the_default_model_finds_its_kernels_compiled(tmp_path: Path) -> None:
-    """In processes of their own, which have not loaded any kernel before."""
+def test_default_model_compiles_no_further_kernel(tmp_path: Path) -> None:
+    """Fresh processes have not loaded any kernel."""
     major, minor = torch.cuda.get_device_capability()
     run_program(BUILD, tmp_path, str(10 * major + minor))
     built = set(tmp_path.rglob("*.cubin"))

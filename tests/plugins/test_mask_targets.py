@@ -1,4 +1,4 @@
-"""Cases that mask targets from pixels and from run lengths answer alike, on every device."""
+"""Mask targets from pixels and from run lengths agree, on every device."""
 
 from itertools import groupby
 
@@ -14,14 +14,14 @@ from maskrcnn_trt.plugins.mask_targets import mask_targets_from_crops, mask_targ
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
+# Masks [B, G, H, W], boxes [B, K, 4] and matched [B, K].
 Case = tuple[Tensor, Tensor, Tensor]
-"""Masks [B, G, H, W], boxes [B, K, 4] and matched [B, K]."""
 
 
 def averages_by_definition(
     mask: NDArray[np.uint8], box: NDArray[np.float32], side: int
 ) -> NDArray[np.float64]:
-    """RoIAlign of one mask: both axes sampled, each by a matrix."""
+    """Return RoIAlign of one mask as a product with one sampling matrix per axis."""
     height, width = mask.shape
     down = sampling_matrix(box[1], box[3], height, side)
     across = sampling_matrix(box[0], box[2], width, side)
@@ -30,7 +30,7 @@ def averages_by_definition(
 
 
 def sampling_matrix(near: np.float32, far: np.float32, size: int, side: int) -> NDArray[np.float64]:
-    """[M, size], the share of every pixel in every cell."""
+    """Return the weight of every pixel in every cell: [M, size]."""
     length = max(far - near, np.float32(1))
     cell = length / side
     samples = int(np.ceil(length / np.float32(side)))
@@ -55,7 +55,7 @@ def targets_by_definition(case: Case, side: int) -> Tensor:
 
 
 def runs_from_masks(masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run lengths of masks [N, H, W], where each begins, and sizes."""
+    """Return run lengths, offsets and sizes of masks [N, H, W]."""
     rows = []
     for mask in masks.numpy():
         runs = [(value, len(list(group))) for value, group in groupby(mask.T.ravel())]
@@ -66,7 +66,7 @@ def runs_from_masks(masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rle_arguments(case: Case) -> tuple[Tensor, ...]:
-    """The same masks and RoIs, those of all images in one row."""
+    """Return the masks and RoIs of all images concatenated, with run lengths."""
     masks, boxes, matched = case
     batch, instances = masks.shape[:2]
     owned = (matched >= 0) & (matched < instances)
@@ -76,7 +76,7 @@ def rle_arguments(case: Case) -> tuple[Tensor, ...]:
 
 
 def random_case(shape: tuple[int, int, int, int], rois: int, seed: int, margin: float = 10) -> Case:
-    """Discs and stripes, and boxes up to a margin outside of them."""
+    """Return discs and stripes, with boxes that may exceed the masks by a margin."""
     batch, instances, height, width = shape
     generator = torch.Generator().manual_seed(seed)
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -119,7 +119,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
-def test_crops_are_averaged(case: str, device: str) -> None:
+def test_crop_targets_equal_the_definition(case: str, device: str) -> None:
     side = 14 if case == "far boxes" else 28
     arguments = [tensor.to(device) for tensor in CASES[case]]
     targets = mask_targets_from_crops(*arguments, side)
@@ -130,7 +130,7 @@ def test_crops_are_averaged(case: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
-def test_runs_are_averaged(case: str, device: str) -> None:
+def test_rle_targets_equal_the_definition(case: str, device: str) -> None:
     side = 14 if case == "far boxes" else 28
     arguments = [tensor.to(device) for tensor in rle_arguments(CASES[case])]
     targets = mask_targets_from_rle(*arguments, side)
@@ -139,7 +139,7 @@ def test_runs_are_averaged(case: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_crops_are_averaged_as_by_torchvision(device: str) -> None:
+def test_crop_targets_equal_torchvision(device: str) -> None:
     masks, boxes, matched = CASES["crops"]
     planes = matched + masks.shape[1] * torch.arange(len(masks))[:, None]
     rois = torch.cat([planes.flatten()[:, None], boxes.flatten(0, 1)], dim=1)
@@ -183,7 +183,7 @@ def test_runs_that_end_early_leave_background(runs: list[int], device: str) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_registration_holds(device: str) -> None:
+def test_opcheck(device: str) -> None:
     for case in ("no RoI", "crops"):
         crops = [tensor.to(device) for tensor in CASES[case]]
         torch.library.opcheck(mask_targets_from_crops, (*crops, 28))
@@ -193,7 +193,7 @@ def test_registration_holds(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reach", [1e9, 1e30, 3e38])
-def test_boxes_beyond_measure_give_zeros(reach: float, device: str) -> None:
+def test_too_large_boxes_give_zeros(reach: float, device: str) -> None:
     case = one_mask(FULL, [[-reach, -reach, reach, reach], [10, 10, reach, 30], [0, -reach, 9, 9]])
     crops = [tensor.to(device) for tensor in case]
     assert not mask_targets_from_crops(*crops, 28).any()
@@ -211,11 +211,11 @@ def test_huge_boxes_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_captured_graphs_take_other_masks() -> None:
+def test_captured_graph_replays_with_other_masks() -> None:
     example, inputs = (random_case((2, 5, 112, 112), 20, seed=seed) for seed in (6, 7))
     (found,) = replayed(lambda *x: [mask_targets_from_crops(*x, 28)], example, inputs)
     torch.testing.assert_close(found, targets_by_definition(inputs, 28), atol=3e-5, rtol=0)
-    # Another case has another number of runs, so only the RoIs change.
+    # The number of runs must stay the same, so only the RoIs change.
     runs, boxes = rle_arguments(inputs), rle_arguments(example)[3]
     (found,) = replayed(
         lambda *x: [mask_targets_from_rle(*x, 28)], (*runs[:3], boxes, runs[4]), runs
@@ -225,7 +225,7 @@ def test_captured_graphs_take_other_masks() -> None:
 
 
 @pytest.mark.gpu
-def test_masks_of_another_type_are_refused_on_a_gpu() -> None:
+def test_masks_of_another_type_are_rejected_on_a_gpu() -> None:
     masks, boxes, matched = (tensor.cuda() for tensor in CASES["crops"])
     with pytest.raises(ValueError, match=r"masks must be torch\.uint8"):
         mask_targets_from_crops(masks.float(), boxes, matched, 28)

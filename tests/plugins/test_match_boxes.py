@@ -16,7 +16,7 @@ Matches = tuple[Tensor, Tensor, Tensor]
 
 
 def match_by_definition(boxes: Tensor, labels: Tensor, candidates: Tensor, rule: Rule) -> Matches:
-    """The contract word by word, image by image."""
+    """Match by the definition of the contract, image by image."""
     foreground, background, low_quality = rule
     foreground, background = np.float32(foreground), np.float32(background)
     shape = len(boxes), candidates.shape[1]
@@ -53,7 +53,7 @@ def assert_equal(matches: list[Tensor], expected: Matches) -> None:
 
 
 def random_labels(batch: int, count: int) -> Tensor:
-    """Classes 0 to 2, of which 0 is padding; the last of several images has nothing else."""
+    """Return classes 0 to 2, in which 0 is padding; the last of several images is all padding."""
     labels = torch.randint(0, 3, (batch, count), generator=torch.Generator().manual_seed(3))
     labels[1:][-1:] = 0
     return labels
@@ -77,7 +77,7 @@ def test_equals_the_definition(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", [RPN, ROI])
-def test_odd_boxes_match_by_the_definition(rule: Rule, device: str) -> None:
+def test_degenerate_boxes_match_by_the_definition(rule: Rule, device: str) -> None:
     boxes, labels = ODD_BOXES[None], torch.ones(1, len(ODD_BOXES), dtype=torch.int64)
     candidates = torch.cat([ODD_BOXES.flip(0), random_boxes(200)])[None]
     matches = match_on(device, boxes, labels, candidates, rule)
@@ -86,7 +86,7 @@ def test_odd_boxes_match_by_the_definition(rule: Rule, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", [RPN, ROI])
-def test_equals_torchvisions(rule: Rule, device: str) -> None:
+def test_equals_torchvision(rule: Rule, device: str) -> None:
     boxes, candidates = random_boxes(1, 9, seed=4), random_boxes(1, 500, seed=5)
     labels = torch.ones(1, 9, dtype=torch.int64)
     target, positive, negative = (
@@ -100,7 +100,7 @@ def test_equals_torchvisions(rule: Rule, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_first_of_equal_truths_is_the_target(device: str) -> None:
+def test_ties_match_the_first_box(device: str) -> None:
     box = torch.tensor([0.0, 0, 10, 10])
     labels = torch.tensor([[0, 3, 3]])
     target, *_ = match_on(device, box.repeat(1, 3, 1), labels, box.repeat(1, 2, 1), RPN)
@@ -125,7 +125,7 @@ def test_all_anchors_of_an_image_on_a_gpu(truths: int) -> None:
 
 
 @pytest.mark.gpu
-def test_wrong_arguments_are_refused_on_a_gpu() -> None:
+def test_wrong_arguments_are_rejected_on_a_gpu() -> None:
     boxes, labels = random_boxes(2, 3).cuda(), torch.ones(2, 3, dtype=torch.int32).cuda()
     with pytest.raises(ValueError, match=r"labels must be torch.int64 of shape \[2, 3\]"):
         match_boxes(boxes, labels, boxes, *RPN)
@@ -134,7 +134,7 @@ def test_wrong_arguments_are_refused_on_a_gpu() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", [RPN, ROI])
 @pytest.mark.parametrize("count", [0, 6])
-def test_registration_holds(count: int, rule: Rule, device: str) -> None:
+def test_opcheck(count: int, rule: Rule, device: str) -> None:
     inputs = (random_boxes(2, 4), random_labels(2, 4), random_boxes(1, count))
     torch.library.opcheck(match_boxes, (*(tensor.to(device) for tensor in inputs), *rule))
 

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 from torchvision.ops import batched_nms
 
-from maskrcnn_trt.export.onnx_functions import NmsKeep
+from maskrcnn_trt.export.onnx.functions import NmsKeep
 from maskrcnn_trt.plugins.nms_keep import nms_keep
 
 
@@ -77,7 +77,7 @@ def keep_by_cuda(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep:
 
 
 def random_sets(batch: int, count: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Boxes that overlap a good deal; a class of -1 where `classes` counts it in."""
+    """Return strongly overlapping boxes with random classes from -1 to `classes` - 1."""
     generator = torch.Generator().manual_seed(seed)
     corners = torch.rand(batch, count, 2, generator=generator) * 60
     sides = torch.rand(batch, count, 2, generator=generator) * 40
@@ -147,7 +147,7 @@ def test_keeps_what_torchvision_keeps(implementation: Suppress, threshold: float
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", ["no box", "several classes"])
-def test_registration_holds(case: str, device: str) -> None:
+def test_opcheck(case: str, device: str) -> None:
     (boxes, classes), threshold = CASES[case]
     torch.library.opcheck(nms_keep, (boxes.to(device), classes.to(device), threshold, 5))
 
@@ -172,14 +172,14 @@ def test_boxes_that_are_no_numbers_suppress_nothing(implementation: Suppress) ->
 
 
 @pytest.mark.gpu
-def test_too_large_a_set_is_refused_on_a_gpu() -> None:
+def test_too_large_a_set_is_rejected_on_a_gpu() -> None:
     boxes, classes = random_sets(1, 16385, 1, seed=5)
-    with pytest.raises(ValueError, match="at most 16384 boxes a set, not 16385"):
+    with pytest.raises(ValueError, match="at most 16384 boxes per set, not 16385"):
         keep_by_cuda(boxes, classes, 0.5, 0)
 
 
 @pytest.mark.gpu
-def test_wrong_arguments_are_refused_on_a_gpu() -> None:
+def test_wrong_arguments_are_rejected_on_a_gpu() -> None:
     boxes, classes = (tensor.cuda() for tensor in random_sets(2, 5, 1, seed=6))
     with pytest.raises(ValueError, match=r"boxes must be torch.float32 .* not torch.float16"):
         nms_keep(boxes.half(), classes, 0.5, 0)
@@ -198,7 +198,7 @@ def test_can_be_captured(max_keep: int) -> None:
 
 
 @pytest.mark.gpu
-# Torch's own compiler is not free of what it deprecates.
+# torch.compile itself raises deprecation warnings.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_can_be_compiled() -> None:
     @torch.compile(fullgraph=True)

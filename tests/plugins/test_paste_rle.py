@@ -1,4 +1,4 @@
-"""One table of cases that every implementation of `paste_rle` answers as serving does."""
+"""All implementations of `paste_rle` equal the CPU path of serving, for a table of cases."""
 
 import functools
 from typing import get_args
@@ -19,8 +19,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RULES = get_args(MaskPaste)
 CAPACITY = 8192
 
+# Masks [N, M, M], boxes [N, 4] and sizes [N, 2].
 Case = tuple[Tensor, Tensor, Tensor]
-"""Masks [N, M, M], boxes [N, 4] and sizes [N, 2]."""
 
 
 def random_masks(count: int, seed: int, side: int = 28) -> Tensor:
@@ -28,7 +28,7 @@ def random_masks(count: int, seed: int, side: int = 28) -> Tensor:
 
 
 def blobs(count: int, seed: int) -> Tensor:
-    """Masks as a model draws them: one object each, sure but for its border."""
+    """Return mask probabilities like those of a model: one object with a blurred border."""
     y, x = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
     noise = random_masks(count, seed) - 0.5
     return torch.sigmoid((10 - torch.hypot(x - 13.5, y - 13.5)) * 2 + noise)
@@ -37,7 +37,7 @@ def blobs(count: int, seed: int) -> Tensor:
 def random_case(
     count: int, height: int, width: int, seed: int, side: int = 28, margin: int = 20
 ) -> Case:
-    """Boxes up to a margin outside of the image, of any size."""
+    """Return boxes of any size that may exceed the image by a margin."""
     generator = torch.Generator().manual_seed(seed)
     corners = torch.rand(count, 2, 2, generator=generator).sort(dim=1).values
     boxes = corners * (torch.tensor([width, height]) + 2 * margin) - margin
@@ -90,8 +90,8 @@ CASES: dict[str, Case] = {
 
 
 @functools.cache
-def strings_of_serving(name: str, paste: MaskPaste) -> list[bytes]:
-    """What serving computes on a CPU, mask by mask."""
+def serving_strings(name: str, paste: MaskPaste) -> list[bytes]:
+    """Encode masks by the CPU path of serving, one by one."""
     masks, boxes, sizes = (tensor.numpy() for tensor in CASES[name])
     return [
         rles_from_probabilities(
@@ -104,7 +104,7 @@ def strings_of_serving(name: str, paste: MaskPaste) -> list[bytes]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("paste", RULES)
 @pytest.mark.parametrize("case", CASES)
-def test_runs_are_those_of_serving(case: str, paste: MaskPaste, device: str) -> None:
+def test_runs_equal_serving(case: str, paste: MaskPaste, device: str) -> None:
     arguments = [tensor.to(device) for tensor in CASES[case]]
     counts, num_runs = paste_rle(*arguments, CAPACITY, 0.5, paste)
     assert counts.dtype == num_runs.dtype == torch.int32
@@ -112,14 +112,14 @@ def test_runs_are_those_of_serving(case: str, paste: MaskPaste, device: str) -> 
     pixels = CASES[case][2].prod(dim=1)
     assert torch.equal(counts.cpu().sum(dim=1), pixels)
     strings = coco_strings(counts.cpu().numpy(), num_runs.cpu().numpy())
-    assert strings == strings_of_serving(case, paste)
+    assert strings == serving_strings(case, paste)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["random", "full masks at borders", "large image"])
-def test_runs_are_those_of_torchvision_and_pycocotools(case: str, device: str) -> None:
+def test_runs_equal_torchvision_and_pycocotools(case: str, device: str) -> None:
     masks, boxes, sizes = CASES[case]
-    # torchvision fails where a box lies outside of its image.
+    # torchvision fails for boxes outside of the image.
     boxes = boxes.clamp(min=0).minimum(sizes[:, [1, 0, 1, 0]])
     size = tuple(sizes[0].tolist())
     pasted = paste_masks_in_image(masks[:, None], boxes, size)[:, 0] > 0.5
@@ -131,7 +131,7 @@ def test_runs_are_those_of_torchvision_and_pycocotools(case: str, device: str) -
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("capacity", [0, 1, 2, 5, 100])
-def test_runs_without_room_are_counted(capacity: int, device: str) -> None:
+def test_num_runs_include_runs_beyond_the_capacity(capacity: int, device: str) -> None:
     arguments = [tensor.to(device) for tensor in CASES["random"]]
     all_counts, all_runs = paste_rle(*arguments, CAPACITY)
     counts, num_runs = paste_rle(*arguments, capacity)
@@ -143,7 +143,7 @@ def test_runs_without_room_are_counted(capacity: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("paste", RULES)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38, 2.0**24 + 2])
-def test_boxes_beyond_numbers_are_empty(value: float, paste: str, device: str) -> None:
+def test_boxes_out_of_range_give_empty_masks(value: float, paste: str, device: str) -> None:
     boxes = torch.tensor([[0.0, 0, 50, 40]]).repeat(4, 1)
     boxes[range(4), range(4)] = value
     masks, sizes = FULL.expand(4, -1, -1), torch.tensor([[40, 50]]).expand(4, 2)
@@ -154,7 +154,7 @@ def test_boxes_beyond_numbers_are_empty(value: float, paste: str, device: str) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_half_precision_is_widened(device: str) -> None:
+def test_float16_masks_equal_float32(device: str) -> None:
     masks, boxes, sizes = (tensor.to(device) for tensor in CASES["random"])
     found = paste_rle(masks.half(), boxes, sizes, CAPACITY)
     expected = paste_rle(masks.half().float(), boxes, sizes, CAPACITY)
@@ -171,27 +171,27 @@ def test_threshold_is_exclusive(paste: str, device: str) -> None:
     assert paste_rle(masks, boxes, sizes, 2, 0.24, paste)[0].tolist() == [[0, 900]]
 
 
-def test_an_unknown_rule_is_refused() -> None:
+def test_unknown_rule_is_rejected() -> None:
     with pytest.raises(ValueError, match="torchvision or detectron2, not 'bicubic'"):
         paste_rle(*CASES["random"], CAPACITY, 0.5, "bicubic")
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["no mask", "several sizes"])
-def test_registration_holds(case: str, device: str) -> None:
+def test_opcheck(case: str, device: str) -> None:
     arguments = [tensor.to(device) for tensor in CASES[case]]
     torch.library.opcheck(paste_rle, (*arguments, 50, 0.5, "detectron2"))
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_pastes_other_masks() -> None:
+def test_captured_graph_replays_with_other_masks() -> None:
     example, inputs = (random_case(12, 75, 131, seed=seed) for seed in (10, 11))
     found = replayed(lambda *tensors: paste_rle(*tensors, CAPACITY), example, inputs)
     assert all(map(torch.equal, found, paste_rle(*inputs, CAPACITY)))
 
 
 @pytest.mark.gpu
-def test_sizes_that_do_not_fit_are_refused_on_a_gpu() -> None:
+def test_sizes_that_do_not_fit_are_rejected_on_a_gpu() -> None:
     masks, boxes, sizes = (tensor.cuda() for tensor in CASES["random"])
     with pytest.raises(ValueError, match="boxes must be"):
         paste_rle(masks, boxes[:5], sizes, CAPACITY)

@@ -1,4 +1,4 @@
-"""Cases in which outlines are drawn within RoIs as pycocotools draws them, on every device."""
+"""Mask targets from polygons equal pycocotools, on every device."""
 
 import numpy as np
 import pytest
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 Ring = NDArray[np.float32]
+# Rings [n, 2] of each instance, boxes and matched.
 Case = tuple[list[list[Ring]], list[list[float]], list[int]]
-"""Rings [n, 2] of each instance, boxes and matched."""
 
 
-def drawn_by_definition(rings: list[Ring], box: list[float], side: int) -> NDArray[np.uint8]:
+def rasterised_by_definition(rings: list[Ring], box: list[float], side: int) -> NDArray[np.uint8]:
     x1, y1, x2, y2 = np.array(box, np.float32).astype(float).tolist()
     x_scale, y_scale = side / max(x2 - x1, 1), side / max(y2 - y1, 1)
     union = np.zeros((side, side), np.uint8)
@@ -37,12 +37,12 @@ def targets_by_definition(case: Case, side: int) -> Tensor:
     for target, box, owner in zip(targets, boxes, matched, strict=True):
         if 0 <= owner < len(instances) and np.isfinite(box).all():
             rings = [ring.astype(float) for ring in instances[owner]]
-            target[:] = drawn_by_definition(rings, box, side)
+            target[:] = rasterised_by_definition(rings, box, side)
     return torch.from_numpy(targets)
 
 
 def arguments_of(case: Case, device: str = "cpu") -> list[Tensor]:
-    """Tensors of a case, with padding after the last corner."""
+    """Return the tensors of a case, with padding after the last corner."""
     instances, boxes, matched = case
     rings = [ring for instance in instances for ring in instance]
     padding = np.full((3, 2), 1e9, np.float32)
@@ -61,7 +61,7 @@ def ring(*corners: float) -> Ring:
 
 
 def random_case(instances: int, rois: int, seed: int, corners: int = 12, reach: int = 20) -> Case:
-    """Twisted outlines of up to three rings, some with corners on whole pixels or repeated."""
+    """Return self-crossing polygons of up to three rings, some with integer or repeated corners."""
     rng = np.random.default_rng(seed)
     outlines = []
     for _ in range(instances):
@@ -93,7 +93,7 @@ CASES: dict[str, Case] = {
     "no ring": ([[], [SQUARE], []], BOXES[:3], [0, 1, 2]),
     "square": ([[SQUARE]], BOXES, [0] * len(BOXES)),
     "several rings": ([[SQUARE], DONUT], BOXES, [1] * len(BOXES)),
-    "boxes that are no numbers": ([[SQUARE]], ODD, [0] * len(ODD)),
+    "boxes that are not finite": ([[SQUARE]], ODD, [0] * len(ODD)),
     "no such instance": ([[SQUARE]], BOXES[:2], [-1, 1]),
     "rings of too few corners": (
         [[ring(), ring(10, 10), ring(10, 10, 30, 30), ring(10, 10, 10, 10, 10, 10)]],
@@ -115,14 +115,14 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("side", [14, 28, 40])
 @pytest.mark.parametrize("case", CASES)
-def test_outlines_are_drawn_as_by_pycocotools(case: str, side: int, device: str) -> None:
+def test_targets_equal_pycocotools(case: str, side: int, device: str) -> None:
     targets = mask_targets_from_polygons(*arguments_of(CASES[case], device), side)
     assert targets.dtype == torch.float32
     assert torch.equal(targets.cpu(), targets_by_definition(CASES[case], side))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_roi_of_so_many_pixels_shows_the_mask_of_the_image(device: str) -> None:
+def test_roi_of_target_size_equals_the_image_mask(device: str) -> None:
     rng = np.random.default_rng(4)
     rings = list(rng.uniform([17, 9], [45, 37], (20, 7, 2)).astype(np.float32))
     case = ([[ring] for ring in rings], [[17.0, 9, 45, 37]] * 20, list(range(20)))
@@ -134,12 +134,12 @@ def test_a_roi_of_so_many_pixels_shows_the_mask_of_the_image(device: str) -> Non
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["no RoI", "no instance", "several rings"])
-def test_registration_holds(case: str, device: str) -> None:
+def test_opcheck(case: str, device: str) -> None:
     torch.library.opcheck(mask_targets_from_polygons, (*arguments_of(CASES[case], device), 28))
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_draws_in_other_boxes() -> None:
+def test_captured_graph_replays_with_other_boxes() -> None:
     outlines, boxes, matched = random_case(20, 60, seed=5)
     example = arguments_of((outlines, boxes[::-1], matched))
     inputs = arguments_of((outlines, boxes, matched))
@@ -148,7 +148,7 @@ def test_a_captured_graph_draws_in_other_boxes() -> None:
 
 
 @pytest.mark.gpu
-def test_corners_that_are_no_pairs_are_refused_on_a_gpu() -> None:
+def test_wrong_vertex_shape_is_rejected_on_a_gpu() -> None:
     vertices, *rest = arguments_of(CASES["random"], "cuda")
     with pytest.raises(ValueError, match="vertices must be"):
         mask_targets_from_polygons(vertices.view(-1), *rest, 28)

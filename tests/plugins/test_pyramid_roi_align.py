@@ -1,4 +1,4 @@
-"""One table of cases that every implementation of `PyramidRoIAlign` answers alike."""
+"""All implementations of `PyramidRoIAlign` agree on a table of cases."""
 
 import math
 from collections.abc import Sequence
@@ -32,19 +32,19 @@ from pooling_cases import (
 )
 from torch import Tensor
 
-from maskrcnn_trt.export.onnx_functions import functions_for
-from maskrcnn_trt.model.config import BackboneConfig, ModelConfig, RoiConfig
-from maskrcnn_trt.plugins.kernels.pyramid_roi_align import (
+from maskrcnn_trt.export.onnx.functions import functions_for
+from maskrcnn_trt.model.config.schema import BackboneConfig, ModelConfig, RoiConfig
+from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
+from maskrcnn_trt.plugins.pyramid_roi_align.kernel import (
     Pooling,
     forward_kernel,
     pyramid_roi_align_launch,
 )
-from maskrcnn_trt.plugins.launching import launch_kernel
-from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
+from maskrcnn_trt.plugins.runtime.launching import launch_kernel
 
 
 def pool_by_definition(features: Sequence[Tensor], rois: Tensor, mode: Mode) -> Tensor:
-    """The contract word by word: one RoI, cell and sample after the other."""
+    """Pool by the definition of the contract: one RoI, cell and sample at a time."""
     batch, count, _ = rois.shape
     pooled = np.zeros((batch, count, features[0].shape[1], SIDE, SIDE))
     for image in range(batch):
@@ -83,7 +83,7 @@ def level_of(width: float, height: float) -> int:
 
 
 def bilinear(feature: np.ndarray, y: float, x: float) -> np.ndarray:
-    """Value of [C, H, W] at a point; beyond one cell outside the map, zero."""
+    """Interpolate [C, H, W] at a point; zero beyond one cell outside of the map."""
     _, height, width = feature.shape
     if not (-1 <= y <= height and -1 <= x <= width):
         return np.zeros(len(feature))
@@ -141,7 +141,7 @@ def pool_by_onnx(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT)
     ],
 )
 @pytest.mark.parametrize("case", ROIS)
-def test_implementations_pool_the_same(
+def test_implementations_agree(
     implementation: Pool, case: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     rois = ROIS[case]
@@ -159,7 +159,9 @@ def test_implementations_pool_the_same(
 @pytest.mark.parametrize("levels", [4, 1], ids=["pyramid", "one map"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", ROIS)
-def test_modes_pool_as_defined(implementation: Pool, case: str, mode: str, levels: int) -> None:
+def test_modes_equal_the_definition(
+    implementation: Pool, case: str, mode: str, levels: int
+) -> None:
     rois = ROIS[case]
     features = pyramid(len(rois)) if levels > 1 else pyramid(len(rois))[2:3]
     pooled = implementation(features, rois, MODES[mode])
@@ -170,7 +172,7 @@ def test_modes_pool_as_defined(implementation: Pool, case: str, mode: str, level
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("case", ["no RoI", "three images"])
-def test_registration_holds(case: str, memory_format: torch.memory_format, device: str) -> None:
+def test_opcheck(case: str, memory_format: torch.memory_format, device: str) -> None:
     rois = ROIS[case].to(device)
     features = [
         feature.to(device, memory_format=memory_format).requires_grad_()
@@ -180,7 +182,7 @@ def test_registration_holds(case: str, memory_format: torch.memory_format, devic
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rois_that_are_no_numbers_pool_zeros(device: str) -> None:
+def test_nan_rois_pool_zeros(device: str) -> None:
     rois = torch.tensor([[[torch.nan] * 4, [5, 5, torch.nan, 9], [0, 0, 64, 64], [9, 5, 5, 9]]])
     pooled = pool_by_torch([f.to(device) for f in pyramid(1)], rois.to(device))[0]
     assert [bool(cells.any()) for cells in pooled] == [False, False, True, False]
@@ -188,7 +190,7 @@ def test_rois_that_are_no_numbers_pool_zeros(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ratio", [0, 1, 2])
-def test_rois_beyond_measure_pool_zeros(ratio: int, device: str) -> None:
+def test_too_large_rois_pool_zeros(ratio: int, device: str) -> None:
     endless = [0, 0, torch.inf, 5], [-torch.inf, 0, torch.inf, 9], [0, 0, 1e30, 1e30]
     # The sample in the middle would be on the map.
     rois = torch.tensor([[*endless, [-1e12, -1e12, 1e12, 1e12], [-1e12, 5, 1e12, 6]]])
@@ -197,37 +199,37 @@ def test_rois_beyond_measure_pool_zeros(ratio: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_scales_that_do_not_belong_to_the_levels_are_refused(device: str) -> None:
+def test_wrong_number_of_scales_is_rejected(device: str) -> None:
     features, rois = [f.to(device) for f in pyramid(1)[:3]], torch.zeros(1, 1, 4, device=device)
-    with pytest.raises(ValueError, match=r"3 levels of features need as many .* not 4"):
+    with pytest.raises(ValueError, match=r"3 feature maps need one spatial scale each, not 4"):
         pyramid_roi_align(features, rois, *attributes(4, DEFAULT))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scales", [(0.3, 0.15), (1 / 4, 1 / 4), (1 / 8, 1 / 4), (0.0, 0.0)])
-def test_scales_of_no_pyramid_are_refused(scales: tuple[float, ...], device: str) -> None:
+def test_scales_that_are_not_a_pyramid_are_rejected(scales: tuple[float, ...], device: str) -> None:
     features, rois = [f.to(device) for f in pyramid(1)[:2]], torch.zeros(1, 1, 4, device=device)
     with pytest.raises(ValueError, match=r"must be powers of two, each half the one before, not"):
         pyramid_roi_align(features, rois, SIDE, 2, scales, *attributes(4, DEFAULT)[3:])
 
 
 @pytest.mark.gpu
-def test_features_that_the_kernel_cannot_read_are_refused_on_a_gpu() -> None:
+def test_unsupported_features_are_rejected_on_a_gpu() -> None:
     rois = torch.zeros(1, 1, 4, device="cuda")
     with pytest.raises(ValueError, match=r"float32 or torch.float64, not torch.int32"):
         pool_by_torch([feature.cuda().int() for feature in pyramid(1)], rois)
     huge = torch.zeros(1, device="cuda").expand(1, 256, 4096, 2048)
-    with pytest.raises(ValueError, match=r"fewer than 2 \*\* 31 an image and level, not \[1, 256"):
+    with pytest.raises(ValueError, match=r"fewer than 2 \*\* 31 .*, not \[1, 256"):
         pool_by_torch([huge], rois)
     with pytest.raises(ValueError, match=r"features must be .* of shape \[\*, \*, \*, \*\]"):
         pool_by_torch([pyramid(1)[0][0].cuda()], rois.expand(12, 1, 4))
 
 
 @pytest.mark.gpu
-def test_unlike_features_are_refused_on_a_gpu() -> None:
+def test_features_of_different_types_are_rejected_on_a_gpu() -> None:
     features = [feature.cuda() for feature in pyramid(1)]
     rois = torch.zeros(1, 1, 4, device="cuda")
-    with pytest.raises(ValueError, match=r"float16 \[1, 12, 24, 32\] stands beside torch.float32"):
+    with pytest.raises(ValueError, match=r"float16 \[1, 12, 24, 32\] and torch.float32"):
         pool_by_torch([*features[:1], *(f.half() for f in features[1:])], rois)
     with pytest.raises(ValueError, match=r"rois must be torch.float32 of shape \[1, \*, 4\]"):
         pool_by_torch(features, rois.double())
@@ -236,8 +238,8 @@ def test_unlike_features_are_refused_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("channels", [8, 24, 264, 520])
 @pytest.mark.parametrize("side", [3, 7, 14])
-def test_engines_pool_channels_last_into_planes(side: int, channels: int) -> None:
-    """A variant of the kernel that TensorRT alone asks for."""
+def test_channels_last_input_with_linear_output(side: int, channels: int) -> None:
+    """Only TensorRT uses this variant of the kernel."""
     rois = random_rois(2, 10).cuda()
     features = [torch.randn(2, channels, 24 >> n, 32 >> n, device="cuda").half() for n in range(4)]
     pooling = Pooling(side, 2, SCALES, CANONICAL_LEVEL, CANONICAL_SIZE, False, False)
@@ -260,7 +262,7 @@ def test_huge_rois_do_not_hang_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-# Torch's own compiler is not free of what it deprecates.
+# torch.compile itself raises deprecation warnings.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_and_captured_on_a_gpu() -> None:
     features, rois = [f.cuda() for f in pyramid(3)], ROIS["three images"].cuda()

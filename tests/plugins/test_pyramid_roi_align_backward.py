@@ -1,4 +1,4 @@
-"""Gradients of `pyramid_roi_align`, which every implementation adds up alike."""
+"""Gradients of `pyramid_roi_align` agree between implementations."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", ["no RoI", "three images", "over and beyond the borders"])
-def test_gradients_equal_torchvisions(implementation: Pool, case: str) -> None:
-    """Compared in single precision, in which the operation computes whatever it is given."""
+def test_gradients_equal_torchvision(implementation: Pool, case: str) -> None:
+    """The comparison is in float32, because the operation accumulates in float32."""
     rois = ROIS[case]
     ours = [feature.requires_grad_() for feature in pyramid(len(rois))]
     theirs = [feature.requires_grad_() for feature in pyramid(len(rois))]
@@ -39,7 +39,7 @@ def test_gradients_equal_torchvisions(implementation: Pool, case: str) -> None:
         torch.testing.assert_close(mine.grad, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_gradient_of_half_precision_features_is_of_half_precision() -> None:
+def test_gradient_has_the_dtype_of_the_features() -> None:
     rois = ROIS["three images"]
     halves = [feature.requires_grad_() for feature in pyramid(3, torch.float16)]
     singles = [feature.detach().float().requires_grad_() for feature in halves]
@@ -53,7 +53,7 @@ def test_gradient_of_half_precision_features_is_of_half_precision() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("mode", ["default", "adaptive, aligned"])
-def test_gradients_are_those_of_finite_differences(
+def test_gradients_equal_finite_differences(
     mode: str, memory_format: torch.memory_format, device: str
 ) -> None:
     rois = torch.tensor([[[1, 2, 15, 11], [-3, 0, 40, 30], [0, 0, 31, 15]]] * 2).float().to(device)
@@ -82,7 +82,7 @@ def test_equals_the_cpu_on_a_gpu(
     channels: int,
     memory_format: torch.memory_format,
 ) -> None:
-    """Forward and backward, by number of channels, type, layout, batch and size."""
+    """Forward and backward agree for various channels, types, layouts, batches and sizes."""
     rois = random_rois(batch, 10)
     generator = torch.Generator().manual_seed(channels)
     sizes = [(int(HEIGHT * s), int(WIDTH * s)) for s in SCALES]

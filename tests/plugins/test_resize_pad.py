@@ -39,7 +39,7 @@ def assert_within_a_level(own: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_images_are_those_of_pillow(device: str) -> None:
+def test_images_match_pillow(device: str) -> None:
     sources = [(48, 64), (120, 200), (333, 517), (7, 900), (1, 1), (200, 3), (500, 100)]
     sizes = [(90, 120), (120, 200), (77, 120), (1, 128), (5, 9), (120, 2), (20, 4)]
     images = [noise(*source) for source in sources]
@@ -50,13 +50,13 @@ def test_images_are_those_of_pillow(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_image_of_the_wanted_size_is_copied(device: str) -> None:
+def test_image_of_the_target_size_is_copied(device: str) -> None:
     image = chw(noise(HEIGHT, WIDTH)).to(device)
     assert torch.equal(resize_pad([image], [HEIGHT, WIDTH], HEIGHT, WIDTH)[0], image)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pixels_may_lie_in_any_order(device: str) -> None:
+def test_any_strides(device: str) -> None:
     image = noise(60, 41)
     channels_last = torch.from_numpy(image).to(device).permute(2, 0, 1)
     turned = chw(np.ascontiguousarray(image.transpose(1, 0, 2))).to(device).mT
@@ -65,7 +65,7 @@ def test_pixels_may_lie_in_any_order(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_image_without_pixels_is_black(device: str) -> None:
+def test_image_without_pixels_is_black(device: str) -> None:
     image = chw(noise(30, 40)).to(device)
     own = resize_pad([image[:, :0, :0], image], [30, 40] * 2, HEIGHT, WIDTH)
     assert not own[0].any()
@@ -76,14 +76,14 @@ def test_an_image_without_pixels_is_black(device: str) -> None:
 @pytest.mark.parametrize(
     ("images", "sizes", "message"),
     [
-        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [4], "2 sizes an image"),
+        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [4], "two sizes per image"),
         ([torch.zeros(3, 4, 5)], [4, 5], "torch.uint8"),
         ([torch.zeros(1, 4, 5, dtype=torch.uint8)], [4, 5], r"shape \[3, \*, \*\]"),
-        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [0, 0], "cannot become 0x0"),
-        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [4, WIDTH + 1], "cannot become 4x201"),
+        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [0, 0], "resized to 0x0"),
+        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [4, WIDTH + 1], "resized to 4x201"),
     ],
 )
-def test_what_cannot_be_resized_is_refused(
+def test_invalid_sizes_are_rejected(
     images: list[Tensor], sizes: list[int], message: str, device: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -91,14 +91,14 @@ def test_what_cannot_be_resized_is_refused(
 
 
 @pytest.mark.gpu
-def test_images_of_several_devices_are_refused() -> None:
+def test_images_of_several_devices_are_rejected() -> None:
     image = torch.zeros(3, 4, 5, dtype=torch.uint8)
     with pytest.raises(ValueError, match="one device"):
         resize_pad([image.cuda(), image], [4, 5] * 2, HEIGHT, WIDTH)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_operation_keeps_its_promises(device: str) -> None:
+def test_opcheck(device: str) -> None:
     images = [chw(noise(*size)).to(device) for size in [(30, 40), (50, 20)]]
     arguments = (images, [60, 80, 100, 40], HEIGHT, WIDTH)
     torch.library.opcheck(resize_pad, arguments, test_utils=["test_schema", "test_faketensor"])

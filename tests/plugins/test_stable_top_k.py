@@ -12,11 +12,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def assert_is_stable_top_k(values: Tensor, k: int, device: str) -> None:
-    """Compare with NumPy's stable sort, which puts what is no number last in ascending order."""
+    """Compare with NumPy's stable sort, which puts NaN last in ascending order."""
     largest, indices = stable_top_k(values.to(device), k)
     keys = values.double().numpy()
     order = np.argsort(np.where(np.isnan(keys), -np.inf, -keys), axis=-1, kind="stable")
-    # What is no number comes even before infinity.
+    # In descending order, NaN comes before infinity.
     first = np.argsort(~np.isnan(np.take_along_axis(keys, order, axis=-1)), axis=-1, kind="stable")
     expected = torch.from_numpy(np.take_along_axis(order, first, axis=-1)[..., :k].copy())
     assert indices.dtype == torch.int64
@@ -26,12 +26,12 @@ def assert_is_stable_top_k(values: Tensor, k: int, device: str) -> None:
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """Integers, which unlike numbers tell zeros of either sign apart, and equal themselves."""
+    """View values as integers, which distinguish signed zeros and compare NaN as equal."""
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
 def random_values(*shape: int, distinct: int | None = None, seed: int = 0) -> Tensor:
-    """Normal values, or few distinct ones, so that ties abound."""
+    """Return normal values, or few distinct values with many ties."""
     generator = np.random.default_rng(seed)
     if distinct is None:
         return torch.from_numpy(generator.normal(size=shape).astype(np.float32))
@@ -53,7 +53,7 @@ def test_equals_stable_sort(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("k", [1, 300, 1999, 2000])
-def test_orders_zeros_infinities_and_what_is_no_number(k: int, device: str) -> None:
+def test_order_of_zeros_infinities_and_nan(k: int, device: str) -> None:
     values = random_values(2, 2000)
     odd = (-0.0, 0.0, math.inf, -math.inf, math.nan, -math.nan)
     for start, value in enumerate(odd):
@@ -64,12 +64,12 @@ def test_orders_zeros_infinities_and_what_is_no_number(k: int, device: str) -> N
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [0.0, -math.inf, math.nan])
 @pytest.mark.parametrize(("count", "k"), [(300, 100), (40000, 1000)])
-def test_equals_keep_their_order(count: int, k: int, value: float, device: str) -> None:
+def test_ties_keep_their_order(count: int, k: int, value: float, device: str) -> None:
     assert_is_stable_top_k(torch.full((2, count), value), k, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_padding_follows_the_few_that_count(device: str) -> None:
+def test_padding_follows_valid_entries(device: str) -> None:
     values = torch.full((2, 40000), -1.0)
     values[:, ::100] = random_values(2, 400).abs()
     assert_is_stable_top_k(values, 2000, device)
@@ -77,12 +77,12 @@ def test_padding_follows_the_few_that_count(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_takes_other_dtypes(dtype: torch.dtype, device: str) -> None:
+def test_other_dtypes(dtype: torch.dtype, device: str) -> None:
     assert_is_stable_top_k(random_values(2, 20000).to(dtype), 1000, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_takes_any_layout(device: str) -> None:
+def test_any_memory_layout(device: str) -> None:
     wide = random_values(3, 20100, distinct=500)
     layouts = (
         lambda x: x[:, 7:],
@@ -119,7 +119,7 @@ def test_ascending_and_descending_rows_on_a_gpu(k: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("k", [3, 12])
-def test_registration_holds(k: int, device: str) -> None:
+def test_opcheck(k: int, device: str) -> None:
     torch.library.opcheck(stable_top_k, (torch.rand(2, 9, device=device), k))
 
 

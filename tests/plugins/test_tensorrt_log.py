@@ -5,7 +5,7 @@ import sys
 import pytest
 from onnx import TensorProto, helper
 
-from maskrcnn_trt.plugins.tensorrt_log import messages_to, shared_logger
+from maskrcnn_trt.plugins.tensorrt.log import messages_to, shared_logger
 
 trt = pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
 
@@ -13,7 +13,7 @@ GARBAGE_DURING_A_PARSE = """
 import gc
 import sys
 import tensorrt_rtx as trt
-from maskrcnn_trt.plugins.tensorrt_log import messages_to, shared_logger
+from maskrcnn_trt.plugins.tensorrt.log import messages_to, shared_logger
 
 def parser():
     builder = trt.Builder(shared_logger(trt))
@@ -35,8 +35,8 @@ print(len(heard) > 0)
 """
 
 
-def model_that_is_complained_of() -> bytes:
-    """RoIAlign, of which TensorRT itself, and not its parser, complains where no GPU is."""
+def model_with_build_error() -> bytes:
+    """Return a RoIAlign model: without a GPU, TensorRT itself, not its parser, logs an error."""
     node = helper.make_node("RoiAlign", ["maps", "rois", "images"], ["pooled"])
     shapes = {"maps": (2, 3, 8, 8), "rois": (5, 4), "images": (5,), "pooled": None}
     *inputs, output = (
@@ -54,7 +54,7 @@ def load_damaged_engine() -> None:
     assert trt.Runtime(shared_logger(trt)).deserialize_cuda_engine(b"damaged") is None
 
 
-def test_listeners_hear_what_is_said_in_their_time() -> None:
+def test_listeners_receive_messages_while_registered() -> None:
     first: list[tuple[str, str]] = []
     second: list[tuple[str, str]] = []
     with messages_to(trt, lambda *said: first.append(said)):
@@ -67,8 +67,8 @@ def test_listeners_hear_what_is_said_in_their_time() -> None:
     assert len(first) > len(second)
 
 
-def test_an_older_runtime_does_not_keep_the_messages_to_itself() -> None:
-    """TensorRT gives all messages to the first logger until nothing made with it is left."""
+def test_messages_arrive_despite_an_older_runtime() -> None:
+    """TensorRT sends all messages to its first logger while any object of that logger exists."""
     runtime = trt.Runtime(shared_logger(trt))
     heard: list[str] = []
     with messages_to(trt, lambda severity, message: heard.append(message)):
@@ -77,11 +77,11 @@ def test_an_older_runtime_does_not_keep_the_messages_to_itself() -> None:
     del runtime
 
 
-def test_what_the_collector_frees_takes_no_logger_along() -> None:
-    """In a process of its own, since TensorRT would call what is freed, and here overwritten."""
+def test_garbage_collection_keeps_the_logger() -> None:
+    """A separate process is used, because TensorRT would call freed memory and crash."""
     done = subprocess.run(
         [sys.executable, "-c", GARBAGE_DURING_A_PARSE],
-        input=model_that_is_complained_of(),
+        input=model_with_build_error(),
         capture_output=True,
         env={**os.environ, "MALLOC_PERTURB_": "165"},
     )

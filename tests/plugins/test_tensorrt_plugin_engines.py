@@ -1,4 +1,4 @@
-"""Engines of one plugin each, run in a process without it, equal the torch operations."""
+"""Engines of one plugin each equal the torch operations, in a process without the plugin."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from maskrcnn_trt.plugins.nms_keep import nms_keep
 from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
-from maskrcnn_trt.plugins.tensorrt_plugins import register_plugins
+from maskrcnn_trt.plugins.tensorrt.plugins import register_plugins
 
 pytestmark = [pytest.mark.tensorrt, needs_tensorrt]
 
@@ -62,7 +62,7 @@ def test_roi_align(
     corners = torch.rand(3, 50, 2, generator=generator) * 200
     rois = torch.cat([corners, corners + torch.rand(3, 50, 2, generator=generator) * 150], dim=2)
     scales = [0.25 / 2**level for level in range(levels)]
-    # `tensorrt.plugin` wants them in this order.
+    # `tensorrt.plugin` expects this order.
     attributes = {
         "output_size": 7,
         "sampling_ratio": ratio,
@@ -86,11 +86,11 @@ def run_plugin(
     attributes: dict[str, Any],
     folder: Path,
 ) -> Tensor:
-    """What an engine of that plugin alone computes in a process that does not know the plugin."""
+    """Build an engine of one plugin and run it in a process without the plugin."""
     files = [str(folder / file) for file in ("plugin.plan", "inputs.pt", "output.pt")]
     Path(files[0]).write_bytes(plan_of(trt, name, inputs, attributes))
     torch.save(inputs, files[1])
-    process = Path(__file__).with_name("plan_process.py")
+    process = Path(__file__).parents[1] / "support" / "plan_process.py"
     subprocess.run([sys.executable, process, *files], cwd=folder, check=True)
     output: Tensor = torch.load(files[2])
     return output
@@ -99,7 +99,7 @@ def run_plugin(
 def plan_of(
     trt: ModuleType, name: str, inputs: dict[str, Tensor], attributes: dict[str, Any]
 ) -> bytes:
-    """A plan with a dynamic batch, as which the first axis of every input is taken."""
+    """Build a plan in which the first axis of every input is dynamic."""
     builder = trt.Builder(trt.Logger(trt.Logger.WARNING))
     typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(typed if int(trt.__version__.split(".")[0]) < 11 else 0)

@@ -1,4 +1,4 @@
-"""The plugins against TensorRT's own Python side, called as its C++ side calls it."""
+"""Plugins against TensorRT's Python bindings, which are called as by its C++ side."""
 
 import re
 import subprocess
@@ -15,15 +15,15 @@ import pytest
 from plugin_builder import Builder, builder_of_plugin
 from tensorrt_stubs import load_tensorrt, missing_names, stubbed_environment
 
-from maskrcnn_trt.plugins import tensorrt_plugins
-from maskrcnn_trt.plugins.compilation import Kernel, compiled
-from maskrcnn_trt.plugins.kernels.nms_keep import nms_keep_kernel, nms_keep_launch
-from maskrcnn_trt.plugins.kernels.pyramid_roi_align import (
+from maskrcnn_trt.plugins.nms_keep.kernel import nms_keep_kernel, nms_keep_launch
+from maskrcnn_trt.plugins.pyramid_roi_align.kernel import (
     Pooling,
     forward_kernel,
     pyramid_roi_align_launch,
 )
-from maskrcnn_trt.plugins.tensorrt_plugins import register_plugins
+from maskrcnn_trt.plugins.runtime.compilation import Kernel, compile_kernel
+from maskrcnn_trt.plugins.tensorrt import plugins as tensorrt_plugins
+from maskrcnn_trt.plugins.tensorrt.plugins import register_plugins
 
 MakeBuilder = Callable[[str, dict[str, Any]], Builder]
 ARCHITECTURE = 90
@@ -62,7 +62,7 @@ def test_plugins_can_be_registered_again(trt: ModuleType) -> None:
     assert all(trt.get_plugin_registry().get_creator(name, "1", "maskrcnn") for name in names)
 
 
-def test_nms_keep_is_built_as_the_torch_operation_launches_it(
+def test_nms_keep_launch_equals_the_torch_operation(
     trt: ModuleType, builder_of: MakeBuilder
 ) -> None:
     builder = builder_of("NmsKeep", NMS)
@@ -86,7 +86,7 @@ def test_nms_keep_is_built_as_the_torch_operation_launches_it(
     ("name", "attributes", "maps"),
     [("PyramidRoIAlign", POOLING, MAPS), ("SingleMapRoIAlign", SINGLE_POOLING, MAPS[2:3])],
 )
-def test_roi_align_is_built_as_the_torch_operation_launches_it(
+def test_roi_align_launch_equals_the_torch_operation(
     trt: ModuleType,
     builder_of: MakeBuilder,
     name: str,
@@ -132,17 +132,15 @@ def test_roi_align_is_built_as_the_torch_operation_launches_it(
     assert kernel_parameters(ptx) == "P" * (len(maps) + 1) + "I" * (1 + 2 * len(maps)) + "P"
 
 
-def test_more_boxes_than_the_kernel_remembers_are_refused(
-    trt: ModuleType, builder_of: MakeBuilder
-) -> None:
+def test_too_many_boxes_are_rejected(trt: ModuleType, builder_of: MakeBuilder) -> None:
     builder = builder_of("NmsKeep", NMS)
     types, shapes = (trt.float32, trt.int64), [(1, 20000, 4), (1, 20000)]
     builder.output(types, shapes)
-    with pytest.raises(ValueError, match="NmsKeep takes at most 16384 boxes a set, not 20000"):
+    with pytest.raises(ValueError, match="at most 16384 boxes per set, not 20000"):
         builder.kernel((*types, trt.int32), [*shapes, (1, 20000)], ["LINEAR"] * 3)
 
 
-def test_channels_that_would_be_padded_are_taken_in_linear_order(
+def test_channels_that_need_padding_use_linear_format(
     trt: ModuleType, builder_of: MakeBuilder
 ) -> None:
     builder = builder_of("SingleMapRoIAlign", SINGLE_POOLING)
@@ -153,17 +151,17 @@ def test_channels_that_would_be_padded_are_taken_in_linear_order(
     assert {name for _, formats in taken for name in formats} == {"LINEAR"}
 
 
-def test_a_map_without_its_scale_is_refused(trt: ModuleType, builder_of: MakeBuilder) -> None:
+def test_missing_scale_is_rejected(trt: ModuleType, builder_of: MakeBuilder) -> None:
     builder = builder_of("PyramidRoIAlign", {**POOLING, "spatial_scales": [0.25, 0.125]})
     with pytest.raises(ValueError, match="4 feature maps have 2 spatial_scales"):
         builder.output([trt.float32] * 5, [*MAPS, ROIS])
 
 
 @pytest.mark.parametrize("features", ["fpn", "c4"])
-def test_plugins_take_what_the_nodes_of_the_model_have(trt: ModuleType, features: str) -> None:
+def test_plugins_accept_the_nodes_of_the_model(trt: ModuleType, features: str) -> None:
     pytest.importorskip("onnxscript")
-    from maskrcnn_trt.export.onnx_functions import functions_for
-    from maskrcnn_trt.model.config import ModelConfig
+    from maskrcnn_trt.export.onnx.functions import functions_for
+    from maskrcnn_trt.model.config.schema import ModelConfig
 
     definitions = import_module("tensorrt.plugin").op.maskrcnn
     backbone = {"features": features, "fpn_norm": "none"}
@@ -193,30 +191,31 @@ def test_plugins_can_be_added_to_a_network_by_hand(
     assert isinstance(plugin, trt.IPluginV3QuickAOTBuild)
 
 
-def test_every_name_of_tensorrt_that_the_plugins_use_exists(trt: ModuleType) -> None:
-    source, folder = Path(tensorrt_plugins.__file__), Path(__file__).parent
+def test_plugins_use_existing_names_of_tensorrt(trt: ModuleType) -> None:
+    source = Path(tensorrt_plugins.__file__)
+    process = Path(__file__).parents[1] / "support" / "plan_process.py"
     assert missing_names(source, "trtp", import_module("tensorrt.plugin")) == []
-    for path in (source, folder / "plan_process.py", folder / "test_tensorrt_plugin_engines.py"):
+    for path in (source, process, Path(__file__).with_name("test_tensorrt_plugin_engines.py")):
         assert missing_names(path, "trt", trt) == []
 
 
-def test_the_code_of_the_readme_uses_names_that_exist(trt: ModuleType, tmp_path: Path) -> None:
-    readme = Path(tensorrt_plugins.__file__).with_name("README.md").read_text()
+def test_readme_uses_existing_names_of_tensorrt(trt: ModuleType, tmp_path: Path) -> None:
+    readme = Path(tensorrt_plugins.__file__).parents[1].joinpath("README.md").read_text()
     path = tmp_path / "code.py"
     path.write_text("\n".join(re.findall(r"```python\n(.*?)```", readme, re.DOTALL)))
     assert missing_names(path, "trt", trt) == []
     assert missing_names(path, "trtp", import_module("tensorrt.plugin")) == []
-    (imported,) = re.findall(r"tensorrt_plugins import (.*)", path.read_text())
+    (imported,) = re.findall(r"tensorrt\.plugins import (.*)", path.read_text())
     assert all(hasattr(tensorrt_plugins, name) for name in imported.split(", "))
 
 
-def test_names_that_tensorrt_lacks_are_found(tmp_path: Path) -> None:
+def test_missing_names_are_detected(tmp_path: Path) -> None:
     source = tmp_path / "module.py"
     source.write_text("trt.Bulider(trt.BuilderFlag.TF32, trt.BuilderFlag.FP8X)")
     assert missing_names(source, "trt", load_tensorrt()) == ["trt.BuilderFlag.FP8X", "trt.Bulider"]
 
 
-def test_the_bindings_load_in_a_fresh_process_beside_those_of_tensorrt_rtx() -> None:
+def test_bindings_load_beside_tensorrt_rtx() -> None:
     load_tensorrt()
     code = "import tensorrt.plugin, tensorrt_rtx; print(tensorrt.plugin.register.__module__)"
     run = subprocess.run(
@@ -230,11 +229,11 @@ def test_the_bindings_load_in_a_fresh_process_beside_those_of_tensorrt_rtx() -> 
 
 
 def expected_ptx(kernel: Kernel) -> bytes:
-    return compiled(kernel, ARCHITECTURE, "ptx").rstrip(b"\0")
+    return compile_kernel(kernel, ARCHITECTURE, "ptx").rstrip(b"\0")
 
 
 def kernel_parameters(ptx: bytes) -> str:
-    """P a pointer, I an int32, in the order of the kernel's parameters."""
+    """Return the kernel's parameters in order: P for a pointer, I for an int32."""
     letters = {"u64": "P", "u32": "I"}
     (parameters,) = re.findall(r"\.entry \w+\((.*?)\)", ptx.decode(), re.DOTALL)
     return "".join(letters[kind] for kind in re.findall(r"\.param \.(\w+)", parameters))

@@ -13,8 +13,8 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from maskrcnn_trt.protos.inference import open_inference_pb2
 
 FOLDER = Path(open_inference_pb2.__file__).parent
+# Fields that KServe has and Triton has not.
 KSERVE_ALONE = {"properties"}
-"""Fields that KServe has and Triton has not."""
 
 
 def messages_of(file: FileDescriptor) -> Iterator[Descriptor]:

@@ -1,4 +1,4 @@
-"""Pictures to detect in, a server in this process on a real socket, and a store of buckets."""
+"""Fixtures: encoded images, a server in this process on a real socket, and an S3 store."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gated_engine import Gate, GatedEngine
+from gated_engine import Gate, GatedLoader
 from PIL import Image
 
 Encode = Callable[..., bytes]
@@ -21,7 +21,7 @@ Encode = Callable[..., bytes]
 
 @pytest.fixture(scope="session")
 def picture() -> Encode:
-    """Encoder of seeded pictures of coloured tiles: picture(seed, (height, width), codec, ...)."""
+    """Encoder of images of random tiles: `picture(seed, (height, width), codec, mode, ...)`."""
 
     def encode(
         seed: int = 0,
@@ -64,28 +64,28 @@ def _server_in_thread(bundle: Path) -> Iterator[str]:
         thread.join()
 
 
-# Not longer: what it does and logs by itself would fall into other tests.
+# Per module: its background work and log lines would disturb the tests of other modules.
 @pytest.fixture(scope="module")
 def address(bundle: Path) -> Iterator[str]:
-    """A running server of the tiny bundle."""
+    """Address of a running server of the tiny bundle."""
     with _server_in_thread(bundle) as address:
         yield address
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gate]:
-    """Before the model of every server of the test; open, and again at its end."""
-    from maskrcnn_trt.serving import models
+    """Gate in front of the engine of every server in the test."""
+    from maskrcnn_trt.serving.pipeline import served_model
 
     gate = Gate(tmp_path)
-    monkeypatch.setattr(models, "BundleEngine", partial(GatedEngine, gate))
+    monkeypatch.setattr(served_model, "BundleLoader", partial(GatedLoader, gate))
     yield gate
     gate.open()
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a store that speaks as S3 does, for which there are keys in the environment."""
+    """URL of an S3-compatible store, with credentials in the environment."""
     moto = pytest.importorskip("moto.server")
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)

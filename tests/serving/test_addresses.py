@@ -1,4 +1,4 @@
-"""What is taken for the address of a server."""
+"""Validation of server addresses."""
 
 import asyncio
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from maskrcnn_trt.benchmarks.serve_commands import serve
+from maskrcnn_trt.benchmarks.serve import serve
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
-from maskrcnn_trt.serving.client_command import client
+from maskrcnn_trt.serving.commands.client import client
 
-WRONG = [
+INVALID = [
     "localhost",
     "localhost:",
     "localhost:0",
@@ -30,7 +30,7 @@ WRONG = [
     "dns",
     "unix:",
 ]
-RIGHT = [
+VALID = [
     "localhost:8500",
     "127.0.0.1:1",
     "detector_1.example.org:65535",
@@ -49,31 +49,31 @@ RIGHT = [
 ]
 
 
-async def prepare_async(address: str) -> None:
+async def create_async(address: str) -> None:
     await AsyncDetectorClient(address).close()
 
 
-@pytest.mark.parametrize("address", WRONG)
-def test_what_is_no_address_is_refused_before_anybody_is_asked(address: str) -> None:
-    with pytest.raises(ValueError, match=r"no address of a server; .* as in localhost:8500") as no:
+@pytest.mark.parametrize("address", INVALID)
+def test_invalid_addresses_raise(address: str) -> None:
+    with pytest.raises(ValueError, match=r"not a server address; .* as in localhost:8500") as no:
         DetectorClient(address)
     assert str(no.value).startswith(repr(address))
     assert ("leave out http://" in str(no.value)) == address.startswith("http:")
-    with pytest.raises(ValueError, match="no address of a server"):
-        asyncio.run(prepare_async(address))
+    with pytest.raises(ValueError, match="not a server address"):
+        asyncio.run(create_async(address))
 
 
-@pytest.mark.parametrize("address", RIGHT)
-def test_what_may_be_an_address_is_taken(address: str) -> None:
+@pytest.mark.parametrize("address", VALID)
+def test_valid_addresses(address: str) -> None:
     DetectorClient(address).close()
-    asyncio.run(prepare_async(address))
+    asyncio.run(create_async(address))
 
 
-def test_commands_say_so_before_they_begin(tmp_path: Path) -> None:
+def test_commands_reject_invalid_addresses(tmp_path: Path) -> None:
     image = tmp_path / "a.jpg"
     image.write_bytes(b"x")
     for command, words in ((client, [str(image)]), (serve, [])):
         result = CliRunner().invoke(command, ["http://localhost:8500", *words])
         assert result.exit_code == 2
-        assert "'http://localhost:8500' is no address of a server" in result.stderr
+        assert "'http://localhost:8500' is not a server address" in result.stderr
         assert "leave out http://" in " ".join(result.stderr.split())

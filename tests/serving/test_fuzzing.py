@@ -1,4 +1,4 @@
-"""A thousand requests that Hypothesis makes up, to one server, none of which may be its fault."""
+"""Random requests from Hypothesis to one server, none of which may cause an internal error."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,10 +22,10 @@ _SERVICES = (
     detector_pb2.DESCRIPTOR.services_by_name["Detector"],
     open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
 )
-# Load the model, if they can, which takes long, and take it from all who come then.
-_CHANGES = {"RepositoryModelLoad", "RepositoryModelUnload"}
-_METHODS = {m.full_name: m for s in _SERVICES for m in s.methods if m.name not in _CHANGES}
-_REFUSALS = {
+# Slow methods that affect the requests of other tests.
+_EXCLUDED = {"RepositoryModelLoad", "RepositoryModelUnload"}
+_METHODS = {m.full_name: m for s in _SERVICES for m in s.methods if m.name not in _EXCLUDED}
+_REJECTIONS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -36,26 +36,28 @@ _REPEATABLE = settings(
 
 
 class Server(NamedTuple):
+    """Server process, and strategies for plausible values."""
+
     channel: grpc.Channel
     likely: Likely
 
-    def answers(self, method: MethodDescriptor, requests: list[bytes]) -> list[Message] | None:
-        """What a method answers to requests, or none if it refuses as it may."""
+    def responses(self, method: MethodDescriptor, requests: list[bytes]) -> list[Message] | None:
+        """Return the responses of a method. None: it rejected the requests as invalid."""
         path = f"/{method.containing_service.full_name}/{method.name}"
-        refusal: Any = None
+        rejection: Any = None
         try:
             if method.client_streaming:
                 call: Any = self.channel.stream_stream(path)
-                answers = list(call(iter(requests), timeout=60))
+                responses = list(call(iter(requests), timeout=60))
             else:
-                answers = [self.channel.unary_unary(path)(requests[0], timeout=60)]
+                responses = [self.channel.unary_unary(path)(requests[0], timeout=60)]
         except grpc.RpcError as error:
-            refusal = error
-        if refusal is not None:
-            assert refusal.code() in _REFUSALS, refusal
-            assert refusal.details(), refusal
+            rejection = error
+        if rejection is not None:
+            assert rejection.code() in _REJECTIONS, rejection
+            assert rejection.details(), rejection
             return None
-        return [GetMessageClass(method.output_type).FromString(answer) for answer in answers]
+        return [GetMessageClass(method.output_type).FromString(item) for item in responses]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def server(
 
 
 def likely_values(images: list[bytes]) -> Likely:
-    """What makes a request a good one, or nearly."""
+    """Return strategies for values of valid and almost valid requests."""
     strings = [len(image).to_bytes(4, "little") + image for image in images]
     pixels = bytes(8 * 8 * 3)
     number = open_inference_pb2.InferParameter
@@ -101,8 +103,8 @@ def likely_values(images: list[bytes]) -> Likely:
     }
     tensor = open_inference_pb2.ModelInferRequest.InferInputTensor.DESCRIPTOR
     likely["inputs"] = st.lists(messages(tensor, likely), min_size=1, max_size=1)
-    asked = open_inference_pb2.ModelInferRequest.InferRequestedOutputTensor
-    outputs = [asked(name=name) for name in ("boxes", "masks", "mask_probabilities")]
+    output = open_inference_pb2.ModelInferRequest.InferRequestedOutputTensor
+    outputs = [output(name=name) for name in ("boxes", "masks", "mask_probabilities")]
     likely["outputs"] = st.lists(st.sampled_from(outputs), max_size=2)
     return likely
 
@@ -111,17 +113,18 @@ def request_of(method: MethodDescriptor, server: Server) -> st.SearchStrategy[by
     return messages(method.input_type, server.likely).map(lambda m: m.SerializeToString())
 
 
-@settings(_REPEATABLE, max_examples=600)
+@pytest.mark.slow
+@settings(_REPEATABLE, max_examples=300)
 @given(st.data())
 def test_calls(server: Server, data: st.DataObject) -> None:
     names = ["maskrcnn.v1.Detector.Detect", "inference.GRPCInferenceService.ModelInfer"]
     method = _METHODS[data.draw(st.sampled_from(names))]
     request = data.draw(request_of(method, server))
-    answers = server.answers(method, [request])
-    if answers is not None:
-        asked: Any = GetMessageClass(method.input_type).FromString(request)
-        (answer,) = answers
-        assert answer.id == asked.id  # type: ignore[attr-defined]
+    responses = server.responses(method, [request])
+    if responses is not None:
+        sent: Any = GetMessageClass(method.input_type).FromString(request)
+        (response,) = responses
+        assert response.id == sent.id  # type: ignore[attr-defined]
 
 
 @settings(_REPEATABLE, max_examples=100)
@@ -130,23 +133,23 @@ def test_streams(server: Server, data: st.DataObject) -> None:
     streaming = [method for method in _METHODS.values() if method.client_streaming]
     method = data.draw(st.sampled_from(streaming))
     requests = data.draw(st.lists(request_of(method, server), max_size=4))
-    answers = server.answers(method, requests)
-    assert answers is not None
-    assert len(answers) == len(requests)
+    responses = server.responses(method, requests)
+    assert responses is not None
+    assert len(responses) == len(requests)
+
+
+@settings(_REPEATABLE, max_examples=100)
+@given(st.data())
+def test_other_methods(server: Server, data: st.DataObject) -> None:
+    method = data.draw(st.sampled_from(list(_METHODS.values())))
+    server.responses(method, [data.draw(request_of(method, server))])
 
 
 @settings(_REPEATABLE, max_examples=150)
 @given(st.data())
-def test_other_methods(server: Server, data: st.DataObject) -> None:
-    method = data.draw(st.sampled_from(list(_METHODS.values())))
-    server.answers(method, [data.draw(request_of(method, server))])
-
-
-@settings(_REPEATABLE, max_examples=250)
-@given(st.data())
 def test_damaged_messages(server: Server, data: st.DataObject) -> None:
     method = data.draw(st.sampled_from(list(_METHODS.values())))
     request = data.draw(st.one_of(st.binary(max_size=64), request_of(method, server)))
-    place = data.draw(st.integers(0, len(request)))
+    start = data.draw(st.integers(0, len(request)))
     damage = data.draw(st.binary(max_size=4))
-    server.answers(method, [request[:place] + damage + request[place + len(damage) :]])
+    server.responses(method, [request[:start] + damage + request[start + len(damage) :]])

@@ -24,7 +24,7 @@ from maskrcnn_trt.serving.host import (
         (None, ()),
     ],
 )
-def test_gpus_are_those_that_nvidia_smi_names(
+def test_gpu_names_come_from_nvidia_smi(
     program: str | None,
     names: tuple[str, ...],
     tmp_path: Path,
@@ -38,12 +38,12 @@ def test_gpus_are_those_that_nvidia_smi_names(
     assert gpu_names() == names
 
 
-def test_versions_are_those_of_what_is_installed() -> None:
+def test_installed_versions() -> None:
     expected = {"grpcio": metadata.version("grpcio")}
     assert installed_versions(["grpcio", "no-such-distribution"]) == expected
 
 
-def test_what_is_available_is_part_of_what_there_is() -> None:
+def test_available_memory_and_cores_are_within_the_machine() -> None:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < available_memory() <= pages
     assert 0 < available_cores() <= (os.cpu_count() or 1)
@@ -53,7 +53,7 @@ def test_what_is_available_is_part_of_what_there_is() -> None:
     ("memory", "cpu", "cores"),
     [("1048576\n", "50000 100000\n", 0.5), ("max\n", "max 100000\n", None)],
 )
-def test_limits_of_a_container_hold(
+def test_limits_of_a_container_apply(
     memory: str, cpu: str, cores: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "memory.max").write_text(memory)

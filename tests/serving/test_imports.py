@@ -7,6 +7,7 @@ import pytest
 
 import maskrcnn_trt.serving
 
+# Modules that need optional dependencies. They are imported only if their feature is used.
 WITH_EXTRAS = {
     f"maskrcnn_trt.serving.{name}"
     for name in (
@@ -14,17 +15,12 @@ WITH_EXTRAS = {
         "backends.tensorrt",
         "backends.torch",
         "backends.torch_batches",
-        "engines.device_engine",
-        "steps.device_files",
-        "steps.device_marks",
         "steps.device_masks",
         "steps.device_steps",
-        "monitoring.opentelemetry_tracing",
+        "steps.device_transfers",
         "offline.ray_prediction",
-        "offline.stored_images",
     )
 }
-"""Modules that need more than the base install, and are imported when their backend is chosen."""
 
 MODULES = [
     "maskrcnn_trt.serving",
@@ -39,7 +35,7 @@ MODULES = [
 
 
 def loaded_by(*modules: str) -> set[str]:
-    """Names of the packages that a process has when it has imported modules."""
+    """Return the top-level packages in a process that has imported these modules."""
     program = f"import json, sys, {', '.join(modules)}\nprint(json.dumps(list(sys.modules)))"
     result = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
@@ -47,20 +43,20 @@ def loaded_by(*modules: str) -> set[str]:
     return {name.partition(".")[0] for name in json.loads(result.stdout)}
 
 
-LIGHT = ["addresses", "config", "client_command", "predict_command", "serve_command"]
-"""What the command line loads before it knows what to do."""
+# Modules that the command line imports before it runs a command.
+LIGHT = ["config", "commands.client", "commands.predict", "commands.serve"]
 
 
 @pytest.mark.parametrize("name", LIGHT)
-def test_light_modules_load_no_grpc_and_no_pillow(name: str) -> None:
+def test_command_line_imports_neither_grpc_nor_pillow(name: str) -> None:
     assert not loaded_by(f"maskrcnn_trt.serving.{name}") & {"grpc", "PIL", "onnxruntime"}
 
 
-@pytest.mark.parametrize("name", ["engine_worker", "bundle_engine", "host_work"])
-def test_engine_processes_load_no_grpc(name: str) -> None:
+@pytest.mark.parametrize("name", ["worker_process", "bundle_engine"])
+def test_worker_processes_do_not_import_grpc(name: str) -> None:
     assert "grpc" not in loaded_by(f"maskrcnn_trt.serving.engines.{name}")
 
 
-def test_serving_loads_no_training_stack() -> None:
+def test_serving_does_not_import_the_training_stack() -> None:
     stack = {"torch", "torchvision", "onnx", "onnxscript", "pycocotools"}
     assert not loaded_by(*MODULES) & stack

@@ -21,8 +21,8 @@ from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import BackendError, ServingError
+from maskrcnn_trt.serving.rpc.health import LIVENESS
 from maskrcnn_trt.serving.server import detection_server
-from maskrcnn_trt.serving.transport.health import LIVENESS
 
 Encode = Callable[..., bytes]
 Process = subprocess.Popen[str]
@@ -30,7 +30,7 @@ Process = subprocess.Popen[str]
 
 @pytest.fixture
 def server_process(bundle: Path) -> Iterator[tuple[Process, str]]:
-    """A server that waits half a second for each batch, and its address."""
+    """Start a server that waits half a second for each batch. Yields process and address."""
     command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0"]
     options = ["--max-batch", "64", "--max-delay-ms", "500"]
     with subprocess.Popen(
@@ -45,7 +45,7 @@ def server_process(bundle: Path) -> Iterator[tuple[Process, str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_stops_the_server_after_what_is_in_flight(
+def test_signal_drains_and_stops_the_server(
     server_process: tuple[Process, str], picture: Encode, number: signal.Signals
 ) -> None:
     process, address = server_process
@@ -57,14 +57,14 @@ def test_signal_stops_the_server_after_what_is_in_flight(
         health = HealthStub(channel).Watch(HealthCheckRequest(service=""), timeout=60)
         assert next(health).status == HealthCheckResponse.SERVING
         process.send_signal(number)
-        assert [answer.status for answer in health] == [HealthCheckResponse.NOT_SERVING]
+        assert [response.status for response in health] == [HealthCheckResponse.NOT_SERVING]
         assert all(call.result().detections for call in calls)
         assert process.wait(timeout=20) == 0
     assert process.stderr is not None
     assert "Traceback" not in process.stderr.read()
 
 
-def test_open_stream_is_answered_and_ended_by_a_stop(
+def test_signal_drains_and_ends_an_open_stream(
     server_process: tuple[Process, str], picture: Encode
 ) -> None:
     process, address = server_process
@@ -77,19 +77,19 @@ def test_open_stream_is_answered_and_ended_by_a_stop(
 
     with grpc.insecure_channel(address) as channel:
         stub: Any = DetectorStub(channel)
-        answers = stub.DetectStream(requests(), timeout=60)
-        assert next(answers).response.detections
+        responses = stub.DetectStream(requests(), timeout=60)
+        assert next(responses).response.detections
         process.send_signal(signal.SIGTERM)
-        assert {answer.id for answer in (next(answers), next(answers))} <= {"0", "1", "2"}
+        assert {response.id for response in (next(responses), next(responses))} <= {"0", "1", "2"}
         with pytest.raises(grpc.RpcError) as caught:
-            next(answers)
+            next(responses)
         hold.set()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert process.wait(timeout=30) == 0
 
 
-def test_cancelled_calls_give_their_places_back(bundle: Path, picture: Encode) -> None:
-    async def ask() -> int:
+def test_cancelled_calls_release_their_slots(bundle: Path, picture: Encode) -> None:
+    async def run() -> int:
         config = ServeConfig(port=0, queue_size=6, max_batch=64, max_delay_ms=300)
         async with (
             detection_server(bundle, config) as address,
@@ -103,11 +103,11 @@ def test_cancelled_calls_give_their_places_back(bundle: Path, picture: Encode) -
             outcomes = [o async for o in client.detect_many([picture(i) for i in range(2)])]
             return sum(len(outcome) for outcome in outcomes if not isinstance(outcome, Exception))
 
-    assert asyncio.run(ask()) > 0
+    assert asyncio.run(run()) > 0
 
 
-def test_more_requests_than_places_are_refused(bundle: Path, picture: Encode) -> None:
-    async def ask() -> list[Any]:
+def test_more_requests_than_slots_are_rejected(bundle: Path, picture: Encode) -> None:
+    async def run() -> list[Any]:
         config = ServeConfig(port=0, queue_size=6, max_batch=64, max_delay_ms=1000)
         async with (
             detection_server(bundle, config) as address,
@@ -116,13 +116,13 @@ def test_more_requests_than_places_are_refused(bundle: Path, picture: Encode) ->
             images = [picture(i) for i in range(8)]
             return [o async for o in client.detect_many(images, concurrency=8)]
 
-    outcomes = asyncio.run(ask())
-    refused = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-    assert 1 <= len(refused) <= 5
-    assert {error.code for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    outcomes = asyncio.run(run())
+    rejected = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    assert 1 <= len(rejected) <= 5
+    assert {error.code for error in rejected} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
-def test_failed_warm_up_is_one_error(bundle: Path, gate: Gate) -> None:
+def test_failed_warm_up_raises_a_single_error(bundle: Path, gate: Gate) -> None:
     gate.break_with(BackendError("the runtime does not compute"))
 
     async def start() -> None:
@@ -133,12 +133,10 @@ def test_failed_warm_up_is_one_error(bundle: Path, gate: Gate) -> None:
         asyncio.run(start())
 
 
-def test_a_process_that_answers_is_alive_before_and_after_it_is_ready(
-    bundle: Path, gate: Gate
-) -> None:
-    alive = HealthCheckRequest(service=LIVENESS)
+def test_liveness_before_ready_and_after_stop(bundle: Path, gate: Gate) -> None:
+    liveness = HealthCheckRequest(service=LIVENESS)
 
-    async def ask() -> None:
+    async def run() -> None:
         async with contextlib.AsyncExitStack() as server:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
@@ -148,21 +146,21 @@ def test_a_process_that_answers_is_alive_before_and_after_it_is_ready(
             starting = asyncio.create_task(server.enter_async_context(started))
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 health: Any = HealthStub(channel)
-                answer = await health.Check(alive, wait_for_ready=True)
-                assert answer.status == HealthCheckResponse.SERVING
-                answer = await health.Check(HealthCheckRequest())
-                assert answer.status == HealthCheckResponse.NOT_SERVING
-                watch = health.Watch(alive)
+                response = await health.Check(liveness, wait_for_ready=True)
+                assert response.status == HealthCheckResponse.SERVING
+                response = await health.Check(HealthCheckRequest())
+                assert response.status == HealthCheckResponse.NOT_SERVING
+                watch = health.Watch(liveness)
                 assert (await watch.read()).status == HealthCheckResponse.SERVING
                 gate.open()
                 await starting
                 await server.aclose()
                 assert await watch.read() is grpc.aio.EOF
 
-    asyncio.run(ask())
+    asyncio.run(run())
 
 
-def test_collections_of_garbage_pass_over_what_a_ready_server_keeps(bundle: Path) -> None:
+def test_garbage_collector_ignores_objects_of_a_ready_server(bundle: Path) -> None:
     program = (
         "import asyncio, gc, os, pathlib, signal\n"
         "from maskrcnn_trt.serving.config import ServeConfig\n"
@@ -174,28 +172,28 @@ def test_collections_of_garbage_pass_over_what_a_ready_server_keeps(bundle: Path
         "asyncio.run(serve(bundle, ServeConfig(port=0, drain_delay_s=0), stop))\n"
     )
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
-    passed_over, looked_at = map(int, printed.stdout.split())
-    assert looked_at < passed_over / 10
+    frozen, tracked = map(int, printed.stdout.split())
+    assert tracked < frozen / 10
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_addresses_of_ipv6_may_have_brackets(bundle: Path, picture: Encode, host: str) -> None:
+def test_ipv6_host_with_and_without_brackets(bundle: Path, picture: Encode, host: str) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
     config = ServeConfig(host=host, port=0, metrics_port=0, drain_delay_s=0)
 
-    async def ask() -> Any:
+    async def run() -> Any:
         async with detection_server(bundle, config) as address:
             assert address.startswith("[::1]:")
             async with AsyncDetectorClient(address) as client:
                 return await client.detect(picture())
 
-    assert len(asyncio.run(ask()))
+    assert len(asyncio.run(run()))
 
 
-def test_port_in_use_is_one_sentence(bundle: Path) -> None:
+def test_port_in_use(bundle: Path) -> None:
     async def start(port: int) -> None:
         async with detection_server(bundle, ServeConfig(port=port)):
             pass

@@ -7,19 +7,19 @@ from tiny_run import CLASSES, write_config
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 from maskrcnn_trt.training.config import load_config
-from maskrcnn_trt.training.data.coco import CocoDataset
-from maskrcnn_trt.training.data.synthetic import SyntheticConfig, draw_dataset
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset
+from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_dataset
 
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_to_collect() -> None:
-    """Workers are forks, and crash or hang where they collect what gRPC left of other tests."""
+    """Collect garbage before tests that fork: forks crash if they collect gRPC objects."""
     gc.collect()
 
 
 @pytest.fixture(scope="session")
 def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Configuration file of a run of seconds: a narrow model on twelve small pictures."""
+    """Configuration file of a run of seconds: a narrow model and twelve small images."""
     folder = tmp_path_factory.mktemp("tiny")
     config = SyntheticConfig(train=12, val=5, width=96, height=64, seed=3, classes=CLASSES)
     draw_dataset(folder, config)
@@ -30,7 +30,7 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_checkpoint(
     tiny_checkpoint: Path, tiny_config: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The one that all tests share, of the classes of the pictures."""
+    """The checkpoint that all tests share, with the classes of the synthetic images."""
     categories = CocoDataset(load_config(str(tiny_config)).data.train).categories
     path = tmp_path_factory.mktemp("tiny") / "tiny.pth"
     save_checkpoint(path, replace(load_checkpoint(tiny_checkpoint), categories=categories))

@@ -53,10 +53,10 @@ REFUSED = {
     "solver.base_lr=fast": "solver.base_lr is 'fast'; allowed: number, > 0",
     "solver.base_lr=-1": "solver.base_lr is -1; allowed: number, > 0",
     "solver.max_iterations=1.5": "solver.max_iterations is 1.5; allowed: whole number, >= 1",
-    "solver.steps=[4, 2]": "solver: steps [4, 2] must rise",
+    "solver.steps=[4, 2]": "solver: steps [4, 2] are not in ascending order",
     "solver.steps=4": "solver.steps is 4; allowed: list of whole numbers",
     "solver.steps=[1, x]": "solver.steps.1 is 'x'; allowed for solver.steps: list of whole numbers",
-    "solver.accumulate=3": "solver: images_per_batch 4 does not divide by accumulate 3",
+    "solver.accumulate=3": "solver: images_per_batch 4 is not divisible by accumulate 3",
     "solver.scale_from_batch=0": "allowed: whole number, >= 1, or null",
     "solver=4": "solver is 4; it is a section with the keys optimizer, images_per_batch",
     "model.rpn.sampling=[1]": "model.rpn.sampling is [1]; it is a section with the keys foreground",
@@ -69,7 +69,7 @@ REFUSED = {
     "model.backbone.frozen_stages=6": "allowed: whole number, >= 0, <= 5",
     "model.pixel_mean=[1]": "model.pixel_mean.1 is missing; allowed for model.pixel_mean: list",
     "data.max_size=32": "data: max_size 32 is below min_size 64",
-    "data.buckets=[[64, 100]]": "is not a multiple of 32 on both sides",
+    "data.buckets=[[64, 100]]": "are not multiples of 32",
     "data.buckets=[[64, 96]]": "data: no bucket holds an image of 96x64 pixels",
     "data.buckets=[[64]]": "data.buckets.0.1 is missing; allowed for data.buckets: list of [",
     "data.train.images=null": "data.train.images is None; allowed: path",
@@ -82,57 +82,59 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_what_is_not_allowed_is_named(tiny_config: Path, tmp_path: Path, override: str) -> None:
+def test_errors_name_key_and_allowed_values(
+    tiny_config: Path, tmp_path: Path, override: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load_tiny(tiny_config, tmp_path, override)
-    sentence = str(caught.value)
-    assert REFUSED[override] in sentence
-    assert "\n" not in sentence
+    message = str(caught.value)
+    assert REFUSED[override] in message
+    assert "\n" not in message
 
 
 FILES = {
-    "": "run.yaml is empty; it must hold keys and values",
-    "- 1": "must hold keys and values, not list",
+    "": "run.yaml is empty; it must be a mapping of keys",
+    "- 1": "is a list; it must be a mapping of keys",
     "a: [1": "is not YAML",
     "seed: 1\nseed: 2": "is not YAML: the key seed comes twice",
     "data: {min_size: 800, min_size: 640}": "is not YAML: the key min_size comes twice",
-    "seed: 2026-13-45": "is not YAML: no usable timestamp",
-    "a: " + 5000 * "[": "is not YAML: it holds lists too deep within lists",
+    "seed: 2026-13-45": "is not YAML: invalid timestamp",
+    "a: " + 5000 * "[": "is not YAML: the document is nested too deeply",
     "seed: &itself [*itself]": "seed is [[...]]; allowed: whole number",
     "a: b: c": "is not YAML",
     "{}": "data is missing; it is a section with the keys train, val",
     "data: {train: {images: a}}": "data.train.annotations is missing; allowed: path",
     "model:\ndata:": "model is None; it is a section with the keys num_classes",
-    "data: {train: {images: a, annotations: b}}": "frozen stages or statistics but no weights; set "
+    "data: {train: {images: a, annotations: b}}": "frozen batch norm but no weights; set "
     "weights=FILE, or weights=null",
-    "base: [1]": "base is [1], but must be a preset or the path of a file",
-    "base: run.yaml": "a configuration is its own base",
+    "base: [1]": "base is [1], not the name of a preset or path of a file",
+    "base: run.yaml": "these bases form a cycle",
     "base: quikc": "neither a file nor a preset (did you mean quick?); presets: 1x",
     "base: other.yaml": "other.yaml' is neither a file nor a preset; presets: 1x",
 }
 
 
 @pytest.mark.parametrize("text", FILES)
-def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str) -> None:
+def test_errors_name_the_file_and_its_fault(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(str(path))
-    sentence = str(caught.value)
-    assert str(tmp_path) in sentence
-    assert FILES[text] in sentence
-    assert "\n" not in sentence
+    message = str(caught.value)
+    assert str(tmp_path) in message
+    assert FILES[text] in message
+    assert "\n" not in message
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "picture.yaml"
+def test_binary_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "image.yaml"
     path.write_bytes(b"\xff\xd8\xff\xe0")
-    with pytest.raises(ConfigError, match=r"picture\.yaml is not YAML"):
+    with pytest.raises(ConfigError, match=r"image\.yaml is not YAML"):
         load_config(str(path))
 
 
 @pytest.mark.parametrize("source", ["quik", "missing.yaml", "."])
-def test_unknown_sources_are_told_the_presets(source: str) -> None:
+def test_errors_for_unknown_sources_list_the_presets(source: str) -> None:
     with pytest.raises(ConfigError, match=r"neither a file nor a preset.*; presets: .*quick"):
         load_config(source)
 
@@ -165,7 +167,7 @@ def test_a_circle_of_bases_is_named(tmp_path: Path) -> None:
         load_config(str(tmp_path / "a.yaml"))
 
 
-def test_random_frozen_stages_must_be_meant(tmp_path: Path) -> None:
+def test_frozen_stages_need_an_explicit_choice_of_weights(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("data: {train: {images: a, annotations: b}}")
     for overrides in (
@@ -179,7 +181,7 @@ def test_random_frozen_stages_must_be_meant(tmp_path: Path) -> None:
             load_config(str(path), [f"model.backbone={{frozen_stages: {stages}, norm: {norm}}}"])
 
 
-# The figures of the reference implementations' own configuration files.
+# Values in the configuration files of the reference implementations.
 SCHEDULES = {
     "1x": (16, 0.02, 90000, (60000, 80000)),
     "1x-1gpu": (4, 0.005, 360000, (240000, 320000)),
@@ -202,11 +204,11 @@ def test_presets_have_the_reference_schedules(name: str) -> None:
     ("name", "first", "last"),
     [("1x", 0.02 / 3, 0.02), ("bs64", 0, 0.08), ("bs96", 0.04, 0.12), ("tf2", 0, 0.04)],
 )
-def test_presets_warm_up_like_the_references(name: str, first: float, last: float) -> None:
+def test_presets_have_the_reference_warm_up(name: str, first: float, last: float) -> None:
     solver = load_config(name).solver
     assert learning_rate(solver, 0) == pytest.approx(first)
     assert learning_rate(solver, solver.warmup_iterations) == last
-    if name in ("bs64", "bs96"):  # adds 1e-4 an iteration
+    if name in ("bs64", "bs96"):  # the warm-up adds 1e-4 per iteration
         assert learning_rate(solver, 101) - learning_rate(solver, 100) == pytest.approx(1e-4)
 
 

@@ -1,4 +1,4 @@
-"""What is left of a run that is killed at any moment, and what becomes of it."""
+"""Runs that are killed at random moments and resumed."""
 
 import multiprocessing
 import random
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import pytest
 import torch
 from tiny_run import assert_equal, load_tiny, train
 
@@ -19,13 +20,13 @@ ITERATIONS = 10
 
 
 def _train_in_process(config: TrainConfig, threads: int) -> None:
-    # The number of threads decides the order of sums, and with it the last bits.
+    # The number of threads determines the order of sums, and thus the last bits.
     torch.set_num_threads(threads)
     run_training(config, resume=True)
 
 
 def _start(config: TrainConfig) -> ForkServerProcess:
-    """Train in a process of its own; a server that has torch loaded forks it at once."""
+    """Train in a separate process, forked from a server that has imported torch already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["maskrcnn_trt.training.run"])
     process = context.Process(target=_train_in_process, args=(config, torch.get_num_threads()))
@@ -45,10 +46,11 @@ def _wait(process: ForkServerProcess, moment: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_resumed_equals_uninterrupted(
     tiny_config: Path, tmp_path: Path
 ) -> None:
-    """Weights, optimiser and random states, bit for bit; half-written files do no harm."""
+    """Compare weights, optimizer and random states bit by bit. Incomplete files are ignored."""
     settings = ("checkpoint_period=1", f"solver.max_iterations={ITERATIONS}")
     config = load_tiny(tiny_config, tmp_path / "killed", *settings)
     folder, moments = config.output_dir, random.Random(4)
@@ -58,7 +60,7 @@ def test_killed_at_any_moment_and_resumed_equals_uninterrupted(
         before = _last_iteration(folder)
         process = _start(config)
         if attempt % 2:
-            # Within the writing of a checkpoint.
+            # While a checkpoint is being written.
             _wait(process, lambda: any(folder.glob(".model_*.partial")))
         else:
             _wait(process, (folder / "log.txt").exists)

@@ -8,14 +8,14 @@ from tiny_run import assert_equal, load_tiny, train
 
 from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
 from maskrcnn_trt.training.config import ConfigError
-from maskrcnn_trt.training.data.coco import CocoDataset
-from maskrcnn_trt.training.data.loader import train_loader
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset
+from maskrcnn_trt.training.data.loading.loader import train_loader
+from maskrcnn_trt.training.evaluation.validation import ExpectationError
 from maskrcnn_trt.training.reporting import METRICS_FILE
 from maskrcnn_trt.training.run import run_training
-from maskrcnn_trt.training.validation import ExpectationError
 
+# Iterations an epoch.
 EPOCH = 4
-"""Iterations an epoch."""
 
 
 def _evaluations(folder: Path) -> dict[int, dict[str, float]]:
@@ -64,7 +64,7 @@ def test_losses_are_reported_before_an_evaluation(tiny_config: Path, tmp_path: P
 
 
 def test_a_finished_run_is_evaluated_once(tiny_config: Path, tmp_path: Path) -> None:
-    """If it was not, because nobody asked for it or it ends earlier than it was to."""
+    """A run that ended without an evaluation is evaluated when it is resumed at its end."""
     train(load_tiny(tiny_config, tmp_path, "solver.max_iterations=3", "checkpoint_period=2"))
     (tmp_path / "last_checkpoint").write_text("model_0000002.pth")
     config = load_tiny(tiny_config, tmp_path, "solver.max_iterations=1", "evaluation={}")
@@ -78,12 +78,12 @@ def test_a_finished_run_is_evaluated_once(tiny_config: Path, tmp_path: Path) -> 
 
 
 def test_reached_targets_end_the_run(tiny_config: Path, tmp_path: Path) -> None:
-    """And it stays ended when it is resumed, unless more is asked for."""
+    """A run that has reached its targets stays ended when resumed, unless they are raised."""
     settings = ("solver.max_iterations=5", "evaluation={period: 2, min_bbox_ap: 0, min_mask_ap: 0}")
     checkpoint = train(load_tiny(tiny_config, tmp_path, *settings))
     assert checkpoint.iteration == 2
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth\n"
-    assert "stopping at iteration 2 of 5: bbox/AP 0.0" in (tmp_path / "log.txt").read_text()
+    assert "iteration 2 of 5: bbox/AP 0.0" in (tmp_path / "log.txt").read_text()
     assert train(load_tiny(tiny_config, tmp_path, *settings), resume=True).iteration == 2
     more = load_tiny(tiny_config, tmp_path, *settings, "evaluation.min_mask_ap=0.9")
     assert train(more, resume=True).iteration == 5
@@ -123,7 +123,7 @@ def test_expectations_need_an_evaluation(tiny_config: Path, tmp_path: Path, over
     config = load_tiny(
         tiny_config, tmp_path, "evaluation={expected: {bbox/AP: 0.1}}", override
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"evaluation\.expected needs a measurement; give data"):
+    with pytest.raises(ConfigError, match=r"evaluation\.expected.*data\.val"):
         run_training(config)
 
 
@@ -137,7 +137,7 @@ def test_a_validation_set_that_does_not_fit_is_refused_at_once(
     config = load_tiny(
         tiny_config, tmp_path, f"data.val.annotations={path}", "evaluation.skip_test=false"
     )
-    with pytest.raises(ConfigError, match="category 4 'bar', which the model knows not at all"):
+    with pytest.raises(ConfigError, match="category 4 'bar'"):
         run_training(config)
     assert not list(tmp_path.glob("*.pth"))
 

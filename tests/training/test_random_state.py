@@ -5,11 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskrcnn_trt.training.random_state import (
-    generator_states,
-    restore_generators,
-    seed_generators,
-)
+from maskrcnn_trt.training.random_state import generator_states, restore_generators, seed_generators
 
 CPU = torch.device("cpu")
 
@@ -30,7 +26,7 @@ def _saved_and_loaded(states: dict[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize(
     "device", [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 )
-def test_restored_generators_go_on(device: torch.device) -> None:
+def test_restored_generators_continue(device: torch.device) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU here")
     seed_generators(1)

@@ -11,12 +11,7 @@ from tiny_run import load_tiny
 
 from maskrcnn_trt.model.losses import LOSS_NAMES
 from maskrcnn_trt.training.distributed import Worker
-from maskrcnn_trt.training.reporting import (
-    LOG_FILE,
-    METRICS_FILE,
-    DivergenceError,
-    TrainingReport,
-)
+from maskrcnn_trt.training.reporting import LOG_FILE, METRICS_FILE, DivergenceError, TrainingReport
 from maskrcnn_trt.training.run import run_training
 
 ALONE, OTHER = Worker(0, 1, torch.device("cpu")), Worker(1, 2, torch.device("cpu"))
@@ -24,7 +19,7 @@ NAMES = ("loss", *LOSS_NAMES)
 
 
 def _losses(iteration: int) -> torch.Tensor:
-    """Losses whose median and mean differ."""
+    """Return losses with different medians and means."""
     return torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]) * float(iteration**2)
 
 
@@ -71,8 +66,8 @@ def test_losses_are_reported_once_a_period(
     assert len(caplog.messages) == 3
 
 
-def test_a_resumed_run_repeats_no_line(tmp_path: Path) -> None:
-    """What a killed run reported after its last checkpoint is reported anew."""
+def test_a_resumed_run_replaces_later_lines(tmp_path: Path) -> None:
+    """A killed run has reported iterations after its last checkpoint."""
     with TrainingReport(tmp_path, 1, range(4), ALONE, Progress()) as report:
         for iteration in range(4):
             report.record(iteration, torch.ones(5), rate=0.1)
@@ -96,7 +91,7 @@ LOG_LINE = re.compile(
 )
 
 
-def test_the_log_says_where_training_stands(tiny_config: Path, tmp_path: Path) -> None:
+def test_log_lines_have_losses_and_learning_rate(tiny_config: Path, tmp_path: Path) -> None:
     run_training(load_tiny(tiny_config, tmp_path, "solver.max_iterations=3", "log_period=2"))
     lines = [line for line in (tmp_path / LOG_FILE).read_text().splitlines() if "eta" in line]
     matches = [LOG_LINE.search(line) for line in lines]
@@ -108,12 +103,8 @@ def test_the_log_says_where_training_stands(tiny_config: Path, tmp_path: Path) -
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, value: float) -> None:
     with TrainingReport(tmp_path, 2, range(4), ALONE, Progress()) as report:
         report.record(0, torch.tensor([1, 1, value, 1, 1.0]), rate=0.1)
-        with pytest.raises(DivergenceError) as caught:
+        with pytest.raises(DivergenceError, match=r"solver\.base_lr.*solver\.clip_gradient_norm"):
             report.record(1, torch.ones(5), rate=0.1)
-    assert str(caught.value) == (
-        "a loss was not finite within the 2 iterations before 2; lower solver.base_lr, lengthen "
-        "solver.warmup_iterations, or set solver.clip_gradient_norm"
-    )
 
 
 def test_a_run_that_diverges_leaves_no_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
@@ -121,7 +112,7 @@ def test_a_run_that_diverges_leaves_no_checkpoint(tiny_config: Path, tmp_path: P
         tiny_config, tmp_path, "solver.base_lr=1e20", "solver.warmup_iterations=0",
         "solver.max_iterations=3", "log_period=3", "checkpoint_period=2",
     )  # fmt: skip
-    with pytest.raises(DivergenceError, match="a weight was not finite after iteration 2; lower"):
+    with pytest.raises(DivergenceError, match=r"weight .*iteration 2"):
         run_training(config)
     assert not list(tmp_path.glob("*.pth"))
 

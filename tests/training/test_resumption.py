@@ -11,8 +11,8 @@ from tiny_run import assert_equal, largest_difference, load_tiny, train
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 from maskrcnn_trt.training.config import ConfigError, TrainConfig
-from maskrcnn_trt.training.data.coco import CocoDataset
-from maskrcnn_trt.training.data.loader import train_loader
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset
+from maskrcnn_trt.training.data.loading.loader import train_loader
 from maskrcnn_trt.training.distributed import Worker
 from maskrcnn_trt.training.random_state import seed_generators
 from maskrcnn_trt.training.trainer import Trainer
@@ -34,24 +34,24 @@ def folder(begun: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "difference"),
     [
-        ("model.roi.box_head_dim=64", "has model.roi.box_head_dim=32, not 64; give the same"),
-        ("seed=1", "has seed=0, not 1; give the same"),
-        ("solver.images_per_batch=2", "has solver.images_per_batch=4, not 2"),
-        ("solver.optimizer=adamw", "has solver.optimizer=sgd, not adamw"),
-        ("data.flip_probability=0", "has data.flip_probability=0.5, not 0.0"),
+        ("model.roi.box_head_dim=64", "model.roi.box_head_dim=32, the configuration now has 64"),
+        ("seed=1", "seed=0, the configuration now has 1"),
+        ("solver.images_per_batch=2", "solver.images_per_batch=4, the configuration now has 2"),
+        ("solver.optimizer=adamw", "solver.optimizer=sgd, the configuration now has adamw"),
+        ("data.flip_probability=0", "data.flip_probability=0.5, the configuration now has 0.0"),
     ],
 )
-def test_what_decides_the_steps_must_stay(
-    tiny_config: Path, folder: Path, override: str, sentence: str
+def test_model_data_seed_and_batch_size_must_be_unchanged(
+    tiny_config: Path, folder: Path, override: str, difference: str
 ) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=difference):
         train(load_tiny(tiny_config, folder, override), resume=True)
 
 
-def test_all_else_may_change(tiny_config: Path, folder: Path) -> None:
-    """It applies from the resumed iteration on, and the log names it."""
+def test_other_keys_may_change(tiny_config: Path, folder: Path) -> None:
+    """Changes are logged, and apply to all iterations after the resumption."""
     config = load_tiny(
         tiny_config, folder, "solver.max_iterations=2", "solver.base_lr=0.5", "log_period=1",
         "solver.momentum=0.5", "solver.warmup_iterations=0", "data.val=null", "data.workers=1",
@@ -62,8 +62,8 @@ def test_all_else_may_change(tiny_config: Path, folder: Path) -> None:
     group = checkpoint.training_state["optimizer"]["param_groups"][0]
     assert (group["lr"], group["momentum"]) == (0.5, 0.5)
     log = (folder / "log.txt").read_text()
-    assert "resuming with solver.base_lr=0.5, which was 0.01" in log
-    assert "resuming with solver.max_iterations=2, which was 1" in log
+    assert "solver.base_lr=0.5, previously 0.01" in log
+    assert "solver.max_iterations=2, previously 1" in log
     assert "output_dir" not in log
 
 
@@ -101,35 +101,31 @@ def test_changed_data_is_refused(
     content = json.loads(annotations.read_text())
     change(content)
     annotations.write_text(json.dumps(content))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"{subject} of .*train.json.* weights=FILE"):
         train(load_tiny(tiny_config, folder, *overrides), resume=True)
-    assert str(caught.value) == (
-        f"the {subject} of {annotations} has changed since the run began; restore the data, or "
-        "start another run from the checkpoint with weights=FILE output_dir=FOLDER"
-    )
 
 
-def _written_by(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Let the run be one of another version, whose configuration had other keys."""
+def _change_stored_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the stored configuration of a run, as if another version had created the run."""
     path = folder / "model_final.pth"
     checkpoint = load_checkpoint(path)
     change(checkpoint.training_state["identity"]["config"])
     save_checkpoint(path, checkpoint)
 
 
-def test_keys_younger_than_the_run_have_their_defaults(tiny_config: Path, folder: Path) -> None:
+def test_keys_newer_than_the_run_have_their_defaults(tiny_config: Path, folder: Path) -> None:
     def change(config: dict[str, Any]) -> None:
         del config["model"]["mask_paste"], config["data"]["keep_empty"], config["keep_checkpoints"]
 
-    _written_by(folder, change)
+    _change_stored_config(folder, change)
     config = load_tiny(tiny_config, folder, "solver.max_iterations=2")
     assert train(config, resume=True).iteration == 2
     assert "keep_checkpoints" not in (folder / "log.txt").read_text()
 
 
-def test_keys_that_are_no_more_are_named(tiny_config: Path, folder: Path) -> None:
-    _written_by(folder, lambda config: config["data"].update(crop=0.5))
-    with pytest.raises(ConfigError, match=r"of another version .*: unknown key data\.crop"):
+def test_removed_keys_are_named(tiny_config: Path, folder: Path) -> None:
+    _change_stored_config(folder, lambda config: config["data"].update(crop=0.5))
+    with pytest.raises(ConfigError, match=r"another version .* data\.crop"):
         train(load_tiny(tiny_config, folder), resume=True)
 
 
@@ -137,7 +133,7 @@ def test_weights_alone_are_not_resumed(
     tiny_config: Path, folder: Path, tiny_checkpoint: Path
 ) -> None:
     save_checkpoint(folder / "model_final.pth", load_checkpoint(tiny_checkpoint))
-    with pytest.raises(ConfigError, match="has weights but no state of a run; start another"):
+    with pytest.raises(ConfigError, match=r"no training state; .*weights=FILE"):
         train(load_tiny(tiny_config, folder), resume=True)
 
 
@@ -147,8 +143,8 @@ def _drawn(config: TrainConfig, path: Path) -> tuple[list[float], Trainer]:
     return torch.randn(3).tolist(), trainer
 
 
-def test_generators_go_on_where_they_were(tiny_config: Path, folder: Path, tmp_path: Path) -> None:
-    """As layers of a user's own would need it: one that draws, in every step."""
+def test_generators_are_restored(tiny_config: Path, folder: Path, tmp_path: Path) -> None:
+    """Layers of a user's own may draw random numbers in each step."""
     config = load_tiny(tiny_config, tmp_path, "model.num_classes=3")
     path = folder / "model_final.pth"
     seed_generators(5)
@@ -163,7 +159,7 @@ def test_generators_go_on_where_they_were(tiny_config: Path, folder: Path, tmp_p
     assert torch.equal(state["generators"][0]["torch"], torch.get_rng_state())
 
 
-def test_another_number_of_processes_is_said(
+def test_another_number_of_processes_is_logged(
     tiny_config: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = folder / "model_final.pth"
@@ -172,14 +168,14 @@ def test_another_number_of_processes_is_said(
     save_checkpoint(path, checkpoint)
     with caplog.at_level(logging.WARNING):
         drawn, _ = _drawn(load_tiny(tiny_config, tmp_path, "model.num_classes=3"), path)
-    assert "the run to resume had 2 processes, this one has 1: the random generators" in caplog.text
+    assert "2 processes and is resumed with 1" in caplog.text
     assert len(drawn) == 3
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_loss_scale_and_gpu_generator_are_resumed(tiny_config: Path, tmp_path: Path) -> None:
-    """Weights only nearly: sums of gradients on a GPU come in no fixed order."""
+    """Weights are compared with a tolerance, because gradient sums on a GPU have no fixed order."""
     settings = ("device=cuda", "precision=fp16", "evaluation={period: 2}")
     whole = train(load_tiny(tiny_config, tmp_path / "whole", *settings))
     for end in (2, 4):

@@ -12,8 +12,9 @@ from maskrcnn_trt.training.reporting import METRICS_FILE
 from maskrcnn_trt.training.run import run_training
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tiny_config: Path, tmp_path: Path) -> None:
-    """To float tolerance, weights and reported losses, also with the backbone frozen on the way."""
+    """Compare weights and losses with float tolerance. The backbone is frozen after one epoch."""
     settings = (
         "solver.max_iterations=6", "solver.accumulate=2", "solver.base_lr=0.001",
         "solver.freeze_backbone_after_epoch=1",
@@ -66,25 +67,23 @@ def test_a_run_is_evaluated_and_described(tiny_config: Path, tmp_path: Path) -> 
 
 
 def test_classes_come_from_the_data(tiny_config: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"num_classes is 80.* 3 .*set model\.num_classes=3"):
         run_training(load_tiny(tiny_config, tmp_path, "model.num_classes=80"))
-    assert "model.num_classes is 80, but " in str(caught.value)
-    assert str(caught.value).endswith("has 3 categories; set model.num_classes=3, or leave it out")
 
 
 def test_a_run_is_not_started_twice(tiny_config: Path, tmp_path: Path) -> None:
     config = load_tiny(tiny_config, tmp_path, "solver.max_iterations=1")
     first = train(config)
-    with pytest.raises(ConfigError, match="holds a run that got to model_final"):
+    with pytest.raises(ConfigError, match=r"model_final\.pth.*--resume"):
         run_training(config)
     again = train(config, resume=True)
     assert_equal(again.weights, first.weights)
 
 
-def test_the_terminal_shows_the_log_as_it_is(
+def test_the_terminal_shows_the_log_unchanged(
     tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Long lines are whole, and nothing in them is taken for markup."""
+    """Long lines are not wrapped, and brackets are not parsed as markup."""
     config = load_tiny(tiny_config, tmp_path, "solver.max_iterations=1", "evaluation={}")
     train(config)
     lines = capsys.readouterr().err.splitlines()
@@ -108,8 +107,8 @@ def test_bars_are_shown_on_a_terminal(
     assert "evaluating" in terminal.getvalue()
 
 
-def test_the_configuration_is_kept(tiny_config: Path, tmp_path: Path) -> None:
-    """As it took effect, also when it changed on the way."""
+def test_the_effective_configuration_is_saved(tiny_config: Path, tmp_path: Path) -> None:
+    """Also when a resumed run changes it."""
     overrides = ("solver={images_per_batch: 4, scale_from_batch: 2, max_iterations: 4, steps: []}",)
     for more in ((), ("solver.clip_gradient_norm=1",)):
         config = load_tiny(tiny_config, tmp_path, *overrides, *more)

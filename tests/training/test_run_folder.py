@@ -16,7 +16,7 @@ def checkpoint(tiny_checkpoint: Path) -> Checkpoint:
 
 @pytest.fixture
 def folder(tmp_path: Path, checkpoint: Checkpoint) -> RunFolder:
-    """A run that wrote two checkpoints and was then killed while writing a third."""
+    """Folder of a run that wrote two checkpoints and was killed while writing a third."""
     folder = RunFolder(tmp_path / "run")
     assert folder.open(resume=False) is None
     for iteration in (10, 20):
@@ -43,24 +43,16 @@ def test_the_last_whole_checkpoint_is_resumed(folder: RunFolder, checkpoint: Che
 
 
 def test_a_run_is_not_overwritten(folder: RunFolder) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"model_0000020\.pth.*--resume.*output_dir=FOLDER"):
         folder.open(resume=False)
-    assert str(caught.value) == (
-        f"{folder.path} holds a run that got to model_0000020.pth; continue it with --resume, or "
-        "choose another folder with output_dir=FOLDER"
-    )
 
 
-def test_a_damaged_checkpoint_can_be_gone_around(folder: RunFolder) -> None:
+def test_an_older_checkpoint_replaces_a_damaged_one(folder: RunFolder) -> None:
     os.truncate(folder.last(), folder.last().stat().st_size // 2)
-    with pytest.raises(CheckpointError) as caught:
+    pattern = r"model_0000020\.pth.*such as model_0000010\.pth.*last_checkpoint"
+    with pytest.raises(CheckpointError, match=pattern):
         folder.open(resume=True)
     pointer = folder.path / "last_checkpoint"
-    assert str(folder.last()) in str(caught.value)
-    assert str(caught.value).endswith(
-        "to go on from an older checkpoint, write its name, such as model_0000010.pth, into "
-        f"{pointer}"
-    )
     pointer.write_text("model_0000010.pth")
     last = folder.open(resume=True)
     assert last is not None
@@ -70,7 +62,7 @@ def test_a_damaged_checkpoint_can_be_gone_around(folder: RunFolder) -> None:
 def test_the_newest_other_checkpoint_is_suggested(
     folder: RunFolder, checkpoint: Checkpoint
 ) -> None:
-    """Not the final one of a run that was lengthened since."""
+    """Not the final checkpoint, if the run was extended afterwards."""
     folder.save(replace(checkpoint, iteration=30), final=True)
     for number, name in enumerate(("final", "0000010", "0000020")):
         os.utime(folder.path / f"model_{name}.pth", (number, number))
@@ -85,7 +77,7 @@ def _names(folder: RunFolder) -> list[str]:
 
 
 def test_older_checkpoints_are_removed(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    """Neither the best nor the final one, nor those of a branch that was given up."""
+    """Except the best, the final one, and those of an abandoned branch."""
     folder = RunFolder(tmp_path / "run", keep=2)
     folder.open(resume=False)
     for iteration in (10, 20, 30, 40):
@@ -103,7 +95,9 @@ def test_older_checkpoints_are_removed(tmp_path: Path, checkpoint: Checkpoint) -
     assert folder.last().name == "model_0000035.pth"
 
 
-def test_the_best_stays_whatever_is_final(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_the_best_checkpoint_is_separate_from_the_final_one(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.open(resume=False)
     folder.save(replace(checkpoint, iteration=10), final=True, best=True)
@@ -115,12 +109,12 @@ def test_the_best_stays_whatever_is_final(tmp_path: Path, checkpoint: Checkpoint
 @pytest.mark.parametrize("name", ["model_0000099.pth", ""])
 def test_a_missing_checkpoint_is_named(folder: RunFolder, name: str) -> None:
     (folder.path / "last_checkpoint").write_text(name)
-    with pytest.raises(CheckpointError, match=r"(not exist|a folder); .* an older checkpoint"):
+    with pytest.raises(CheckpointError, match="an older checkpoint"):
         folder.open(resume=True)
 
 
 @pytest.mark.parametrize("inner", ["", "run"])
-def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path, inner: str) -> None:
+def test_a_file_instead_of_the_folder_is_named(tmp_path: Path, inner: str) -> None:
     (tmp_path / "taken").write_text("something")
-    with pytest.raises(ConfigError, match=r"output_dir: .*taken.* is a file; choose a folder"):
+    with pytest.raises(ConfigError, match=r"taken.* is a file.*output_dir=FOLDER"):
         RunFolder(tmp_path / "taken" / inner).open(resume=False)

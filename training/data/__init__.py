@@ -1,1 +1,1 @@
-"""Data sets in COCO format: reading, drawing, batching."""
+"""Download, convert, draw, inspect and load data sets in COCO format."""

@@ -1,4 +1,4 @@
-"""The group `maskrcnn data`, and the command that draws data sets."""
+"""Command group `maskrcnn data` and its command `synthetic`."""
 
 import os
 import re
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from .coco_commands import download, extract, verify
-from .conversion_commands import convert
-from .inspection_commands import inspect
+from .convert.command import convert
+from .download.commands import download, extract, verify
+from .inspect.command import inspect
 
 _MIN_SIDE, _MAX_SIDE = 64, 4096
 
@@ -28,21 +28,22 @@ def _size_from_text(
 def _classes_from_text(
     context: click.Context, parameter: click.Parameter, text: str | None
 ) -> tuple[str, ...]:
-    from .shapes import OUTLINES
+    from .synthetic.shapes import OUTLINES
 
     if text is None:
         return tuple(OUTLINES)
     names = tuple(name.strip() for name in text.split(","))
     if len(set(names)) < len(names) or not set(names) <= set(OUTLINES):
         raise click.BadParameter(
-            f"{text!r} is not a list of different shapes out of {', '.join(OUTLINES)}"
+            f"{text!r} is not a comma-separated list of distinct shapes; shapes: "
+            f"{', '.join(OUTLINES)}"
         )
     return names
 
 
 @click.group()
 def data() -> None:
-    """Download, draw, convert and inspect data sets in COCO format."""
+    """Download, generate, convert and inspect data sets in COCO format."""
 
 
 data.add_command(convert)
@@ -66,23 +67,23 @@ data.add_command(extract)
     default="320x256",
     show_default=True,
     callback=_size_from_text,
-    help="Width and height in pixels; every other picture is turned to a portrait.",
+    help="Width and height of the images in pixels, swapped for every second image.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Equal seeds draw equal files.",
+    help="Seed of all random choices. Equal seeds give equal files.",
 )
 @click.option(
     "--classes",
     metavar="NAME,...",
     callback=_classes_from_text,
-    help="Shapes to draw, in the order of their category ids; all, if not given.",
+    help="Shapes to draw, in the order of their category ids. Default: all shapes.",
 )
-@click.option("--workers", type=click.IntRange(1), help="Processes; one a core, if not given.")
-@click.option("--overwrite", is_flag=True, help="Replace the data set that is in DIR.")
+@click.option("--workers", type=click.IntRange(1), help="Processes. Default: one per core.")
+@click.option("--overwrite", is_flag=True, help="Replace the data set in DIR.")
 def synthetic(
     folder: Path,
     train: int,
@@ -93,17 +94,17 @@ def synthetic(
     workers: int | None,
     overwrite: bool,
 ) -> None:
-    """Draw a data set in COCO format into DIR.
+    """Generate a synthetic data set in COCO format in DIR.
 
-    The pictures show textured shapes that overlap, at many scales, before textured backgrounds.
+    The images show overlapping textured shapes of many sizes on textured backgrounds.
     """
     from rich.progress import Progress
 
-    from .synthetic import SyntheticConfig, draw_dataset
+    from .synthetic.dataset import SyntheticConfig, draw_dataset
 
     if (folder / "annotations").exists() and not overwrite:
         raise click.ClickException(
-            f"{folder} holds a data set; choose another folder, or pass --overwrite"
+            f"{folder} contains a data set; choose another folder, or pass --overwrite"
         )
     width, height = size
     config = SyntheticConfig(

@@ -1,1 +1,1 @@
-"""Training configurations that ship with the package."""
+"""Presets: training configurations (YAML files) included in the package."""

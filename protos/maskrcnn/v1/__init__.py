@@ -1,1 +1,1 @@
-"""Version 1 of the detector's protocol; `make protos` generates the modules."""
+"""Version 1 of the `maskrcnn.v1.Detector` protocol. `make protos` generates the modules."""

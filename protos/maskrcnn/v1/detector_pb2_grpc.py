@@ -55,28 +55,28 @@ class DetectorServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Detect(self, request, context):
-        """Detects the objects of one image.
+        """Detects objects in one image.
 
-        INVALID_ARGUMENT: the image cannot be used or an option is out of range.
-        RESOURCE_EXHAUSTED: the server has no place left for this connection; try again later.
-        DEADLINE_EXCEEDED: the request took longer than it may.
-        UNAVAILABLE: the server is stopping, or its model is unloaded or being loaded again.
+        INVALID_ARGUMENT: the image is invalid or an option is out of range.
+        RESOURCE_EXHAUSTED: the server is overloaded, or this connection already holds its share of the
+        admission slots; try again later.
+        DEADLINE_EXCEEDED: the request took longer than timeout_us or the server's own limit.
+        UNAVAILABLE: the server is stopping, its model is unloaded, or the workers are restarting.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DetectStream(self, request_iterator, context):
-        """Detects the objects of many images. Answers come as they are ready, not in the order of the
-        requests, and name their request by its id. A request that fails gets an error as its answer;
-        the stream goes on.
+        """Detects objects in many images. Responses arrive in order of completion and carry the ID of
+        their request. A failed request gets an error as its response; the stream continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Describes the model and what the server accepts.
+        """Returns the properties of the served model and the limits of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

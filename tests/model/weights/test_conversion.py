@@ -1,4 +1,4 @@
-"""Every tensor of a converted file is, bit for bit, where it belongs; nothing is lost or added."""
+"""Conversion maps every tensor of a file bit for bit; none is lost or added."""
 
 import json
 import pickle
@@ -19,8 +19,8 @@ from foreign_states import (
 )
 from torchvision.models.detection import maskrcnn_resnet50_fpn_v2
 
-from maskrcnn_trt.model.config import ModelConfig
-from maskrcnn_trt.model.weights.conversion import Conversion, checkpoint_from_weights
+from maskrcnn_trt.model.config.schema import ModelConfig
+from maskrcnn_trt.model.weights.conversion import WeightsConversion, checkpoint_from_weights
 from maskrcnn_trt.model.weights.files import WeightsError
 from maskrcnn_trt.model.weights.recognition import read_weights
 
@@ -37,7 +37,7 @@ ONE_MAP_RPN = {"min_side": 0, "pre_nms_top_n_train": 12000, "pre_nms_top_n_test"
 
 
 def config_of_detectron2(features: str, **backbone: Any) -> ModelConfig:
-    """As in its `Base-RCNN` configuration files."""
+    """Return the configuration of detectron2's `Base-RCNN` files."""
     pyramid = {"post_nms_top_n_train": 1000} if features == "fpn" else ONE_MAP_RPN
     gn = backbone.get("norm") == "gn"
     roi = {"c4": {"box_pool": 14, "mask_head_dim": 32}}.get(features, SMALL_HEADS)
@@ -57,7 +57,7 @@ def config_of_detectron2(features: str, **backbone: Any) -> ModelConfig:
 
 
 def legacy_config(features: str, **backbone: Any) -> ModelConfig:
-    """As in Detectron's and maskrcnn-benchmark's configuration files."""
+    """Return the configuration of Detectron's and maskrcnn-benchmark's files."""
     gn = backbone.get("norm") == "gn"
     one_map = {"box_pool": 14, "mask_head_dim": 32, "sampling_ratio": 0}
     roi = SMALL_HEADS if features == "fpn" else one_map
@@ -75,7 +75,7 @@ def legacy_config(features: str, **backbone: Any) -> ModelConfig:
 
 
 def saved(path: Path, content: object) -> Path:
-    """As torch does, or as a pickle of arrays where the name says so."""
+    """Write a pickle of arrays if the suffix is `.pkl`, else a torch file."""
     if path.suffix == ".pkl":
         path.write_bytes(pickle.dumps(content, protocol=2))
     else:
@@ -87,15 +87,15 @@ def arrays(state: State) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in state.items()}
 
 
-def check(path: Path, config: ModelConfig, state: State) -> Conversion:
-    """The file has become this configuration and these tensors."""
+def check(path: Path, config: ModelConfig, state: State) -> WeightsConversion:
+    """Convert a file, and compare with the expected configuration and tensors."""
     conversion = checkpoint_from_weights(read_weights(path))
     checkpoint = conversion.checkpoint
     assert checkpoint.model_config == config
     assert checkpoint.weights.keys() == state.keys()
     for name, tensor in state.items():
         assert torch.equal(checkpoint.weights[name], tensor), name
-    assert conversion.taken == len(state)
+    assert conversion.num_loaded == len(state)
     assert checkpoint.preprocessing.pixel_mean == config.pixel_mean
     return conversion
 
@@ -116,14 +116,14 @@ def test_detectron2_inverts(config: ModelConfig, tmp_path: Path) -> None:
     anchors = {"proposal_generator.anchor_generator.cell_anchors.0": torch.ones(3, 4)}
     content = {"model": arrays(theirs | anchors), "__author__": "Detectron2 Model Zoo"}
     conversion = check(saved(tmp_path / "model.pkl", content), config, state)
-    assert conversion.left_over == tuple(anchors)
+    assert conversion.ignored == tuple(anchors)
     names = [c.name for c in conversion.checkpoint.categories]
     assert (len(names), names[0], names[-1]) == (80, "person", "toothbrush")
     assert conversion.checkpoint.categories[-1].id == 90
 
 
-def test_detectron2_trainer_files_say_their_pixel_statistics(tmp_path: Path) -> None:
-    """A network that takes RGB and normalises keeps its channels, and strides in the 3x3."""
+def test_pixel_statistics_of_detectron2_trainer_files(tmp_path: Path) -> None:
+    """A network with RGB input and unit deviation keeps its channels and strides in the 3x3."""
     config = config_of_detectron2("fpn", stride_in_1x1=False)
     config = config.model_copy(update={"pixel_std": (58.395, 57.12, 57.375)})
     state = random_state(config, background_rows=False)
@@ -152,7 +152,7 @@ def test_maskrcnn_benchmark_inverts(config: ModelConfig, tmp_path: Path) -> None
     theirs["module.rpn.anchor_generator.cell_anchors.0"] = torch.ones(3, 4)
     content = {"model": theirs, "iteration": 16000, "optimizer": {"state": {}}}
     conversion = check(saved(tmp_path / "model.pth", content), config, state)
-    assert conversion.left_over == ("rpn.anchor_generator.cell_anchors.0",)
+    assert conversion.ignored == ("rpn.anchor_generator.cell_anchors.0",)
 
 
 @pytest.mark.parametrize("features", ["fpn", "c4"])
@@ -174,7 +174,7 @@ def test_caffe2_inverts(features: str, merged: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rename", [dict, torchvision_before_0_13])
 def test_torchvision_inverts(rename: Callable[[State], State], tmp_path: Path) -> None:
-    """Frozen, and of 91 outputs, as the published weights, which have an epsilon of 0."""
+    """Frozen batch norm and 91 outputs imply the published weights, with epsilon 0."""
     config = ModelConfig.model_validate(
         {"num_classes": 90, "backbone": {"norm_eps": 0, **SMALL}, "roi": SMALL_HEADS}
     )
@@ -208,21 +208,21 @@ def own_state() -> State:
     return detectron2(random_state(config), pyramid=True)
 
 
-def converted(path: Path, *overrides: str, categories: Path | None = None) -> Conversion:
+def converted(path: Path, *overrides: str, categories: Path | None = None) -> WeightsConversion:
     return checkpoint_from_weights(read_weights(path), overrides, categories)
 
 
-def test_what_is_assumed_can_be_set(own_state: State, tmp_path: Path) -> None:
+def test_overrides_replace_assumed_settings(own_state: State, tmp_path: Path) -> None:
     path = saved(tmp_path / "model.pth", own_state)
     conversion = converted(path, "backbone.stride_in_1x1=false", "pixel_std=[58.4, 57.1, 57.4]")
     config = conversion.checkpoint.model_config
     assert not config.backbone.stride_in_1x1
     assert config.pixel_std == conversion.assumed["pixel_std"] == (58.4, 57.1, 57.4)
     for override, message in {
-        "backbone.stride=1": r"unknown key backbone\.stride .*allowed here: name, features",
-        "backbone": "not of the form key.path=value",
-        "pixel_mean.red=1": "pixel_mean is a value, not a section",
-        "roi.box_head_dim=64": r"box_head\.fc6\.weight has shape .* fits the configuration",
+        "backbone.stride=1": r"backbone\.stride",
+        "backbone": r"key\.path=value",
+        "pixel_mean.red=1": "pixel_mean is a value",
+        "roi.box_head_dim=64": r"box_head\.fc6\.weight has shape \[32, .* needs \[64, ",
     }.items():
         with pytest.raises(WeightsError, match=message):
             converted(path, override)
@@ -236,14 +236,14 @@ def test_categories_come_from_the_data_set(own_state: State, tmp_path: Path) -> 
     found = converted(path, categories=data).checkpoint.categories
     assert [(c.id, c.name) for c in found] == [(3, "disc"), (7, "box"), (8, "ring")]
     data.write_text(json.dumps({"categories": classes[:2]}))
-    with pytest.raises(WeightsError, match=r"has 2 categories, but the weights have 3 classes"):
+    with pytest.raises(WeightsError, match=r"2 categories.* 3 classes"):
         converted(path, categories=data)
     data.write_text("[]")
     with pytest.raises(WeightsError, match="no `categories`"):
         converted(path, categories=data)
 
 
-def test_boxes_and_masks_that_classes_share_are_repeated(own_state: State, tmp_path: Path) -> None:
+def test_class_agnostic_boxes_and_masks_are_repeated(own_state: State, tmp_path: Path) -> None:
     shared = dict(own_state)
     for kind in ("weight", "bias"):
         for name, rows in (("box_predictor.bbox_pred", 4), ("mask_head.predictor", 1)):
@@ -262,30 +262,28 @@ def without(state: State, part: str) -> State:
     return {name: tensor for name, tensor in state.items() if part not in name}
 
 
-REFUSED: dict[str, tuple[Callable[[State], State], str]] = {
-    "a missing layer": (lambda s: without(s, "mask_fcn2."), "lacks .*mask_head"),
-    "no masks": (lambda s: without(s, "mask_head."), "no mask head"),
+UNSUPPORTED: dict[str, tuple[Callable[[State], State], str]] = {
+    "a missing layer": (lambda s: without(s, "mask_fcn2."), "mask_head"),
+    "no masks": (lambda s: without(s, "mask_head."), "mask head"),
     "deformable": (
         lambda s: s | {"backbone.bottom_up.res4.0.conv2_offset.weight": torch.ones(1)},
-        "conv2_offset.weight of detectron2 have no place",
+        r"conv2_offset\.weight of detectron2",
     ),
     "a cascade": (
         lambda s: {n.replace("box_head.", "box_head.0."): t for n, t in s.items()},
         r"roi_heads\.box_head\.0\.fc1",
     ),
-    "another depth": (lambda s: without(s, "res4.5."), "third stage has 5 blocks"),
+    "another depth": (lambda s: without(s, "res4.5."), "5 blocks"),
     "a backbone": (
         lambda s: {n: t for n, t in s.items() if "bottom_up" in n},
-        "without the heads of a detector; start a training from it",
+        "maskrcnn train CONFIG weights=FILE",
     ),
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_would_compute_something_else_is_refused(
-    kind: str, own_state: State, tmp_path: Path
-) -> None:
-    change, message = REFUSED[kind]
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_unsupported_models_are_rejected(kind: str, own_state: State, tmp_path: Path) -> None:
+    change, message = UNSUPPORTED[kind]
     path = saved(tmp_path / "model.pth", change(own_state))
     with pytest.raises(WeightsError, match=message) as caught:
         converted(path)

@@ -1,4 +1,4 @@
-"""Weights files are read, and nothing in them runs."""
+"""Reading of weights files, and rejection of files that would run code."""
 
 import argparse
 import os
@@ -17,8 +17,8 @@ from maskrcnn_trt.model.weights.recognition import read_weights
 ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-class Runs:
-    """Unpickled as a call of any function."""
+class CallWhenUnpickled:
+    """Object whose unpickling calls a function."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -38,7 +38,7 @@ def test_pickled_arrays_are_read(protocol: int, tmp_path: Path) -> None:
 
 
 def test_arrays_of_python_2_are_read(tmp_path: Path) -> None:
-    """As `cPickle.dump({'conv1_w': numpy.arange(2, dtype='<f4')}, file, 2)` wrote them."""
+    """Bytes are those of `cPickle.dump({'conv1_w': numpy.arange(2, dtype='<f4')}, file, 2)`."""
     path = tmp_path / "R-50.pkl"
     path.write_bytes(
         b"\x80\x02}q\x01U\x07conv1_wq\x02cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray"
@@ -64,32 +64,44 @@ def test_torch_files_are_read(zipped: bool, tmp_path: Path) -> None:
     assert read["ap"] == 0.377
 
 
-def attacks(mark: Path) -> dict[str, tuple[Any, str]]:
-    command = f"touch {mark}"
-    text = f"open({str(mark)!r}, 'w')"
+def attacks(created: Path) -> dict[str, tuple[Any, str]]:
+    """Return objects that would create a file when unpickled, with the expected messages."""
+    command = f"touch {created}"
+    text = f"open({str(created)!r}, 'w')"
     reconstruct = np.empty(0).__reduce__()[0]
     return {
         "a shell": (
-            Runs(os.system, command),
-            r"asks for posix\.system, which is not part of weights and could run code; save ",
+            CallWhenUnpickled(os.system, command),
+            r"calls posix\.system, .* could run code; save .*torch\.save",
         ),
-        "eval": (Runs(eval, text), r"asks for (builtins\.)?eval"),
-        "getattr": (Runs(getattr, "text", "join"), r"asks for (builtins\.)?getattr"),
-        "an array of another class": (Runs(reconstruct, Runs, (0,), b"b"), r"test_files\.Runs"),
-        "a shell in an array": (np.array([Runs(os.system, command)]), r"posix\.system|is damaged"),
-        "a shell as a dtype": (Runs(np.dtype, Runs(os.system, command)), r"posix\.system"),
-        "torch's own loader": (Runs(torch.load, str(mark)), r"torch\.serialization\.load"),
-        "numpy's loader": (Runs(np.load, str(mark)), r"numpy.*\.load"),
+        "eval": (CallWhenUnpickled(eval, text), r"calls (builtins\.)?eval"),
+        "getattr": (CallWhenUnpickled(getattr, "text", "join"), r"calls (builtins\.)?getattr"),
+        "an array of another class": (
+            CallWhenUnpickled(reconstruct, CallWhenUnpickled, (0,), b"b"),
+            r"CallWhenUnpickled",
+        ),
+        "a shell in an array": (
+            np.array([CallWhenUnpickled(os.system, command)]),
+            r"posix\.system|is damaged",
+        ),
+        "a shell as a dtype": (
+            CallWhenUnpickled(np.dtype, CallWhenUnpickled(os.system, command)),
+            r"posix\.system",
+        ),
+        "torch's own loader": (
+            CallWhenUnpickled(torch.load, str(created)),
+            r"torch\.serialization\.load",
+        ),
+        "numpy's loader": (CallWhenUnpickled(np.load, str(created)), r"numpy.*\.load"),
     }
 
 
 @pytest.mark.parametrize("kind", attacks(Path()))
 @pytest.mark.parametrize("container", ["pickle", "zip", "legacy"])
-def test_code_in_a_file_is_refused_and_does_not_run(
-    kind: str, container: str, tmp_path: Path
-) -> None:
-    mark, path = tmp_path / "ran", tmp_path / "model"
-    attack, message = attacks(mark)[kind]
+def test_files_with_code_are_rejected(kind: str, container: str, tmp_path: Path) -> None:
+    """The code does not run: it would create a file."""
+    created, path = tmp_path / "ran", tmp_path / "model"
+    attack, message = attacks(created)[kind]
     content = {"conv1_w": ARRAY, "model": {"nested": attack}}
     if container == "pickle":
         path.write_bytes(pickle.dumps(content))
@@ -98,7 +110,7 @@ def test_code_in_a_file_is_refused_and_does_not_run(
     with pytest.raises(WeightsError, match=message) as caught:
         read_file(path)
     assert "\n" not in str(caught.value)
-    assert not mark.exists()
+    assert not created.exists()
 
 
 @pytest.mark.parametrize(
@@ -113,56 +125,56 @@ def test_code_in_a_file_is_refused_and_does_not_run(
         b"\x82\x01.",
     ],
 )
-def test_crafted_pickles_are_refused(opcodes: bytes, tmp_path: Path) -> None:
+def test_crafted_pickles_are_rejected(opcodes: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.pkl"
     path.write_bytes(opcodes)
-    with pytest.raises(WeightsError, match=r"model\.pkl (asks for|is damaged)"):
+    with pytest.raises(WeightsError, match=r"model\.pkl (calls|is damaged)"):
         read_file(path)
 
 
-def test_a_pickle_of_tensors_says_how_to_save_them(tmp_path: Path) -> None:
+def test_pickled_tensors_are_rejected_with_a_remedy(tmp_path: Path) -> None:
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps({"conv1.weight": torch.ones(1)}))
-    with pytest.raises(WeightsError, match=r"asks for torch\..*torch\.save\(model\.state_dict"):
+    with pytest.raises(WeightsError, match=r"calls torch\..*torch\.save\(model\.state_dict"):
         read_file(path)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".pkl"])
 @pytest.mark.parametrize("kept", [0, 3, 20, 200, -1])
-def test_truncated_files_are_refused(suffix: str, kept: int, tmp_path: Path) -> None:
+def test_truncated_files_are_rejected(suffix: str, kept: int, tmp_path: Path) -> None:
     path = tmp_path / f"model{suffix}"
     if suffix == ".pth":
         torch.save({"model": {"a": torch.ones(100)}}, path)
     else:
         path.write_bytes(pickle.dumps({"a": np.ones(100)}))
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(WeightsError, match="is damaged or holds no weights; give a") as caught:
+    with pytest.raises(WeightsError, match=r"damaged.*\.pth or \.pkl") as caught:
         read_file(path)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"none\.pth does not exist; give"):
+def test_missing_files_and_folders_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"none\.pth does not exist"):
         read_file(tmp_path / "none.pth")
-    with pytest.raises(WeightsError, match="is a folder; give"):
+    with pytest.raises(WeightsError, match="is a folder"):
         read_file(tmp_path)
 
 
 @pytest.mark.parametrize(
     "content", [{}, [], 3, torch.ones(2), {"model": {"conv.weight": torch.ones(1)}}, {1: 2}]
 )
-def test_files_of_no_known_origin_are_refused(content: Any, tmp_path: Path) -> None:
+def test_files_of_unknown_origin_are_rejected(content: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     torch.save(content, path)
-    with pytest.raises(WeightsError, match="holds no weights of a known origin; give those of "):
+    with pytest.raises(WeightsError, match=r"known origin.*torchvision, detectron2, "):
         read_weights(path)
 
 
 @pytest.mark.parametrize("stem", [torch.tensor(1.0), torch.ones(64)])
-def test_tensors_of_strange_shapes_are_refused(stem: torch.Tensor, tmp_path: Path) -> None:
+def test_unexpected_tensor_shapes_are_rejected(stem: torch.Tensor, tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     body = {f"layer3.{i}.conv{k}.weight": torch.ones(1) for i in range(6) for k in (1, 2, 3)}
     state = {"backbone.body.stem.conv1.weight": stem}
     torch.save(state | {f"backbone.body.{n}": t for n, t in body.items()}, path)
-    with pytest.raises(WeightsError, match="has names of maskrcnn-benchmark, but tensors of shape"):
+    with pytest.raises(WeightsError, match=r"maskrcnn-benchmark.* shapes"):
         read_weights(path)

@@ -1,4 +1,4 @@
-"""A converted model finds what its origin finds, by a separate and plain implementation of that."""
+"""Detections of converted models equal those of independent implementations of the origins."""
 
 import math
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import FrozenBatchNorm2d, batched_nms, roi_align
 
-from maskrcnn_trt.model.config import ModelConfig
-from maskrcnn_trt.model.mask_rcnn import Detections, MaskRCNN
+from maskrcnn_trt.model.config.schema import ModelConfig
+from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
 from maskrcnn_trt.model.weights.conversion import checkpoint_from_weights
 from maskrcnn_trt.model.weights.recognition import read_weights
 
 CLASSES = 3
 HEIGHT, WIDTH = 96, 160
-# They all take part in suppression, as they do at the origins.
+# The origins run the final NMS over all candidates.
 ALL_CANDIDATES = ("roi.nms_candidates=8000",)
 IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
 @dataclass(frozen=True)
-class Names:
-    """What a program calls its layers."""
+class LayerNames:
+    """Layer names of an implementation."""
 
     stem: str
     stage: str
@@ -44,7 +44,7 @@ class Names:
     mask: tuple[str, str, str]
 
 
-DETECTRON2 = Names(
+DETECTRON2 = LayerNames(
     "backbone.bottom_up.stem.conv1", "backbone.bottom_up.res", 2, "shortcut",
     "backbone.fpn_lateral", "backbone.fpn_output", 2,
     ("proposal_generator.rpn_head.conv", "proposal_generator.rpn_head.objectness_logits",
@@ -56,7 +56,7 @@ DETECTRON2 = Names(
 )  # fmt: skip
 
 _MB = "module.roi_heads"
-MASKRCNN_BENCHMARK = Names(
+MASKRCNN_BENCHMARK = LayerNames(
     "module.backbone.body.stem.conv1", "module.backbone.body.layer", 1, "downsample.0",
     "module.backbone.fpn.fpn_inner", "module.backbone.fpn.fpn_layer", 1,
     ("module.rpn.head.conv", "module.rpn.head.cls_logits", "module.rpn.head.bbox_pred"),
@@ -67,18 +67,18 @@ MASKRCNN_BENCHMARK = Names(
 )  # fmt: skip
 
 
-class Origin:
-    """Mask R-CNN over one image as detectron2 computes it, or by the conventions of 2018."""
+class ReferenceModel:
+    """Mask R-CNN for one image by the conventions of detectron2 or of maskrcnn-benchmark."""
 
     def __init__(self, state: State, *, legacy: bool) -> None:
         self.state = state
         self.legacy = legacy
         self.names = MASKRCNN_BENCHMARK if legacy else DETECTRON2
-        # Legacy boxes end on the last pixel they hold, and are one wider than they look.
+        # Legacy boxes include their last pixel, so a side is one pixel more than the difference.
         self.one = 1.0 if legacy else 0.0
 
     def detect(self, rgb: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Boxes, scores, labels from 1, and masks of [3, H, W] in 0..255."""
+        """Return boxes, scores, labels (from 1) and masks of an image [3, H, W] in 0..255."""
         features = self.features(rgb)
         proposals = self.proposals(features)
         hidden = self.pooled(features, proposals, 7).flatten(1)
@@ -240,7 +240,7 @@ SMALL: dict[str, Any] = {
 
 
 def lively_state(values: dict[str, Any]) -> State:
-    """Weights with features of moderate size, statistics to normalise by and many detections."""
+    """Return random weights that give moderate features and many detections."""
     torch.manual_seed(0)
     config = ModelConfig.model_validate(values)
     state = {name: tensor.clone() for name, tensor in MaskRCNN(config).state_dict().items()}
@@ -260,27 +260,27 @@ def lively_state(values: dict[str, Any]) -> State:
     return state
 
 
-def picture() -> Tensor:
+def smooth_image() -> Tensor:
     coarse = torch.rand(1, 3, 12, 20, generator=torch.Generator().manual_seed(1)) * 255
     return F.interpolate(coarse, (HEIGHT, WIDTH), mode="bilinear")
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["detectron2", "maskrcnn-benchmark"])
 @torch.inference_mode()
-def test_a_converted_model_finds_what_its_origin_finds(legacy: bool, tmp_path: Path) -> None:
+def test_converted_model_matches_its_origin(legacy: bool, tmp_path: Path) -> None:
     state = lively_state(SMALL)
     theirs = maskrcnn_benchmark(state) if legacy else detectron2(state, pyramid=True)
     torch.save({"model": theirs}, tmp_path / "model.pth")
     converted = checkpoint_from_weights(read_weights(tmp_path / "model.pth"), ALL_CANDIDATES)
-    image = picture()
+    image = smooth_image()
     found = converted.checkpoint.build_model()(image, torch.tensor([[HEIGHT, WIDTH]]))
-    boxes, scores, labels, masks = Origin(theirs, legacy=legacy).detect(image[0])
+    boxes, scores, labels, masks = ReferenceModel(theirs, legacy=legacy).detect(image[0])
     boxes[:, 2:] += float(legacy)
     assert_same(found, boxes, scores, labels, masks)
 
 
 def assert_same(
-    found: Detections, boxes: Tensor, scores: Tensor, labels: Tensor, masks: Tensor
+    found: BatchDetections, boxes: Tensor, scores: Tensor, labels: Tensor, masks: Tensor
 ) -> None:
     assert found.num_detections.tolist() == [len(boxes)]
     assert len(boxes) > 20
@@ -293,13 +293,13 @@ def assert_same(
 
 
 @torch.inference_mode()
-def test_a_converted_model_of_91_outputs_finds_what_torchvision_finds(tmp_path: Path) -> None:
-    """Without an epsilon, as the metadata of its published weights want."""
+def test_converted_model_of_91_outputs_matches_torchvision(tmp_path: Path) -> None:
+    """Epsilon is 0, as for torchvision's published weights."""
     state = lively_state({"num_classes": 90})
     state["roi_heads.box_predictor.cls_score.weight"].mul_(100)
     for name, tensor in state.items():
         if ".bn" in name and name.endswith("running_var"):
-            # Channels so weak that an epsilon would show.
+            # Variances so small that an epsilon would change the results.
             tensor[::7] = 1e-5
             state[name.replace("running_var", "weight")][::7] *= 3e-3
     norm = partial(FrozenBatchNorm2d, eps=0.0)
@@ -308,11 +308,11 @@ def test_a_converted_model_of_91_outputs_finds_what_torchvision_finds(tmp_path: 
     theirs.load_state_dict(state)
     torch.save(theirs.state_dict(), tmp_path / "model.pth")
     converted = checkpoint_from_weights(read_weights(tmp_path / "model.pth"), ALL_CANDIDATES)
-    image, sizes = picture(), [(HEIGHT, WIDTH)]
+    image, sizes = smooth_image(), [(HEIGHT, WIDTH)]
     found = converted.checkpoint.build_model()(image, torch.tensor(sizes))
     mean, std = (torch.tensor(x)[:, None, None] for x in (IMAGENET_MEAN, IMAGENET_STD))
     inputs = ImageList((image - mean) / std, sizes)
     features = theirs.backbone(inputs.tensors)
-    wanted = theirs.roi_heads(features, theirs.rpn(inputs, features)[0], sizes)[0][0]
-    boxes, masks = wanted["boxes"], wanted["masks"][:, 0]
-    assert_same(found, boxes, wanted["scores"], wanted["labels"], masks)
+    expected = theirs.roi_heads(features, theirs.rpn(inputs, features)[0], sizes)[0][0]
+    boxes, masks = expected["boxes"], expected["masks"][:, 0]
+    assert_same(found, boxes, expected["scores"], expected["labels"], masks)

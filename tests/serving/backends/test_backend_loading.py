@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from maskrcnn_trt.model.manifest import (
+from maskrcnn_trt.model.bundle.manifest import (
     Artifact,
     BatchProfile,
     BundleError,
@@ -19,21 +19,21 @@ from maskrcnn_trt.model.manifest import (
 )
 from maskrcnn_trt.serving.backends.loading import load_backend, served_precision
 from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend
+from maskrcnn_trt.serving.commands.predict import predict
+from maskrcnn_trt.serving.commands.serve import serve
 from maskrcnn_trt.serving.errors import BackendError
-from maskrcnn_trt.serving.predict_command import predict
-from maskrcnn_trt.serving.serve_command import serve
 
 
 @pytest.fixture
 def without_pycuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that cannot run plans, whatever the one at hand can."""
+    """Simulate a machine without pycuda, which cannot run plans."""
     monkeypatch.setitem(sys.modules, "pycuda", None)
     monkeypatch.delitem(sys.modules, "pycuda.driver", raising=False)
 
 
 @pytest.fixture
 def with_plans(bundle: Path, tmp_path: Path) -> Path:
-    """The tiny bundle with files beside its ONNX that its manifest calls TensorRT-RTX plans."""
+    """Tiny bundle with additional files that its manifest lists as TensorRT-RTX plans."""
     manifest = read_manifest(bundle)
     plans = []
     for artifact in manifest.artifacts:
@@ -59,27 +59,26 @@ def _plan_of(artifact: Artifact, path: Path, precision: Precision) -> Artifact:
     return artifact.model_copy(update=changes | {"kind": "tensorrt-rtx", "precision": precision})
 
 
-def test_auto_says_what_computes(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_the_backend(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         backend = load_backend(bundle, read_manifest(bundle), "fp32")
     assert isinstance(backend, OnnxRuntimeBackend)
-    assert [record.message for record in caplog.records] == ["computing with onnxruntime"]
+    assert [record.message for record in caplog.records] == ["using backend onnxruntime"]
 
 
 @pytest.mark.usefixtures("without_pycuda")
-def test_auto_says_why_nothing_faster_computes(
+def test_auto_logs_why_faster_backends_are_skipped(
     with_plans: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = load_backend(with_plans, read_manifest(with_plans), "fp32")
     assert isinstance(backend, OnnxRuntimeBackend)
-    assert [record.getMessage() for record in caplog.records] == [
-        "computing with onnxruntime, as nothing faster runs: tensorrt-rtx: pycuda is not "
-        'installed; install it with pip install "maskrcnn-trt[rtx]"'
-    ]
+    (record,) = caplog.records
+    for words in ("onnxruntime", "tensorrt-rtx: pycuda", 'pip install "maskrcnn-trt[rtx]"'):
+        assert words in record.getMessage()
 
 
 @pytest.mark.usefixtures("without_pycuda")
-def test_what_does_not_run_is_refused_where_there_is_nothing_else(with_plans: Path) -> None:
+def test_no_runnable_backend(with_plans: Path) -> None:
     manifest = read_manifest(with_plans)
     with pytest.raises(BackendError, match="tensorrt-rtx: pycuda is not installed"):
         load_backend(with_plans, manifest, "fp16")
@@ -87,13 +86,13 @@ def test_what_does_not_run_is_refused_where_there_is_nothing_else(with_plans: Pa
         load_backend(with_plans, manifest, "fp32", "tensorrt-rtx")
 
 
-def test_missing_runtime_is_told(with_plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_runtime(with_plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     with pytest.raises(BackendError, match="tensorrt_rtx is not installed; install it with pip"):
         load_backend(with_plans, read_manifest(with_plans), "fp32", "tensorrt-rtx")
 
 
-def test_runtime_that_does_not_load_is_told(
+def test_runtime_that_fails_to_import(
     with_plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "site" / "pycuda"
@@ -103,16 +102,16 @@ def test_runtime_that_does_not_load_is_told(
     monkeypatch.syspath_prepend(package.parent)
     for name in ("pycuda", "pycuda.driver"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(BackendError, match=r"pycuda.driver does not load \(libcuda.*NVIDIA driver"):
+    with pytest.raises(BackendError, match=r"pycuda.driver \(libcuda.*NVIDIA driver"):
         load_backend(with_plans, read_manifest(with_plans), "fp32", "tensorrt-rtx")
 
 
 def test_backend_without_artefacts_is_refused(bundle: Path) -> None:
-    with pytest.raises(BundleError, match=r"no fp32 tensorrt artefact.*--engine tensorrt`"):
+    with pytest.raises(BundleError, match=r"no fp32 tensorrt artifact.*--engine tensorrt`"):
         load_backend(bundle, read_manifest(bundle), "fp32", "tensorrt")
 
 
-def test_precision_is_the_backends_first(bundle: Path, with_plans: Path) -> None:
+def test_default_precision_is_the_backends_first(bundle: Path, with_plans: Path) -> None:
     manifest = read_manifest(with_plans)
     assert served_precision(manifest, "auto") == "fp32"
     assert served_precision(manifest, "onnxruntime") == "fp32"
@@ -122,7 +121,7 @@ def test_precision_is_the_backends_first(bundle: Path, with_plans: Path) -> None
 
 @pytest.mark.usefixtures("without_pycuda")
 @pytest.mark.parametrize("command", [serve, predict])
-def test_commands_hand_the_choice_on(command: Any, with_plans: Path, tmp_path: Path) -> None:
+def test_commands_pass_the_backend_option(command: Any, with_plans: Path, tmp_path: Path) -> None:
     image = tmp_path / "image.png"
     image.touch()
     words = [with_plans, "--backend", "tensorrt-rtx", *([image] if command is predict else [])]
@@ -135,13 +134,11 @@ def test_commands_hand_the_choice_on(command: Any, with_plans: Path, tmp_path: P
     ("entry", "damaged", "sentence"),
     [
         ('"runtime_version"', '"version"', "runtime_version: Field required; export the bundle"),
-        ('"opt": 8', '"opt": 9', "a profile's 1, 9 and 8 do not ascend; export the bundle"),
-        ('"kind": "tensorrt-rtx"', '"kind": "onnx"', "an engine, and only it, says how it was"),
+        ('"opt": 8', '"opt": 9', "min <= opt <= max, not 1, 9 and 8"),
+        ('"kind": "tensorrt-rtx"', '"kind": "onnx"', "engines need the field `engine`"),
     ],
 )
-def test_manifest_that_is_damaged_is_told(
-    with_plans: Path, entry: str, damaged: str, sentence: str
-) -> None:
+def test_damaged_manifest(with_plans: Path, entry: str, damaged: str, sentence: str) -> None:
     path = with_plans / "manifest.json"
     path.write_text(path.read_text().replace(entry, damaged))
     with pytest.raises(BundleError, match=sentence):

@@ -8,15 +8,15 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from maskrcnn_trt.model.manifest import BundleError, Precision, read_manifest
-from maskrcnn_trt.model.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
-from maskrcnn_trt.serving.backends.base import Outputs
+from maskrcnn_trt.model.bundle.manifest import BundleError, Precision, read_manifest
+from maskrcnn_trt.model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
+from maskrcnn_trt.serving.backends.base import HostOutputs, ModelOutputs
 from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend, cuda_options
 from maskrcnn_trt.serving.errors import BackendError
 
 BUCKET = ShapeBucket(96, 160)
 
-# What ONNX Runtime says where a CUDA provider is asked for that it was not built with.
+# Warning of an ONNX Runtime that was built without the CUDA provider.
 without_cuda = pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider'")
 
 
@@ -27,15 +27,15 @@ def batch_of(count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return np.kron(tiles, np.ones((1, 1, 8, 8), np.uint8)), sizes
 
 
-def assert_same(found: Outputs, expected: list[NDArray[np.generic]], tolerance: float) -> None:
-    assert expected[0].all()  # something is found in every picture
-    for output, wanted in zip(found, expected, strict=True):
+def assert_same(actual: HostOutputs, expected: list[NDArray[np.generic]], tolerance: float) -> None:
+    assert expected[0].all()  # every image has detections
+    for output, wanted in zip(actual, expected, strict=True):
         np.testing.assert_allclose(output, wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(scope="module")
 def reference(bundle: Path) -> onnxruntime.InferenceSession:
-    """A session on the CPU with no option at all."""
+    """Session on the CPU with default options."""
     (path,) = (bundle / a.path for a in read_manifest(bundle).artifacts if a.bucket == BUCKET)
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
@@ -46,7 +46,7 @@ def backend(bundle: Path) -> OnnxRuntimeBackend:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_detections_are_the_sessions(
+def test_outputs_equal_those_of_a_plain_session(
     backend: OnnxRuntimeBackend, reference: onnxruntime.InferenceSession, count: int
 ) -> None:
     batch = batch_of(count)
@@ -55,40 +55,40 @@ def test_detections_are_the_sessions(
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_bound_batch_is_computed_where_it_is(backend: OnnxRuntimeBackend, count: int) -> None:
+def test_bound_batch_stays_on_the_device(backend: OnnxRuntimeBackend, count: int) -> None:
     batch = batch_of(count)
     compute = backend.bind_on_device(BUCKET, *batch)
     compute()
     values = compute()
     assert {value.device_name() for value in values} == {backend.device}
     expected = backend.infer(BUCKET, *batch)
-    assert_same(Outputs(*(value.numpy() for value in values)), list(expected), 0)
+    assert_same(ModelOutputs(*(value.numpy() for value in values)), list(expected), 0)
 
 
 @without_cuda
-def test_batches_on_a_gpu_are_padded_to_the_sizes_of_their_sessions(
+def test_gpu_batches_are_padded_to_session_sizes(
     backend: OnnxRuntimeBackend,
     reference: onnxruntime.InferenceSession,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Such a backend on the CPU, in which ONNX Runtime falls back: sessions of fixed sizes."""
-    made: list[list[int]] = []
+    """ONNX Runtime falls back to the CPU, but with sessions of fixed sizes."""
+    batch_sizes: list[list[int]] = []
     new_session = onnxruntime.InferenceSession
 
-    def noted(*arguments: object, **options: object) -> onnxruntime.InferenceSession:
+    def create(*arguments: object, **options: object) -> onnxruntime.InferenceSession:
         session = new_session(*arguments, **options)
-        made.append([tensor.shape[0] for tensor in session.get_inputs()])
+        batch_sizes.append([tensor.shape[0] for tensor in session.get_inputs()])
         return session
 
-    monkeypatch.setattr(onnxruntime, "InferenceSession", noted)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", create)
     backend.device = "cuda"
     backend.warm_up(4)
-    assert made == 2 * [[1, 1], [2, 2], [4, 4]]
+    assert batch_sizes == 2 * [[1, 1], [2, 2], [4, 4]]
     for count in (3, 4, 1, 5, 3):
         batch = batch_of(count)
         expected = reference.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, batch, strict=True)))
         assert_same(backend.infer(BUCKET, *batch), expected, 1e-4)
-    assert made[6:] == [[5, 5]]
+    assert batch_sizes[6:] == [[5, 5]]
 
 
 @without_cuda
@@ -100,14 +100,14 @@ def test_batches_on_a_gpu_are_padded_to_the_sizes_of_their_sessions(
     ],
 )
 @pytest.mark.parametrize("good_runs", [0, 1])
-def test_convolutions_that_find_no_memory_are_chosen_anew(
+def test_out_of_memory_selects_smaller_algorithms(
     backend: OnnxRuntimeBackend,
     reference: onnxruntime.InferenceSession,
     monkeypatch: pytest.MonkeyPatch,
     message: str,
     good_runs: int,
 ) -> None:
-    """On the CPU, in which ONNX Runtime falls back, with sessions that run out of memory."""
+    """ONNX Runtime falls back to the CPU; its sessions simulate lack of memory."""
     searches: list[str] = []
 
     class Session(onnxruntime.InferenceSession):
@@ -132,7 +132,7 @@ def test_convolutions_that_find_no_memory_are_chosen_anew(
 
 
 class GreedySession(onnxruntime.InferenceSession):
-    """On the CPU, where there is memory for one such session of a model at a time."""
+    """Session on the CPU that simulates memory for one session per model."""
 
     alive: ClassVar[weakref.WeakSet["GreedySession"]] = weakref.WeakSet()
 
@@ -148,7 +148,7 @@ class GreedySession(onnxruntime.InferenceSession):
 
 
 @without_cuda
-def test_sessions_of_small_batches_make_room_for_one_of_large(
+def test_sessions_of_smaller_batches_are_dropped_for_memory(
     backend: OnnxRuntimeBackend,
     reference: onnxruntime.InferenceSession,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,7 +165,7 @@ def test_sessions_of_small_batches_make_room_for_one_of_large(
 
 
 @without_cuda
-def test_batch_that_there_is_no_memory_for_is_refused(
+def test_batch_beyond_the_memory_is_rejected(
     backend: OnnxRuntimeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*_: object) -> None:
@@ -173,12 +173,12 @@ def test_batch_that_there_is_no_memory_for_is_refused(
 
     monkeypatch.setattr(onnxruntime.InferenceSession, "run", run)
     backend.device = "cuda"
-    with pytest.raises(BackendError, match="too little memory free for batches of 2 in fp32"):
+    with pytest.raises(BackendError, match="too little free memory for batches of 2 in fp32"):
         backend.infer(BUCKET, *batch_of(2))
 
 
 @without_cuda
-def test_provider_that_does_not_load_is_told(
+def test_cuda_provider_that_does_not_load(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -188,27 +188,25 @@ def test_provider_that_does_not_load_is_told(
         backend = OnnxRuntimeBackend(bundle, read_manifest(bundle), "fp32")
     assert backend.device == "cpu"
     (record,) = caplog.records
-    assert "computes on the CPU" in record.message
+    assert "uses the CPU" in record.message
     assert "nvidia-smi" in record.message
     assert len(backend.infer(BUCKET, *batch_of(3)).scores) == 3
 
 
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", "0"), ("tf32", "1"), ("fp16", "1")])
-def test_tensor_cores_are_kept_from_single_precision_alone(
-    precision: Precision, allowed: str
-) -> None:
+def test_only_single_precision_avoids_tf32(precision: Precision, allowed: str) -> None:
     for bound in (1 << 30, None):
         assert cuda_options(precision, bound)["use_tf32"] == allowed
 
 
-def test_only_convolutions_that_may_need_much_memory_are_bounded() -> None:
+def test_only_exhaustive_search_has_a_memory_limit() -> None:
     fast, thrifty = cuda_options("fp32", 1 << 30), cuda_options("fp32", None)
     assert (fast["cudnn_conv_algo_search"], fast["gpu_mem_limit"]) == ("EXHAUSTIVE", "1073741824")
     assert thrifty["cudnn_conv_algo_search"] == "DEFAULT"
     assert "gpu_mem_limit" not in thrifty
 
 
-def test_damaged_artefact_is_refused(bundle: Path, tmp_path: Path) -> None:
+def test_damaged_model_is_rejected(bundle: Path, tmp_path: Path) -> None:
     manifest = read_manifest(bundle)
     for artifact in manifest.artifacts:
         (tmp_path / artifact.path).write_bytes(b"no graph")
@@ -217,10 +215,10 @@ def test_damaged_artefact_is_refused(bundle: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", ["max_detections", "mask_side"])
-def test_manifest_of_other_detections_is_refused(bundle: Path, entry: str) -> None:
+def test_outputs_that_contradict_the_manifest(bundle: Path, entry: str) -> None:
     manifest = read_manifest(bundle).model_copy(update={entry: 7})
     backend = OnnxRuntimeBackend(bundle, manifest, "fp32")
-    with pytest.raises(BundleError, match=rf"by the manifest's.*{entry}.*\b7\b"):
+    with pytest.raises(BundleError, match=rf"{entry}.*manifest.*\b7\b"):
         backend.warm_up(1)
 
 

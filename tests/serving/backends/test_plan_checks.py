@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
-from maskrcnn_trt.model.manifest import Artifact, BatchProfile, EngineBuild, EngineKind
-from maskrcnn_trt.model.spec import ShapeBucket
+from maskrcnn_trt.model.bundle.manifest import Artifact, BatchProfile, EngineBuild, EngineKind
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.serving.backends.plan_checks import (
     RTX_MAJORS,
-    Machine,
+    PlanTarget,
     batch_profiles,
     check_memory,
     check_plans,
@@ -15,8 +15,8 @@ from maskrcnn_trt.serving.backends.plan_checks import (
 )
 from maskrcnn_trt.serving.errors import BackendError
 
-H100 = Machine("11.4.0.106", "9.0", "linux-x86_64", 80 << 30)
-RTX_4090 = Machine("1.7.1.116", "8.9", "linux-x86_64", 24 << 30)
+H100 = PlanTarget("11.4.0.106", "9.0", "linux-x86_64", 80 << 30)
+RTX_4090 = PlanTarget("1.7.1.116", "8.9", "linux-x86_64", 24 << 30)
 
 
 def plan(kind: EngineKind = "tensorrt", **build: Any) -> Artifact:
@@ -43,57 +43,61 @@ def profiles(*sizes: tuple[int, int, int]) -> tuple[BatchProfile, ...]:
     return tuple(BatchProfile(min=low, opt=opt, max=high) for low, opt, high in sizes)
 
 
-def test_plans_for_this_machine_pass() -> None:
+def test_matching_plans_pass() -> None:
     check_plans("tensorrt", [plan(), plan()], H100, 10**9)
     check_plans("tensorrt-rtx", [plan("tensorrt-rtx")], RTX_4090, 10**9)
 
 
 @pytest.mark.parametrize(
-    ("build", "sentence"),
+    ("build", "words"),
     [
         (
             {"runtime_version": "11.2.0.5"},
-            "the plan model.plan was built with TensorRT 11.2.0.5, and here is TensorRT "
-            "11.4.0.106; build it here with `maskrcnn export CHECKPOINT -o BUNDLE --engine "
-            "tensorrt --precision fp16 --batch 1 8`",
+            [
+                "model.plan was built with TensorRT 11.2.0.5",
+                "TensorRT 11.4.0.106",
+                "`maskrcnn export CHECKPOINT -o BUNDLE --engine tensorrt --precision fp16 "
+                "--batch 1 8`",
+            ],
         ),
         (
             {"compute_capabilities": ("8.0", "8.6")},
-            "the plan model.plan was built for compute capability 8.0, 8.6, and here is compute "
-            "capability 9.0; ",
+            ["for compute capability 8.0, 8.6", "compute capability 9.0; "],
         ),
-        ({"platform": "windows-amd64"}, "was built on windows-amd64, and here is linux-x86_64; "),
+        ({"platform": "windows-amd64"}, ["was built on windows-amd64", "linux-x86_64; "]),
         (
             {"runtime_version": "11.2.0.5", "compute_capabilities": ("8.0",)},
-            "was built with TensorRT 11.2.0.5 for compute capability 8.0, and here "
-            "is TensorRT 11.4.0.106 with compute capability 9.0; build",
+            [
+                "with TensorRT 11.2.0.5 for compute capability 8.0",
+                "TensorRT 11.4.0.106 with compute capability 9.0; build",
+            ],
         ),
     ],
 )
-def test_what_a_plan_was_built_for_and_what_is_here_are_told(
-    build: dict[str, Any], sentence: str
+def test_mismatches_name_both_sides_and_the_command(
+    build: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(BackendError) as caught:
         check_plans("tensorrt", [plan(), plan(**build)], H100, 0)
-    assert sentence in str(caught.value)
+    assert all(part in str(caught.value) for part in words)
 
 
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])
-def test_tensorrt_rtx_is_refused_where_it_does_not_run(capability: str) -> None:
+def test_unsupported_gpus_of_tensorrt_rtx(capability: str) -> None:
     built = plan("tensorrt-rtx", compute_capabilities=(capability,))
     with pytest.raises(BackendError, match=f"does not run on compute capability {capability}.*use"):
         check_plans("tensorrt-rtx", [built], RTX_4090._replace(compute_capability=capability), 0)
 
 
-def test_tensorrt_rtx_runs_where_it_can_build_for() -> None:
+def test_rtx_majors_are_those_of_its_builder() -> None:
     trt = importlib.import_module("tensorrt_rtx")
     names = [n for n in trt.ComputeCapability.__members__ if n.startswith("SM")]
     assert {name[2:-1] for name in names} == set(RTX_MAJORS)
 
 
-def test_plans_larger_than_the_free_memory_are_refused() -> None:
+def test_plans_larger_than_the_free_memory() -> None:
     check_memory(100 << 20, 100 << 20)
-    with pytest.raises(BackendError, match=r"need 300 MiB .* and 200 MiB are free; end what"):
+    with pytest.raises(BackendError, match=r"need 300 MiB .* and 200 MiB are free; .*--max-batch"):
         check_plans("tensorrt", [plan()], H100._replace(free_memory=200 << 20), 300 << 20)
 
 
@@ -102,14 +106,14 @@ def test_plans_larger_than_the_free_memory_are_refused() -> None:
     [
         ("Error Code 2: OutOfMemory (Requested size was 2147483648 bytes.)", "lower --max-batch"),
         ("[defaultAllocator.cpp::allocate::58] Cuda Runtime (out of memory)", "lower --max-batch"),
-        ("Cannot find plugin: NmsKeep, version: 1, namespace: maskrcnn", "plugins inside"),
-        ("getPluginCreator could not find plugin: NmsKeep version: 1", "plugins inside"),
+        ("Cannot find plugin: NmsKeep, version: 1, namespace: maskrcnn", "embeds the plugins"),
+        ("getPluginCreator could not find plugin: NmsKeep version: 1", "embeds the plugins"),
         ("Serialization assertion plan.header.size == blobSize failed.", None),
     ],
 )
-def test_what_tensorrt_says_tells_the_remedy(reason: str, remedy: str | None) -> None:
-    found = remedy_from_reason(reason)
-    assert found is None if remedy is None else found is not None and remedy in found
+def test_remedy_from_the_message_of_tensorrt(reason: str, remedy: str | None) -> None:
+    actual = remedy_from_reason(reason)
+    assert actual is None if remedy is None else actual is not None and remedy in actual
 
 
 @pytest.mark.parametrize(
@@ -119,20 +123,20 @@ def test_what_tensorrt_says_tells_the_remedy(reason: str, remedy: str | None) ->
         (profiles((1, 1, 1), (2, 8, 8)), 6, {1: 0, 2: 1, 4: 1, 6: 1}),
         (profiles((1, 1, 1), (2, 8, 8)), 1, {1: 0}),
         (profiles((1, 16, 16), (1, 4, 4)), 16, {1: 1, 2: 1, 4: 1, 8: 0, 16: 0}),
-        # A profile that takes a batch goes before a smaller one that would have it padded.
+        # A profile without padding is preferred to a smaller one with padding.
         (profiles((4, 4, 4), (1, 8, 8)), 4, {1: 1, 2: 1, 4: 0}),
         (profiles((8, 8, 8)), 3, {8: 0}),
         (profiles((2, 2, 2), (5, 8, 8)), 8, {2: 0, 5: 1, 8: 1}),
     ],
 )
-def test_batches_take_the_smallest_profile(
+def test_each_batch_size_gets_the_smallest_profile(
     built: tuple[BatchProfile, ...], max_batch: int, sizes: dict[int, int]
 ) -> None:
     assert batch_profiles(built, max_batch) == sizes
     assert list(sizes) == sorted(sizes)
 
 
-def test_every_batch_has_a_size_within_its_profile() -> None:
+def test_batch_sizes_lie_within_their_profile() -> None:
     built = profiles((1, 1, 2), (3, 4, 7), (6, 12, 20))
     for max_batch in range(1, 21):
         sizes = batch_profiles(built, max_batch)
@@ -141,10 +145,8 @@ def test_every_batch_has_a_size_within_its_profile() -> None:
             assert built[index].min <= size <= built[index].max
 
 
-def test_batch_beyond_every_profile_is_refused() -> None:
-    with pytest.raises(BackendError) as caught:
+def test_batch_beyond_every_profile() -> None:
+    with pytest.raises(
+        BackendError, match=r"max-batch is 9, .* 8; lower --max-batch to 8, .*`--batch 9`"
+    ):
         batch_profiles(profiles((1, 1, 1), (2, 8, 8)), 9)
-    assert str(caught.value) == (
-        "--max-batch is 9, but the plan takes at most 8 images at once; lower it to 8, or export "
-        "the engine with `--batch 9`"
-    )

@@ -1,4 +1,4 @@
-"""Memory, streams and overlap on a GPU; nothing of it needs TensorRT."""
+"""Memory, streams and overlap on a GPU, without TensorRT."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ SPECS = {"given": SPEC, "taken": SPEC}
 
 
 def copy_given(addresses: Mapping[str, int], stream: int) -> None:
-    """A computation: what was given is what is taken."""
+    """Computation that copies the input to the output."""
     (status,) = driver.cuMemcpyDtoDAsync(
         addresses["taken"], addresses["given"], SPEC.nbytes, stream
     )
@@ -57,7 +57,7 @@ def run(runner: BatchRunner, given: NDArray[Any], launch: Any = copy_given) -> N
     return outputs["taken"]
 
 
-def test_facts_are_those_that_torch_knows() -> None:
+def test_device_facts_equal_those_of_torch() -> None:
     with current_gpu():
         assert compute_capability() == ".".join(map(str, torch.cuda.get_device_capability(0)))
         before = free_memory()
@@ -70,21 +70,21 @@ def test_facts_are_those_that_torch_knows() -> None:
         assert before - free_memory() < 256 << 20
 
 
-def test_batches_go_in_and_out(runner: BatchRunner) -> None:
+def test_batches_are_copied_in_and_out(runner: BatchRunner) -> None:
     first, second = run(runner, batch(1)), run(runner, batch(2))
     np.testing.assert_array_equal(first, batch(1))
     np.testing.assert_array_equal(second, batch(2))
 
 
-def test_rows_that_are_not_given_are_zero(runner: BatchRunner) -> None:
-    for seed in range(2):  # so that both have been full
+def test_missing_rows_are_zero(runner: BatchRunner) -> None:
+    for seed in range(2):  # fills both buffers
         run(runner, batch(seed))
     taken = run(runner, batch(3, rows=5))
     np.testing.assert_array_equal(taken[:5], batch(3, rows=5))
     assert not taken[5:].any()
 
 
-def test_inputs_take_the_type_of_their_tensor(runner: BatchRunner) -> None:
+def test_inputs_are_converted_to_the_dtype_of_the_tensor(runner: BatchRunner) -> None:
     given = np.arange(ROWS * COLUMNS, dtype=np.uint8).reshape(ROWS, COLUMNS)
     np.testing.assert_array_equal(run(runner, given), given.astype(np.float32))
 
@@ -98,11 +98,11 @@ def test_smaller_batches_share_the_memory(runner: BatchRunner) -> None:
     np.testing.assert_array_equal(outputs["taken"], given)
 
 
-def test_many_threads_get_their_own_answers(runner: BatchRunner) -> None:
+def test_concurrent_batches_do_not_mix(runner: BatchRunner) -> None:
     with ThreadPoolExecutor(6) as threads:
-        answers = list(threads.map(lambda seed: run(runner, batch(seed)), range(60)))
-    for seed, answer in enumerate(answers):
-        np.testing.assert_array_equal(answer, batch(seed))
+        results = list(threads.map(lambda seed: run(runner, batch(seed)), range(60)))
+    for seed, result in enumerate(results):
+        np.testing.assert_array_equal(result, batch(seed))
 
 
 def test_failed_launch_leaves_the_runner_usable(runner: BatchRunner) -> None:
@@ -139,7 +139,7 @@ def test_batch_is_copied_in_while_another_computes(runner: BatchRunner) -> None:
                 if (seen == given).all():
                     arrived.append(True)
         finally:
-            flag[0] = 1  # otherwise the GPU would wait for ever
+            flag[0] = 1  # else the GPU would wait forever
         copy_given(addresses, stream)
 
     with ThreadPoolExecutor(2) as threads:
@@ -151,7 +151,7 @@ def test_batch_is_copied_in_while_another_computes(runner: BatchRunner) -> None:
     assert arrived
 
 
-def test_torch_works_beside(runner: BatchRunner) -> None:
+def test_torch_can_use_the_gpu_as_well(runner: BatchRunner) -> None:
     numbers = torch.arange(10, device="cuda")
     np.testing.assert_array_equal(run(runner, batch(1)), batch(1))
     assert int(numbers.sum()) == 45

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch")
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint  # noqa: E402
-from maskrcnn_trt.model.manifest import BundleError, Precision, read_manifest  # noqa: E402
-from maskrcnn_trt.model.program import Program  # noqa: E402
-from maskrcnn_trt.model.spec import ShapeBucket  # noqa: E402
-from maskrcnn_trt.serving.backends.base import Backend, Outputs  # noqa: E402
+from maskrcnn_trt.model.bundle.manifest import BundleError, Precision, read_manifest  # noqa: E402
+from maskrcnn_trt.model.bundle.program import Program  # noqa: E402
+from maskrcnn_trt.model.bundle.spec import ShapeBucket  # noqa: E402
+from maskrcnn_trt.serving.backends.base import Backend, HostOutputs, ModelOutputs  # noqa: E402
 from maskrcnn_trt.serving.backends.loading import load_backend  # noqa: E402
 from maskrcnn_trt.serving.backends.torch_batches import GraphedProgram  # noqa: E402
 from maskrcnn_trt.serving.errors import BackendError  # noqa: E402
@@ -29,7 +29,7 @@ TOLERANCES: dict[Precision, float] = {"fp32": 1e-3, "tf32": 0.05, "fp16": 0.02, 
 
 @pytest.fixture(scope="module")
 def all_precisions(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in every precision, for one input size."""
+    """Bundle with programs in every precision, for one input size."""
     path = tmp_path_factory.mktemp("bundles") / "all"
     bundle_from_checkpoint(
         tiny_checkpoint,
@@ -56,7 +56,7 @@ def sizes(count: int, bucket: ShapeBucket = BUCKET) -> NDArray[np.int64]:
     return np.tile(np.array(bucket, np.int64), (count, 1))
 
 
-def assert_alike(actual: Outputs, expected: Outputs, tolerance: float = 1e-3) -> None:
+def assert_alike(actual: HostOutputs, expected: HostOutputs, tolerance: float = 1e-3) -> None:
     np.testing.assert_array_equal(actual.num_detections, expected.num_detections)
     for name in ("boxes", "scores", "labels", "masks"):
         mine, theirs = getattr(actual, name), getattr(expected, name)
@@ -66,7 +66,7 @@ def assert_alike(actual: Outputs, expected: Outputs, tolerance: float = 1e-3) ->
 
 @pytest.mark.parametrize("bucket", [BUCKET, OTHER])
 @pytest.mark.parametrize("count", [1, 3, 6])
-def test_the_answers_are_those_of_onnxruntime(
+def test_outputs_equal_those_of_onnxruntime(
     torch_bundle: Path, backend: Backend, bucket: ShapeBucket, count: int
 ) -> None:
     other = load_backend(torch_bundle, read_manifest(torch_bundle), "fp32", "onnxruntime")
@@ -76,31 +76,31 @@ def test_the_answers_are_those_of_onnxruntime(
     assert_alike(backend.infer(bucket, images, image_sizes), expected)
 
 
-def test_a_batch_does_not_depend_on_the_one_before(backend: Backend) -> None:
+def test_batches_are_independent(backend: Backend) -> None:
     large = backend.infer(BUCKET, pictures(6), sizes(6))
     backend.infer(BUCKET, pictures(5, seed=1), sizes(5))
     small = backend.infer(BUCKET, pictures(6)[:3], sizes(3))
-    assert_alike(small, Outputs(*(output[:3] for output in large)))
+    assert_alike(small, ModelOutputs(*(output[:3] for output in large)))
 
 
-def test_threads_get_their_own_answers(backend: Backend) -> None:
+def test_concurrent_batches_do_not_mix(backend: Backend) -> None:
     expected = [backend.infer(BUCKET, pictures(2, seed=n), sizes(2)) for n in range(8)]
     with ThreadPoolExecutor(backend.concurrency) as threads:
-        answers = list(
+        results = list(
             threads.map(
                 lambda n: backend.infer(BUCKET, pictures(2, seed=n), sizes(2)), list(range(8)) * 3
             )
         )
-    for number, answer in enumerate(answers):
-        assert_alike(answer, expected[number % 8])
+    for number, result in enumerate(results):
+        assert_alike(result, expected[number % 8])
 
 
-def test_a_larger_batch_than_was_said_is_refused(backend: Backend) -> None:
+def test_a_batch_above_the_maximum_is_rejected(backend: Backend) -> None:
     with pytest.raises(BackendError, match="7 images, but the backend was loaded for at most 6"):
         backend.infer(BUCKET, pictures(7), sizes(7))
 
 
-def test_too_little_memory_is_an_error_with_a_remedy(
+def test_out_of_memory_names_the_remedy(
     torch_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*_: object) -> None:
@@ -109,12 +109,12 @@ def test_too_little_memory_is_an_error_with_a_remedy(
     backend = load_backend(torch_bundle, read_manifest(torch_bundle), "fp32", "torch", max_batch=6)
     monkeypatch.setattr(Program, "__call__", run)
     monkeypatch.setattr(GraphedProgram, "__call__", run)
-    with pytest.raises(BackendError, match=r"batches of up to 6; lower --max-batch, or --batch"):
+    with pytest.raises(BackendError, match=r"batches of up to 6; lower --max-batch"):
         backend.infer(BUCKET, pictures(2), sizes(2))
     backend.close()
 
 
-def test_a_damaged_program_is_refused(torch_bundle: Path, tmp_path: Path) -> None:
+def test_a_damaged_program_is_rejected(torch_bundle: Path, tmp_path: Path) -> None:
     manifest = read_manifest(torch_bundle)
     for name in {name for artifact in manifest.artifacts for name in artifact.paths}:
         (tmp_path / name).write_bytes((torch_bundle / name).read_bytes()[:-1])
@@ -122,10 +122,10 @@ def test_a_damaged_program_is_refused(torch_bundle: Path, tmp_path: Path) -> Non
         load_backend(tmp_path, manifest, "fp32", "torch")
 
 
-def test_manifest_of_other_detections_is_refused(torch_bundle: Path) -> None:
+def test_outputs_that_contradict_the_manifest(torch_bundle: Path) -> None:
     manifest = read_manifest(torch_bundle).model_copy(update={"mask_side": 7})
     backend = load_backend(torch_bundle, manifest, "fp32", "torch", max_batch=1)
-    with pytest.raises(BundleError, match=r"by the manifest's.*mask_side.*7"):
+    with pytest.raises(BundleError, match=r"mask_side.*manifest.*7"):
         backend.warm_up(1)
     backend.close()
 
@@ -140,10 +140,11 @@ def test_without_a_gpu_auto_prefers_onnxruntime(
     assert "torch finds no NVIDIA GPU" in caplog.text
 
 
+@pytest.mark.slow
 def test_loading_needs_no_model_code(torch_bundle: Path) -> None:
     program = (
         "import json, sys; from pathlib import Path\n"
-        "from maskrcnn_trt.model.manifest import read_manifest\n"
+        "from maskrcnn_trt.model.bundle.manifest import read_manifest\n"
         "from maskrcnn_trt.serving.backends.loading import load_backend\n"
         "bundle = Path(sys.argv[1])\n"
         "load_backend(bundle, read_manifest(bundle), 'fp32', 'torch')\n"
@@ -152,7 +153,7 @@ def test_loading_needs_no_model_code(torch_bundle: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", program, str(torch_bundle)]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     loaded = set(json.loads(result.stdout))
-    assert "maskrcnn_trt.model.program" in loaded
+    assert "maskrcnn_trt.model.bundle.program" in loaded
     assert not loaded & {f"maskrcnn_trt.model.{n}" for n in ("mask_rcnn", "backbone", "rpn")}
     assert not any(
         name.startswith(("maskrcnn_trt.export", "maskrcnn_trt.training")) for name in loaded
@@ -184,7 +185,7 @@ def test_every_precision_is_near_the_checkpoint(
 def test_a_process_starts_without_compiling(all_precisions: Path, tmp_path: Path) -> None:
     program = (
         "import sys, torch; from pathlib import Path\n"
-        "from maskrcnn_trt.model.manifest import read_manifest\n"
+        "from maskrcnn_trt.model.bundle.manifest import read_manifest\n"
         "from maskrcnn_trt.serving.backends.loading import load_backend\n"
         "from torch._inductor import compile_fx\n"
         "torch.compile = compile_fx.compile_fx = compile_fx.compile_fx_inner = None\n"
@@ -198,7 +199,7 @@ def test_a_process_starts_without_compiling(all_precisions: Path, tmp_path: Path
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-def test_what_was_compiled_by_another_torch_is_compiled_anew(
+def test_programs_of_another_torch_version_are_compiled_again(
     all_precisions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bundle = tmp_path / "bundle"

@@ -33,7 +33,7 @@ def predictor(bundle: Path) -> Iterator[Predictor]:
 
 
 def assert_equal(left: Any, right: Any) -> None:
-    """Equal bit for bit, but for the timing."""
+    """Assert that detections are equal bit for bit, except for the timing."""
     assert isinstance(left, Detections)
     assert isinstance(right, Detections)
     assert (left.height, left.width) == (right.height, right.width)
@@ -44,7 +44,7 @@ def assert_equal(left: Any, right: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [(120, 200), (200, 120), (96, 160), (640, 480), (8, 9)])
-def test_server_and_predictor_answer_the_same(
+def test_server_and_predictor_agree(
     client: DetectorClient, predictor: Predictor, picture: Encode, size: tuple[int, int]
 ) -> None:
     data = picture(size=size)
@@ -106,7 +106,7 @@ def test_masks_lie_in_their_boxes(client: DetectorClient, picture: Encode) -> No
             assert box[1] - margin <= rows.min() <= rows.max() <= box[3] + margin
 
 
-def test_many_images_keep_their_order_and_share_batches(
+def test_detect_many_keeps_the_order_and_shares_batches(
     client: DetectorClient, predictor: Predictor, picture: Encode
 ) -> None:
     images = [picture(i, (120, 200) if i % 2 else (200, 120)) for i in range(24)]
@@ -121,7 +121,7 @@ def test_many_images_keep_their_order_and_share_batches(
     assert 1 < max(batches) <= 4
 
 
-def test_no_images_are_no_requests(client: DetectorClient) -> None:
+def test_empty_runs(client: DetectorClient) -> None:
     assert list(client.detect_many([])) == []
     assert list(client.stream([])) == []
 
@@ -133,7 +133,7 @@ def test_abandoned_results_are_cancelled(client: DetectorClient, picture: Encode
     assert len(client.detect(picture())) > 0
 
 
-def test_stream_goes_on_after_a_bad_image(
+def test_stream_continues_after_an_invalid_image(
     client: DetectorClient, predictor: Predictor, picture: Encode
 ) -> None:
     images = [picture(i) for i in range(12)]
@@ -143,25 +143,25 @@ def test_stream_goes_on_after_a_bad_image(
     refused = outcomes.pop(3)
     assert isinstance(refused, RefusedError)
     assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert str(refused) == "the image is empty"
+    assert "empty" in str(refused)
     for index, outcome in outcomes.items():
         assert_equal(outcome, predictor.detect(images[index]))
 
 
-def test_async_client_answers_as_the_sync_one(
+def test_async_client_agrees_with_the_sync_client(
     address: str, client: DetectorClient, picture: Encode
 ) -> None:
     images = [picture(i) for i in range(6)]
     images[2] = b"no image"
 
-    async def ask() -> tuple[Any, list[Any], dict[int, Any], str]:
+    async def run() -> tuple[Any, list[Any], dict[int, Any], str]:
         async with AsyncDetectorClient(address) as other:
             one = await other.detect(images[0])
             many = [outcome async for outcome in other.detect_many(images, concurrency=4)]
             streamed = {index: outcome async for index, outcome in other.stream(images)}
             return one, many, streamed, (await other.model()).name
 
-    one, many, streamed, name = asyncio.run(ask())
+    one, many, streamed, name = asyncio.run(run())
     assert_equal(one, client.detect(images[0]))
     assert name == client.model().name
     assert set(streamed) == set(range(6))
@@ -191,7 +191,7 @@ def test_unreachable_server_is_named() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-    message = f"no server answers at {address}.*maskrcnn serve"
+    message = f"{address}.*maskrcnn serve"
     with DetectorClient(address, retries=0) as client:
         with pytest.raises(UnreachableError, match=message):
             client.detect(b"image")
@@ -200,18 +200,18 @@ def test_unreachable_server_is_named() -> None:
         with pytest.raises(UnreachableError, match=message):
             client.model()
 
-    async def ask() -> None:
+    async def run() -> None:
         async with AsyncDetectorClient(address, retries=0) as other:
             await other.detect(b"image")
 
     with pytest.raises(UnreachableError, match=message):
-        asyncio.run(ask())
+        asyncio.run(run())
 
 
 def test_deadline_is_reported(address: str, client: DetectorClient, picture: Encode) -> None:
     with (
         DetectorClient(address, timeout_s=1e-4) as hasty,
-        pytest.raises(DeadlineError, match=f"no result came from {address} within 0.0001 s"),
+        pytest.raises(DeadlineError, match=f"{address} within 0.0001 s"),
     ):
         hasty.detect(picture())
     assert len(client.detect(picture())) > 0

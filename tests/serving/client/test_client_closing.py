@@ -1,4 +1,4 @@
-"""Clients that are closed, before they are asked and while they wait."""
+"""Closed clients: before a call and during a call."""
 
 import asyncio
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from stub_server import Detector, serving
+from stub_server import StubDetector, stub_server
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
@@ -14,21 +14,21 @@ from maskrcnn_trt.serving.errors import ClosedError
 
 IMAGES = [b"an image"] * 9
 
+# Call of a client method, to its end.
 Use = Callable[[Any], Any]
-"""What is asked of a client, to its end."""
 
 
-class Waiting(Detector):
-    """Answers nothing before it is told to."""
+class BlockingDetector(StubDetector):
+    """Stub that blocks each call until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked_for_one = threading.Event()
-        self.going_on = threading.Event()
+        self.called = threading.Event()
+        self.release = threading.Event()
 
     def _wait(self) -> None:
-        self.asked_for_one.set()
-        self.going_on.wait(60)
+        self.called.set()
+        self.release.wait(60)
 
     def Detect(self, request: pb.DetectRequest, context: Any) -> pb.DetectResponse:  # noqa: N802
         self._wait()
@@ -48,14 +48,14 @@ class Waiting(Detector):
 
 
 @pytest.fixture
-def waiting() -> Iterator[tuple[str, Waiting]]:
-    detector = Waiting()
-    with serving(detector) as address:
+def blocking() -> Iterator[tuple[str, BlockingDetector]]:
+    detector = BlockingDetector()
+    with stub_server(detector) as address:
         yield address, detector
-        detector.going_on.set()
+        detector.release.set()
 
 
-async def all_of(results: Any) -> list[Any]:
+async def collect(results: Any) -> list[Any]:
     return [result async for result in results]
 
 
@@ -73,8 +73,8 @@ async_uses = pytest.mark.parametrize(
     "use",
     [
         lambda client: client.detect(IMAGES[0]),
-        lambda client: all_of(client.detect_many(IMAGES)),
-        lambda client: all_of(client.stream(IMAGES)),
+        lambda client: collect(client.detect_many(IMAGES)),
+        lambda client: collect(client.stream(IMAGES)),
         lambda client: client.model(),
     ],
     ids=["detect", "detect_many", "stream", "model"],
@@ -82,35 +82,35 @@ async_uses = pytest.mark.parametrize(
 
 
 @uses
-def test_client_that_is_closed_says_so(use: Use) -> None:
+def test_closed_client_raises(use: Use) -> None:
     client = DetectorClient("localhost:1")
     for _ in range(2):
         client.close()
-        with pytest.raises(ClosedError, match="the client of localhost:1 is closed"):
+        with pytest.raises(ClosedError, match="localhost:1 is closed"):
             use(client)
 
 
 @async_uses
-def test_async_client_that_is_closed_says_so(use: Use) -> None:
-    async def ask() -> None:
+def test_closed_async_client_raises(use: Use) -> None:
+    async def run() -> None:
         client = AsyncDetectorClient("localhost:1")
         for _ in range(2):
             await client.close()
-            with pytest.raises(ClosedError, match="the client of localhost:1 is closed"):
+            with pytest.raises(ClosedError, match="localhost:1 is closed"):
                 await use(client)
 
-    asyncio.run(ask())
+    asyncio.run(run())
 
 
 @uses
-def test_client_that_is_closed_while_it_waits_says_so(
-    use: Use, waiting: tuple[str, Waiting]
+def test_closing_a_client_ends_pending_calls(
+    use: Use, blocking: tuple[str, BlockingDetector]
 ) -> None:
-    address, detector = waiting
+    address, detector = blocking
     client = DetectorClient(address)
 
     def close() -> None:
-        detector.asked_for_one.wait(60)
+        detector.called.wait(60)
         client.close()
 
     closing = threading.Thread(target=close)
@@ -121,39 +121,41 @@ def test_client_that_is_closed_while_it_waits_says_so(
 
 
 @async_uses
-def test_async_client_that_is_closed_while_it_waits_says_so(
-    use: Use, waiting: tuple[str, Waiting]
+def test_closing_an_async_client_ends_pending_calls(
+    use: Use, blocking: tuple[str, BlockingDetector]
 ) -> None:
-    address, detector = waiting
+    address, detector = blocking
 
-    async def ask() -> None:
+    async def run() -> None:
         client = AsyncDetectorClient(address)
-        asked = asyncio.create_task(use(client))
-        await asyncio.to_thread(detector.asked_for_one.wait, 60)
+        call = asyncio.create_task(use(client))
+        await asyncio.to_thread(detector.called.wait, 60)
         await client.close()
         with pytest.raises(ClosedError):
-            await asked
-        assert not asked.cancelled()
+            await call
+        assert not call.cancelled()
 
-    asyncio.run(ask())
+    asyncio.run(run())
 
 
 @async_uses
-def test_task_that_is_cancelled_sees_that(use: Use, waiting: tuple[str, Waiting]) -> None:
-    address, detector = waiting
+def test_cancelled_task_raises_cancelled_error(
+    use: Use, blocking: tuple[str, BlockingDetector]
+) -> None:
+    address, detector = blocking
 
-    async def ask() -> None:
+    async def run() -> None:
         for closed in (False, True):
-            detector.asked_for_one.clear()
+            detector.called.clear()
             client = AsyncDetectorClient(address)
-            asked = asyncio.create_task(use(client))
-            await asyncio.to_thread(detector.asked_for_one.wait, 60)
-            asked.cancel()
+            call = asyncio.create_task(use(client))
+            await asyncio.to_thread(detector.called.wait, 60)
+            call.cancel()
             if closed:
                 await client.close()
             with pytest.raises(asyncio.CancelledError):
-                await asked
-            assert asked.cancelled()
+                await call
+            assert call.cancelled()
             await client.close()
 
-    asyncio.run(ask())
+    asyncio.run(run())

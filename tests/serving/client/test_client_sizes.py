@@ -1,4 +1,4 @@
-"""Clients that have a request for which the server's limit is too low."""
+"""Requests that exceed the server's message limit."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 import pytest
-from limited_server import served
+from in_process_server import served
 from many_requests import Run, both_runs
-from stub_server import IMAGE, Detector, serving
+from stub_server import IMAGE, StubDetector, detect, detect_async, stub_server
 from tcp_proxy import proxied
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
@@ -20,36 +20,20 @@ from maskrcnn_trt.serving.errors import RefusedError
 Encode = Callable[..., bytes]
 
 LARGE = bytes(5 << 20)
-REFUSAL = (
-    r"the request has 5,242,\d\d\d bytes, and the server at 127\S+ takes 2,097,152 at most; send a "
-    r"smaller image, or give the server a higher --max-message-mb"
-)
+TOO_LARGE = r"5,242,\d\d\d bytes.* 127\S+ .*2,097,152.*--max-message-mb"
 
 
-class Limited(Detector):
-    """Says that it takes messages of so many bytes."""
+class LimitedDetector(StubDetector):
+    """Stub that reports a message limit, in bytes."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
-        self.questions = 0
+        self.model_calls = 0
 
     def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:  # noqa: N802
-        self.questions += 1
+        self.model_calls += 1
         return pb.GetModelResponse(limits=pb.Limits(max_message_bytes=self.limit))
-
-
-def detect(address: str, image: bytes, **options: Any) -> Detections:
-    with DetectorClient(address, **options) as client:
-        return client.detect(image)
-
-
-def detect_async(address: str, image: bytes, **options: Any) -> Detections:
-    async def ask() -> Detections:
-        async with AsyncDetectorClient(address, **options) as client:
-            return await client.detect(image)
-
-    return asyncio.run(ask())
 
 
 def stream(address: str, image: bytes, **options: Any) -> list[Any]:
@@ -58,79 +42,81 @@ def stream(address: str, image: bytes, **options: Any) -> list[Any]:
 
 
 def stream_async(address: str, image: bytes, **options: Any) -> list[Any]:
-    async def ask() -> list[Any]:
+    async def run() -> list[Any]:
         async with AsyncDetectorClient(address, **options) as client:
             return [outcome async for outcome in client.stream([image])]
 
-    return asyncio.run(ask())
+    return asyncio.run(run())
 
 
-all_calls = pytest.mark.parametrize("ask", [detect, detect_async, stream, stream_async])
+all_methods = pytest.mark.parametrize("detect_one", [detect, detect_async, stream, stream_async])
 
 
-@all_calls
-def test_request_larger_than_the_limit_is_not_sent(bundle: Path, ask: Callable[..., Any]) -> None:
-    async def try_to() -> None:
+@all_methods
+def test_request_larger_than_the_limit_is_not_sent(
+    bundle: Path, detect_one: Callable[..., Any]
+) -> None:
+    async def run() -> None:
         async with served(bundle, max_message_mb=2) as address, proxied(address) as proxy:
-            with pytest.raises(RefusedError, match=REFUSAL) as caught:
-                await asyncio.to_thread(ask, proxy.address, LARGE)
+            with pytest.raises(RefusedError, match=TOO_LARGE) as caught:
+                await asyncio.to_thread(detect_one, proxy.address, LARGE)
             assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
             assert 0 < proxy.sent < 10_000
 
-    asyncio.run(try_to())
+    asyncio.run(run())
 
 
-@all_calls
-def test_limit_that_the_client_did_not_ask_for_is_named_too(
-    bundle: Path, ask: Callable[..., Any]
+@all_methods
+def test_rejection_by_the_server_names_the_remedy(
+    bundle: Path, detect_one: Callable[..., Any]
 ) -> None:
-    async def try_to() -> None:
+    async def run() -> None:
         async with served(bundle, max_message_mb=1) as address:
             with pytest.raises(
                 RefusedError,
-                match=r"larger than the server at .* 1048576\)\); send a smaller image",
+                match=r"larger than .* 1048576.*--max-message-mb",
             ) as caught:
-                await asyncio.to_thread(ask, address, LARGE[: 3 << 20], retries=0)
+                await asyncio.to_thread(detect_one, address, LARGE[: 3 << 20], retries=0)
             assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
-    asyncio.run(try_to())
+    asyncio.run(run())
 
 
 @both_runs
-def test_limit_is_asked_for_once_and_others_are_served(run: Callable[..., Run]) -> None:
-    detector = Limited(len(LARGE))
+def test_limit_is_fetched_once_and_other_images_are_sent(run: Callable[..., Run]) -> None:
+    detector = LimitedDetector(len(LARGE))
     images = [b"a", LARGE, b"ccc", LARGE, LARGE, LARGE, IMAGE]
-    with serving(detector) as address:
-        found = run(address, images)
-    assert detector.questions == 1
+    with stub_server(detector) as address:
+        result = run(address, images)
+    assert detector.model_calls == 1
     assert detector.calls == 3
-    assert found.end is None
-    assert [o.height for o in found.outcomes if isinstance(o, Detections)] == [1, 3, len(IMAGE)]
-    refused = [o for o in found.outcomes if isinstance(o, RefusedError)]
+    assert result.error is None
+    assert [o.height for o in result.outcomes if isinstance(o, Detections)] == [1, 3, len(IMAGE)]
+    refused = [o for o in result.outcomes if isinstance(o, RefusedError)]
     assert {error.code for error in refused} == {grpc.StatusCode.INVALID_ARGUMENT}
-    assert [found.outcomes.index(error) for error in refused] == [1, 3, 4, 5]
+    assert [result.outcomes.index(error) for error in refused] == [1, 3, 4, 5]
 
 
 @both_runs
 def test_request_below_a_high_limit_is_sent(run: Callable[..., Run]) -> None:
-    # Which this server has only said; gRPC's own is lower.
-    with serving(Limited(1 << 30)) as address:
+    # The stub reports a higher limit than its gRPC server has.
+    with stub_server(LimitedDetector(1 << 30)) as address:
         (outcome,) = run(address, [LARGE], retries=0).outcomes
     assert isinstance(outcome, RefusedError)
     assert "Received message larger than max" in str(outcome)
 
 
-def test_stream_answers_what_came_before(address: str, picture: Encode) -> None:
-    found: list[int] = []
+def test_stream_returns_the_preceding_results(address: str, picture: Encode) -> None:
+    indices: list[int] = []
 
     def images() -> Iterator[bytes]:
         yield picture(0)
         yield picture(1)
         yield LARGE
-        raise AssertionError("nothing was to be asked for after that")
+        raise AssertionError("the stream went on after the error")
 
     with DetectorClient(address) as client:
         with pytest.raises(RefusedError, match="5,242,"):
-            found.extend(place for place, _ in client.stream(images()))
+            indices.extend(index for index, _ in client.stream(images()))
         assert len(client.detect(picture()))
-    assert sorted(found) == [0, 1]
+    assert sorted(indices) == [0, 1]

@@ -1,4 +1,4 @@
-"""Servers that a name gains while clients are connected."""
+"""Servers that are added to a DNS name while a client is connected."""
 
 import asyncio
 import time
@@ -7,34 +7,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from limited_server import served
-from name_server import named
-from stub_server import Detector, serving
+from dns_server import dns_server
+from in_process_server import served
+from stub_server import StubDetector, stub_server
 
 from maskrcnn_trt.serving.client import DetectorClient, connection
 
 Encode = Callable[..., bytes]
 
-ASKS_AGAIN = ("grpc.dns_min_time_between_resolutions_ms", 200)
-"""gRPC itself asks for a name every 30 s at most."""
+# By default gRPC resolves a name at most once in 30 s.
+RESOLUTION_INTERVAL = ("grpc.dns_min_time_between_resolutions_ms", 200)
 
 
-def test_clients_find_servers_that_come_later(
+def test_clients_use_servers_added_later(
     bundle: Path, picture: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own_options = connection.channel_options
+    default_options = connection.channel_options
 
     def options(*numbers: Any) -> list[tuple[str, Any]]:
-        return [*own_options(*numbers), ASKS_AGAIN]
+        return [*default_options(*numbers), RESOLUTION_INTERVAL]
 
     monkeypatch.setattr(connection, "channel_options", options)
     addresses = ["127.0.0.1"]
-    late = Detector()
+    late = StubDetector()
 
-    def ask(name_server: str, port: str) -> None:
-        with DetectorClient(f"dns://{name_server}/detector.test:{port}") as client:
+    def detect(resolver: str, port: str) -> None:
+        with DetectorClient(f"dns://{resolver}/detector.test:{port}") as client:
             client.detect(picture())
-            with serving(late, address=f"127.0.0.2:{port}"):
+            with stub_server(late, address=f"127.0.0.2:{port}"):
                 addresses.append("127.0.0.2")
                 until = time.monotonic() + 60
                 while not late.calls and time.monotonic() < until:
@@ -42,8 +42,8 @@ def test_clients_find_servers_that_come_later(
 
     async def run() -> None:
         async with served(bundle, max_connection_age_s=0.5, stop_grace_s=5) as first:
-            with named(addresses) as name_server:
-                await asyncio.to_thread(ask, name_server, first.rpartition(":")[2])
+            with dns_server(addresses) as resolver:
+                await asyncio.to_thread(detect, resolver, first.rpartition(":")[2])
 
     asyncio.run(run())
     assert late.calls

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskrcnn_trt.serving.engines.channels import Channel
+from maskrcnn_trt.serving.engines.worker_process import Channel
 
 Ends = tuple[Channel, Channel]
 
@@ -17,7 +17,7 @@ def ends() -> Ends:
     return Channel.pair()
 
 
-def passed(ends: Ends, message: Any) -> Any:
+def send_and_receive(ends: Ends, message: Any) -> Any:
     ends[0].send(message)
     return ends[1].receive(copy=True)
 
@@ -34,32 +34,32 @@ def passed(ends: Ends, message: Any) -> Any:
     ],
     ids=["small", "empty", "scalar", "fortran", "strided", "megabyte"],
 )
-def test_arrays_come_as_they_went(ends: Ends, array: np.ndarray) -> None:
-    got = passed(ends, ("name", [array, array + 1], {"bytes": b"\0" * 10**5}))
+def test_arrays_are_transferred_unchanged(ends: Ends, array: np.ndarray) -> None:
+    got = send_and_receive(ends, ("name", [array, array + 1], {"bytes": b"\0" * 10**5}))
     assert got[0] == "name"
     np.testing.assert_array_equal(got[1][0], array, strict=True)
     np.testing.assert_array_equal(got[1][1], array + 1, strict=True)
     assert got[2] == {"bytes": b"\0" * 10**5}
 
 
-def test_messages_of_any_size_follow_one_another_in_both_directions(ends: Ends) -> None:
+def test_messages_of_any_size_in_both_directions(ends: Ends) -> None:
     here, there = ends
     for size in (10, 10**6, 0, 1000, 10**7, 3):
-        assert (passed((here, there), np.full(size, size)) == np.full(size, size)).all()
-        assert (passed((there, here), np.full(size, 1)) == np.full(size, 1)).all()
+        assert (send_and_receive((here, there), np.full(size, size)) == np.full(size, size)).all()
+        assert (send_and_receive((there, here), np.full(size, 1)) == np.full(size, 1)).all()
 
 
-def test_copies_outlive_the_next_message(ends: Ends) -> None:
+def test_copies_survive_the_next_message(ends: Ends) -> None:
     here, there = ends
     here.send(np.zeros(1000))
     shared = there.receive(copy=False)
-    copied = passed(ends, np.ones(1000))
+    copied = send_and_receive(ends, np.ones(1000))
     assert (shared == 1).all()
-    passed(ends, np.full(1000, 2.0))
+    send_and_receive(ends, np.full(1000, 2.0))
     assert (copied == 1).all()
 
 
-def test_the_end_of_a_line_is_noticed() -> None:
+def test_a_closed_end_is_detected() -> None:
     here, there = Channel.pair()
     assert not here.poll(0)
     del there
@@ -71,21 +71,21 @@ def test_the_end_of_a_line_is_noticed() -> None:
 
 
 def open_handles() -> set[tuple[str, str]]:
-    """Number and file of each, so that a new one shows although another is closed meanwhile."""
+    """Return number and target of each file descriptor, so that a reused number is noticed."""
     handles = set()
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
             handles.add((path.name, os.readlink(path)))
     return handles
 
 
-def test_a_line_leaves_no_handle() -> None:
+def test_channels_leak_no_file_descriptors() -> None:
     gc.collect()
     handles = open_handles()
     for size in (0, 10**6):
-        passed(Channel.pair(), np.ones(size))
+        send_and_receive(Channel.pair(), np.ones(size))
         ends = Channel.pair()
-        passed(ends, np.ones(size))
+        send_and_receive(ends, np.ones(size))
         for end in (*ends, *ends):
             end.close()
         assert open_handles() <= handles

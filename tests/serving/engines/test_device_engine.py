@@ -1,4 +1,4 @@
-"""A server whose engine does all the work on torch's device, a GPU where there is one."""
+"""Server with the end-to-end engine of torch, on a GPU if there is one."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,14 +26,14 @@ LANDSCAPE, PORTRAIT = (120, 200), (200, 120)
 
 @pytest.fixture(scope="module")
 def predictor(torch_bundle: Path) -> Any:
-    """The same model without a server or torch."""
+    """Predictor of the same model with ONNX Runtime."""
     predictor = Predictor(torch_bundle, backend="onnxruntime")
     yield predictor
     predictor.close()
 
 
-def ask(bundle: Path, request: Callable[[str], Awaitable[Any]]) -> Any:
-    """What a request brings that gets the address of a server."""
+def with_server(bundle: Path, request: Callable[[str], Awaitable[Any]]) -> Any:
+    """Call a function with the address of a server, and return its result."""
 
     async def serve() -> Any:
         config = ServeConfig(port=0, backend="torch", max_batch=4, max_delay_ms=50)
@@ -52,35 +52,40 @@ def assert_same(own: Detections, other: Detections) -> None:
     assert own.rles == other.rles
 
 
-def test_a_server_finds_what_another_backend_finds(
+@pytest.mark.slow
+def test_detections_equal_those_of_another_backend(
     torch_bundle: Path, predictor: Predictor, picture: Encode
 ) -> None:
     whole = [picture(n, (LANDSCAPE, PORTRAIT)[n % 2], "PNG") for n in range(9)]
     images = [*whole, whole[0][:200], b"no image"]
-    choices = [DetectionOptions(), DetectionOptions(max_detections=2, mask_format=MaskFormat.NONE)]
+    option_sets = [
+        DetectionOptions(),
+        DetectionOptions(max_detections=2, mask_format=MaskFormat.NONE),
+    ]
 
     async def detect_in_all(address: str) -> Sequence[Any]:
         async with AsyncDetectorClient(address) as client:
             return await asyncio.gather(
-                *(client.detect(i, o) for i in images for o in choices), return_exceptions=True
+                *(client.detect(i, o) for i in images for o in option_sets), return_exceptions=True
             )
 
-    found = iter(ask(torch_bundle, detect_in_all))
+    found = iter(with_server(torch_bundle, detect_in_all))
     for image in whole:
-        for options in choices:
+        for options in option_sets:
             own = next(found)
             assert_same(own, predictor.detect(image, options))
             assert own.timing.batch_size > 1
             assert min(own.timing.decode_us, own.timing.infer_us, own.timing.encode_us) > 0
     for error, message in zip(
-        found, [*["truncated or damaged"] * 2, *["no JPEG"] * 2], strict=True
+        found, [*["truncated or damaged"] * 2, *["not a JPEG"] * 2], strict=True
     ):
         assert isinstance(error, RefusedError)
         assert error.code is grpc.StatusCode.INVALID_ARGUMENT
         assert message in str(error)
 
 
-def test_pixels_are_taken_as_they_are(torch_bundle: Path, predictor: Predictor) -> None:
+@pytest.mark.slow
+def test_pixels_are_not_decoded(torch_bundle: Path, predictor: Predictor) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (1, *LANDSCAPE, 3), np.uint8)
 
     async def infer(address: str) -> inference.ModelInferResponse:
@@ -93,7 +98,7 @@ def test_pixels_are_taken_as_they_are(torch_bundle: Path, predictor: Predictor) 
             request.outputs.add(name="scores")
             return await GRPCInferenceServiceStub(channel).ModelInfer(request)
 
-    answer = ask(torch_bundle, infer)
+    answer = with_server(torch_bundle, infer)
     scores = np.frombuffer(answer.raw_output_contents[0], np.float32)
     expected = predictor.detect(_png_from(pixels[0])).scores
     np.testing.assert_allclose(scores[: len(expected)], expected, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Workers that end, hang and are killed, under servers in processes of their own."""
+"""Worker processes that end, hang or are killed, in servers in separate processes."""
 
 import asyncio
 import os
@@ -13,8 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from inference_messages import infer_request
-from scraped_metrics import metrics_in
+from scraped_metrics import metrics_from_log
 from server_load import (
     Load,
     Process,
@@ -23,7 +22,7 @@ from server_load import (
     wait_until,
     worker_pids,
 )
-from triton_requests import MODEL
+from triton_requests import MODEL, infer_request
 
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
@@ -39,8 +38,8 @@ def is_serving(channel: grpc.Channel) -> bool:
     return bool(answer.status == HealthCheckResponse.SERVING)
 
 
-def is_answered(client: DetectorClient, image: bytes) -> bool:
-    """Whether the server got over its fault while the client tried again."""
+def is_detected(client: DetectorClient, image: bytes) -> bool:
+    """Return whether a request succeeds within the client's retries."""
     try:
         return bool(client.detect(image))
     except RefusedError as error:
@@ -49,7 +48,10 @@ def is_answered(client: DetectorClient, image: bytes) -> bool:
         return False
 
 
-def test_one_worker_that_is_killed_or_hangs(bundle: Path, tmp_path: Path, picture: Encode) -> None:
+@pytest.mark.slow
+def test_a_killed_or_hanging_worker_is_restarted(
+    bundle: Path, tmp_path: Path, picture: Encode
+) -> None:
     log = tmp_path / "log"
     with (
         server_process(bundle, log, "--hang-timeout-s", "3") as (process, address),
@@ -58,19 +60,18 @@ def test_one_worker_that_is_killed_or_hangs(bundle: Path, tmp_path: Path, pictur
     ):
         stub: Any = DetectorStub(channel)
         with Load(stub, picture()) as load:
-            load.goes_on()
+            load.wait_for_responses()
             for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP):
                 (pid,) = worker_pids(process.pid)
                 os.kill(pid, number)
                 wait_until(lambda: not is_serving(channel))
-                wait_until(lambda: is_answered(client, picture()))
+                wait_until(lambda: is_detected(client, picture()))
                 assert is_serving(channel)
-                load.goes_on()
+                load.wait_for_responses()
         assert {error.code() for error in load.failures} == {grpc.StatusCode.UNAVAILABLE}
-        assert {error.details() for error in load.failures} == {
-            "the process that computed the batch ended; try again in a while",
-            "the model failed and is being loaded again; try again in a while",
-        }
+        messages = {error.details() or "" for error in load.failures}
+        assert any("the worker process that computed the batch ended" in m for m in messages)
+        assert any("all workers of the model failed and are restarting" in m for m in messages)
 
         (pid,) = worker_pids(process.pid)  # idle now
         os.kill(pid, signal.SIGKILL)
@@ -78,20 +79,20 @@ def test_one_worker_that_is_killed_or_hangs(bundle: Path, tmp_path: Path, pictur
         wait_until(lambda: is_serving(channel))
         assert stub.Detect(pb.DetectRequest(image=picture()), timeout=60).detections
     text = log.read_text()
-    assert text.count("ended: Killed; the engine is started again") == 3
+    assert text.count("ended: Killed") == 3
     assert text.count("ended: Segmentation fault") == 1
-    assert text.count("takes longer than hang_timeout_s for a batch") == 1
+    assert text.count("longer than hang_timeout_s") == 1
 
 
-def test_all_requests_of_a_batch_that_is_lost_are_refused(
+def test_all_requests_of_a_lost_batch_are_rejected(
     bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
-    """By the protocol of Triton, in which the error of a batch comes by several tasks."""
+    """With the Open Inference Protocol, where several tasks get the error of a batch."""
     log = tmp_path / "log"
     options = "--max-delay-ms", "600000", "--max-batch", "8", "--metrics-port", "0"
 
     async def ask(process: Process, address: str) -> list[grpc.StatusCode]:
-        metrics = metrics_in(log.read_text())
+        metrics = metrics_from_log(log.read_text())
         async with grpc.aio.insecure_channel(address) as channel:
             stub: Any = GRPCInferenceServiceStub(channel)
             calls = [stub.ModelInfer(infer_request(MODEL, picture())) for _ in range(7)]
@@ -106,25 +107,26 @@ def test_all_requests_of_a_batch_that_is_lost_are_refused(
     assert "Traceback" not in log.read_text()
 
 
-def test_one_of_two_workers_serves_on(bundle: Path, tmp_path: Path, picture: Encode) -> None:
+def test_one_of_two_workers_continues(bundle: Path, tmp_path: Path, picture: Encode) -> None:
     with (
         server_process(bundle, tmp_path / "log", "--workers", "2") as (process, address),
         grpc.insecure_channel(address) as channel,
     ):
         with Load(DetectorStub(channel), picture()) as load:
-            load.goes_on()
+            load.wait_for_responses()
             killed, other = worker_pids(process.pid)
             os.kill(killed, signal.SIGKILL)
             while worker_pids(process.pid) == {other}:
                 assert is_serving(channel)
-            load.goes_on()
-        # Those that were in the killed one's batch, and not one more.
+            load.wait_for_responses()
+        # Only the requests in the batch of the killed worker.
         assert len(load.failures) <= 3
         assert {error.code() for error in load.failures} <= {grpc.StatusCode.UNAVAILABLE}
         wait_until(lambda: len(worker_pids(process.pid)) == 2)
 
 
-def test_a_batch_that_hangs_does_not_keep_a_server_from_stopping(
+@pytest.mark.slow
+def test_a_hanging_batch_does_not_block_shutdown(
     bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
     options = "--hang-timeout-s", "3600", "--stop-grace-s", "0.1", "--metrics-port", "0"
@@ -132,7 +134,7 @@ def test_a_batch_that_hangs_does_not_keep_a_server_from_stopping(
     with server_process(bundle, log, *options) as (process, address):
 
         async def ask() -> grpc.StatusCode:
-            metrics = metrics_in(log.read_text())
+            metrics = metrics_from_log(log.read_text())
             async with grpc.aio.insecure_channel(address) as channel:
                 stub: Any = DetectorStub(channel)
                 (pid,) = worker_pids(process.pid)
@@ -147,7 +149,7 @@ def test_a_batch_that_hangs_does_not_keep_a_server_from_stopping(
         assert process.wait(120) == 0
 
 
-def test_workers_end_with_a_server_that_is_killed(bundle: Path, tmp_path: Path) -> None:
+def test_workers_end_with_a_killed_server(bundle: Path, tmp_path: Path) -> None:
     shared = set(os.listdir("/dev/shm"))
     with server_process(bundle, tmp_path / "log", "--workers", "2") as (process, _):
         workers = worker_pids(process.pid)
@@ -155,12 +157,12 @@ def test_workers_end_with_a_server_that_is_killed(bundle: Path, tmp_path: Path) 
         process.kill()
         process.wait()
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-    # Tests in other processes have files there for a while, too.
+    # Tests in other processes also create files there temporarily.
     wait_until(lambda: set(os.listdir("/dev/shm")) <= shared)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_can_be_stopped_while_it_loads(
+def test_a_server_can_be_stopped_while_loading(
     bundle: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     log = tmp_path / "log"
@@ -175,7 +177,7 @@ def test_a_server_can_be_stopped_while_it_loads(
     assert "Traceback" not in log.read_text()
 
 
-def test_a_model_that_does_not_load_is_one_sentence(bundle: Path, tmp_path: Path) -> None:
+def test_an_unloadable_model_is_reported_in_one_line(bundle: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "bundle"
     shutil.copytree(bundle, damaged)
     for model in damaged.glob("*.onnx"):

@@ -1,4 +1,4 @@
-"""The log of a real server process, and what becomes of it where it cannot be written."""
+"""Log of a real server process, also if it cannot be written."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ ID = "x-request-id"
 
 @contextlib.contextmanager
 def server(bundle: Path, log: Path, *options: str) -> Iterator[str]:
-    """The address of a server that stops at a signal."""
+    """Run a server, which must stop after SIGTERM. Yields the address."""
     options = "--drain-delay-s", "0", *options
     with server_process(bundle, log, *options) as (process, address):
         yield address
@@ -39,10 +39,8 @@ def server(bundle: Path, log: Path, *options: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def server_without_streams(bundle: Path, streams: str) -> Iterator[str]:
-    """The address of a server whose standard streams go where the shell says.
-
-    Since it cannot tell its port, it gets one that was free a moment ago.
-    """
+    """Run a server with its standard streams redirected by the shell. Yields the address."""
+    # The server cannot print its port, so it gets one that was free a moment ago.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -63,12 +61,12 @@ def stop(process: Process) -> None:
 
 
 def messages_of(log: Path) -> list[str]:
-    """What a log of JSON says, of which each line must be an object."""
+    """Return the messages of a JSON log. Each line must be an object."""
     return [json.loads(line)["message"] for line in log.read_text().splitlines()]
 
 
 class Client:
-    """Asks the server at an address once it is there."""
+    """Client that waits until the server is available."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address)
@@ -80,8 +78,8 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
-    def ask(self, image: bytes, sent_id: str = "", **fields: Any) -> tuple[grpc.StatusCode, str]:
-        """The status of a request, and the id that it got."""
+    def detect(self, image: bytes, sent_id: str = "", **fields: Any) -> tuple[grpc.StatusCode, str]:
+        """Send a request. Return the status and the request ID in the response."""
         call = self._stub.Detect.future(
             pb.DetectRequest(image=image, **fields),
             metadata=((ID, sent_id),) if sent_id else (),
@@ -91,26 +89,26 @@ class Client:
         return call.code(), dict(call.trailing_metadata())[ID]
 
     def stream(self, *requests: pb.DetectRequest) -> tuple[list[str], str]:
-        """The ids of the answers to a stream, and that of the stream."""
+        """Send a stream. Return the IDs of its responses, and the ID of the stream."""
         call = self._stub.DetectStream(iter(requests), timeout=60)
-        return [answer.id for answer in call], dict(call.trailing_metadata())[ID]
+        return [response.id for response in call], dict(call.trailing_metadata())[ID]
 
 
-def test_requests_are_named_and_logged_as_json(
+def test_requests_are_logged_as_json_with_their_ids(
     bundle: Path, picture: Encode, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     options = "--log-format", "json", "--log-level", "debug"
     with server(bundle, log, *options) as address, Client(address) as client:
-        ok, own = client.ask(picture(), "frame:7/b")
-        assert (ok, own) == (grpc.StatusCode.OK, "frame:7/b")
-        _, made = client.ask(b"no image", 'of "mine" and more', id="seven")
-        assert re.fullmatch("[0-9a-f]{32}", made)
+        ok, sent = client.detect(picture(), "frame:7/b")
+        assert (ok, sent) == (grpc.StatusCode.OK, "frame:7/b")
+        _, generated = client.detect(b"no image", 'of "mine" and more', id="seven")
+        assert re.fullmatch("[0-9a-f]{32}", generated)
         too_long = "x" * 129
-        assert client.ask(picture(), too_long)[1] != too_long
+        assert client.detect(picture(), too_long)[1] != too_long
         requests = [pb.DetectRequest(id=i, image=picture()) for i in ("1", "line\nbreak")]
-        answered, stream_id = client.stream(*requests)
-        assert sorted(answered) == ["1", "line\nbreak"]
+        received, stream_id = client.stream(*requests)
+        assert sorted(received) == ["1", "line\nbreak"]
 
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     for line in lines:
@@ -118,8 +116,8 @@ def test_requests_are_named_and_logged_as_json(
         age = datetime.now(UTC) - datetime.fromisoformat(line["time"])
         assert timedelta() <= age < timedelta(minutes=5)
     logged = {line["request_id"]: line for line in lines if line.get("status")}
-    assert {"frame:7/b", f"{made}/seven", f"{stream_id}/1", stream_id} <= set(logged)
-    first, second = logged["frame:7/b"], logged[f"{made}/seven"]
+    assert {"frame:7/b", f"{generated}/seven", f"{stream_id}/1", stream_id} <= set(logged)
+    first, second = logged["frame:7/b"], logged[f"{generated}/seven"]
     assert (first["level"], first["model"], first["status"]) == ("DEBUG", MODEL, "OK")
     assert first["peer"].startswith("ipv4:127.0.0.1:")
     (timing,) = first["timings"]
@@ -127,9 +125,7 @@ def test_requests_are_named_and_logged_as_json(
     assert (second["status"], second["timings"]) == ("INVALID_ARGUMENT", [])
 
 
-def test_clients_that_do_not_shake_hands_leave_no_line_that_is_not_json(
-    bundle: Path, tmp_path: Path
-) -> None:
+def test_failed_handshakes_log_only_json(bundle: Path, tmp_path: Path) -> None:
     log, certificate, key = (tmp_path / name for name in ("log", "certificate", "key"))
     issued = trustme.CA().issue_cert("localhost")
     issued.cert_chain_pems[0].write_to_path(certificate)
@@ -143,7 +139,7 @@ def test_clients_that_do_not_shake_hands_leave_no_line_that_is_not_json(
     assert any("ready at" in message for message in messages_of(log))
 
 
-def test_calls_that_break_the_protocol_leave_no_line(bundle: Path, tmp_path: Path) -> None:
+def test_protocol_violations_are_not_logged(bundle: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     bad_metadata = (
         {"grpc-timeout": b"-5m"},
@@ -161,16 +157,14 @@ def test_calls_that_break_the_protocol_leave_no_line(bundle: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("streams", [">/dev/full 2>&1", ">&- 2>&-"])
-def test_a_server_that_cannot_write_a_word_answers(
-    bundle: Path, picture: Encode, streams: str
-) -> None:
+def test_server_works_without_standard_streams(bundle: Path, picture: Encode, streams: str) -> None:
     with server_without_streams(bundle, streams) as address, Client(address) as client:
         for _ in range(20):
-            assert client.ask(picture())[0] is grpc.StatusCode.OK
-            assert client.ask(b"no image")[0] is grpc.StatusCode.INVALID_ARGUMENT
+            assert client.detect(picture())[0] is grpc.StatusCode.OK
+            assert client.detect(b"no image")[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_log_that_nobody_reads_holds_nothing_up(bundle: Path, tmp_path: Path) -> None:
+def test_blocked_log_pipe_does_not_block_requests(bundle: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -179,7 +173,7 @@ def test_a_log_that_nobody_reads_holds_nothing_up(bundle: Path, tmp_path: Path) 
         Client(address) as client,
     ):
         for _ in range(1000):  # lines of more than 100 bytes; a pipe holds 65,536
-            assert client.ask(b"no image")[0] is grpc.StatusCode.INVALID_ARGUMENT
+            assert client.detect(b"no image")[0] is grpc.StatusCode.INVALID_ARGUMENT
     os.close(reader)
 
 
@@ -188,10 +182,10 @@ import logging
 from maskrcnn_trt.serving.monitoring.logs import configure_logs, name_call, name_request
 configure_logs("{form}", "info")
 log, other = logging.getLogger("maskrcnn_trt.serving.x"), logging.getLogger("other")
-log.info("nobody's")
+log.info("without request")
 name_call("call")
 name_request("1")
-log.info("%s's", "somebody", extra={{"answer": 42}})
+log.info("%s request", "with", extra={{"answer": 42}})
 log.debug("too much")
 other.info("too much")
 try:
@@ -202,7 +196,7 @@ except ZeroDivisionError:
 
 
 def log_of(form: str, streams: str = "") -> tuple[int, str]:
-    """The exit code and the log of a program."""
+    """Run a program that logs. Return its exit code and its log."""
     command = f'exec "$0" -c "$1" {streams}'
     result = subprocess.run(
         ["sh", "-c", command, sys.executable, PROGRAM.format(form=form)],
@@ -212,23 +206,23 @@ def log_of(form: str, streams: str = "") -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
-def test_text_has_a_line_each() -> None:
+def test_text_format() -> None:
     code, text = log_of("text")
     assert code == 0
     first, second, third, *traceback = text.splitlines()
-    assert re.fullmatch(r"[-0-9]+ [:,0-9]+ INFO maskrcnn_trt.serving.x: nobody's", first)
-    assert second.endswith(" INFO maskrcnn_trt.serving.x: somebody's [call/1]")
+    assert re.fullmatch(r"[-0-9]+ [:,0-9]+ INFO maskrcnn_trt.serving.x: without request", first)
+    assert second.endswith(" INFO maskrcnn_trt.serving.x: with request [call/1]")
     assert third.endswith(" ERROR other: failed [call/1]")
     assert traceback[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_json_has_an_object_each() -> None:
+def test_json_format() -> None:
     code, text = log_of("json")
     assert code == 0
     first, second, third = map(json.loads, text.splitlines())
     assert "request_id" not in first
     assert (second["message"], second["request_id"], second["answer"]) == (
-        "somebody's",
+        "with request",
         "call/1",
         42,
     )
@@ -237,14 +231,14 @@ def test_json_has_an_object_each() -> None:
     assert third["exception"].endswith("ZeroDivisionError: division by zero")
 
 
-def test_what_cannot_be_written_is_no_failure() -> None:
+def test_unwritable_log_is_no_failure() -> None:
     assert log_of("json", "2>/dev/full") == (0, "")
     assert log_of("text", "2>&-") == (0, "")
 
 
-@pytest.mark.parametrize("bad", ["", "a b", "a\nb", "a\u2028b", 'a"', "x" * 129, "é"])
-def test_what_could_forge_a_line_is_no_id(bad: str) -> None:
-    assert re.fullmatch("[0-9a-f]{32}", name_call(bad))
+@pytest.mark.parametrize("invalid", ["", "a b", "a\nb", "a\u2028b", 'a"', "x" * 129, "é"])
+def test_ids_that_could_forge_log_lines_are_replaced(invalid: str) -> None:
+    assert re.fullmatch("[0-9a-f]{32}", name_call(invalid))
     assert name_call("good") == "good"
-    name_request(bad)
+    name_request(invalid)
     assert request_id.get() == "good"

@@ -1,4 +1,4 @@
-"""Spans of a real server, as a collector gets them by OpenTelemetry's protocol."""
+"""Trace spans of a real server, received by an OTLP collector."""
 
 import asyncio
 import subprocess
@@ -31,8 +31,8 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STAGES = ["decode", "queue", "infer", "encode"]
 
 
-class Collector(TraceServiceServicer):
-    """Keeps what it is sent."""
+class SpanCollector(TraceServiceServicer):
+    """OTLP collector that keeps all spans."""
 
     def __init__(self) -> None:
         self.service = ""
@@ -49,19 +49,19 @@ class Collector(TraceServiceServicer):
         return ExportTraceServiceResponse()
 
     def children(self, parent: Span) -> list[Span]:
-        """The spans within one, in their order."""
+        """Return the child spans by start time."""
         own = [span for span in self.spans if span.parent_span_id == parent.span_id]
         return sorted(own, key=lambda span: span.start_time_unix_nano)
 
     def calls(self) -> list[Span]:
-        """The spans of calls, in the order of these."""
+        """Return the spans of gRPC calls by start time."""
         own = [span for span in self.spans if span.kind == Span.SPAN_KIND_SERVER]
         return sorted(own, key=lambda span: span.start_time_unix_nano)
 
 
 @pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    collector = Collector()
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpanCollector]:
+    collector = SpanCollector()
     server = grpc.server(ThreadPoolExecutor(1))
     add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -75,8 +75,8 @@ def attributes_of(span: Span) -> dict[str, Any]:
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
 
-def serve_and(ask: Callable[[Any], Any], bundle: Path, **settings: Any) -> None:
-    """Ask a server that traces, whose spans are all sent when this returns."""
+def trace(send: Callable[[Any], Any], bundle: Path, **settings: Any) -> None:
+    """Send requests to a tracing server. When this returns, all spans have been exported."""
 
     async def serve() -> None:
         config = ServeConfig(port=0, drain_delay_s=0, tracing=True, **settings)
@@ -84,21 +84,21 @@ def serve_and(ask: Callable[[Any], Any], bundle: Path, **settings: Any) -> None:
             detection_server(bundle, config) as address,
             grpc.aio.insecure_channel(address) as channel,
         ):
-            await ask(DetectorStub(channel))
+            await send(DetectorStub(channel))
 
     asyncio.run(serve())
 
 
-def test_a_request_is_a_span_within_that_of_its_client(
-    bundle: Path, collector: Collector, picture: Encode
+def test_request_span_continues_the_trace_of_the_client(
+    bundle: Path, collector: SpanCollector, picture: Encode
 ) -> None:
-    async def ask(stub: Any) -> None:
+    async def send(stub: Any) -> None:
         metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
-        answer = await stub.Detect(pb.DetectRequest(image=picture()), metadata=metadata)
-        timings.append(answer.timing)
+        response = await stub.Detect(pb.DetectRequest(image=picture()), metadata=metadata)
+        timings.append(response.timing)
 
     timings: list[Any] = []
-    serve_and(ask, bundle)
+    trace(send, bundle)
     assert collector.service == "maskrcnn"
     (call,) = collector.calls()
     assert (call.trace_id.hex(), call.parent_span_id.hex()) == (TRACE, PARENT)
@@ -121,69 +121,71 @@ def test_a_request_is_a_span_within_that_of_its_client(
     assert {span.trace_id.hex() for span in collector.spans} == {TRACE}
 
 
-def test_requests_that_fail_have_spans(bundle: Path, collector: Collector, picture: Encode) -> None:
-    async def ask(stub: Any) -> None:
+def test_failed_requests_have_spans(
+    bundle: Path, collector: SpanCollector, picture: Encode
+) -> None:
+    async def send(stub: Any) -> None:
         await stub.Detect(pb.DetectRequest(image=b"no image")).code()
         await stub.Detect(pb.DetectRequest(image=picture(), timeout_us=50_000)).code()
         await stub.Detect(pb.DetectRequest(image=picture()), timeout=0.5).code()
 
-    serve_and(ask, bundle, max_batch=4, max_delay_ms=60_000)
+    trace(send, bundle, max_batch=4, max_delay_ms=60_000)
     calls = collector.calls()
     codes = [attributes_of(call)["rpc.grpc.status_code"] for call in calls]
     assert codes == [3, 4, 1]
-    # A client's fault is none of the server's.
+    # Client errors do not set the span's error status.
     assert [call.status.code == Status.STATUS_CODE_ERROR for call in calls] == [False, True, False]
     for call in calls:
         (detect,) = collector.children(call)
         assert not collector.children(detect)
-    (refused,) = collector.children(calls[0])
-    assert refused.status.code == Status.STATUS_CODE_ERROR
-    assert "no JPEG" in refused.status.message
+    (rejected,) = collector.children(calls[0])
+    assert rejected.status.code == Status.STATUS_CODE_ERROR
+    assert "not a JPEG" in rejected.status.message
 
 
-def test_each_message_of_a_stream_is_a_span(
-    bundle: Path, collector: Collector, picture: Encode
+def test_each_message_of_a_stream_has_a_span(
+    bundle: Path, collector: SpanCollector, picture: Encode
 ) -> None:
-    async def ask(stub: Any) -> None:
+    async def send(stub: Any) -> None:
         images = (picture(), b"no image", picture())
         stream = stub.DetectStream(pb.DetectRequest(image=image) for image in images)
-        assert len([answer async for answer in stream]) == 3
+        assert len([response async for response in stream]) == 3
 
-    serve_and(ask, bundle)
+    trace(send, bundle)
     (call,) = collector.calls()
     assert attributes_of(call)["rpc.grpc.status_code"] == 0
     stages = [[s.name for s in collector.children(d)] for d in collector.children(call)]
     assert sorted(stages) == [[], STAGES, STAGES]
 
 
-def test_the_environment_configures(
-    bundle: Path, collector: Collector, picture: Encode, monkeypatch: pytest.MonkeyPatch
+def test_environment_variables_configure_the_exporter(
+    bundle: Path, collector: SpanCollector, picture: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def ask(stub: Any) -> None:
+    async def send(stub: Any) -> None:
         sampled = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
         await stub.Detect(pb.DetectRequest(image=picture()))
         await stub.Detect(pb.DetectRequest(image=picture()), metadata=sampled)
 
     monkeypatch.setenv("OTEL_SERVICE_NAME", "factory")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
-    serve_and(ask, bundle)
+    trace(send, bundle)
     assert collector.service == "factory"
     assert {span.trace_id.hex() for span in collector.spans} == {TRACE}
     assert len(collector.spans) == 6
 
 
-def test_without_a_collector_the_server_answers_and_stops(
+def test_server_works_without_a_collector(
     bundle: Path, picture: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def ask(stub: Any) -> None:
+    async def send(stub: Any) -> None:
         assert (await stub.Detect(pb.DetectRequest(image=picture()))).detections
 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    serve_and(ask, bundle)
+    trace(send, bundle)
 
 
-def test_without_the_extra_one_sentence_says_so(bundle: Path) -> None:
+def test_missing_opentelemetry_names_the_extra(bundle: Path) -> None:
     program = """
 import sys
 sys.modules["opentelemetry"] = None
@@ -193,5 +195,6 @@ main()
     command = [sys.executable, "-c", program, "serve", str(bundle), "--tracing", "true"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1
-    assert result.stderr.startswith("Error: tracing needs opentelemetry")
+    assert "opentelemetry" in result.stderr
+    assert "Traceback" not in result.stderr
     assert 'pip install "maskrcnn-trt[tracing]"' in result.stderr

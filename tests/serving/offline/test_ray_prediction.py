@@ -1,44 +1,77 @@
-"""Detection with a real Ray on this machine, in a process of its own."""
+"""`predict --ray` with a real Ray, in a subprocess."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from io import BytesIO
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import pytest
 from click.testing import CliRunner
 
-from maskrcnn_trt.serving.predict_command import predict
+from maskrcnn_trt.serving.commands.predict import predict
 
 Encode = Callable[..., bytes]
 
 
-def maskrcnn(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+# Ray and the imports take longer than the predictions: all commands share them. The first command
+# starts and stops a Ray of its own.
+COMMANDS_IN_ONE_PROCESS = """
+import contextlib, io, json, os, sys
+from pathlib import Path
+import ray
+from maskrcnn_trt import cli
+
+outcomes, commands, results = [], json.loads(sys.argv[1]), Path(sys.argv[2])
+for number, (words, variables) in enumerate(commands):
+    if number == 1:
+        ray.init(num_cpus=2, include_dashboard=False)
+    os.environ.update(variables)
+    sys.argv = ["maskrcnn", *words]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            cli.main()
+        except SystemExit as end:
+            outcomes.append((end.code or 0, errors.getvalue()))
+results.write_text(json.dumps(outcomes))
+"""
+
+
+class Outcome(NamedTuple):
+    returncode: int
+    stderr: str
+
+
+def maskrcnn(
+    commands: Sequence[tuple[Sequence[object], dict[str, str]]], results: Path, **variables: str
+) -> list[Outcome]:
+    """Run commands one after another; each has its own environment variables."""
+    words = json.dumps([([*map(str, words)], variables) for words, variables in commands])
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", **variables}
-    command = [sys.executable, "-m", "maskrcnn_trt", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    command = [sys.executable, "-c", COMMANDS_IN_ONE_PROCESS, words, str(results)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=480, env=environment)
+    assert run.returncode == 0, run.stderr
+    return [Outcome(*outcome) for outcome in json.loads(results.read_text())]
 
 
 def pictures(picture: Encode) -> dict[str, bytes]:
     return {f"{n}.jpg": picture(n, (120, 200) if n % 2 else (200, 120)) for n in range(6)}
 
 
-def found_alone(bundle: Path, folder: Path, output: Path) -> list[dict[str, Any]]:
-    """What `predict` finds without Ray."""
+def results_without_ray(bundle: Path, folder: Path, output: Path) -> list[dict[str, Any]]:
+    """Return the COCO results of `predict` without Ray."""
     words = [str(bundle), str(folder), "--score-threshold", "0.2", "-o", str(output)]
     alone = CliRunner().invoke(predict, words)
     assert alone.exit_code == 0, alone.output
-    found: list[dict[str, Any]] = json.loads((output / "detections.json").read_text())
-    return found
+    results: list[dict[str, Any]] = json.loads((output / "detections.json").read_text())
+    return results
 
 
-def found_in(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same in the rows that Ray wrote."""
+def results_in(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the COCO results in the rows that Ray wrote."""
     return [
         {"image_id": int(Path(row["path"]).stem), **detection}
         for row in sorted(rows, key=lambda row: row["path"])
@@ -46,22 +79,32 @@ def found_in(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def found(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was found in one row's image, by whatever name."""
+def anonymous_results(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the results of a row with the same image ID for all rows."""
     return [detection | {"image_id": 0} for detection in row["detections"]]
 
 
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    from pyarrow import parquet
+
+    rows: list[dict[str, Any]] = parquet.read_table(folder).to_pylist()
+    return rows
+
+
 @pytest.mark.slow
-def test_ray_finds_what_predict_finds(bundle: Path, picture: Encode, tmp_path: Path) -> None:
+def test_ray_agrees_with_predict_on_folders_and_buckets(
+    bundle: Path, picture: Encode, tmp_path: Path, store: str
+) -> None:
     pytest.importorskip("ray")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    boto3 = pytest.importorskip("boto3")
+    bucket = boto3.resource("s3", endpoint_url=store, region_name="us-east-1").Bucket("bucket")
+    bucket.create()
     folder = tmp_path / "pictures"
     folder.mkdir()
     for name, image in pictures(picture).items():
         (folder / name).write_bytes(image)
-    common = ("--score-threshold", "0.2", "-o")
-    expected = found_alone(bundle, folder, tmp_path / "a")
-
+        bucket.put_object(Key=f"pictures/{name}", Body=image)
+    expected = results_without_ray(bundle, folder, tmp_path / "a")
     (folder / "bad.png").write_bytes(b"no image")
     (folder / "notes.txt").write_text("no picture")
     (folder / "_x").mkdir()
@@ -69,78 +112,67 @@ def test_ray_finds_what_predict_finds(bundle: Path, picture: Encode, tmp_path: P
     for path in same:
         path.write_bytes(picture(0, (200, 120)))
     unreadable = "/proc/self/mem"
-    words = ("predict", bundle, folder, same[-1], unreadable, "--ray", *common, tmp_path / "#b")
-    without_engine = maskrcnn(*words, "--backend", "tensorrt")
-    assert without_engine.returncode == 1
-    assert "Ray could not go on" in without_engine.stderr.splitlines()[-1]
-    assert "no fp32 tensorrt artefact" in without_engine.stderr.splitlines()[-1]
-    result = maskrcnn(*words)
+
+    def predict_with_ray(*words: object) -> list[object]:
+        return ["predict", bundle, "--ray", "--score-threshold", "0.2", *words]
+
+    in_folder = predict_with_ray(folder, same[-1], unreadable, "-o", tmp_path / "#b")
+    parameters = f"endpoint_override={quote(store, safe='')}"
+    address = f"s3://bucket/pictures?{parameters}", "-o", f"s3://bucket/the #2?{parameters}"
+    unreachable = {"AWS_ENDPOINT_URL": "http://localhost:1"}
+    no_engine, result, again, by_variable, nothing, by_address, gone = maskrcnn(
+        [
+            ([*in_folder, "--backend", "tensorrt"], {}),
+            (in_folder, {}),
+            (in_folder, {}),
+            (predict_with_ray("s3://bucket/pictures", "-o", "s3://bucket/one"), {}),
+            (predict_with_ray("s3://bucket/none", "-o", "s3://bucket/three"), {}),
+            (predict_with_ray(*address), unreachable),
+            (predict_with_ray("s3://bucket/pictures", "-o", "s3://bucket/four"), unreachable),
+        ],
+        tmp_path / "outcomes.json",
+        AWS_ENDPOINT_URL=store,
+    )
+
+    assert no_engine.returncode == 1
+    assert "Ray failed" in no_engine.stderr.splitlines()[-1]
+    assert "no fp32 tensorrt artifact" in no_engine.stderr.splitlines()[-1]
     assert result.returncode == 1
     assert "2 of 11 images failed" in result.stderr
-    written = parquet.read_table(tmp_path / "#b").to_pylist()
-    rows = {Path(row["path"]).stem: row for row in written}
+    rows = {Path(row["path"]).stem: row for row in rows_in(tmp_path / "#b")}
     for path in same:
         row = rows.pop(path.stem)
         assert row["path"] == str(path)
-        assert found(row) == found(rows["0"])
-    assert "the file cannot be read" in rows.pop("mem")["error"]
+        assert anonymous_results(row) == anonymous_results(rows["0"])
+    assert "cannot be read" in rows.pop("mem")["error"]
     assert rows.keys() == {*"012345", "bad"}
     bad = rows.pop("bad")
-    assert bad["error"] == "the data is no JPEG, PNG or WebP image"
+    assert bad["error"] == "the data is not a JPEG, PNG or WebP image"
     assert bad["detections"] is None
-    assert found_in([*rows.values()]) == expected
+    assert results_in([*rows.values()]) == expected
     assert (rows["0"]["height"], rows["0"]["width"]) == (200, 120)
-
-    again = maskrcnn(*words)
     assert again.returncode == 1
-    assert "holds files already; choose another folder" in again.stderr
+    assert "choose another folder" in again.stderr
 
-
-@pytest.mark.slow
-def test_ray_reads_and_writes_buckets(
-    bundle: Path, picture: Encode, tmp_path: Path, store: str
-) -> None:
-    boto3 = pytest.importorskip("boto3")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    bucket = boto3.resource("s3", endpoint_url=store, region_name="us-east-1").Bucket("bucket")
-    bucket.create()
-    for name, image in pictures(picture).items():
-        (tmp_path / name).write_bytes(image)
-        bucket.put_object(Key=f"pictures/{name}", Body=image)
-    expected = found_alone(bundle, tmp_path, tmp_path / "alone")
-    place = f"endpoint_override={quote(store, safe='')}"
-
-    def rows_in(folder: str) -> list[dict[str, Any]]:
-        objects = [o for o in bucket.objects.filter(Prefix=folder) if o.key.endswith(".parquet")]
-        tables = [parquet.read_table(BytesIO(o.get()["Body"].read())) for o in objects]
-        return [row for table in tables for row in table.to_pylist()]
-
-    def predicted(source: str, output: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        words = ("predict", bundle, source, "--ray", "--score-threshold", "0.2", "-o", output)
-        return maskrcnn(*words, **variables)
-
-    by_variable = predicted("s3://bucket/pictures", "s3://bucket/one", AWS_ENDPOINT_URL=store)
-    by_address = predicted(f"s3://bucket/pictures?{place}", f"s3://bucket/the #2?{place}")
-    for result, folder in ((by_variable, "one"), (by_address, "the #2")):
-        assert result.returncode == 0, result.stderr
-        assert found_in(rows_in(folder)) == expected
-
-    nothing = predicted("s3://bucket/none", "s3://bucket/three", AWS_ENDPOINT_URL=store)
+    for outcome, name in ((by_variable, "one"), (by_address, "the #2")):
+        assert outcome.returncode == 0, outcome.stderr
+        copy = tmp_path / name
+        copy.mkdir()
+        for item in bucket.objects.filter(Prefix=name):
+            if item.key.endswith(".parquet"):
+                (copy / Path(item.key).name).write_bytes(item.get()["Body"].read())
+        assert results_in(rows_in(copy)) == expected
     assert nothing.returncode == 1
-    assert "there is no image to detect in: bucket/none" in nothing.stderr.splitlines()[-1]
-    gone = predicted(
-        "s3://bucket/pictures", "s3://bucket/four", AWS_ENDPOINT_URL="http://localhost:1"
-    )
+    assert "bucket/none" in nothing.stderr.splitlines()[-1]
     assert gone.returncode == 1
-    assert "images or results cannot be reached" in gone.stderr.splitlines()[-1]
-    assert "at Amazon or where AWS_ENDPOINT_URL says" in gone.stderr.splitlines()[-1]
+    assert "AWS_ENDPOINT_URL" in gone.stderr.splitlines()[-1]
 
 
-def test_words_that_do_not_go_together(bundle: Path, tmp_path: Path) -> None:
+def test_conflicting_options_of_predict(bundle: Path, tmp_path: Path) -> None:
     address = CliRunner().invoke(predict, [str(bundle), "s3://bucket/folder"])
     assert address.exit_code == 2
-    assert "s3://bucket/folder is an address, which is read only with --ray" in address.stderr
+    assert "s3://bucket/folder is an address" in address.stderr
     words = [str(bundle), str(tmp_path), "--ray", "--format", "coco"]
     formats = CliRunner().invoke(predict, words)
     assert formats.exit_code == 2
-    assert "--format is of no use with --ray" in formats.stderr
+    assert "--format cannot be combined with --ray" in formats.stderr

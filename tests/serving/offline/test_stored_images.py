@@ -1,4 +1,4 @@
-"""Which images files, folders and buckets hold, and what those with odd names hold."""
+"""Image listing of `predict --ray` in files, folders and buckets, with unusual names."""
 
 from pathlib import Path
 from urllib.parse import quote
@@ -6,10 +6,11 @@ from urllib.parse import quote
 import pytest
 
 pytest.importorskip("pyarrow.fs")
+pytest.importorskip("ray")
 
 from maskrcnn_trt.model.images import ImageError
 from maskrcnn_trt.serving.errors import ServingError
-from maskrcnn_trt.serving.offline.stored_images import StoredImages, read_image, stored_images
+from maskrcnn_trt.serving.offline.ray_prediction import StoredImages, read_image, stored_images
 
 IMAGES = {
     "_MG_0001.jpg",
@@ -36,7 +37,7 @@ def folder(tmp_path: Path) -> str:
 
 @pytest.fixture
 def bucket(store: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of a folder in a bucket with the same."""
+    """Create a folder with the same content in a bucket, and return its address."""
     boto3 = pytest.importorskip("boto3")
     monkeypatch.setenv("AWS_ENDPOINT_URL", store)
     objects = boto3.resource("s3", endpoint_url=store, region_name="us-east-1").Bucket("bucket")
@@ -47,52 +48,50 @@ def bucket(store: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def contents(images: StoredImages) -> list[str]:
-    return [read_image(images.stores[store], path).decode() for store, path in images.places]
+    return [read_image(images.stores[store], path).decode() for store, path in images.paths]
 
 
-@pytest.mark.parametrize("place", ["folder", "bucket"])
-def test_folders_give_all_that_is_named_as_an_image(
-    place: str, request: pytest.FixtureRequest
+@pytest.mark.parametrize("source", ["folder", "bucket"])
+def test_folders_contribute_files_with_an_image_suffix(
+    source: str, request: pytest.FixtureRequest
 ) -> None:
-    address = request.getfixturevalue(place)
-    found = stored_images([address])
-    assert sorted(contents(found)) == sorted(IMAGES)
-    assert found.places == tuple(sorted(found.places))
-    assert stored_images([f"{address}/"]) == found
+    address = request.getfixturevalue(source)
+    images = stored_images([address])
+    assert sorted(contents(images)) == sorted(IMAGES)
+    assert images.paths == tuple(sorted(images.paths))
+    assert stored_images([f"{address}/"]) == images
 
 
-@pytest.mark.parametrize("place", ["folder", "bucket"])
-def test_files_are_taken_whatever_their_names(place: str, request: pytest.FixtureRequest) -> None:
-    address = request.getfixturevalue(place)
+@pytest.mark.parametrize("source", ["folder", "bucket"])
+def test_files_may_have_any_name(source: str, request: pytest.FixtureRequest) -> None:
+    address = request.getfixturevalue(source)
     names = sorted(IMAGES | OTHERS)
     quoted = [quote(name) if "://" in address else name for name in names]
     files = [f"{address}/{name}" for name in quoted]
     assert contents(stored_images(files)) == names
 
 
-def test_sources_of_several_stores_go_together_and_none_comes_twice(
-    folder: str, bucket: str
-) -> None:
+def test_several_stores_and_duplicate_sources(folder: str, bucket: str) -> None:
     both = stored_images([folder, bucket, f"{folder}/_MG_0001.jpg", bucket])
     assert len(both.stores) == 2
     assert sorted(contents(both)) == sorted([*IMAGES, *IMAGES])
 
 
-def test_what_is_not_there_is_named(folder: str, bucket: str, tmp_path: Path) -> None:
+def test_missing_sources(folder: str, bucket: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ServingError, match=r"no image to detect in: \S+/empty \(\.jpeg, \.jpg"):
+    with pytest.raises(ServingError, match=r"no image found in \S+/empty \(\.jpeg, \.jpg"):
         stored_images([str(tmp_path / "empty")])
     for missing in (f"{folder}/none.jpg", f"{bucket}/none.jpg"):
-        with pytest.raises(ServingError, match=r"no image to detect in: .*/none\.jpg is not there"):
+        with pytest.raises(ServingError, match=r"/none\.jpg does not exist"):
             stored_images([bucket, missing])
-    (place,) = stored_images([f"{folder}/_MG_0001.jpg"]).places
-    found = stored_images([folder])
-    Path(place[1]).unlink()
-    with pytest.raises(ImageError, match=r"the file cannot be read"):
-        contents(found)
+    (path,) = stored_images([f"{folder}/_MG_0001.jpg"]).paths
+    images = stored_images([folder])
+    Path(path[1]).unlink()
+    with pytest.raises(ImageError, match=r"cannot be read"):
+        contents(images)
 
 
-def test_name_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_name_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "odd\udcff.jpg").touch()
-    with pytest.raises(ServingError, match=r"is not UTF-8: .*odd\\xff\.jpg; rename it"):
+    with pytest.raises(ServingError, match=r"UTF-8: .*odd\\xff\.jpg"):
         stored_images([str(tmp_path)])

@@ -1,4 +1,4 @@
-"""Triton's client, and what the model finds without a server."""
+"""Triton's client, and a predictor that computes the expected detections."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Models whose loading fails or hangs: what was there goes on as it was."""
+"""Model loads that fail or hang: the served model stays as it was."""
 
 import asyncio
 import contextlib
@@ -16,26 +16,26 @@ from tritonclient.utils import InferenceServerException
 from unloadable_server import assert_serving, assert_unloaded, serving, until
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
-from maskrcnn_trt.serving import pipeline
+from maskrcnn_trt.serving.pipeline import model_lifecycle
 
 Encode = Callable[..., bytes]
 
 
-def test_a_load_that_fails_leaves_the_model_unloaded(
+def test_failed_load_leaves_the_model_unloaded(
     bundle: Path, tmp_path: Path, picture: Encode, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "bundle"
     shutil.copytree(bundle, path)
     manifest = path / "manifest.json"
-    failure = "not reloaded, and the old one stays unloaded"
+    failure = "the old model stays unloaded"
     load = inference.RepositoryModelLoadRequest(model_name=MODEL)
 
-    async def ask() -> None:
+    async def run() -> None:
         reload = asyncio.Event()
         async with serving(path, caplog, reload) as server:
             await server.triton.unload_model(MODEL)
             manifest.rename(path / "elsewhere")
-            with pytest.raises(InferenceServerException, match="it has no manifest") as caught:
+            with pytest.raises(InferenceServerException, match="manifest") as caught:
                 await server.triton.load_model(MODEL)
             assert "FAILED_PRECONDITION" in caught.value.status()
             await assert_unloaded(server, picture())
@@ -50,23 +50,23 @@ def test_a_load_that_fails_leaves_the_model_unloaded(
             await server.triton.load_model(MODEL)
             await assert_serving(server, picture())
 
-    asyncio.run(ask())
+    asyncio.run(run())
     assert f"the model is unloaded: {MODEL}" in caplog.text
     assert f"the bundle is reloaded: {MODEL}" in caplog.text
 
 
-def test_a_load_that_hangs_is_given_up(
+def test_hanging_load_is_cancelled(
     bundle: Path,
     gate: Gate,
     picture: Encode,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def ask() -> None:
+    async def run() -> None:
         async with serving(bundle, caplog) as server:
             gate.close()
             with monkeypatch.context() as patched:
-                patched.setattr(pipeline, "LONGEST_START_S", 1.0)
+                patched.setattr(model_lifecycle, "START_TIMEOUT_S", 1.0)
                 with pytest.raises(InferenceServerException, match="not ready after 1 s") as caught:
                     await server.triton.load_model(MODEL)
             assert "FAILED_PRECONDITION" in caught.value.status()
@@ -76,27 +76,27 @@ def test_a_load_that_hangs_is_given_up(
             await server.triton.load_model(MODEL)
             await assert_serving(server, picture())
 
-    asyncio.run(ask())
+    asyncio.run(run())
 
 
-def test_a_disk_that_hangs_keeps_no_server_from_its_end(
+def test_hanging_disk_does_not_block_shutdown(
     bundle: Path, picture: Encode, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "bundle"
     shutil.copytree(bundle, path)
     hanging = path / "manifest.json"
 
-    async def ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(monkeypatch: pytest.MonkeyPatch) -> None:
         async with serving(path, caplog) as server:
             hanging.unlink()
-            os.mkfifo(hanging)  # of which nothing can be read
-            monkeypatch.setattr(pipeline, "LONGEST_START_S", 1.0)
+            os.mkfifo(hanging)  # opening it blocks
+            monkeypatch.setattr(model_lifecycle, "START_TIMEOUT_S", 1.0)
             for _ in range(2):
                 with pytest.raises(InferenceServerException, match="not ready after 1 s"):
                     await server.triton.load_model(MODEL)
             await assert_serving(server, picture())
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        asyncio.run(ask(monkeypatch))
+        asyncio.run(run(monkeypatch))
     with contextlib.suppress(OSError):
-        os.close(os.open(hanging, os.O_WRONLY | os.O_NONBLOCK))  # for the threads to end
+        os.close(os.open(hanging, os.O_WRONLY | os.O_NONBLOCK))  # ends the threads

@@ -1,4 +1,4 @@
-"""What Triton's client is told about server, model and requests."""
+"""Metadata, configuration, statistics, repository and health, as seen by Triton's client."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from tritonclient.grpc import InferenceServerClient, InferRequestedOutput
 from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from maskrcnn_trt.model.manifest import read_manifest, write_manifest
+from maskrcnn_trt.model.bundle.manifest import read_manifest, write_manifest
 from maskrcnn_trt.protos.inference import open_inference_pb2 as pb
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.serving.config import ServeConfig
@@ -35,7 +35,7 @@ def statistics_of(client: InferenceServerClient, name: str = MODEL) -> Any:
     return statistics
 
 
-def test_ready_server_says_so(triton: InferenceServerClient) -> None:
+def test_readiness(triton: InferenceServerClient) -> None:
     assert triton.is_server_live()
     assert triton.is_server_ready()
     assert triton.is_model_ready(MODEL)
@@ -67,9 +67,7 @@ def test_metadata_and_configuration_agree(triton: InferenceServerClient) -> None
     assert shapes["mask_probabilities"] == [-1, 20, 28, 28]
 
 
-def test_every_output_of_the_metadata_can_be_asked_for(
-    triton: InferenceServerClient, picture: Encode
-) -> None:
+def test_every_output_can_be_requested(triton: InferenceServerClient, picture: Encode) -> None:
     described = triton.get_model_metadata(MODEL).outputs
     outputs = [InferRequestedOutput(output.name) for output in described]
     result = triton.infer(MODEL, images_of(picture()), outputs=outputs)
@@ -125,7 +123,7 @@ def test_repository_index(triton: InferenceServerClient) -> None:
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "method",
     [
         InferenceServerClient.get_model_metadata,
         InferenceServerClient.get_model_config,
@@ -134,23 +132,23 @@ def test_repository_index(triton: InferenceServerClient) -> None:
         InferenceServerClient.unload_model,
     ],
 )
-def test_unknown_models_are_not_found(triton: InferenceServerClient, ask: Any) -> None:
+def test_unknown_models_of_other_methods(triton: InferenceServerClient, method: Any) -> None:
     with pytest.raises(InferenceServerException, match="model 'resnet' is not served") as caught:
-        ask(triton, "resnet")
+        method(triton, "resnet")
     assert "NOT_FOUND" in caught.value.status()
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "method",
     [
         lambda client: client.get_system_shared_memory_status(),
         lambda client: client.get_trace_settings(),
         lambda client: client.get_log_settings(),
     ],
 )
-def test_what_is_not_offered_is_unimplemented(triton: InferenceServerClient, ask: Any) -> None:
+def test_unsupported_methods_are_unimplemented(triton: InferenceServerClient, method: Any) -> None:
     with pytest.raises(InferenceServerException) as caught:
-        ask(triton)
+        method(triton)
     assert "UNIMPLEMENTED" in caught.value.status()
 
 
@@ -171,17 +169,17 @@ def test_services_are_reflected(address: str) -> None:
             assert name in [described.name for described in file.service]
 
 
-def test_model_is_loaded_anew(triton: InferenceServerClient, picture: Encode) -> None:
+def test_model_reload(triton: InferenceServerClient, picture: Encode) -> None:
     before = triton.infer(MODEL, images_of(picture()))
     triton.load_model(MODEL)
     after = triton.infer(MODEL, images_of(picture()))
     np.testing.assert_array_equal(before.as_numpy("masks"), after.as_numpy("masks"))
-    with pytest.raises(InferenceServerException, match="parameter 'config' is not known"):
+    with pytest.raises(InferenceServerException, match="unknown parameter 'config'"):
         triton.load_model(MODEL, config="{}")
 
 
-def test_model_is_loaded_anew_under_load(address: str, picture: Encode) -> None:
-    async def ask() -> list[Any]:
+def test_model_reload_under_load(address: str, picture: Encode) -> None:
+    async def run() -> list[Any]:
         async with triton_aio.InferenceServerClient(address) as client:
             loading = asyncio.create_task(client.load_model(MODEL))
             results = []
@@ -192,7 +190,7 @@ def test_model_is_loaded_anew_under_load(address: str, picture: Encode) -> None:
             await loading
             return results
 
-    results = asyncio.run(ask())
+    results = asyncio.run(run())
     assert results
     assert all(result.as_numpy("num_detections").all() for result in results)
 
@@ -204,22 +202,20 @@ def test_health_of_service_and_model(address: str, service: str) -> None:
     assert response.status == HealthCheckResponse.SERVING
 
 
-def test_damaged_bundle_is_refused_and_the_old_one_serves_on(
-    bundle: Path, tmp_path: Path, picture: Encode
-) -> None:
+def test_invalid_bundle_is_not_loaded(bundle: Path, tmp_path: Path, picture: Encode) -> None:
     copy = tmp_path / "bundle"
     copy.mkdir()
     for path in bundle.iterdir():
         (copy / path.name).symlink_to(path)
 
-    async def ask() -> str:
+    async def run() -> str:
         async with (
             detection_server(copy, ServeConfig(port=0)) as address,
             triton_aio.InferenceServerClient(address) as client,
         ):
             (copy / "manifest.json").unlink()
             for name in (MODEL, "resnet"):
-                with pytest.raises(InferenceServerException, match="it has no manifest"):
+                with pytest.raises(InferenceServerException, match="manifest"):
                     await client.load_model(name)
             write_manifest(copy, read_manifest(bundle).model_copy(update={"mask_side": 14}))
             with pytest.raises(InferenceServerException, match="mask_side") as caught:
@@ -227,16 +223,16 @@ def test_damaged_bundle_is_refused_and_the_old_one_serves_on(
             assert (await client.infer(MODEL, images_of(picture()))).as_numpy("scores").any()
             return str(caught.value.status())
 
-    assert "FAILED_PRECONDITION" in asyncio.run(ask())
+    assert "FAILED_PRECONDITION" in asyncio.run(run())
 
 
-def test_bundle_of_another_name_is_loaded_by_that(
+def test_bundle_with_a_new_name_is_loaded_by_that_name(
     bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
     copy = tmp_path / "bundle"
     shutil.copytree(bundle, copy)
 
-    async def ask() -> None:
+    async def run() -> None:
         async with (
             detection_server(copy, ServeConfig(port=0)) as address,
             triton_aio.InferenceServerClient(address) as client,
@@ -248,18 +244,18 @@ def test_bundle_of_another_name_is_loaded_by_that(
             assert not await client.is_model_ready(MODEL)
             assert (await client.infer("newer", images_of(picture()))).as_numpy("scores").any()
 
-    asyncio.run(ask())
+    asyncio.run(run())
 
 
-def test_stop_answers_what_a_stream_has_asked_for(bundle: Path, picture: Encode) -> None:
+def test_stop_drains_a_stream(bundle: Path, picture: Encode) -> None:
     async def requests(hold: asyncio.Event) -> AsyncIterator[dict[str, Any]]:
         for seed in range(3):
             yield {"model_name": MODEL, "inputs": images_of(picture(seed))}
         await hold.wait()
 
-    async def ask() -> int:
+    async def run() -> int:
         hold = asyncio.Event()
-        answers = 0
+        responses = 0
         async with contextlib.AsyncExitStack() as server:
             config = ServeConfig(port=0, max_delay_ms=100, drain_delay_s=1)
             address = await server.enter_async_context(detection_server(bundle, config))
@@ -272,16 +268,16 @@ def test_stop_answers_what_a_stream_has_asked_for(bundle: Path, picture: Encode)
                 assert not await client.is_model_ready(MODEL)
                 (model, _) = (await client.get_model_repository_index()).models
                 assert model.state == "UNAVAILABLE"
-                assert "the server starts or stops" in model.reason
+                assert "stopping" in model.reason
                 for _ in range(2):
                     result, error = await anext(stream)
                     assert error is None
-                    answers += bool(result.as_numpy("scores").any())
+                    responses += bool(result.as_numpy("scores").any())
                 with pytest.raises(grpc.RpcError) as caught:
                     await anext(stream)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
                 hold.set()
                 await stopping
-        return answers
+        return responses
 
-    assert asyncio.run(ask()) == 2
+    assert asyncio.run(run()) == 2

@@ -1,4 +1,4 @@
-"""Inference as Triton's own clients ask for it, over a real socket."""
+"""Inference with Triton's clients over a real socket."""
 
 import asyncio
 import queue
@@ -45,7 +45,7 @@ def assert_row_is(result: InferResult, row: int, expected: Detections) -> None:
 
 
 @pytest.mark.parametrize("column", [False, True])
-def test_batch_is_answered_as_padded_tensors(
+def test_outputs_of_a_batch_are_padded(
     triton: InferenceServerClient, predictor: Predictor, picture: Encode, column: bool
 ) -> None:
     pictures = [picture(1), picture(2, (200, 120)), picture(3, codec="PNG")]
@@ -67,7 +67,7 @@ def test_batch_is_answered_as_padded_tensors(
 
 
 @pytest.mark.parametrize("datatype", ["UINT8", "FP32"])
-def test_raw_pixels_are_answered_as_the_encoded_picture(
+def test_raw_pixels_give_the_same_detections(
     triton: InferenceServerClient, predictor: Predictor, picture: Encode, datatype: str
 ) -> None:
     pictures = [picture(1, codec="PNG"), picture(2, codec="PNG")]
@@ -78,12 +78,12 @@ def test_raw_pixels_are_answered_as_the_encoded_picture(
 
 
 @pytest.mark.parametrize("datatype", ["BYTES", "UINT8", "FP32"])
-def test_typed_contents_are_read(
+def test_typed_contents(
     triton: InferenceServerClient, predictor: Predictor, picture: Encode, datatype: str
 ) -> None:
     data = picture(4, (64, 96), codec="PNG")
     tensor = InferInput("images", (1,) if datatype == "BYTES" else (1, 64, 96, 3), datatype)
-    contents = tensor._get_tensor().contents  # their class fills it for HTTP alone
+    contents = tensor._get_tensor().contents  # InferInput fills it for HTTP only
     if datatype == "BYTES":
         contents.bytes_contents.append(data)
     elif datatype == "UINT8":
@@ -93,11 +93,13 @@ def test_typed_contents_are_read(
     assert_row_is(triton.infer(MODEL, [tensor]), 0, predictor.detect(data))
 
 
-def test_typed_contents_may_be_as_long_as_a_message(
+def test_typed_contents_up_to_the_message_limit(
     triton: InferenceServerClient, predictor: Predictor, picture: Encode
 ) -> None:
-    height, width = 832, 840  # of which the pixels are 512 bytes short of 2 MiB
-    array = decoded(picture(5, (height + 1, width), codec="PNG")) // 2  # of a byte each, as sent
+    height, width = 832, 840  # 512 bytes less than 2 MiB of pixels
+    array = (
+        decoded(picture(5, (height + 1, width), codec="PNG")) // 2
+    )  # values below 128 take one byte each
     file = BytesIO()
     Image.fromarray(array[0, :height]).save(file, "PNG")
     fits, too_long = (InferInput("images", (1, h, width, 3), "UINT8") for h in (height, height + 1))
@@ -108,7 +110,7 @@ def test_typed_contents_may_be_as_long_as_a_message(
         triton.infer(MODEL, [too_long])
 
 
-def test_requested_outputs_are_the_answer(
+def test_requested_outputs(
     triton: InferenceServerClient, predictor: Predictor, picture: Encode
 ) -> None:
     names = ["mask_probabilities", "scores", "masks"]
@@ -128,7 +130,7 @@ def test_requested_outputs_are_the_answer(
     assert result.as_numpy("masks")[0, :count].tolist() == [rle.counts for rle in rles]
 
 
-def test_parameters_are_kept(
+def test_parameters_are_applied(
     triton: InferenceServerClient, predictor: Predictor, picture: Encode
 ) -> None:
     everything = predictor.detect(picture())
@@ -150,29 +152,27 @@ def test_image_without_detections_is_all_padding(
     assert set(result.as_numpy("masks").ravel()) == {b""}
 
 
-def test_precision_may_be_part_of_the_name(
+def test_precision_in_the_model_name(
     triton: InferenceServerClient, predictor: Predictor, picture: Encode
 ) -> None:
     result = triton.infer(f"{MODEL}-fp32", images_of(picture()), model_version="1")
     assert_row_is(result, 0, predictor.detect(picture()))
-    with pytest.raises(InferenceServerException, match="leave one of them out"):
+    with pytest.raises(InferenceServerException, match="leave out the parameter"):
         triton.infer(f"{MODEL}-fp32", images_of(picture()), parameters={"precision": "fp16"})
 
 
 def test_async_client(address: str, predictor: Predictor, picture: Encode) -> None:
-    async def ask() -> list[InferResult]:
+    async def run() -> list[InferResult]:
         async with triton_aio.InferenceServerClient(address) as client:
             calls = (client.infer(MODEL, images_of(picture(seed))) for seed in range(4))
             return await asyncio.gather(*calls)
 
-    for seed, result in enumerate(asyncio.run(ask())):
+    for seed, result in enumerate(asyncio.run(run())):
         assert_row_is(result, 0, predictor.detect(picture(seed)))
 
 
-def test_cancelled_request_gives_the_places_of_its_images_back(
-    bundle: Path, picture: Encode
-) -> None:
-    async def ask() -> InferResult:
+def test_cancelled_request_releases_its_slots(bundle: Path, picture: Encode) -> None:
+    async def run() -> InferResult:
         config = ServeConfig(port=0, queue_size=3, max_batch=64, max_delay_ms=300)
         images = images_of(*map(picture, range(3)))
         async with (
@@ -188,14 +188,16 @@ def test_cancelled_request_gives_the_places_of_its_images_back(
             await asyncio.sleep(0.15)
             return await client.infer(MODEL, images)
 
-    assert asyncio.run(ask()).as_numpy("num_detections").all()
+    assert asyncio.run(run()).as_numpy("num_detections").all()
 
 
-def test_stream_is_answered_in_order_and_outlives_refusals(
+def test_stream_responses_are_in_order_and_continue_after_an_error(
     triton: InferenceServerClient, predictor: Predictor, picture: Encode
 ) -> None:
-    answers: queue.Queue[tuple[InferResult | None, InferenceServerException | None]] = queue.Queue()
-    triton.start_stream(callback=lambda result, error: answers.put((result, error)))
+    responses: queue.Queue[tuple[InferResult | None, InferenceServerException | None]] = (
+        queue.Queue()
+    )
+    triton.start_stream(callback=lambda result, error: responses.put((result, error)))
     for seed in range(12):
         data = b"no image" if seed == 5 else picture(seed)
         triton.async_stream_infer(
@@ -203,14 +205,14 @@ def test_stream_is_answered_in_order_and_outlives_refusals(
         )
     triton.stop_stream()
     for seed in range(12):
-        result, error = answers.get(timeout=30)
+        result, error = responses.get(timeout=30)
         if seed == 5:
             assert error is not None
-            assert "images[0]: the data is no JPEG, PNG or WebP" in error.message()
+            assert "images[0]: the data is not a JPEG, PNG or WebP" in error.message()
             continue
         assert result is not None
         response = result.get_response()
         assert response.id == str(seed)
         assert response.parameters["triton_final_response"].bool_param
         assert_row_is(result, 0, predictor.detect(picture(seed)))
-    assert answers.empty()
+    assert responses.empty()

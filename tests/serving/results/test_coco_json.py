@@ -20,7 +20,7 @@ def test_image_id_is_the_stem(name: str, image_id: int | str) -> None:
     assert image_id_from_path(Path("folder") / name) == image_id
 
 
-def test_pycocotools_reads_the_results(
+def test_pycocotools_loads_the_results(
     bundle: Path, picture: Encode, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     detections = Predictor(bundle).detect(picture())

@@ -3,11 +3,11 @@ import pytest
 
 from maskrcnn_trt.model.masks import rle_from_mask
 from maskrcnn_trt.serving.detections import Detections
-from maskrcnn_trt.serving.results.drawing import colour_of, draw_detections
+from maskrcnn_trt.serving.results.drawing import colour_from_label, draw_detections
 
 
 def one_detection(height: int, width: int, with_mask: bool = True) -> Detections:
-    """A square in the middle, half the picture's size, filled by its mask."""
+    """Return a detection in the centre, half the image's size, with a mask that fills its box."""
     box = np.array([[width // 4, height // 4, width * 3 // 4, height * 3 // 4]], np.float32)
     mask = np.zeros((height, width), np.bool_)
     mask[height // 4 : height * 3 // 4, width // 4 : width * 3 // 4] = True
@@ -30,7 +30,7 @@ def test_mask_and_box_take_the_colour_of_the_class(height: int, width: int) -> N
     assert drawn.shape == image.shape
     assert drawn.dtype == np.uint8
     assert (image == 40).all()
-    colour = np.array(colour_of(2))
+    colour = np.array(colour_from_label(2))
     if height > 100:
         middle = drawn[height // 2, width // 2].astype(int)
         np.testing.assert_allclose(middle, 40 + 0.45 * (colour - 40), atol=1)
@@ -41,11 +41,11 @@ def test_mask_and_box_take_the_colour_of_the_class(height: int, width: int) -> N
 def test_boxes_are_drawn_without_masks() -> None:
     image = np.zeros((100, 100, 3), np.uint8)
     drawn = draw_detections(image, one_detection(100, 100, with_mask=False))
-    np.testing.assert_array_equal(drawn[75, 50], colour_of(2))
+    np.testing.assert_array_equal(drawn[75, 50], colour_from_label(2))
     assert not drawn[50, 50].any()
 
 
-def test_nothing_found_leaves_the_picture_as_it_is() -> None:
+def test_image_without_detections_is_unchanged() -> None:
     image = np.random.default_rng(0).integers(0, 256, (50, 60, 3)).astype(np.uint8)
     nothing = Detections(
         height=50,
@@ -61,6 +61,6 @@ def test_nothing_found_leaves_the_picture_as_it_is() -> None:
 
 
 def test_colours_of_neighbouring_classes_differ() -> None:
-    colours = np.array([colour_of(label) for label in range(1, 9)])
+    colours = np.array([colour_from_label(label) for label in range(1, 9)])
     distances = np.abs(colours[:, None] - colours[None]).sum(-1)
     assert distances[~np.eye(8, dtype=bool)].min() > 60

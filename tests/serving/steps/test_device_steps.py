@@ -1,4 +1,4 @@
-"""Detection on the backend's device, a GPU where there is one, beside the same on the CPU."""
+"""Steps on the backend's device, a GPU if there is one, compared with the steps on the CPU."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torchvision.ops import box_iou
 
+from maskrcnn_trt.model.bundle.manifest import Manifest, read_manifest
 from maskrcnn_trt.model.images import ImageError
-from maskrcnn_trt.model.manifest import Manifest, read_manifest
 from maskrcnn_trt.serving.backends.torch import TorchBackend
 from maskrcnn_trt.serving.detections import (
     DEFAULT_OPTIONS,
@@ -20,8 +20,8 @@ from maskrcnn_trt.serving.detections import (
     Detections,
     MaskFormat,
 )
-from maskrcnn_trt.serving.offline.bulk import batch_steps, detect_many, outcomes_of
-from maskrcnn_trt.serving.steps.base import Job, Outcome
+from maskrcnn_trt.serving.offline.bulk import batch_steps, detect_many, run_in_batches
+from maskrcnn_trt.serving.steps.base import ImageRequest, Outcome
 from maskrcnn_trt.serving.steps.device_steps import DeviceSteps
 from maskrcnn_trt.serving.steps.host_steps import HostSteps
 from maskrcnn_trt.serving.steps.preprocessing import SourceImage, plan_image
@@ -42,7 +42,7 @@ def backend(torch_bundle: Path, manifest: Manifest) -> Iterator[TorchBackend]:
 
 
 def smooth(seed: int, size: tuple[int, int], codec: str = "JPEG", **options: object) -> bytes:
-    """Blots of colour, which decoders agree upon."""
+    """Encode an image of smooth colours, which all decoders decode alike."""
     tiles = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), np.uint8)
     image = Image.fromarray(tiles).resize(size[::-1], Image.Resampling.BICUBIC)
     file = BytesIO()
@@ -55,9 +55,9 @@ def planned(
     backend: TorchBackend,
     manifest: Manifest,
     options: DetectionOptions,
-) -> list[Job]:
+) -> list[ImageRequest]:
     plan = partial(plan_image, max_pixels=10**6, apply_orientation=True)
-    return [Job(plan(i, manifest.preprocessing, backend.buckets), options) for i in images]
+    return [ImageRequest(plan(i, manifest.preprocessing, backend.buckets), options) for i in images]
 
 
 def both_ways(
@@ -67,13 +67,13 @@ def both_ways(
     options: DetectionOptions = DEFAULT_OPTIONS,
     **device_options: int,
 ) -> Iterator[tuple[Outcome, Outcome]]:
-    """What the device's steps give, and the host's."""
-    sources = planned(images, backend, manifest, options)
+    """Return the outcomes of the steps on the device, and of those on the host."""
+    requests = planned(images, backend, manifest, options)
     on_device = DeviceSteps(backend, manifest, threads=2, **device_options)
     on_host = HostSteps(backend, manifest, threads=2)
-    found = [list(outcomes_of(sources, steps, max_batch=4)) for steps in (on_device, on_host)]
-    assert len(found[0]) == len(images)
-    return zip(*found, strict=True)
+    outcomes = [list(run_in_batches(requests, own, max_batch=4)) for own in (on_device, on_host)]
+    assert len(outcomes[0]) == len(images)
+    return zip(*outcomes, strict=True)
 
 
 def assert_same(own: Outcome, other: Outcome) -> None:
@@ -88,9 +88,9 @@ def assert_same(own: Outcome, other: Outcome) -> None:
 
 
 def assert_alike(own: Outcome, other: Outcome) -> None:
-    """Most of one's detections are among the other's.
+    """Assert that most detections of one outcome are also in the other.
 
-    Masks are not compared: the model's weights are random, and its probabilities all near one half.
+    Masks are not compared, because a model with random weights gives probabilities near one half.
     """
     assert isinstance(own, Detections)
     assert isinstance(other, Detections)
@@ -102,9 +102,7 @@ def assert_alike(own: Outcome, other: Outcome) -> None:
     assert {(rle.height, rle.width) for rle in own.rles} == {(own.height, own.width)}
 
 
-def test_pixels_decoded_by_the_host_give_the_same(
-    backend: TorchBackend, manifest: Manifest
-) -> None:
+def test_images_decoded_on_the_host(backend: TorchBackend, manifest: Manifest) -> None:
     images = [smooth(n, size, "PNG") for n, size in enumerate([LANDSCAPE, PORTRAIT, LANDSCAPE])]
     images.append(smooth(3, LANDSCAPE, mode="CMYK"))
     for own, other in both_ways(images, backend, manifest):
@@ -114,9 +112,7 @@ def test_pixels_decoded_by_the_host_give_the_same(
         assert own.rles == other.rles
 
 
-def test_files_decoded_by_the_device_give_as_good_as_the_same(
-    backend: TorchBackend, manifest: Manifest
-) -> None:
+def test_images_decoded_on_the_device(backend: TorchBackend, manifest: Manifest) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     images = [
@@ -131,32 +127,28 @@ def test_files_decoded_by_the_device_give_as_good_as_the_same(
         assert_alike(own, other)
 
 
-def test_masks_with_more_runs_than_expected_are_whole(
-    backend: TorchBackend, manifest: Manifest
-) -> None:
+def test_masks_with_more_runs_than_the_capacity(backend: TorchBackend, manifest: Manifest) -> None:
     for own, other in both_ways([smooth(0, LANDSCAPE, "PNG")], backend, manifest, run_capacity=3):
         assert isinstance(own, Detections)
         assert isinstance(other, Detections)
         assert own.rles == other.rles
 
 
-def test_damaged_files_are_told_apart_within_a_batch(
-    backend: TorchBackend, manifest: Manifest
-) -> None:
+def test_damaged_files_in_a_batch(backend: TorchBackend, manifest: Manifest) -> None:
     whole = smooth(0, LANDSCAPE, subsampling=0)
     cut_off = whole[: len(whole) * 3 // 4]
     without_tables = whole.replace(b"\xff\xdb", b"\xff\xe9").replace(b"\xff\xc4", b"\xff\xe9")
     images = [whole, cut_off, without_tables, whole]
-    found = list(both_ways(images, backend, manifest))
-    for own, other in (found[1], found[2]):
+    outcomes = list(both_ways(images, backend, manifest))
+    for own, other in (outcomes[1], outcomes[2]):
         assert isinstance(own, ImageError)
         assert str(own) == str(other)
-    assert_alike(*found[0])
-    assert_alike(*found[3])
+    assert_alike(*outcomes[0])
+    assert_alike(*outcomes[3])
 
 
 @pytest.mark.parametrize("masks", MaskFormat)
-def test_options_are_kept(backend: TorchBackend, manifest: Manifest, masks: MaskFormat) -> None:
+def test_options_apply(backend: TorchBackend, manifest: Manifest, masks: MaskFormat) -> None:
     options = DetectionOptions(score_threshold=0.25, max_detections=3, mask_format=masks)
     for own, other in both_ways([smooth(1, LANDSCAPE, "PNG")], backend, manifest, options):
         assert_same(own, other)
@@ -174,27 +166,25 @@ def test_options_are_kept(backend: TorchBackend, manifest: Manifest, masks: Mask
                     np.testing.assert_allclose(outline, corners, atol=1e-2)
 
 
-def test_each_image_of_a_batch_has_options_of_its_own(
-    backend: TorchBackend, manifest: Manifest
-) -> None:
-    several = [
+def test_options_of_each_image_in_a_batch(backend: TorchBackend, manifest: Manifest) -> None:
+    option_sets = [
         DetectionOptions(max_detections=n, mask_format=m) for n, m in enumerate(MaskFormat, 1)
     ]
-    images = [smooth(1, LANDSCAPE, "PNG")] * len(several)
-    jobs = [
-        Job(job.image, options)
-        for job, options in zip(
-            planned(images, backend, manifest, several[0]), several, strict=True
+    images = [smooth(1, LANDSCAPE, "PNG")] * len(option_sets)
+    requests = [
+        ImageRequest(request.image, options)
+        for request, options in zip(
+            planned(images, backend, manifest, option_sets[0]), option_sets, strict=True
         )
     ]
     steps = DeviceSteps(backend, manifest, threads=2)
-    mixed = list(outcomes_of(jobs, steps, max_batch=4))
-    for job, own in zip(jobs, mixed, strict=True):
-        (other,) = outcomes_of([job], steps, max_batch=4)
+    mixed = list(run_in_batches(requests, steps, max_batch=4))
+    for request, own in zip(requests, mixed, strict=True):
+        (other,) = run_in_batches([request], steps, max_batch=4)
         assert_same(own, other)
         assert isinstance(own, Detections)
         assert isinstance(other, Detections)
-        assert len(own) == job.options.max_detections
+        assert len(own) == request.options.max_detections
         assert own.rles == other.rles
         assert (own.mask_probabilities is None) == (other.mask_probabilities is None)
         assert (own.polygons is None) == (other.polygons is None)
@@ -203,22 +193,22 @@ def test_each_image_of_a_batch_has_options_of_its_own(
 def test_pixels_need_no_decoding(backend: TorchBackend, manifest: Manifest) -> None:
     images = [
         np.frombuffer(np.random.default_rng(0).bytes(h * w * 3), np.uint8).reshape(h, w, 3)
-        for h, w in ((120, 200), (96, 160))  # resized, and of the model's own size
+        for h, w in ((120, 200), (96, 160))  # one to resize, one of the model's input size
     ]
     for own, other in both_ways(images, backend, manifest):
         assert_same(own, other)
 
 
-def test_the_time_of_each_stage_is_told(backend: TorchBackend, manifest: Manifest) -> None:
-    jobs = planned([smooth(0, LANDSCAPE)] * 3, backend, manifest, DEFAULT_OPTIONS)
-    for outcome in outcomes_of(jobs, DeviceSteps(backend, manifest, threads=1), max_batch=4):
+def test_timing_of_each_stage(backend: TorchBackend, manifest: Manifest) -> None:
+    requests = planned([smooth(0, LANDSCAPE)] * 3, backend, manifest, DEFAULT_OPTIONS)
+    for outcome in run_in_batches(requests, DeviceSteps(backend, manifest, threads=1), max_batch=4):
         assert isinstance(outcome, Detections)
         timing = outcome.timing
         assert min(timing.decode_us, timing.infer_us, timing.encode_us) > 0
         assert timing.batch_size == 3
 
 
-def test_no_detection_is_an_answer(backend: TorchBackend, manifest: Manifest) -> None:
+def test_no_detections(backend: TorchBackend, manifest: Manifest) -> None:
     options = DetectionOptions(score_threshold=1)
     for own, _ in both_ways([smooth(0, LANDSCAPE)], backend, manifest, options):
         assert isinstance(own, Detections)
@@ -226,8 +216,8 @@ def test_no_detection_is_an_answer(backend: TorchBackend, manifest: Manifest) ->
         assert own.rles == ()
 
 
-def test_many_batches_in_progress_do_not_mix(backend: TorchBackend, manifest: Manifest) -> None:
-    count = 210 if torch.cuda.is_available() else 42  # where nothing overlaps
+def test_concurrent_batches_do_not_mix_in_steps(backend: TorchBackend, manifest: Manifest) -> None:
+    count = 210 if torch.cuda.is_available() else 42  # on the CPU nothing overlaps
     images = [smooth(n % 7, (LANDSCAPE, PORTRAIT)[n % 3 == 0], subsampling=0) for n in range(count)]
     assert isinstance(batch_steps(backend, manifest, threads=2), DeviceSteps)
     alone = [outcome for outcome, _ in both_ways(images[:21], backend, manifest)]
@@ -235,7 +225,7 @@ def test_many_batches_in_progress_do_not_mix(backend: TorchBackend, manifest: Ma
         assert_alike(own, alone[n % 21])
 
 
-def test_work_can_be_left_in_the_middle(backend: TorchBackend, manifest: Manifest) -> None:
+def test_iteration_can_be_abandoned(backend: TorchBackend, manifest: Manifest) -> None:
     results = detect_many([smooth(0, LANDSCAPE)] * 100, backend, manifest, max_batch=4)
     first = next(iter(results))
     del results

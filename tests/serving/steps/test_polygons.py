@@ -15,9 +15,9 @@ from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat, Outlines
-from maskrcnn_trt.serving.messages import detections_from_response, encoded_detections
+from maskrcnn_trt.serving.messages import detections_from_response, encode_detections
 from maskrcnn_trt.serving.offline.predictor import Predictor
-from maskrcnn_trt.serving.steps.polygons import polygons_from_probabilities
+from maskrcnn_trt.serving.steps.postprocessing import polygons_from_probabilities
 
 Encode = Callable[..., bytes]
 HEIGHT, WIDTH = 300, 400
@@ -28,7 +28,7 @@ sides = pytest.mark.parametrize("side", [28, 56])
 
 
 def disc(side: int, x: float = 0.5, y: float = 0.5, radius: float = 0.4) -> NDArray[np.float32]:
-    """Probabilities that fall from 1 to 0 at a circle; lengths are in sides of the mask."""
+    """Return probabilities that fall from 1 to 0 at a circle; lengths in sides of the mask."""
     centres = (np.arange(side) + 0.5) / side
     distance = np.hypot(centres - x, centres[:, None] - y)
     return (1 / (1 + np.exp(30 * (distance - radius)))).astype(np.float32)
@@ -55,20 +55,20 @@ def outlines_of(
 
 
 def encoded(mask: NDArray[np.float32], box: Sequence[float], paste: MaskPaste) -> Any:
-    """The mask in pycocotools' form, by our run lengths."""
+    """Return the mask as COCO RLE in the format of pycocotools."""
     boxes = np.array([box], np.float32)
     (rle,) = rles_from_probabilities(mask[None], boxes, HEIGHT, WIDTH, paste=paste)
     return {"size": [HEIGHT, WIDTH], "counts": rle.counts}
 
 
 def rasterised(outlines: Outlines) -> Any:
-    """The mask that pycocotools makes of outlines."""
+    """Rasterise outlines with pycocotools, as COCO RLE."""
     rings = [outline.ravel().tolist() for outline in outlines]
     return coco_mask.merge(coco_mask.frPyObjects(rings, HEIGHT, WIDTH))
 
 
 def overlap(left: Any, right: Any) -> float:
-    """Intersection over union."""
+    """Return the intersection over union."""
     return float(coco_mask.iou([left], [right], [0])[0, 0])
 
 
@@ -90,7 +90,7 @@ def overlap(left: Any, right: Any) -> float:
     [(disc, disc, 1), (ring, disc, 1), (two_blobs,) * 2 + (2,), (ones, ones, 1)],
     ids=["disc", "ring", "two blobs", "full"],
 )
-def test_polygons_are_the_run_lengths_without_holes(
+def test_polygons_cover_the_mask_without_holes(
     shape: Callable[[int], NDArray[np.float32]],
     filled: Callable[[int], NDArray[np.float32]],
     count: int,
@@ -105,7 +105,7 @@ def test_polygons_are_the_run_lengths_without_holes(
 
 @pytest.mark.parametrize("seed", range(10))
 @pastes
-def test_many_masks_are_the_run_lengths_of_each(seed: int, paste: MaskPaste) -> None:
+def test_polygons_of_many_masks(seed: int, paste: MaskPaste) -> None:
     rng = np.random.default_rng(seed)
     masks = np.stack([disc(28, *rng.uniform(0.4, 0.6, 2), rng.uniform(0.3, 0.7)) for _ in range(8)])
     corners = rng.uniform(0, 1, (8, 2)) * [300, 200]
@@ -116,15 +116,15 @@ def test_many_masks_are_the_run_lengths_of_each(seed: int, paste: MaskPaste) -> 
 
 
 @sides
-def test_vertices_lie_where_the_bilinear_surface_is_one_half(side: int) -> None:
+def test_vertices_lie_at_probability_one_half(side: int) -> None:
     mask = np.random.default_rng(0).random((side, side), dtype=np.float32)
     left, top, right, bottom = box = (20.25, 30.75, 190.5, 280.0)
     x, y = torch.from_numpy(np.concatenate(outlines_of(mask, box)).astype(np.float64)).T
     assert len(x) > side
-    place = torch.stack([(x - left) / (right - left), (y - top) / (bottom - top)], dim=1)
+    position = torch.stack([(x - left) / (right - left), (y - top) / (bottom - top)], dim=1)
     values = torch.nn.functional.grid_sample(
         torch.from_numpy(mask.astype(np.float64))[None, None],
-        2 * place[None, None] - 1,
+        2 * position[None, None] - 1,
         align_corners=False,
     )
     np.testing.assert_allclose(values.numpy(), 0.5, atol=1e-4)
@@ -132,8 +132,8 @@ def test_vertices_lie_where_the_bilinear_surface_is_one_half(side: int) -> None:
 
 @pastes
 @pytest.mark.parametrize("seed", range(5))
-def test_rings_are_simple_and_clockwise(seed: int, paste: MaskPaste) -> None:
-    """Even where many of them meet the image's edge."""
+def test_outlines_are_simple_and_clockwise(seed: int, paste: MaskPaste) -> None:
+    """Many of the outlines touch the edge of the image."""
     mask = np.random.default_rng(seed).random((28, 28), dtype=np.float32)
     outlines = outlines_of(mask, (0.0, 250.5, 60.5, 300.0), paste)
     assert len(outlines) > 3
@@ -159,7 +159,7 @@ def test_a_full_mask_is_its_box(side: int) -> None:
 
 
 @pastes
-def test_what_lies_outside_the_image_is_cut_off(paste: MaskPaste) -> None:
+def test_outlines_are_clipped_to_the_image(paste: MaskPaste) -> None:
     (outline,) = outlines_of(ones(28), (-50.0, 100.0, 450.0, 420.0), paste)
     np.testing.assert_allclose(shapely.Polygon(outline).bounds, (0, 100, 400, 300), atol=1)
     assert outlines_of(ones(28), (500.0, 100.0, 600.0, 200.0), paste) == ()
@@ -196,7 +196,7 @@ def test_a_part_within_a_hole_has_an_outline() -> None:
     assert outer.contains(inner)
 
 
-def test_one_sample_is_outlined_and_no_detection_is_none() -> None:
+def test_one_sample_and_no_masks() -> None:
     (outline,) = outlines_of(np.ones((1, 1), np.float32), (10.0, 10.0, 20.0, 20.0))
     assert shapely.Polygon(outline).bounds == (10, 10, 20, 20)
     nothing = np.zeros((0, 28, 28), np.float32), np.zeros((0, 4), np.float32)
@@ -211,7 +211,7 @@ def assert_equal(left: Sequence[Outlines] | None, right: Sequence[Outlines] | No
             np.testing.assert_array_equal(outline, expected, strict=True)
 
 
-def test_messages_hold_masks_of_any_number_of_outlines() -> None:
+def test_messages_with_any_number_of_outlines() -> None:
     box = (40.3, 51.7, 80.6, 90.1)
     polygons = (outlines_of(two_blobs(28), box), (), outlines_of(disc(28), box))
     detections = Detections(
@@ -224,7 +224,7 @@ def test_messages_hold_masks_of_any_number_of_outlines() -> None:
         class_names=("disc", "box", "ring"),
         polygons=polygons,
     )
-    response = pb.DetectResponse.FromString(encoded_detections(detections))
+    response = pb.DetectResponse.FromString(encode_detections(detections))
     assert [d.WhichOneof("mask") for d in response.detections] == ["polygons"] * 3
     assert_equal(detections_from_response(response, MaskFormat.POLYGON).polygons, polygons)
 
@@ -236,19 +236,19 @@ def predictor(bundle: Path) -> Iterator[Predictor]:
     predictor.close()
 
 
-def test_a_server_answers_with_the_polygons_of_its_probabilities(
+def test_polygons_from_a_server_equal_those_of_its_probabilities(
     address: str, predictor: Predictor, picture: Encode
 ) -> None:
     images = [picture(n, size) for n, size in enumerate([(120, 200), (640, 480), (8, 9)])]
     soft = DetectionOptions(mask_format=MaskFormat.PROBABILITIES)
     with DetectorClient(address) as client:
-        answers: list[Any] = list(client.detect_many(images, POLYGONS))
+        responses: list[Any] = list(client.detect_many(images, POLYGONS))
         streamed: dict[int, Any] = dict(client.stream(images, POLYGONS))
         none = client.detect(
             images[0], DetectionOptions(score_threshold=1, mask_format=MaskFormat.POLYGON)
         )
     assert none.polygons == ()
-    for index, (image, own) in enumerate(zip(images, answers, strict=True)):
+    for index, (image, own) in enumerate(zip(images, responses, strict=True)):
         assert_equal(streamed[index].polygons, own.polygons)
         assert_equal(predictor.detect(image, POLYGONS).polygons, own.polygons)
         expected = predictor.detect(image, soft)
@@ -261,7 +261,7 @@ def test_a_server_answers_with_the_polygons_of_its_probabilities(
         assert own.mask_probabilities is None
 
 
-def test_an_unknown_format_is_refused_with_the_known_ones(address: str, picture: Encode) -> None:
+def test_unknown_mask_format(address: str, picture: Encode) -> None:
     request = pb.DetectRequest(image=picture(), mask_format=9)  # type: ignore[arg-type]
     with grpc.insecure_channel(address) as channel:
         stub: Any = DetectorStub(channel)
@@ -269,6 +269,6 @@ def test_an_unknown_format_is_refused_with_the_known_ones(address: str, picture:
             stub.Detect(request, timeout=30)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     message = caught.value.details() or ""
-    assert message.startswith("mask_format 9 is not known; it must be one of ")
+    assert message.startswith("mask_format is 9; it must be one of ")
     for name, number in pb.MaskFormat.items():
         assert f"{name} ({number})" in message

@@ -1,0 +1,239 @@
+"""`maskrcnn eval`: average precision of a checkpoint or a bundle."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from ...model.bundle.manifest import Precision
+from ...serving.config import BackendName
+from ...training.config import EvaluatorName
+
+if TYPE_CHECKING:
+    from .measure import BundleEvaluation, ValidationSet
+
+# Options that apply only to a bundle.
+_BUNDLE_OPTIONS = ("images", "annotations", "backend", "precision", "output")
+# Key of the configuration section `evaluation` that each option sets.
+_KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
+
+
+@click.command(name="eval")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("data", required=False)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--images", type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder of images, instead of DATA.",
+)  # fmt: skip
+@click.option(
+    "--annotations", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="COCO instances file of the images in --images.",
+)  # fmt: skip
+@click.option(
+    "--backend", type=click.Choice(get_args(BackendName)),
+    help="Backend of a bundle. Default: the fastest that the bundle has artifacts for.",
+)  # fmt: skip
+@click.option(
+    "--precision", type=click.Choice(get_args(Precision)),
+    help="Precision of a bundle. Default: the first that the backend supports.",
+)  # fmt: skip
+@click.option(
+    "--batch", type=click.IntRange(1),
+    help="Maximum images per batch; sets evaluation.images_per_batch.",
+)  # fmt: skip
+@click.option(
+    "--evaluator", type=click.Choice(get_args(EvaluatorName)),
+    help="Library that computes the metrics; sets evaluation.evaluator.",
+)  # fmt: skip
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the result files of a bundle. Default: they are not written.",
+)  # fmt: skip
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write the metrics to this file.",
+)  # fmt: skip
+def evaluate(
+    model: Path,
+    data: str | None,
+    overrides: tuple[str, ...],
+    json_path: Path | None,
+    **options: Any,
+) -> None:
+    """Measure the average precision of a checkpoint or a bundle.
+
+    `maskrcnn eval CHECKPOINT CONFIG [KEY=VALUE]...` evaluates on data.val of CONFIG. The arguments
+    are those of `maskrcnn train`, and `torchrun` works too. The model is the checkpoint's: the
+    section `model` of CONFIG is ignored, and KEY=VALUE sets only those of its keys that change no
+    parameters, such as model.roi.score_threshold. The result files are written to the folder
+    `inference` in output_dir.
+
+    `maskrcnn eval BUNDLE DATA` evaluates a bundle as it is served. DATA is a data set folder as for
+    `maskrcnn data inspect`; its split `val`, or its only split, is used. Use --images and
+    --annotations for any other files. DATA can also be CONFIG [KEY=VALUE]..., of which data.val,
+    data.on_broken and the section `evaluation` are used.
+
+    The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
+    coco_results.pth for torch. If a metric is below evaluation.expected, the exit code is 1.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    run = _evaluate_bundle if model.is_dir() else _evaluate_checkpoint
+    run(model, data, overrides, given, json_path)
+
+
+def _evaluate_checkpoint(
+    checkpoint: Path,
+    source: str | None,
+    overrides: tuple[str, ...],
+    given: Mapping[str, Any],
+    json_path: Path | None,
+) -> None:
+    from ...model.checkpoint import load_checkpoint
+    from ...training.distributed import worker
+    from ...training.evaluation.config import load_evaluation_config
+    from ...training.evaluation.result_files import RESULTS_FOLDER
+    from ...training.evaluation.validation import check_expected
+    from ...training.run import evaluate_checkpoint
+    from ...training.terminal import errors_of_main_process
+
+    for name in _BUNDLE_OPTIONS:
+        if name in given:
+            raise click.UsageError(
+                f"--{name} applies only to a bundle folder; {checkpoint} is not one"
+            )
+    if source is None or _is_folder(source):
+        raise click.UsageError("a checkpoint is evaluated on data.val of CONFIG; give CONFIG")
+    loaded = load_checkpoint(checkpoint)
+    config = load_evaluation_config(source, (*overrides, *_overrides_from(given)), loaded)
+    with worker(config.device) as own:
+        metrics = evaluate_checkpoint(loaded, config, own)
+        if own.is_main:
+            _print_metrics(metrics)
+            click.echo(f"the result files are in {config.output_dir / RESULTS_FOLDER}")
+            _write_json(json_path, {"checkpoint": str(checkpoint), "metrics": metrics})
+        # If one process fails, torchrun kills the others at once, even while they print.
+        own.wait_for_ranks()
+    with errors_of_main_process():
+        check_expected(config.evaluation, metrics)
+
+
+def _evaluate_bundle(
+    bundle: Path,
+    source: str | None,
+    overrides: tuple[str, ...],
+    given: Mapping[str, Any],
+    json_path: Path | None,
+) -> None:
+    from dataclasses import asdict
+
+    from ...training.evaluation.validation import check_expected
+    from .measure import evaluate_bundle
+
+    data = _validation_set_from(source, overrides, given)
+    options = {name: given[name] for name in ("backend", "precision", "output") if name in given}
+    evaluation = evaluate_bundle(bundle, data, **options)
+    _print_metrics(evaluation.metrics)
+    click.echo(_describe_evaluation(evaluation))
+    if "output" in given:
+        click.echo(f"the result files are in {given['output']}")
+    rate = {"images_per_second": evaluation.images_per_second}
+    _write_json(json_path, {"bundle": str(bundle), **asdict(evaluation), **rate})
+    check_expected(data.settings, evaluation.metrics)
+
+
+def _validation_set_from(
+    source: str | None, overrides: tuple[str, ...], given: Mapping[str, Any]
+) -> "ValidationSet":
+    """Return the validation set that DATA, or --images and --annotations, name."""
+    from ...training.config import DatasetConfig, EvaluationConfig
+    from ...training.data.coco.splits import find_validation_split
+    from .measure import ValidationSet
+
+    if (source is not None, "images" in given, "annotations" in given) not in (
+        (True, False, False),
+        (False, True, True),
+    ):
+        raise click.UsageError("give either DATA, or both --images and --annotations")
+    if source is None:
+        dataset = DatasetConfig(images=given["images"], annotations=given["annotations"])
+    elif _is_folder(source):
+        dataset = find_validation_split(Path(source))
+    else:
+        return _validation_set_of_config(source, overrides, given)
+    if overrides:
+        raise click.UsageError(f"{overrides[0]} needs a configuration; give CONFIG as DATA")
+    keys = {key: given[name] for name, key in _KEYS.items() if name in given}
+    return ValidationSet(dataset, EvaluationConfig(**keys))
+
+
+def _validation_set_of_config(
+    source: str, overrides: tuple[str, ...], given: Mapping[str, Any]
+) -> "ValidationSet":
+    from ...training.config import ConfigError, validated_config
+    from ...training.config_sources import presets
+    from .measure import ValidationSet
+
+    if source not in presets() and not Path(source).is_file():
+        raise ConfigError(f"{source} is neither a folder nor a configuration file nor a preset")
+    for key in (override.partition("=")[0] for override in overrides):
+        if not re.match(r"(data\.val|data\.on_broken|evaluation)\b", key):
+            raise ConfigError(
+                f"{key} does not apply to a bundle: its model and input sizes were fixed at "
+                "export; set keys of data.val, data.on_broken or evaluation"
+            )
+    config = validated_config(source, (*overrides, *_overrides_from(given)))
+    if config.data.val is None:
+        raise ConfigError(
+            f"{source} has no validation set; set data.val.images and data.val.annotations"
+        )
+    return ValidationSet(config.data.val, config.evaluation, config.data.on_broken)
+
+
+def _overrides_from(given: Mapping[str, Any]) -> list[str]:
+    return [f"evaluation.{key}={given[name]}" for name, key in _KEYS.items() if name in given]
+
+
+def _is_folder(source: str) -> bool:
+    from ...training.config_sources import presets
+
+    return source not in presets() and Path(source).is_dir()
+
+
+def _describe_evaluation(evaluation: "BundleEvaluation") -> str:
+    images = f"{evaluation.images} images"
+    if evaluation.left_out:
+        images += f" ({evaluation.left_out} skipped)"
+    return (
+        f"{images} in {evaluation.seconds:.1f} s: {evaluation.images_per_second:.1f} images/s in "
+        f"{evaluation.precision} with {evaluation.backend} on {evaluation.device}, in batches of "
+        f"up to {evaluation.max_batch}"
+    )
+
+
+def _print_metrics(metrics: dict[str, float]) -> None:
+    from rich.console import Console
+
+    from ...training.evaluation.coco_metrics import (
+        IOU_TITLES,
+        IOU_TYPES,
+        class_table,
+        summary_lines,
+    )
+
+    if not metrics:
+        return
+    for iou_type in IOU_TYPES:
+        click.echo(f"{IOU_TITLES[iou_type]} AP and AR")
+        click.echo("\n".join(summary_lines(metrics, iou_type)))
+    Console().print(class_table(metrics))
+
+
+def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        click.echo(f"the metrics are in {path}")

@@ -1,0 +1,175 @@
+"""Evaluation of a bundle on a COCO validation set, with a serving backend."""
+
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from ...model.bundle.manifest import Manifest, Precision, read_manifest
+from ...model.images import ImageError
+from ...serving.backends.base import Backend
+from ...serving.backends.loading import load_backend, served_precision
+from ...serving.config import BackendName
+from ...serving.detections import Detections
+from ...serving.offline.bulk import detect_many
+from ...serving.steps.base import Outcome
+from ...training.classes import check_categories
+from ...training.config import DatasetConfig, EvaluationConfig
+from ...training.data.coco.dataset import CocoDataset, DataError, ImageRecord
+from ...training.distributed import Worker
+from ...training.evaluation.detections import ImageDetections
+from ...training.evaluation.evaluator import CocoEvaluator
+from ...training.reporting import with_progress
+from ...training.terminal import terminal_progress
+
+logger = logging.getLogger(__name__)
+
+
+class ValidationSet(NamedTuple):
+    """COCO data set to evaluate a bundle on, and settings of the evaluation."""
+
+    dataset: DatasetConfig
+    # Keys that matter only during training, such as early stopping, are ignored.
+    settings: EvaluationConfig = EvaluationConfig()
+    # Unreadable images and annotations: skip and log them, or raise an error.
+    on_broken: Literal["skip", "refuse"] = "skip"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleEvaluation:
+    """Metrics and speed of a bundle on a data set."""
+
+    # Result of `coco_metrics` for boxes and masks. Empty if the metrics were not requested.
+    metrics: dict[str, float]
+    # Images with detections.
+    images: int
+    # Images of the annotation file that were skipped.
+    left_out: int
+    # From the first image's file to the last image's detections, without warm-up.
+    seconds: float
+    backend: str
+    device: Literal["cpu", "cuda"]
+    precision: Precision
+    max_batch: int
+
+    @property
+    def images_per_second(self) -> float:
+        """Images with detections per second."""
+        return self.images / self.seconds
+
+
+def evaluate_bundle(
+    bundle: Path,
+    data: ValidationSet,
+    *,
+    backend: BackendName = "auto",
+    precision: Precision | None = None,
+    output: Path | None = None,
+) -> BundleEvaluation:
+    """Evaluate a bundle as it is served, but with each image in its annotated orientation.
+
+    Args:
+        bundle: Folder of the bundle.
+        data: Validation set.
+        backend: Inference backend.
+        precision: None: the first precision of the bundle that the backend supports.
+        output: Folder for the result files. None: they are not written.
+
+    Raises:
+        BackendError: the backend does not run on this machine.
+        BundleError: the bundle is damaged or lacks the precision.
+        ConfigError: the data set has categories that the bundle does not know.
+        DataError: the data set is invalid, no image is valid, or one image is invalid and
+            `on_broken` is `refuse`.
+    """
+    manifest = read_manifest(bundle)
+    precision = precision or served_precision(manifest, backend)
+    max_batch = data.settings.images_per_batch
+    worker = Worker(0, 1, torch.device("cpu"))
+    with terminal_progress(worker) as progress:
+        dataset = CocoDataset(data.dataset, data.on_broken)
+        check_categories(dataset, manifest.categories)
+        evaluator = CocoEvaluator(dataset, manifest.categories, worker, data.settings.evaluator)
+        engine = load_backend(bundle, manifest, precision, backend, max_batch)
+        with closing(engine):
+            engine.warm_up(max_batch)
+            start = time.perf_counter()
+            with closing(_detect(dataset.records, engine, manifest, max_batch)) as outcomes:
+                shown = with_progress(outcomes, len(dataset), progress, "detecting")
+                left_out = _add_detections(shown, evaluator, data.on_broken)
+            seconds = time.perf_counter() - start
+        if left_out == len(dataset):
+            raise DataError(f"no image of {dataset.name} is valid; the log has the reasons")
+        metrics = evaluator.evaluate(output, measure=not data.settings.skip_eval)
+    return BundleEvaluation(
+        metrics=metrics,
+        images=len(dataset) - left_out,
+        left_out=left_out + dataset.skipped_images,
+        seconds=seconds,
+        backend=engine.name,
+        device=engine.device,
+        precision=precision,
+        max_batch=max_batch,
+    )
+
+
+def _detect(
+    records: Sequence[ImageRecord], engine: Backend, manifest: Manifest, max_batch: int
+) -> Generator[tuple[ImageRecord, Outcome], None, None]:
+    """Yield each image's record, and its detections in the annotated orientation or an error."""
+    detect = partial(detect_many, backend=engine, manifest=manifest, max_batch=max_batch)
+    rotated = []
+    for record, outcome in _pairs(records, partial(detect, apply_orientation=False)):
+        if isinstance(outcome, Detections) and not _has_annotated_size(outcome, record):
+            rotated.append(record)
+        else:
+            yield record, outcome
+    # Some annotation tools apply the EXIF orientation and some ignore it. The annotated size tells
+    # the two apart.
+    for record, outcome in _pairs(rotated, partial(detect, apply_orientation=True)):
+        if isinstance(outcome, Detections) and not _has_annotated_size(outcome, record):
+            outcome = ImageError(
+                f"the image is {outcome.height}x{outcome.width} pixels, but annotated as "
+                f"{record.height}x{record.width}"
+            )
+        yield record, outcome
+
+
+def _pairs(
+    records: Sequence[ImageRecord], detect: Callable[..., Iterator[Outcome]]
+) -> Iterator[tuple[ImageRecord, Outcome]]:
+    return zip(records, detect(record.path for record in records), strict=True)
+
+
+def _has_annotated_size(detections: Detections, record: ImageRecord) -> bool:
+    return (detections.height, detections.width) == (record.height, record.width)
+
+
+def _add_detections(
+    outcomes: Iterable[tuple[ImageRecord, Outcome]],
+    evaluator: CocoEvaluator,
+    on_broken: Literal["skip", "refuse"],
+) -> int:
+    """Add detections to an evaluator, log invalid images, and return the number of the latter."""
+    invalid = 0
+    for record, outcome in outcomes:
+        if isinstance(outcome, Detections):
+            evaluator.add(record.id, _image_detections_from(outcome))
+            continue
+        if on_broken == "refuse":
+            raise DataError(f"{record.path}: {outcome}; data.on_broken=skip skips such files")
+        invalid += 1
+        logger.warning("skipped %s: %s (invalid files so far: %d)", record.path, outcome, invalid)
+    return invalid
+
+
+def _image_detections_from(detections: Detections) -> ImageDetections:
+    return ImageDetections(
+        detections.boxes, detections.scores, detections.labels, list(detections.rles or ())
+    )

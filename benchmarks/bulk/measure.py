@@ -1,0 +1,186 @@
+"""Measurement of bulk prediction, from image files in memory to detections with RLE masks."""
+
+import contextlib
+import functools
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ...model.bundle.manifest import Manifest, Precision, read_manifest
+from ...model.bundle.spec import MAX_PIXELS, ShapeBucket
+from ...model.images import ImageError
+from ...serving.backends.base import Backend
+from ...serving.backends.loading import load_backend, served_precision
+from ...serving.config import BackendName
+from ...serving.detections import DEFAULT_OPTIONS
+from ...serving.offline.bulk import batch_steps, detect_many
+from ...serving.steps.base import MODEL_STEP, ImageRequest, Outcome, Step
+from ...serving.steps.preprocessing import PlannedImage, plan_image
+from ..common.images import photo_like_jpegs
+from ..common.timing import measure_call_rate, measure_durations
+
+_WARMUP_BATCHES = 10
+_MIN_CALLS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BulkSettings:
+    """Precision, backend, batch sizes, images and duration of a measurement."""
+
+    # None: the first precision of the bundle that the backend supports.
+    precision: Precision | None = None
+    backend: BackendName = "auto"
+    # Images per batch, measured one after the other.
+    batches: Sequence[int] = (8,)
+    # Encoded images, repeated. Empty: those of `photo_like_jpegs` that fit an input size.
+    images: Sequence[bytes] = ()
+    # Length of each measurement.
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class BulkResult:
+    """Throughput and time per step of a bundle at one batch size."""
+
+    # Name of the backend.
+    engine: str
+    precision: Precision
+    device: str
+    # Images per batch. All have one input size.
+    batch: int
+    # Throughput from files to masks, with all steps running concurrently.
+    images_per_second: float
+    # Throughput of the model step alone.
+    engine_images_per_second: float
+    # Median time of a batch in each step; the steps run one after the other.
+    step_milliseconds: dict[str, float]
+    # Mean over the images. Each detection has a mask.
+    detections_per_image: float
+
+    @property
+    def share(self) -> float:
+        """Throughput as a fraction of the model step's own throughput."""
+        return self.images_per_second / self.engine_images_per_second
+
+
+def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
+    """Measure a bundle at each batch size.
+
+    Raises:
+        BundleError: the bundle cannot be read or lacks the precision.
+        BackendError: the backend does not run on this machine or not with these batch sizes.
+        ImageError: an image is invalid.
+    """
+    manifest = read_manifest(bundle)
+    precision = settings.precision or served_precision(manifest, settings.backend)
+    max_batch = max(settings.batches)
+    backend = load_backend(bundle, manifest, precision, settings.backend, max_batch)
+    results = []
+    with contextlib.closing(backend):
+        backend.warm_up(max_batch)
+        images = settings.images or _fitting_images(photo_like_jpegs(), backend, manifest)
+        for batch in settings.batches:
+            requests = _request_batch(images, backend, manifest, batch)
+            engine_rate, steps = _measure_steps(backend, manifest, requests, settings.seconds)
+            rate, detections = _measure_pipeline(backend, manifest, images, batch, settings.seconds)
+            results.append(
+                BulkResult(
+                    engine=backend.name,
+                    precision=precision,
+                    device=backend.device,
+                    batch=batch,
+                    images_per_second=rate,
+                    engine_images_per_second=engine_rate,
+                    step_milliseconds=steps,
+                    detections_per_image=detections,
+                )
+            )
+    return results
+
+
+def _fitting_images(
+    images: Sequence[bytes], backend: Backend, manifest: Manifest
+) -> Sequence[bytes]:
+    """Return the images that fit an input size of the backend; all of them if none does."""
+    fitting = []
+    for data in images:
+        with contextlib.suppress(ImageError):
+            _planned(data, backend, manifest)
+            fitting.append(data)
+    # If none fits, the measurement raises the error of the first.
+    return fitting or images
+
+
+def _planned(data: bytes, backend: Backend, manifest: Manifest) -> PlannedImage:
+    buckets = backend.buckets
+    return plan_image(
+        data, manifest.preprocessing, buckets, max_pixels=MAX_PIXELS, apply_orientation=True
+    )
+
+
+def _request_batch(
+    images: Sequence[bytes], backend: Backend, manifest: Manifest, batch: int
+) -> list[ImageRequest]:
+    """Return `batch` requests of the most frequent input size, repeated if there are fewer."""
+    by_bucket: dict[ShapeBucket, list[ImageRequest]] = defaultdict(list)
+    for data in images:
+        image = _planned(data, backend, manifest)
+        by_bucket[image.bucket].append(ImageRequest(image, DEFAULT_OPTIONS))
+    requests = max(by_bucket.values(), key=len)
+    return list(itertools.islice(itertools.cycle(requests), batch))
+
+
+def _measure_steps(
+    backend: Backend, manifest: Manifest, requests: Sequence[ImageRequest], seconds: float
+) -> tuple[float, dict[str, float]]:
+    """Run one step at a time. Return images/s of the model step, and ms per batch by step."""
+    work = batch_steps(backend, manifest, threads=1)
+    milliseconds: dict[str, float] = {}
+    engine_rate = 0.0
+    value: Any = requests
+    for step in work.steps:
+
+        def run_to_end(step: Step = step, value: Any = value) -> None:
+            step.run(value)
+            work.synchronize()
+
+        run_to_end()  # warm-up
+        durations = measure_durations(run_to_end, seconds / len(work.steps), _MIN_CALLS)
+        milliseconds[step.name] = 1000 * median(durations)
+        if step.name == MODEL_STEP:
+            enqueue = functools.partial(step.run, value)
+            rate = measure_call_rate(enqueue, work.synchronize, len(durations))
+            engine_rate = rate * len(requests)
+        value = step.run(value)
+    return engine_rate, milliseconds
+
+
+def _measure_pipeline(
+    backend: Backend, manifest: Manifest, images: Sequence[bytes], batch: int, seconds: float
+) -> tuple[float, float]:
+    """Run all steps concurrently. Return images per second and mean detections per image."""
+    endless = itertools.cycle(images)
+    with contextlib.closing(detect_many(endless, backend, manifest, max_batch=batch)) as outcomes:
+        for _ in range(_WARMUP_BATCHES):
+            _count_detections(itertools.islice(outcomes, batch))
+        detections: list[int] = []
+        begin = time.perf_counter()
+        while len(detections) < _MIN_CALLS or time.perf_counter() < begin + seconds:
+            detections.append(_count_detections(itertools.islice(outcomes, batch)))
+        rate = batch * len(detections) / (time.perf_counter() - begin)
+    return rate, sum(detections) / batch / len(detections)
+
+
+def _count_detections(outcomes: Iterable[Outcome]) -> int:
+    """Return the total number of detections, or raise the `ImageError` of an invalid image."""
+    count = 0
+    for outcome in outcomes:
+        if isinstance(outcome, ImageError):
+            raise outcome
+        count += len(outcome)
+    return count

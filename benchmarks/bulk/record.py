@@ -1,0 +1,102 @@
+"""Tables, plot and notes of the bulk-prediction benchmark, as a `Record`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..common.record import PlotGrid, Record, ResultTable, format_verdict
+from .measure import BulkResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Minimum of `BulkResult.share` on a GPU.
+_GOAL = 0.7
+
+_THROUGHPUT_NOTE = """\
+Images are {images}. "images/s" is measured from files in host memory to detections with COCO RLE
+masks in host memory. Batches have one input size. All steps run concurrently, each on another
+batch, and the clock starts when all steps are busy. "engine" is the throughput of the model step
+alone, with batches of the same size queued back to back, and "share" is "images/s" divided by it.
+"boxes" is the mean number of detections per image, each with a mask to encode.
+"""
+_STEPS_NOTE = """\
+Each step is measured alone and to its end. In bulk prediction the steps overlap, so their sum
+exceeds the time of a batch. On a GPU, "files" decodes on the CPU the images that the GPU
+decoder does not support, "pixels" decodes the others on the GPU, "images" resizes and pads, "masks"
+scales the boxes, pastes the masks, encodes them as COCO RLE and copies the result to the host, and
+"strings" selects the requested outputs. On a CPU, "images" is decoding, resizing and padding on one
+core, and "masks" is everything after the model.
+"""
+
+
+def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
+    """Return a record of the results of one backend and precision, one result per batch size.
+
+    Args:
+        results: At least one.
+        images: Description of the images.
+    """
+    first = results[0]
+    steps = tuple(first.step_milliseconds)
+    return Record(
+        subject="bulk",
+        title=f"From files to masks, {first.engine} in {first.precision}",
+        results=results,
+        tables=[
+            ResultTable(
+                heading="Throughput",
+                columns=("batch", "images/s", "engine", "share", "boxes"),
+                rows=[
+                    (
+                        str(r.batch),
+                        f"{r.images_per_second:.1f}",
+                        f"{r.engine_images_per_second:.1f}",
+                        f"{r.share:.1%}",
+                        f"{r.detections_per_image:.1f}",
+                    )
+                    for r in results
+                ],
+            ),
+            ResultTable(
+                heading="Steps of a batch, in ms",
+                columns=("batch", *steps),
+                rows=[
+                    (str(r.batch), *(f"{r.step_milliseconds[step]:.2f}" for step in steps))
+                    for r in results
+                ],
+            ),
+        ],
+        plots=PlotGrid(
+            alt="Time of an image by step", plots=[lambda axes: _plot_steps(axes, results)]
+        ),
+        goals=bulk_goals(results),
+        notes=[_THROUGHPUT_NOTE.format(images=images), _STEPS_NOTE],
+        on_gpu=first.device == "cuda",
+    )
+
+
+def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
+    """Return, per batch size on a GPU, a sentence that compares the share with the goal."""
+    return [
+        f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "
+        f"the engine's own; the goal of {_GOAL:.0%} is {format_verdict(r.share >= _GOAL)}."
+        for r in results
+        if r.device == "cuda"
+    ]
+
+
+def _plot_steps(axes: "Axes", results: Sequence[BulkResult]) -> None:
+    """Plot an image's time in each step as stacked bars, and its time in bulk prediction."""
+    labels = [str(result.batch) for result in results]
+    bottoms = [0.0] * len(results)
+    for step in results[0].step_milliseconds:
+        heights = [result.step_milliseconds[step] / result.batch for result in results]
+        axes.bar(labels, heights, bottom=bottoms, width=0.5, label=f"{step}, alone")
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for label, marker, rates in (
+        ("all steps concurrently", "D", [result.images_per_second for result in results]),
+        ("the engine, alone", "o", [result.engine_images_per_second for result in results]),
+    ):
+        axes.plot(labels, [1000 / rate for rate in rates], f"k{marker}", label=label)
+    axes.set(xlabel="images per batch", ylabel="ms per image", title="From files to masks")
+    axes.legend()

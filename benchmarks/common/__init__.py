@@ -1,0 +1,1 @@
+"""Shared parts of all benchmarks: timing, processes, images, records, torchvision baseline."""

@@ -1,0 +1,96 @@
+"""Benchmark images: the `--images` option, generated JPEGs, and batches of model input."""
+
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ...model.bundle.spec import ShapeBucket
+from ...model.images import decode_image, resize_image
+
+# Side in pixels of the squares that noise images consist of.
+_SQUARE = 16
+# Photo-like JPEGs: how many of each orientation, their sides, and the standard deviation of the
+# noise, which sets the file size.
+_LANDSCAPES, _PORTRAITS = 12, 4
+_SHORT, _LONG = 480, 640
+_NOISE = 18.0
+
+PHOTO_LIKE = (
+    f"{_LANDSCAPES + _PORTRAITS} generated JPEGs of about 150 kB, the mean of COCO: {_LANDSCAPES} "
+    f"of {_SHORT}x{_LONG} pixels (height x width) and {_PORTRAITS} of {_LONG}x{_SHORT}, without "
+    "those that fit none of the model's input sizes"
+)
+
+
+def images_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds `--images`. `default` describes the images used without it."""
+    return click.option(
+        "--images",
+        "sources",
+        multiple=True,
+        type=click.Path(exists=True, path_type=Path),
+        help=f"Image file or folder of images to use instead of {default}.",
+    )
+
+
+def read_images(sources: Sequence[Path]) -> list[bytes]:
+    """Return the bytes of each image file in `sources`, files or folders; [] without sources.
+
+    Raises:
+        click.UsageError: the sources contain no image, or two images of the same name.
+    """
+    from ...serving.results.reports import image_files
+
+    return [path.read_bytes() for path in image_files(sources)] if sources else []
+
+
+def describe_images(images: Sequence[bytes], sources: Sequence[Path], default: str) -> str:
+    """Return a description such as `3 files of FOLDER`, or `default` if there are no images."""
+    return f"{len(images)} files of {', '.join(map(str, sources))}" if images else default
+
+
+def noise_jpeg(size: ShapeBucket) -> bytes:
+    """Return a JPEG of randomly coloured squares. The same size always gives the same bytes."""
+    shape = (-(-size.height // _SQUARE), -(-size.width // _SQUARE), 3)
+    colours = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    squares = colours.repeat(_SQUARE, axis=0).repeat(_SQUARE, axis=1)
+    return _jpeg_from(squares[: size.height, : size.width])
+
+
+def photo_like_jpegs() -> list[bytes]:
+    """Return the JPEGs that `PHOTO_LIKE` describes: noisy colour gradients, with fixed seeds."""
+    sizes = [(_SHORT, _LONG)] * _LANDSCAPES + [(_LONG, _SHORT)] * _PORTRAITS
+    return [_photo_like_jpeg(seed, *size) for seed, size in enumerate(sizes)]
+
+
+def batch_from_encoded(
+    images: Sequence[bytes], bucket: ShapeBucket, count: int
+) -> NDArray[np.uint8]:
+    """Return a batch [count, 3, H, W] of the decoded images, repeated and stretched to `bucket`.
+
+    Raises:
+        ImageError: a file cannot be decoded.
+    """
+    decoded = [resize_image(decode_image(data), *bucket) for data in images[:count]]
+    batch = np.stack([decoded[i % len(decoded)] for i in range(count)])
+    return np.ascontiguousarray(batch.transpose(0, 3, 1, 2))
+
+
+def _photo_like_jpeg(seed: int, height: int, width: int) -> bytes:
+    random = np.random.default_rng(seed)
+    colours = Image.fromarray(random.integers(0, 256, (8, 8, 3), np.uint8))
+    smooth = np.asarray(colours.resize((width, height), Image.Resampling.BICUBIC), np.float32)
+    noisy = smooth + random.normal(0, _NOISE, (height, width, 1))
+    return _jpeg_from(noisy.clip(0, 255).astype(np.uint8))
+
+
+def _jpeg_from(pixels: NDArray[np.uint8]) -> bytes:
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=90)
+    return file.getvalue()

@@ -1,0 +1,255 @@
+"""Benchmark records: tables on the terminal, and Markdown, PNG and JSON files."""
+
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .processes import MachineInfo, describe_machine
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+json_option = click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write results and versions to this file.",
+)
+
+
+def output_option(contents: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds `--output`. `contents` lists the files besides JSON."""
+    return click.option(
+        "--output",
+        type=click.Path(file_okay=False, path_type=Path),
+        help=f"Folder for a record: {contents}, and JSON.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultTable:
+    """One table of a record. The terminal omits columns that are empty in every row."""
+
+    heading: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    # List items below the table.
+    remarks: Sequence[str] = ()
+    # Column that the terminal omits if its value is the same in every row.
+    optional_column: str = ""
+    # False: show the table on the page only.
+    on_terminal: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotGrid:
+    """Plots of a record, drawn as a grid into one PNG."""
+
+    # Alternative text of the image.
+    alt: str
+    # Functions that each draw one plot into an axes.
+    plots: Sequence[Callable[["Axes"], None]]
+    columns: int = 1
+    # Width and height of one plot in inches.
+    size: tuple[float, float] = (8, 5)
+    title: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Results of one benchmark run with tables, plots, notes, command line and machine."""
+
+    # First part of the file names, such as `infer`.
+    subject: str
+    title: str
+    # Dataclasses, written to JSON as they are.
+    results: Sequence[Any]
+    tables: Sequence[ResultTable]
+    plots: PlotGrid
+    # Paragraphs that define the columns and the method of measurement.
+    notes: Sequence[str]
+    # Sentences that compare results with goals.
+    goals: Sequence[str] = ()
+    # Whether a GPU was measured.
+    on_gpu: bool
+    # Further keys of the JSON file and their values.
+    details: Mapping[str, Any] = field(default_factory=dict)
+    command: str = field(default_factory=lambda: shlex.join(["maskrcnn", *sys.argv[1:]]))
+    measured_at: str = field(
+        default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds")
+    )
+    machine: MachineInfo = field(default_factory=describe_machine)
+
+
+def publish(record: Record, json_path: Path | None = None, folder: Path | None = None) -> None:
+    """Print the tables. Unless None, write `json_path`, and the record's files into `folder`."""
+    console = Console()
+    console.print(Text(record.title, style="bold"))
+    for table in record.tables:
+        if table.on_terminal:
+            _print_table(console, table)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(_json_from(record, indent=2))
+    if folder is not None:
+        click.echo(f"record written to {write_record(record, folder)}")
+
+
+def write_record(record: Record, folder: Path) -> Path:
+    """Write `<subject>-<gpu>-<yyyymm>.md`, and a `.png` and `.json` of the same name beside it.
+
+    Create the folder if necessary, and return the path of the Markdown page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    year, month, _ = record.measured_at.split("-", 2)
+    page = folder / f"{record.subject}-{_short_name(record.machine.gpus)}-{year}{month}.md"
+    page.with_suffix(".json").write_text(_json_from(record))
+    _draw_plots(record.plots, page.with_suffix(".png"))
+    page.write_text(_page_from(record, page.with_suffix(".png").name))
+    return page
+
+
+def format_significant(value: float) -> str:
+    """Format a positive number with three significant digits and without an exponent."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def format_verdict(met: bool) -> str:
+    """Return `met` if a goal is met, else `missed`."""
+    return "met" if met else "missed"
+
+
+def _print_table(console: Console, table: ResultTable) -> None:
+    parts: list[RenderableType] = []
+    if table.rows:
+        columns = list(zip(*table.rows, strict=True))
+        rendered = Table(
+            title=table.heading, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        )
+        kept = [
+            i
+            for i, cells in enumerate(columns)
+            if any(cells) and (table.columns[i] != table.optional_column or len(set(cells)) > 1)
+        ]
+        for i in kept:
+            numeric = i > 0 and any(cell[:1].isdigit() for cell in columns[i])
+            rendered.add_column(
+                table.columns[i], justify="right" if numeric else "left", no_wrap=i == 0
+            )
+        for row in table.rows:
+            rendered.add_row(*(row[i] for i in kept))
+        parts.append(rendered)
+    for part in (*parts, *map(Text, table.remarks)):
+        console.print(part)
+
+
+def _json_from(record: Record, indent: int | None = None) -> str:
+    content = {
+        "results": record.results,
+        "command": record.command,
+        "measured_at": record.measured_at,
+        "machine": record.machine,
+        **record.details,
+    }
+    return json.dumps(content, indent=indent, default=asdict) + "\n"
+
+
+def _draw_plots(grid: PlotGrid, path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows, (width, height) = math.ceil(len(grid.plots) / grid.columns), grid.size
+    figure, axes = plt.subplots(
+        rows,
+        grid.columns,
+        figsize=(width * grid.columns, height * rows),
+        layout="constrained",
+        squeeze=False,
+    )
+    for draw, cell in zip(grid.plots, axes.flat, strict=False):
+        draw(cell)
+    for cell in axes.flat[len(grid.plots) :]:
+        cell.remove()
+    if grid.title:
+        figure.suptitle(grid.title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _page_from(record: Record, image: str) -> str:
+    """Return the record as a Markdown page that shows the PNG `image`."""
+    notes = "\n\n".join(textwrap.fill(note, 100, break_on_hyphens=False) for note in record.notes)
+    parts = [
+        f"# {record.title}",
+        f"```sh\n{record.command}\n```",
+        _machine_table(record),
+        *(["## Goals"] if record.goals else []),
+        *_bullets(record.goals),
+        *(part for table in record.tables for part in _table_parts(table)),
+        f"![{record.plots.alt}]({image})",
+        "## Method",
+        notes,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table_parts(table: ResultTable) -> list[str]:
+    grid = [_markdown_table(table.columns, table.rows)] if table.rows else []
+    return [f"## {table.heading}", *grid, *_bullets(table.remarks)]
+
+
+def _bullets(items: Sequence[str]) -> list[str]:
+    return ["\n".join(f"- {item}" for item in items)] if items else []
+
+
+def _machine_table(record: Record) -> str:
+    machine = record.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    rows = [
+        ("GPU", "; ".join(machine.gpus)) if record.on_gpu else ("device", "none, the CPU"),
+        ("CPU", f"{machine.cpu}, {machine.cores} cores"),
+        ("versions", f"Python {machine.python}, {versions}"),
+        ("commit", _commit()),
+        ("measured", record.measured_at),
+    ]
+    return _markdown_table(("machine", ""), rows)
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = (columns, ["---"] * len(columns), *rows)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, or `unknown` outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        answer = subprocess.run(command, capture_output=True, check=True, text=True, timeout=30)
+    except (FileNotFoundError, subprocess.SubprocessError):
+        return "unknown"
+    return answer.stdout.strip()
+
+
+def _short_name(gpus: Sequence[str]) -> str:
+    """Return the machine part of a file name, such as `h200` for `NVIDIA H200 (driver 580.1)`."""
+    if not gpus:
+        return "cpu"
+    model = re.search(r"(?:RTX |GTX )?[A-Z]*\d+", gpus[0])
+    return model[0].replace(" ", "").lower() if model else "gpu"

@@ -1,0 +1,153 @@
+"""Timing of repeated calls, on the host's clock or with CUDA events, and latency percentiles."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import click
+
+from ...model.config.option_types import FiniteRange
+from ...serving.config import DAY_S
+
+POSITIVE = FiniteRange(min=0, min_open=True)
+SECONDS = FiniteRange(min=0, min_open=True, max=DAY_S)
+
+seconds_option = click.option(
+    "--seconds", type=SECONDS, default=5.0, help="Length of each measurement."
+)
+
+# Size of the tensor that `GpuTimer` fills before each timed call: much larger than an L2 cache.
+_FILL_BYTES = 2**31
+# Calls of `GpuTimer` that are not timed and that are, and calls of `host_milliseconds`.
+_WARMUP_CALLS = 3
+_GPU_CALLS = 30
+_HOST_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Mean, percentiles and maximum of a sample of latencies, in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+def latency_from_seconds(seconds: Sequence[float]) -> Latency:
+    """Return mean, percentiles and maximum of measured durations.
+
+    Raises:
+        ValueError: there are no durations.
+    """
+    if not seconds:
+        raise ValueError("no duration was measured")
+    ordered = sorted(1000 * value for value in seconds)
+    p50, p90, p95, p99 = (percentile(ordered, rank) for rank in (50, 90, 95, 99))
+    return Latency(math.fsum(ordered) / len(ordered), p50, p90, p95, p99, ordered[-1])
+
+
+def percentile(ordered: Sequence[float], rank: int) -> float:
+    """Return the nearest-rank percentile: the smallest value that `rank` % of all do not exceed.
+
+    The result is always a measured value, never interpolated. With fewer than 100 values p99 is
+    their maximum.
+
+    Args:
+        ordered: Values in ascending order, at least one.
+        rank: Per cent, 1 to 100.
+    """
+    return ordered[math.ceil(len(ordered) * rank / 100) - 1]
+
+
+def measure_durations(
+    function: Callable[[], object], seconds: float, min_calls: int = 1
+) -> list[float]:
+    """Call a function repeatedly and return the seconds of each call.
+
+    Args:
+        function: Returns when its work is complete.
+        seconds: Total time after which no further call starts.
+        min_calls: Number of calls that are made even if they take longer.
+    """
+    durations: list[float] = []
+    before = time.perf_counter()
+    end = before + seconds
+    while len(durations) < min_calls or before < end:
+        function()
+        after = time.perf_counter()
+        durations.append(after - before)
+        before = after
+    return durations
+
+
+def measure_call_rate(
+    enqueue: Callable[[], object], synchronize: Callable[[], object], count: int
+) -> float:
+    """Return calls per second when work is enqueued back to back and waited for once at the end.
+
+    Args:
+        enqueue: May return before its work is complete.
+        synchronize: Returns when all enqueued work is complete.
+        count: Number of calls.
+    """
+    begin = time.perf_counter()
+    for _ in range(count):
+        enqueue()
+    synchronize()
+    return count / (time.perf_counter() - begin)
+
+
+class GpuTimer:
+    """Timer that uses CUDA events on the current GPU.
+
+    Before each call a large tensor is filled. The fill flushes the caches, and keeps the GPU busy
+    until the host has enqueued the call, so that launch overhead is not measured. If the call
+    itself waits for the GPU, the wait is included.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._filler = torch.empty(_FILL_BYTES, dtype=torch.uint8, device="cuda")
+
+    def milliseconds(self, function: Callable[[], object]) -> float:
+        """Return the median GPU time of a call and of the work that it enqueues."""
+        import torch
+
+        for _ in range(_WARMUP_CALLS):
+            function()
+        spans = []
+        for _ in range(_GPU_CALLS):
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._filler.zero_()
+            begin.record()
+            function()
+            end.record()
+            spans.append((begin, end))
+        torch.cuda.synchronize()
+        return median(float(begin.elapsed_time(end)) for begin, end in spans)
+
+    def copy_gigabytes_per_second(self) -> float:
+        """Return the bandwidth, reads plus writes, of copying a large tensor in GPU memory."""
+        source, target = self._filler.chunk(2)
+        return _FILL_BYTES / self.milliseconds(lambda: target.copy_(source)) / 1e6
+
+
+def host_milliseconds(function: Callable[[], object]) -> float:
+    """Return the median time of a call and of the GPU work it starts, on the host's clock."""
+    import torch
+
+    spans = []
+    for _ in range(_HOST_CALLS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        spans.append(time.perf_counter() - begin)
+    return 1e3 * median(spans)

@@ -1,0 +1,86 @@
+"""`maskrcnn bench infer`: throughput, latency and memory of inference engines."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from ...export.commands import BucketType
+from ...model.bundle.manifest import Precision
+from ...serving.config import BackendName
+from ..common.images import images_option, read_images
+from ..common.record import Record, json_option, output_option, publish
+from ..common.timing import seconds_option
+from .runners import InferBaseline
+
+if TYPE_CHECKING:
+    from .measure import InferSettings
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
+@click.option(
+    "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
+    default=("fp32",), help="Repeatable. The GPU time by stage is measured in the first only.",
+)  # fmt: skip
+@click.option(
+    "--backend", type=click.Choice(get_args(BackendName)), default="auto",
+    help="Backend of bundles; auto selects the fastest that runs on this machine.",
+)  # fmt: skip
+@click.option("--shape", "bucket", type=BucketType(), help="Input size.")
+@click.option(
+    "--peer", "peers", multiple=True, type=click.Choice(get_args(InferBaseline)),
+    help="Baseline: torchvision with the weights of a checkpoint, or ONNX Runtime on a bundle.",
+)  # fmt: skip
+@images_option("noise")
+@seconds_option
+@click.option("--warmup", type=click.IntRange(min=0), default=3, help="Minimum of untimed batches.")
+@json_option
+@output_option("a page with the time by stage, a plot")
+def infer(
+    models: tuple[Path, ...],
+    peers: tuple[InferBaseline, ...],
+    sources: tuple[Path, ...],
+    json_path: Path | None,
+    output: Path | None,
+    **values: Any,
+) -> None:
+    """Measure models in every precision at every batch size.
+
+    A model is a bundle, which --backend runs, or a checkpoint, which torch runs. All models get the
+    same input; its size is the first size of the first model unless --shape is given. Failed
+    engines are reported, and the others are still measured.
+    """
+    from .measure import InferSettings
+
+    if "torchvision" in peers and not any(model.is_file() for model in models):
+        raise click.UsageError("--peer torchvision needs the weights of a checkpoint among MODELS")
+    if "onnxruntime" in peers and not any(model.is_dir() for model in models):
+        raise click.UsageError("--peer onnxruntime needs a bundle among MODELS")
+    images = read_images(sources)
+    settings = InferSettings(peers=peers, images=images, with_stages=output is not None, **values)
+    publish(_measure(models, settings), json_path, output)
+
+
+def _measure(models: Sequence[Path], settings: "InferSettings") -> Record:
+    """Measure all models, and print each measurement to stderr when it is complete."""
+    from ...serving.host import gpu_names
+    from .gpu_time import StageTimes
+    from .measure import InferFailure, Measurement, measure_models, measure_rooflines
+    from .record import describe_measurement, infer_record
+
+    measurements: list[Measurement] = []
+
+    def collect(measurement: Measurement) -> None:
+        measurements.append(measurement)
+        click.echo(describe_measurement(measurement), err=True)
+
+    rooflines = measure_rooflines(models, settings) if gpu_names() else []
+    results = measure_models(models, settings, collect)
+    failures = [one for one in measurements if isinstance(one, InferFailure)]
+    stages = [one for one in measurements if isinstance(one, StageTimes)]
+    if not results:
+        raise click.ClickException(failures[0].reason)
+    return infer_record(results, failures, rooflines, stages)

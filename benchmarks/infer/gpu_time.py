@@ -1,0 +1,228 @@
+"""GPU time of a batch by model stage and kernel, and the roofline of the throughput."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from ...model.bundle.manifest import Precision
+from ...model.bundle.spec import ShapeBucket
+from ...model.config.schema import ModelConfig
+from ..common.timing import measure_call_rate, measure_durations
+from .runners import BatchRun
+
+# trunk: backbone, FPN and RPN head. proposals: proposal selection. box head: pooling and box head.
+# selection: selection and NMS of detections. mask head: pooling and mask head.
+STAGES = ("trunk", "proposals", "box head", "selection", "mask head")
+# Name of the time between kernels, during which the GPU does nothing.
+IDLE = "idle"
+
+# Profiled batches, and kernels in the list of the costliest.
+_BATCHES = 10
+_COSTLIEST = 15
+# Kernel names by which the stages are recognized.
+_TOP_K = ("prune_top_k", "sort_top_k")
+_POOLING = ("pyramid_roi_align",)
+# First kernel of each stage after the trunk.
+_FIRST_KERNELS = (_TOP_K, _POOLING, _TOP_K, _POOLING)
+
+# Rows and columns of the matrices whose product sets the roofline.
+MATMUL_SIDE = 8192
+
+
+class GpuActivity(NamedTuple):
+    """One run of a kernel, copy or fill on the GPU."""
+
+    name: str
+    # Start and duration in microseconds.
+    start: float
+    duration: float
+
+
+@dataclass(frozen=True)
+class KernelTotal:
+    """Calls and total time of one kernel in a batch."""
+
+    name: str
+    count: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """GPU time of a batch by stage, from the start of its first kernel to the end of its last."""
+
+    engine: str
+    precision: Precision
+    batch: int
+    # Time by stage in the order of `STAGES`, and idle time. They add up to the total.
+    milliseconds: dict[str, float]
+    # Kernels with the most time, in descending order.
+    costliest: Sequence[KernelTotal]
+
+
+@dataclass(frozen=True)
+class MatmulRoofline:
+    """Upper bound of a model's throughput, at which the GPU computes only matrix products."""
+
+    precision: Precision
+    # Measured rate of the product of two large square matrices.
+    teraflops_per_second: float
+    # Operations of the model's convolutions and matrix products. A multiply-add counts as two.
+    flops_per_image: int
+
+    @property
+    def images_per_second(self) -> float:
+        """Upper bound of the throughput."""
+        return 1e12 * self.teraflops_per_second / self.flops_per_image
+
+
+def measure_stages(run: BatchRun, precision: Precision, batch: int) -> StageTimes:
+    """Profile `_BATCHES` runs of a batch, and return its mean GPU time by stage and kernel.
+
+    Raises:
+        ValueError: the batches did not run the same number of kernels.
+    """
+    run.run()  # one-time work, such as graph capture, stays out of the profile
+    activities = profile_gpu(run.run, _BATCHES)
+    return StageTimes(
+        engine=run.engine,
+        precision=precision,
+        batch=batch,
+        milliseconds=mean_milliseconds_by_stage(activities, _BATCHES),
+        costliest=costliest_kernels(activities, _BATCHES, _COSTLIEST),
+    )
+
+
+def profile_gpu(function: Callable[[], object], count: int) -> list[GpuActivity]:
+    """Return the GPU activities of `count` calls, ordered by start time.
+
+    Before them `count` calls warm up the profiler. The function must wait for the GPU.
+    """
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    steps = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with profile(activities=[ProfilerActivity.CUDA], schedule=steps, acc_events=True) as profiler:
+        for _ in range(2):
+            for _ in range(count):
+                function()
+            profiler.step()
+    activities = [
+        GpuActivity(event.name, event.time_range.start, event.time_range.elapsed_us())
+        for event in profiler.events()
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
+    return sorted(activities, key=lambda activity: activity.start)
+
+
+def milliseconds_by_stage(activities: Sequence[GpuActivity]) -> dict[str, float]:
+    """Return the milliseconds of every stage, and of idling, in one batch.
+
+    A stage lasts until the first kernel of the next. The time in which two kernels overlap counts
+    for the one that started first.
+
+    Args:
+        activities: GPU activities of one batch, ordered by start time; at least one.
+    """
+    times = dict.fromkeys((*STAGES, IDLE), 0.0)
+    stage, end = 0, activities[0].start
+    for activity in activities:
+        next_stage = _FIRST_KERNELS[stage] if stage < len(_FIRST_KERNELS) else ()
+        stage += any(name in activity.name for name in next_stage)
+        busy_from, busy_to = max(end, activity.start), activity.start + activity.duration
+        times[IDLE] += (busy_from - end) / 1000
+        times[STAGES[stage]] += max(0.0, busy_to - busy_from) / 1000
+        end = max(end, busy_to)
+    return times
+
+
+def mean_milliseconds_by_stage(activities: Sequence[GpuActivity], batches: int) -> dict[str, float]:
+    """Return the mean over several equal batches of `milliseconds_by_stage`.
+
+    Raises:
+        ValueError: the number of activities is not a multiple of the number of batches.
+    """
+    count, rest = divmod(len(activities), batches)
+    if rest or not count:
+        raise ValueError(f"{len(activities)} kernels cannot come from {batches} equal batches")
+    times = [
+        milliseconds_by_stage(activities[i : i + count]) for i in range(0, len(activities), count)
+    ]
+    return {stage: sum(own[stage] for own in times) / batches for stage in times[0]}
+
+
+def costliest_kernels(
+    activities: Sequence[GpuActivity], batches: int, count: int
+) -> list[KernelTotal]:
+    """Return the `count` kernels with the most time, with their calls and time per batch."""
+    durations: dict[str, list[float]] = defaultdict(list)
+    for activity in activities:
+        durations[activity.name].append(activity.duration)
+    totals = [
+        KernelTotal(name, len(own) // batches, sum(own) / batches / 1000)
+        for name, own in durations.items()
+    ]
+    return sorted(totals, key=lambda total: -total.milliseconds)[:count]
+
+
+def measure_matmul_rooflines(
+    precisions: Sequence[Precision], config: ModelConfig, bucket: ShapeBucket
+) -> Iterator[MatmulRoofline]:
+    """Yield a model's roofline in each precision on the current GPU; nothing without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    flops = flops_per_image(config, bucket)
+    for precision in precisions:
+        yield MatmulRoofline(precision, matmul_teraflops(precision, MATMUL_SIDE, "cuda"), flops)
+
+
+def flops_per_image(config: ModelConfig, bucket: ShapeBucket) -> int:
+    """Return the floating-point operations of convolutions and matrix products for one image.
+
+    The model runs on the meta device, so nothing is computed. The project's own operations,
+    element-wise operations and sorting are not counted.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from ...model.mask_rcnn import MaskRCNN
+
+    with torch.device("meta"):
+        model = MaskRCNN(config).eval()
+        images = torch.empty(1, 3, *bucket, dtype=torch.uint8)
+        sizes = torch.empty(1, 2, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        model.detect(images, sizes)
+    flops: int = counter.get_total_flops()
+    return flops
+
+
+def matmul_teraflops(precision: Precision, side: int, device: str, seconds: float = 0.5) -> float:
+    """Return the rate of the product of two matrices [side, side] in 10^12 operations per second.
+
+    Args:
+        precision: `tf32` enables TF32 in this process, and all others disable it.
+        side: Rows and columns.
+        device: `cuda` or `cpu`.
+        seconds: Length of the measurement, after a warm-up of the same length.
+    """
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    enqueue = partial(torch.mm, left, right, out=torch.empty_like(left))
+
+    def synchronize() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    def run() -> None:
+        enqueue()
+        synchronize()
+
+    count = len(measure_durations(run, seconds))
+    return 2 * side**3 * measure_call_rate(enqueue, synchronize, count) / 1e12

@@ -1,0 +1,257 @@
+"""Measurement of inference engines, from a batch of images to its detections."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...model.bundle.manifest import Precision
+from ...model.bundle.spec import ShapeBucket
+from ...serving.config import BackendName
+from ..common.images import batch_from_encoded, noise_jpeg
+from ..common.processes import (
+    MemoryKind,
+    ProcessError,
+    iterate_in_process,
+    peak_memory_mib,
+    reset_peak_memory,
+)
+from ..common.timing import Latency, latency_from_seconds, measure_call_rate, measure_durations
+from .gpu_time import MatmulRoofline, StageTimes, measure_matmul_rooflines, measure_stages
+from .runners import BatchRun, DataPlace, EngineChoice, InferBaseline, Runner, first_bucket
+
+# Minimum length of the warm-up as a fraction of `InferSettings.seconds`.
+_WARMUP_SHARE = 0.2
+
+
+class MeasurementError(Exception):
+    """An engine could not be measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferSettings:
+    """Engines to measure for each model, batch sizes, images and durations."""
+
+    # Images per batch.
+    batches: Sequence[int] = (1, 8)
+    precisions: Sequence[Precision] = ("fp32",)
+    # Backend of bundles.
+    backend: BackendName = "auto"
+    # Baselines to measure too: torchvision's model with the weights of each checkpoint, and ONNX
+    # Runtime on each bundle.
+    peers: Sequence[InferBaseline] = ()
+    # Input size, to which each image is stretched. None: the first size of the first model.
+    bucket: ShapeBucket | None = None
+    # Encoded images to fill batches with. Empty: one image of noise.
+    images: Sequence[bytes] = ()
+    # Length of each measurement, half for latency, half for throughput.
+    seconds: float = 5.0
+    # Profile bundles by stage in the first precision, if torch computes them on a GPU.
+    with_stages: bool = False
+    # Minimum number of batches that run before each measurement.
+    warmup: int = 3
+
+
+@dataclass(frozen=True)
+class InferResult:
+    """Throughput, latency and memory of one engine at one batch size."""
+
+    # Path of the bundle or checkpoint.
+    model: str
+    engine: str
+    precision: Precision
+    device: Literal["cpu", "cuda"]
+    data: DataPlace
+    # Input pixels, height x width.
+    bucket: str
+    batch: int
+    # Batches measured for latency, and as many again for throughput.
+    iterations: int
+    # Batches are queued back to back if the engine supports it.
+    images_per_second: float
+    # Latency of a batch. Each starts when the previous one is complete.
+    latency: Latency
+    # Includes memory kept from smaller batches.
+    peak_memory_mib: float
+    # Kind of memory that `peak_memory_mib` is measured in.
+    memory: MemoryKind
+    # Mean over the batch.
+    detections_per_image: float
+
+
+@dataclass(frozen=True)
+class InferFailure:
+    """Engine that could not be measured, and the reason."""
+
+    model: str
+    engine: str
+    precision: Precision
+    # Batch size at which it failed. None: all.
+    batch: int | None
+    reason: str
+
+
+Measurement = InferResult | InferFailure | StageTimes
+
+
+def measure_models(
+    models: Sequence[Path],
+    settings: InferSettings,
+    on_measurement: Callable[[Measurement], object] | None = None,
+) -> list[InferResult]:
+    """Measure bundles, checkpoints and their baselines, each in a new process per precision.
+
+    Args:
+        models: Bundles and checkpoints.
+        settings: Engines, batch sizes, images and durations.
+        on_measurement: Called with each result, failure and profile when it is complete. None: the
+            first failure is raised instead.
+
+    Raises:
+        BundleError: the first model is a bundle that cannot be read.
+        CheckpointError: the first model is not a checkpoint.
+        MeasurementError: an engine failed and `on_measurement` is None.
+    """
+    bucket = settings.bucket or first_bucket(models[0])
+    results: list[InferResult] = []
+    for choice in engine_choices(models, settings):
+        wanted = (str(choice.model), choice.name, choice.precision)
+        if any((r.model, r.engine, r.precision) == wanted for r in results):
+            continue  # a baseline that was measured as the automatic backend of its bundle
+        for measurement in _measure_in_process(choice, bucket, settings):
+            if on_measurement is not None:
+                on_measurement(measurement)
+            elif isinstance(measurement, InferFailure):
+                raise MeasurementError(measurement.reason)
+            if isinstance(measurement, InferResult):
+                results.append(measurement)
+    return results
+
+
+def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[MatmulRoofline]:
+    """Return the roofline of the first checkpoint among the models; [] without a checkpoint.
+
+    Raises:
+        CheckpointError: the file is not a checkpoint.
+        ProcessError: the measuring process died.
+    """
+    checkpoint = next((model for model in models if model.is_file()), None)
+    if checkpoint is None:
+        return []
+    from ...model.checkpoint import load_checkpoint
+
+    bucket = settings.bucket or first_bucket(models[0])
+    config = load_checkpoint(checkpoint).model_config
+    return list(iterate_in_process(measure_matmul_rooflines, settings.precisions, config, bucket))
+
+
+def engine_choices(models: Sequence[Path], settings: InferSettings) -> Iterator[EngineChoice]:
+    """Yield the engines to measure, precision by precision, the baselines last in each."""
+    with_torchvision = "torchvision" in settings.peers
+    with_onnxruntime = "onnxruntime" in settings.peers and settings.backend != "onnxruntime"
+    for precision in settings.precisions:
+        for model in models:
+            yield EngineChoice(model, precision, settings.backend)
+        for model in models:
+            if with_torchvision and model.is_file():
+                yield EngineChoice(model, precision, with_torchvision=True)
+            if with_onnxruntime and model.is_dir():
+                yield EngineChoice(model, precision, "onnxruntime")
+
+
+def _failure(choice: EngineChoice, batch: int | None, reason: str) -> InferFailure:
+    return InferFailure(str(choice.model), choice.name, choice.precision, batch, reason)
+
+
+def _measure_in_process(
+    choice: EngineChoice, bucket: ShapeBucket, settings: InferSettings
+) -> Iterator[Measurement]:
+    if choice.backend == "onnxruntime" and choice.precision == "bf16":
+        yield _failure(
+            choice, None, "there is no ONNX model in bf16; only the torch backend supports it"
+        )
+        return
+    try:
+        yield from iterate_in_process(_measure_engine, choice, bucket, settings)
+    except ProcessError as error:
+        yield _failure(choice, None, str(error))
+
+
+def _measure_engine(
+    choice: EngineChoice, bucket: ShapeBucket, settings: InferSettings
+) -> Iterator[Measurement]:
+    """Measure an engine at each batch size in ascending order. Yield failures as results."""
+    try:
+        runner = choice.load(bucket, max(settings.batches))
+        encoded = settings.images or [noise_jpeg(bucket)]
+        images = batch_from_encoded(encoded, bucket, max(settings.batches))
+    except Exception as error:
+        yield _failure(choice, None, _reason_from(error))
+        return
+    batches = [images[:batch] for batch in sorted(settings.batches)]
+
+    def speed(run: BatchRun, batch: int) -> InferResult:
+        return _measure_speed(choice, run, bucket, batch, settings)
+
+    def stages(run: BatchRun, batch: int) -> StageTimes | None:
+        is_profiled = (run.engine, run.device, run.data) == ("torch", "cuda", "device")
+        return measure_stages(run, choice.precision, batch) if is_profiled else None
+
+    yield from _measure_batches(choice, runner, batches, speed)
+    if settings.with_stages and choice.precision == settings.precisions[0]:
+        # Last, because the profiler may slow down later measurements.
+        yield from _measure_batches(choice, runner, batches, stages)
+
+
+def _measure_batches(
+    choice: EngineChoice,
+    runner: Runner,
+    batches: list[NDArray[np.uint8]],
+    measure: Callable[[BatchRun, int], Measurement | None],
+) -> Iterator[Measurement]:
+    for images in batches:
+        reset_peak_memory()
+        try:
+            for run in runner.batch_runs(images):
+                measurement = measure(run, len(images))
+                if measurement is not None:
+                    yield measurement
+        except Exception as error:  # each library has its own exception type for lack of memory
+            yield _failure(choice, len(images), _reason_from(error))
+
+
+def _measure_speed(
+    choice: EngineChoice, run: BatchRun, bucket: ShapeBucket, batch: int, settings: InferSettings
+) -> InferResult:
+    measure_durations(run.run, _WARMUP_SHARE * settings.seconds, settings.warmup)
+    detections = sum(run.count_detections(run.run()))
+    durations = measure_durations(run.run, settings.seconds / 2)
+    rate = len(durations) / sum(durations)
+    if run.synchronize is not None:
+        rate = measure_call_rate(run.enqueue, run.synchronize, len(durations))
+    return InferResult(
+        model=str(choice.model),
+        engine=run.engine,
+        precision=choice.precision,
+        device=run.device,
+        data=run.data,
+        bucket=str(bucket),
+        batch=batch,
+        iterations=len(durations),
+        images_per_second=batch * rate,
+        latency=latency_from_seconds(durations),
+        peak_memory_mib=peak_memory_mib(run.memory),
+        memory=run.memory,
+        detections_per_image=float(detections / batch),
+    )
+
+
+def _reason_from(error: Exception) -> str:
+    """Return the message of this package's exceptions, and type and first line of all others."""
+    own, _, _ = __name__.partition(".")
+    if type(error).__module__.startswith(f"{own}."):
+        return str(error)
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

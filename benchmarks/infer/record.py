@@ -1,0 +1,295 @@
+"""Tables, plots and notes of the inference benchmark, as a `Record`."""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...model.bundle.manifest import Precision
+from ..common.processes import MachineInfo, describe_machine
+from ..common.record import PlotGrid, Record, ResultTable, format_significant, format_verdict
+from .gpu_time import IDLE, STAGES, MatmulRoofline, StageTimes
+from .measure import InferFailure, InferResult, Measurement
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS = (
+    "engine", "data", "batch", "images/s", "p50", "p90", "p99", "MiB", "boxes", "speedup",
+    "of roofline",
+)  # fmt: skip
+_COLOURS = {"fp32": "tab:blue", "tf32": "tab:orange", "fp16": "tab:green", "bf16": "tab:red"}
+_LINE_STYLES = ("-", "--", ":", "-.")
+_MARKERS = "osD^vP"
+# GPUs and input size that the goals apply to.
+_GOAL_GPUS = re.compile(r"\b(H100|H200)\b")
+_GOAL_BUCKET = "800x1344"
+# Images per second at batch 8 in fp16: minimum and target.
+_SPEED_GOALS = (450, 700)
+# Milliseconds at batch 1 in fp16: limit and target.
+_LATENCY_GOALS = (5, 3)
+# Gigabytes at batch 8 in fp16.
+_MEMORY_GOAL = 6
+
+_METHOD_NOTE = """\
+Every engine has a process of its own in each precision, is loaded once for the largest batch, and
+is measured in ascending order of batch sizes. Latencies are of a batch, in ms; each batch starts
+when the previous one is complete. "images/s" is measured afterwards, with as many batches queued
+back to back and one wait at the end. "data" is the memory that holds images before and detections
+after a batch. If it is the host's, copying from and to the GPU is included. "boxes" is the mean
+number of detections per image.
+"""
+_TORCHVISION_NOTE = """\
+Torchvision's model is measured as it ships: it scales the images, pastes the masks and synchronises
+with the GPU, and its time grows with the number of detections. "speedup" is the throughput relative
+to torchvision's in the same precision at the same batch size.
+"""
+_MEMORY_NOTE = """\
+"MiB" is the peak memory at that batch size, including memory kept from smaller batches. For torch
+it is the GPU memory reserved by its allocator, without the CUDA context and kernel code. Values
+with * are all GPU memory in use according to the driver, with both. On the CPU it is the resident
+memory of the process.
+"""
+_ROOFLINE_NOTE = """\
+"of roofline" is the throughput as a fraction of an upper bound, at which the GPU computes only
+matrix products: {flops:.3g} TFLOP per image in convolutions and matrix products, counting a
+multiply-add as two, at the rate of an 8192x8192x8192 product in the same precision, measured in the
+same run: {rates}.
+"""
+_STAGES_NOTE = """\
+The time by stage comes from a profile of {engine} in {precision}: ten batches that replay captured
+CUDA graphs. A stage lasts until the first kernel of the next. The first top-k ends the trunk
+(backbone, FPN, RPN head), the first pooling ends the selection of proposals, the next top-k ends
+the box head, and the second pooling ends the selection and NMS of detections; the rest is the mask
+head. "idle" is time between kernels.
+"""
+
+
+def infer_record(
+    results: Sequence[InferResult],
+    failures: Sequence[InferFailure] = (),
+    rooflines: Sequence[MatmulRoofline] = (),
+    stages: Sequence[StageTimes] = (),
+    machine: MachineInfo | None = None,
+) -> Record:
+    """Return a record of one run of the inference benchmark.
+
+    Args:
+        results: At least one, all of one input size.
+        failures: Engines that could not be measured.
+        rooflines: One per precision; empty without a GPU or a checkpoint.
+        stages: Profiles of one engine.
+        machine: None: this machine.
+    """
+    machine = machine or describe_machine()
+    asked = [*(r.precision for r in results), *(f.precision for f in failures)]
+    precisions = list(dict.fromkeys(asked))
+    bucket = results[0].bucket
+    goals = infer_goals(results, machine)
+    tables = [
+        ResultTable(
+            heading=f"Speed in {precision}, latencies in ms",
+            columns=COLUMNS,
+            rows=speed_rows(precision, results, failures, rooflines),
+        )
+        for precision in precisions
+    ]
+    if failures:
+        reasons = [describe_measurement(failure) for failure in failures]
+        tables.append(ResultTable(heading="Not measured", remarks=reasons))
+    if stages:
+        tables += _stage_tables(stages)
+    plots = [lambda axes: _plot_throughput(axes, results, with_goals=_has_goals(results, machine))]
+    if stages:
+        plots.append(lambda axes: _plot_stages(axes, stages))
+    return Record(
+        subject="infer",
+        title=f"Inference in {', '.join(precisions)} at {bucket} pixels",
+        results=results,
+        tables=tables,
+        plots=PlotGrid(
+            alt="Throughput over batch size", plots=plots, columns=len(plots), size=(8, 6.5)
+        ),
+        goals=goals,
+        notes=_notes(results, rooflines, stages),
+        on_gpu=any(r.device == "cuda" for r in results),
+        details={"failures": failures, "floors": rooflines, "stages": stages},
+        machine=machine,
+    )
+
+
+def describe_measurement(measurement: Measurement) -> str:
+    """Describe a measurement in one line, as in `torch in fp16 at batch 8: 600.0 images/s, ...`."""
+    batch = "" if measurement.batch is None else f" at batch {measurement.batch}"
+    if isinstance(measurement, InferFailure):
+        text = measurement.reason
+    elif isinstance(measurement, StageTimes):
+        text = ", ".join(f"{stage} {ms:.3f} ms" for stage, ms in measurement.milliseconds.items())
+    else:
+        place = ", data on the host" if measurement.data == "host" else ""
+        rate, p50 = measurement.images_per_second, measurement.latency.p50
+        text = f"{rate:.1f} images/s, p50 {p50:.2f} ms{place}"
+    return f"{measurement.engine} in {measurement.precision}{batch}: {text}"
+
+
+def speed_rows(
+    precision: Precision,
+    results: Sequence[InferResult],
+    failures: Sequence[InferFailure] = (),
+    rooflines: Sequence[MatmulRoofline] = (),
+) -> list[tuple[str, ...]]:
+    """Return the table rows of one precision: one per result and failure, as `COLUMNS`."""
+    own = [r for r in results if r.precision == precision]
+    engines = list(dict.fromkeys((r.model, r.engine, r.data) for r in own))
+    own.sort(key=lambda r: engines.index((r.model, r.engine, r.data)))
+    base = {r.batch: r.images_per_second for r in own if r.engine == "torchvision"}
+    bound = next((f.images_per_second for f in rooflines if f.precision == precision), None)
+    measured = [
+        (
+            r.engine,
+            r.device if r.data == "device" else "host",
+            str(r.batch),
+            f"{r.images_per_second:.1f}",
+            *map(format_significant, (r.latency.p50, r.latency.p90, r.latency.p99)),
+            f"{r.peak_memory_mib:.0f}{'*' if r.memory == 'driver' else ''}",
+            f"{r.detections_per_image:.1f}",
+            format_significant(r.images_per_second / base[r.batch]) if r.batch in base else "",
+            "" if bound is None else f"{r.images_per_second / bound:.1%}",
+        )
+        for r in own
+    ]
+    failed = [
+        (f.engine, "", str(f.batch or "all"), "failed", *[""] * (len(COLUMNS) - 4))
+        for f in failures
+        if f.precision == precision
+    ]
+    return measured + failed
+
+
+def infer_goals(results: Sequence[InferResult], machine: MachineInfo) -> list[str]:
+    """Compare the torch backend in fp16 with the goals, in sentences; [] if no goal applies."""
+    if not _has_goals(results, machine):
+        return []
+    own = {
+        r.batch: r
+        for r in results
+        if (r.engine, r.data, r.device, r.precision) == ("torch", "device", "cuda", "fp16")
+    }
+    goals = []
+    if 8 in own:
+        speed, memory = own[8].images_per_second, own[8].peak_memory_mib * 2**20 / 1e9
+        minimum, target = (f"{g} is {format_verdict(speed >= g)}" for g in _SPEED_GOALS)
+        goals += [
+            f"Batch 8 in fp16 reaches {format_significant(speed)} images/s: the minimum of "
+            f"{minimum}, the target of {target}.",
+            f"Batch 8 in fp16 takes {format_significant(memory)} GB: the limit of {_MEMORY_GOAL} "
+            f"GB is {format_verdict(memory < _MEMORY_GOAL)}.",
+        ]
+    if 1 in own:
+        latency = own[1].latency.p50
+        limit, target = (f"{g} ms is {format_verdict(latency < g)}" for g in _LATENCY_GOALS)
+        goals.append(
+            f"Batch 1 in fp16 takes {format_significant(latency)} ms: the limit of {limit}, the "
+            f"target of {target}."
+        )
+    return goals
+
+
+def _has_goals(results: Sequence[InferResult], machine: MachineInfo) -> bool:
+    gpus = machine.gpus
+    return bool(gpus and _GOAL_GPUS.search(gpus[0])) and results[0].bucket == _GOAL_BUCKET
+
+
+def _stage_tables(stages: Sequence[StageTimes]) -> list[ResultTable]:
+    """Return the tables of time by stage and by kernel, which only the page shows."""
+    names = (*STAGES, IDLE)
+    shown = next((times for times in stages if times.batch == 8), stages[-1])
+    return [
+        ResultTable(
+            heading="Time by stage, in ms",
+            columns=("batch", *names),
+            rows=[(str(t.batch), *(f"{t.milliseconds[n]:.3f}" for n in names)) for t in stages],
+            on_terminal=False,
+        ),
+        ResultTable(
+            heading=f"Costliest kernels of a batch of {shown.batch}",
+            columns=("kernel", "calls", "ms"),
+            rows=[(f"`{k.name}`", str(k.count), f"{k.milliseconds:.3f}") for k in shown.costliest],
+            on_terminal=False,
+        ),
+    ]
+
+
+def _notes(
+    results: Sequence[InferResult],
+    rooflines: Sequence[MatmulRoofline],
+    stages: Sequence[StageTimes],
+) -> list[str]:
+    notes = [_METHOD_NOTE]
+    if any(r.engine == "torchvision" for r in results):
+        notes.append(_TORCHVISION_NOTE)
+    notes.append(_MEMORY_NOTE)
+    if rooflines:
+        rates = ", ".join(
+            f"{f.precision} {format_significant(f.teraflops_per_second)} TFLOP/s" for f in rooflines
+        )
+        notes.append(_ROOFLINE_NOTE.format(flops=rooflines[0].flops_per_image / 1e12, rates=rates))
+    if stages:
+        engine, precision = stages[0].engine, stages[0].precision
+        notes.append(_STAGES_NOTE.format(engine=engine, precision=precision))
+    return notes
+
+
+def _plot_throughput(axes: "Axes", results: Sequence[InferResult], *, with_goals: bool) -> None:
+    """Plot throughput over batch size: a colour per precision, a line style per engine."""
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    curves: dict[tuple[str, Precision], list[InferResult]] = defaultdict(list)
+    for r in results:
+        curves[r.engine if r.data == "device" else f"{r.engine}, host", r.precision].append(r)
+    engines = list(dict.fromkeys(engine for engine, _ in curves))
+    for (engine, precision), own in curves.items():
+        axes.plot(
+            [r.batch for r in own],
+            [r.images_per_second for r in own],
+            color=_COLOURS[precision],
+            **_line_style(engines.index(engine)),
+        )
+    for goal in _SPEED_GOALS if with_goals else ():
+        axes.axhline(goal, color="black", linewidth=0.8)
+        axes.annotate(f"{goal}", (1.01, goal), xycoords=("axes fraction", "data"), va="center")
+    batches = sorted({r.batch for r in results})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set(xlabel="images per batch", ylabel="images per second")
+    axes.set_title(f"Throughput at {results[0].bucket} pixels")
+    axes.grid(alpha=0.3, which="both")
+    keys = [Line2D([], [], color=_COLOURS[p], label=p) for p in dict.fromkeys(p for _, p in curves)]
+    keys += [Line2D([], [], color="grey", label=e, **_line_style(i)) for i, e in enumerate(engines)]
+    axes.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=5)
+
+
+def _line_style(index: int) -> dict[str, Any]:
+    return {
+        "linestyle": _LINE_STYLES[index % len(_LINE_STYLES)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "markersize": 4,
+    }
+
+
+def _plot_stages(axes: "Axes", stages: Sequence[StageTimes]) -> None:
+    labels = [str(times.batch) for times in stages]
+    bottoms = [0.0] * len(stages)
+    for stage in (*STAGES, IDLE):
+        heights = [times.milliseconds[stage] / times.batch for times in stages]
+        colour = "lightgrey" if stage == IDLE else None
+        axes.bar(labels, heights, bottom=bottoms, label=stage, color=colour)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axes.set(xlabel="images per batch", ylabel="ms per image")
+    axes.set_title(f"Time by stage, {stages[0].engine} in {stages[0].precision}")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=6)

@@ -1,0 +1,282 @@
+"""Runners of the engines to measure: bundles, eager checkpoints and torchvision's model."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...model.bundle.manifest import BundleError, Precision, read_manifest
+from ...model.bundle.spec import OUTPUT_NAMES, ShapeBucket
+from ...serving.config import BackendName
+from ..common.processes import MemoryKind
+
+# Torch is imported only by the functions that need it. It would count in the peak memory of a
+# process that measures ONNX Runtime.
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...model.checkpoint import Checkpoint
+    from ...serving.backends.base import Backend
+    from ...serving.backends.onnxruntime import OnnxRuntimeBackend
+    from ...serving.backends.torch import TorchBackend
+
+# Memory of input images and output detections: of the device that computes, or of the host.
+DataPlace = Literal["device", "host"]
+InferBaseline = Literal["torchvision", "onnxruntime"]
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """Functions that run one batch on an engine, with data on the device or on the host."""
+
+    # Name of the engine, such as `onnxruntime`.
+    engine: str
+    device: Literal["cpu", "cuda"]
+    data: DataPlace
+    # Kind of memory to report the peak of.
+    memory: MemoryKind
+    # Start the batch and return its outputs, which may not be computed yet.
+    enqueue: Callable[[], object]
+    # Return the number of detections of each image, given the outputs of a completed batch.
+    count_detections: Callable[[Any], Iterable[int]]
+    # Wait for all started batches. None: `enqueue` itself waits.
+    synchronize: Callable[[], object] | None = None
+
+    def run(self) -> object:
+        """Compute the batch, wait for it, and return its outputs."""
+        outputs = self.enqueue()
+        if self.synchronize is not None:
+            self.synchronize()
+        return outputs
+
+
+class Runner(Protocol):
+    """Interface of the runners of all engines."""
+
+    def batch_runs(self, images: NDArray[np.uint8]) -> Sequence[BatchRun]:
+        """Return a `BatchRun` of images [B, 3, H, W] for each memory that may hold the data."""
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """Engine to measure: a model, and the precision and backend or baseline that run it."""
+
+    # A bundle if it is a folder, else a checkpoint.
+    model: Path
+    precision: Precision
+    # Backend of a bundle.
+    backend: BackendName = "auto"
+    # Run torchvision's model with the checkpoint's weights instead of ours.
+    with_torchvision: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the engine. `bundle`: the backend is selected when the bundle is loaded."""
+        if self.model.is_dir():
+            return "bundle" if self.backend == "auto" else self.backend
+        return "torchvision" if self.with_torchvision else "eager"
+
+    def load(self, bucket: ShapeBucket, max_batch: int) -> Runner:
+        """Load the engine for an input size and batches of at most `max_batch` images.
+
+        Raises:
+            BundleError: the bundle cannot be read, or lacks the precision or the input size.
+            BackendError: the backend does not run on this machine or not with these batch sizes.
+            CheckpointError: the file is not a checkpoint, or torchvision has no such model.
+        """
+        if self.model.is_dir():
+            return BundleRunner(self.model, self.precision, self.backend, bucket, max_batch)
+        from ...model.checkpoint import load_checkpoint
+
+        make = torchvision_from_checkpoint if self.with_torchvision else runner_from_checkpoint
+        return make(load_checkpoint(self.model), self.precision)
+
+
+def first_bucket(path: Path) -> ShapeBucket:
+    """Return the first input size of a bundle or a checkpoint.
+
+    Raises:
+        BundleError: the bundle cannot be read.
+        CheckpointError: the file is not a checkpoint.
+    """
+    if path.is_dir():
+        return read_manifest(path).artifacts[0].bucket
+    from ...model.checkpoint import load_checkpoint
+
+    return load_checkpoint(path).buckets[0]
+
+
+class BundleRunner:
+    """Runner of a bundle on one backend, for one input size."""
+
+    def __init__(
+        self,
+        bundle: Path,
+        precision: Precision,
+        backend: BackendName,
+        bucket: ShapeBucket,
+        max_batch: int,
+    ) -> None:
+        """Load a bundle; raises the errors of `EngineChoice.load`."""
+        from ...serving.backends.loading import load_backend
+
+        manifest = read_manifest(bundle)
+        self._bucket = bucket
+        self._backend = load_backend(bundle, manifest, precision, backend, max_batch)
+        if bucket not in self._backend.buckets:
+            sizes = ", ".join(map(str, self._backend.buckets))
+            raise BundleError(f"{bundle} has no input size {bucket}; choose from {sizes}")
+
+    def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
+        """Return a run with data on the device, if the backend supports it, and one on the host."""
+        backend, bucket = self._backend, self._bucket
+        sizes = np.full((len(images), 2), bucket, np.int64)
+        infer = functools.partial(backend.infer, bucket, images, sizes)
+        runs = [_backend_run(backend, "host", infer, lambda outputs: outputs.num_detections)]
+        if backend.name == "onnxruntime":
+            index = OUTPUT_NAMES.index("num_detections")
+            run = _backend_run(
+                backend,
+                "device",
+                cast("OnnxRuntimeBackend", backend).bind_on_device(bucket, images, sizes),
+                lambda outputs: outputs[index].numpy()[: len(images)],
+            )
+            runs.insert(0, run)
+        if backend.name == "torch":
+            import torch
+
+            infer_on_device = cast("TorchBackend", backend).infer_on_device
+            inputs = [torch.from_numpy(array).to(backend.device) for array in (images, sizes)]
+            run = _backend_run(
+                backend,
+                "device",
+                lambda: infer_on_device(bucket, *inputs),
+                lambda outputs: outputs.num_detections.tolist(),
+                torch.cuda.synchronize if backend.device == "cuda" else None,
+            )
+            runs.insert(0, run)
+        return runs
+
+
+def _backend_run(
+    backend: "Backend",
+    data: DataPlace,
+    enqueue: Callable[[], object],
+    count_detections: Callable[[Any], Iterable[int]],
+    synchronize: Callable[[], object] | None = None,
+) -> BatchRun:
+    gpu_memory: MemoryKind = "torch" if backend.name == "torch" else "driver"
+    return BatchRun(
+        engine=backend.name,
+        device=backend.device,
+        data=data,
+        memory="cpu" if backend.device == "cpu" else gpu_memory,
+        enqueue=enqueue,
+        count_detections=count_detections,
+        synchronize=synchronize,
+    )
+
+
+@dataclass
+class TorchRunner:
+    """Runner of an eager torch module, on the GPU if there is one."""
+
+    name: str
+    model: "nn.Module"
+    precision: Precision
+    # Return the model's arguments, given images [B, 3, H, W] uint8 on its device.
+    make_inputs: Callable[["Tensor"], tuple[Any, ...]]
+    # Return the number of detections of each image, given the model's outputs.
+    count_detections: Callable[[Any], Iterable[int]]
+
+    def __post_init__(self) -> None:
+        import torch
+
+        self.device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model.eval().to(self.device)
+
+    def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
+        """Return a run with images [B, 3, H, W] and detections on the device."""
+        import torch
+
+        from ...training.trainer import AUTOCAST_DTYPES
+
+        inputs = self.make_inputs(torch.from_numpy(images).to(self.device))
+        torch.backends.cuda.matmul.allow_tf32 = self.precision == "tf32"
+        torch.backends.cudnn.allow_tf32 = self.precision == "tf32"
+        dtype = AUTOCAST_DTYPES.get(self.precision)
+
+        def detect() -> object:
+            with (
+                torch.inference_mode(),
+                torch.autocast(self.device, dtype, enabled=dtype is not None),
+            ):
+                return self.model(*inputs)
+
+        on_gpu = self.device == "cuda"
+        return [
+            BatchRun(
+                engine=self.name,
+                device=self.device,
+                data="device",
+                memory="torch" if on_gpu else "cpu",
+                enqueue=detect,
+                count_detections=self.count_detections,
+                synchronize=torch.cuda.synchronize if on_gpu else None,
+            )
+        ]
+
+
+def runner_from_checkpoint(checkpoint: "Checkpoint", precision: Precision) -> TorchRunner:
+    """Return a runner of this project's eager model."""
+    import torch
+
+    model = checkpoint.build_model()
+    torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
+
+    def make_inputs(images: "Tensor") -> "tuple[Tensor, Tensor]":
+        sizes = torch.tensor(images.shape[2:], device=images.device).expand(len(images), 2)
+        return images, sizes.contiguous()
+
+    return TorchRunner(
+        "eager", model, precision, make_inputs, lambda outputs: outputs.num_detections.tolist()
+    )
+
+
+def torchvision_from_checkpoint(checkpoint: "Checkpoint", precision: Precision) -> TorchRunner:
+    """Return a runner of torchvision's model with the checkpoint's weights.
+
+    It is measured as it ships, with scaling of the images and pasting of the masks.
+
+    Raises:
+        CheckpointError: torchvision has no such model.
+    """
+    from ...model.checkpoint import CheckpointError
+    from ..common.torchvision_baseline import torchvision_from_config
+
+    model = torchvision_from_config(checkpoint.model_config)
+    try:
+        model.load_state_dict(checkpoint.weights)
+    except RuntimeError as error:
+        raise CheckpointError(
+            "torchvision has no model of the checkpoint's configuration; measure without --peer "
+            "torchvision"
+        ) from error
+
+    def make_inputs(images: "Tensor") -> "tuple[list[Tensor]]":
+        # Torchvision always resizes. These limits make it keep the images' size.
+        sides = images.shape[2:]
+        model.transform.min_size, model.transform.max_size = (min(sides),), max(sides)
+        return (list(images.float() / 255),)
+
+    return TorchRunner(
+        "torchvision",
+        model,
+        precision,
+        make_inputs,
+        lambda outputs: [len(image["boxes"]) for image in outputs],
+    )

@@ -1,0 +1,187 @@
+"""Measurement of the CUDA kernels: workload, cases with baselines and goals, and results."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..common.timing import GpuTimer, host_milliseconds
+
+
+@dataclass(frozen=True)
+class KernelBaseline:
+    """Other implementation of a kernel's task, measured for comparison."""
+
+    name: str
+    run: Callable[[], object]
+    # True: it runs on the CPU, at least in part, and is timed on the host's clock.
+    on_host: bool = False
+
+
+@dataclass(frozen=True)
+class KernelGoal:
+    """Speed that a kernel should reach at one size."""
+
+    # Maximum time.
+    milliseconds: float
+    # Minimum speed relative to the first baseline. None: not compared.
+    times_peer: float | None = None
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """Kernel to measure, with inputs of one size."""
+
+    kernel: str
+    # Description of the input size.
+    size: str
+    # Description of the bottleneck.
+    limit: str
+    run: Callable[[], object]
+    # Minimum memory traffic in 10^6 bytes: inputs read once, outputs written once.
+    megabytes: float
+    baselines: tuple[KernelBaseline, ...] = ()
+    goal: KernelGoal | None = None
+
+
+@dataclass(frozen=True)
+class BaselineResult:
+    """Time of another implementation of a kernel's task."""
+
+    name: str
+    milliseconds: float
+    # True: timed on the host's clock, not the GPU's.
+    on_host: bool
+
+
+@dataclass(frozen=True)
+class KernelResult:
+    """Time of a kernel at one size, with the times of its baselines."""
+
+    kernel: str
+    size: str
+    limit: str
+    # Median on the GPU, with caches flushed before each call.
+    milliseconds: float
+    # Minimum memory traffic divided by the time.
+    gigabytes_per_second: float
+    # Bandwidth, reads plus writes, of copying a large tensor on the same GPU.
+    copy_gigabytes_per_second: float
+    # Results of the baselines. Key of the JSON file.
+    peers: tuple[BaselineResult, ...] = ()
+    goal: KernelGoal | None = None
+
+    @property
+    def bandwidth_share(self) -> float:
+        """Bandwidth of the kernel as a fraction of the bandwidth of copying."""
+        return self.gigabytes_per_second / self.copy_gigabytes_per_second
+
+    @property
+    def meets_goal(self) -> bool:
+        """True if the goal is met or there is none."""
+        if self.goal is None:
+            return True
+        fast = self.milliseconds < self.goal.milliseconds
+        if self.goal.times_peer is None:
+            return fast
+        return fast and self.speedup(self.peers[0]) >= self.goal.times_peer
+
+    def speedup(self, baseline: BaselineResult) -> float:
+        """Return the baseline's time divided by the kernel's."""
+        return baseline.milliseconds / self.milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Sizes of an R-50-FPN training batch, and factory of random tensors of these sizes."""
+
+    device: str = "cuda"
+    batch: int = 8
+    # Size of the padded input in pixels.
+    height: int = 800
+    width: int = 1344
+    # Width without padding.
+    image_width: int = 1333
+    # Fraction of the usual number of RoIs, candidates and instances.
+    share: float = 1.0
+    # On the CPU, so that tensors have the same values on every device.
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def count(self, full: int) -> int:
+        """Return a usual number, as of RoIs or candidates, scaled by `share`; at least 1."""
+        return max(1, round(full * self.share))
+
+    def rand(self, *shape: int) -> Tensor:
+        """Return uniform random numbers from 0 to 1."""
+        return torch.rand(shape, generator=self.generator).to(self.device)
+
+    def randn(self, *shape: int) -> Tensor:
+        """Return random numbers of standard normal distribution."""
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+    def randint(self, end: int, *shape: int) -> Tensor:
+        """Return uniform random integers from 0 to `end - 1`."""
+        return torch.randint(end, shape, generator=self.generator).to(self.device)
+
+    def boxes(self, *shape: int) -> Tensor:
+        """Return boxes [*shape, 4] within the image, with log-uniform sides of up to 512."""
+        limits = torch.tensor([self.image_width, self.height], device=self.device)
+        centers = self.rand(*shape, 2) * limits
+        half_sides = 2 ** (2 + 6 * self.rand(*shape, 2))
+        corners = torch.cat([centers - half_sides, centers + half_sides], dim=-1)
+        return torch.minimum(corners.clamp(min=0), limits.repeat(2))
+
+    def grid(self, stride: int) -> tuple[int, int]:
+        """Return the height and width of the feature map of a stride."""
+        return -(-self.height // stride), -(-self.width // stride)
+
+
+def kernel_case(
+    kernel: str,
+    size: str,
+    limit: str,
+    run: Callable[[], Tensor | Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    *baselines: KernelBaseline,
+    goal: KernelGoal | None = None,
+) -> KernelCase:
+    """Run a kernel once. Return its case, with the size of inputs and outputs as memory traffic."""
+    outputs = run()
+    tensors = [*inputs, *([outputs] if isinstance(outputs, Tensor) else outputs)]
+    megabytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 1e6
+    return KernelCase(kernel, size, limit, run, megabytes, baselines, goal)
+
+
+def measure_kernels(
+    cases: Iterable[KernelCase], on_case: Callable[[KernelCase], object] = lambda case: None
+) -> list[KernelResult]:
+    """Measure cases one after the other on the current GPU.
+
+    Args:
+        cases: Taken one at a time, so that a generator holds the tensors of one case only.
+        on_case: Called before each case.
+    """
+    timer = GpuTimer()
+    copying = timer.copy_gigabytes_per_second()
+    results = []
+    for case in cases:
+        on_case(case)
+        milliseconds = timer.milliseconds(case.run)
+        baselines = []
+        for baseline in case.baselines:
+            measure = host_milliseconds if baseline.on_host else timer.milliseconds
+            baselines.append(BaselineResult(baseline.name, measure(baseline.run), baseline.on_host))
+        results.append(
+            KernelResult(
+                case.kernel,
+                case.size,
+                case.limit,
+                milliseconds,
+                case.megabytes / milliseconds,
+                copying,
+                tuple(baselines),
+                case.goal,
+            )
+        )
+    return results

@@ -1,0 +1,129 @@
+"""Tables, plot and notes of the kernel benchmark, as a `Record`."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..common.record import PlotGrid, Record, ResultTable, format_significant, format_verdict
+from .measure import BaselineResult, KernelGoal, KernelResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS = ("kernel", "size", "ms", "GB/s", "of copying", "baselines", "speedup", "goal")
+
+_COLUMNS_NOTE = """\
+Sizes are those of a batch of 8 images of 800x1344 pixels: BxRxPxP for RoIs, where P is the side of
+a pooled RoI, and NxK for sets of boxes. "ms" is the median time on the GPU. "GB/s" is the minimum
+memory traffic, inputs read once and outputs written once, divided by that time. "of copying" is its
+fraction of {copying} GB/s, reads plus writes, the rate of copying a gibibyte in the same run; it
+exceeds 100% if few RoIs leave much of the features unread. "baselines" are other implementations
+with their times in ms, with * if timed on the host's clock; "speedup" is the kernel's speed
+relative to each of them.
+"""
+_TIMER_NOTE = """\
+Before each call a large tensor is filled. The fill flushes the caches and keeps the GPU busy until
+the host has enqueued the call, so that launch overhead is not measured. If a baseline waits for the
+GPU, the wait is included. Baselines with * run on the CPU, at least in part: they are called three
+times, and the time is the median on the host's clock.
+"""
+_BASELINES_NOTE = """\
+Torchvision's pooling got its fastest layout, NCHW, whatever the kernel's layout, and boxes in the
+features' type; it has no bf16. Its gradient is that of the whole pooling, without the forward pass.
+Its NMS processes one image at a time, as its models do, and returns all boxes that survive.
+`paste_rle` ends with run lengths on the GPU; encoding them as strings, which pycocotools' time
+includes, is the task of `compress_runs`.
+"""
+
+
+def kernels_record(results: Sequence[KernelResult]) -> Record:
+    """Return a record of the results of one GPU, at least one."""
+    limits = dict.fromkeys((result.kernel, result.limit) for result in results)
+    copying = format_significant(results[0].copy_gigabytes_per_second)
+    bars = [
+        (f"{result.kernel}  {result.size}", baseline.name, result.speedup(baseline))
+        for result in results
+        for baseline in result.peers
+    ]
+    return Record(
+        subject="kernels",
+        title="CUDA kernels at working sizes",
+        results=results,
+        tables=[
+            ResultTable(heading="Times", columns=COLUMNS, rows=[kernel_row(r) for r in results]),
+            ResultTable(
+                heading="Bottleneck of each kernel",
+                columns=("kernel", "bound by"),
+                rows=[(f"`{kernel}`", limit) for kernel, limit in limits],
+                on_terminal=False,
+            ),
+        ],
+        plots=PlotGrid(
+            alt="Speed of each kernel relative to its baselines",
+            plots=[partial(_plot_speedups, bars=bars)],
+            size=(12, 1.5 + 0.24 * len(bars)),
+        ),
+        goals=[
+            _goal_sentence(result, result.goal) for result in results if result.goal is not None
+        ],
+        notes=[_COLUMNS_NOTE.format(copying=copying), _TIMER_NOTE, _BASELINES_NOTE],
+        on_gpu=True,
+    )
+
+
+def kernel_row(result: KernelResult) -> tuple[str, ...]:
+    """Return a result's table cells, in the order of `COLUMNS`."""
+    goal = ""
+    if result.goal is not None:
+        goal = f"{_format_goal(result.goal)}: {format_verdict(result.meets_goal)}"
+    return (
+        result.kernel,
+        result.size,
+        format_significant(result.milliseconds),
+        format_significant(result.gigabytes_per_second),
+        f"{result.bandwidth_share:.1%}",
+        ", ".join(map(_format_baseline, result.peers)),
+        ", ".join(format_significant(result.speedup(baseline)) for baseline in result.peers),
+        goal,
+    )
+
+
+def _format_goal(goal: KernelGoal) -> str:
+    """Format a goal, as in `< 0.6 ms, >= 5 times`."""
+    text = f"< {goal.milliseconds:g} ms"
+    return text if goal.times_peer is None else f"{text}, >= {goal.times_peer:g} times"
+
+
+def _format_baseline(result: BaselineResult) -> str:
+    return f"{result.name} {format_significant(result.milliseconds)}{'*' if result.on_host else ''}"
+
+
+def _goal_sentence(result: KernelResult, goal: KernelGoal) -> str:
+    reached = f"{format_significant(result.milliseconds)} ms"
+    if goal.times_peer is not None:
+        baseline = result.peers[0]
+        speedup = format_significant(result.speedup(baseline))
+        reached += f" and {speedup} times as fast as {baseline.name}"
+    return (
+        f"`{result.kernel}`, {result.size}: {reached}; the goal, {_format_goal(goal)}, "
+        f"is {format_verdict(result.meets_goal)}."
+    )
+
+
+def _plot_speedups(axes: "Axes", bars: Sequence[tuple[str, str, float]]) -> None:
+    """Plot bars (case, baseline, speedup) with one colour per baseline."""
+    names = list(dict.fromkeys(name for _, name, _ in bars))
+    for name in names:
+        rows = [row for row, bar in enumerate(bars) if bar[1] == name]
+        speedups = [bars[row][2] for row in rows]
+        drawn = axes.barh(rows, [speedup - 1 for speedup in speedups], left=1, label=name)
+        axes.bar_label(drawn, [format_significant(speedup) for speedup in speedups], padding=3)
+    axes.set_yticks(range(len(bars)), [label for label, _, _ in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_xscale("log")
+    axes.axvline(1, color="black", linewidth=1)
+    axes.margins(x=0.08)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("times as fast as the baseline")
+    if names:
+        axes.figure.legend(loc="outside upper right", ncols=4)

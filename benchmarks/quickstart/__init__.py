@@ -1,0 +1,239 @@
+"""`maskrcnn quickstart`: data set, training, export, serving and benchmarks of a small model."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ...serving.detections import Detections
+    from ...training.config import TrainConfig
+    from ..infer.measure import InferResult
+    from ..serve.results import ServeResult
+
+# Empty file in an output folder, which shows that a quickstart created the folder.
+_MARKER = ".quickstart"
+# Width and height of a synthetic image.
+_IMAGE_SIZE = (192, 128)
+_CLASSES = ("circle", "square", "triangle", "star", "ring")
+_TRAIN_PER_VAL = 15
+_BENCH_SECONDS = 4.0
+# Validation images that the server is measured with, and numbers of concurrent clients.
+_BENCH_IMAGES = 32
+_CLIENTS = (1, 8)
+_STEPS = 7
+_SHOWN_METRICS = [
+    f"{kind}/{metric}" for kind in ("bbox", "segm") for metric in ("AP", "AP50", "AP75", "AR100")
+]
+_OUTPUTS = {
+    "metrics.json": "metrics",
+    "loss.png": "loss curve",
+    "predictions.png": "predictions beside ground truth",
+    "bundle": "bundle with its manifest.json",
+    "train": "checkpoints and log",
+    "bench": "benchmark records",
+}
+
+
+class QuickstartError(Exception):
+    """A step gave a wrong result, or the output folder holds other files."""
+
+
+@click.command()
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs/quickstart"), show_default=True,
+    help="Output folder. An earlier quickstart there is replaced.",
+)  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--images", type=click.IntRange(8), default=3000, show_default=True, help="Training images."
+)
+@click.option(
+    "--iterations", type=click.IntRange(1), help="Training steps. Default: those of the preset."
+)
+def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> None:
+    """Generate a data set, and train, export, serve and measure a small model on it.
+
+    Takes minutes on two CPU cores, and needs neither a GPU nor the network.
+    """
+    from ...export.bundle import bundle_from_checkpoint
+    from ...training.run import run_training
+    from .figures import plot_losses
+
+    start, console = time.monotonic(), Console(markup=False, emoji=False)
+    _prepare_folder(output)
+    with _step(console, 1, "generating a data set", output / "data"):
+        config = _generate_data(output, seed, images, iterations)
+    with _step(console, 2, "training from scratch and evaluating", output / "train"):
+        checkpoint = run_training(config)
+        plot_losses(output / "train" / "metrics.jsonl", output / "loss.png")
+    bundle = output / "bundle"
+    with _step(console, 3, "exporting to ONNX", bundle):
+        bundle_from_checkpoint(checkpoint, bundle, report=console.print)
+    with _step(console, 4, "verifying the bundle against the checkpoint"):
+        _verify(console, bundle, checkpoint, output / "data" / "val")
+    with _step(console, 5, "serving the bundle and sending images to the server"):
+        _serve_and_compare(console, bundle, config, output / "predictions.png")
+    with _step(console, 6, "measuring inference"):
+        infer_results = _measure_inference(bundle)
+    with _step(console, 7, "measuring the server"):
+        serve_results = _measure_server(bundle, output / "data" / "val")
+    metrics = _metrics_from(checkpoint, infer_results, serve_results)
+    (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    console.print(_summary(metrics, time.monotonic() - start))
+    for name, description in _OUTPUTS.items():
+        click.echo(f"{description}: {output / name}")
+
+
+@contextmanager
+def _step(console: Console, number: int, title: str, folder: Path | None = None) -> Iterator[None]:
+    console.rule(f"{number}/{_STEPS} {title}", align="left")
+    start = time.monotonic()
+    yield
+    location = f", in {folder}" if folder else ""
+    console.print(f"done in {time.monotonic() - start:.0f} s{location}", soft_wrap=True)
+
+
+def _prepare_folder(output: Path) -> None:
+    """Create the output folder, or empty it if an earlier quickstart created it."""
+    if output.exists() and any(output.iterdir()):
+        if not (output / _MARKER).exists():
+            raise QuickstartError(
+                f"{output} holds other files than a quickstart's; choose another folder with -o"
+            )
+        shutil.rmtree(output)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / _MARKER).touch()
+
+
+def _generate_data(output: Path, seed: int, images: int, iterations: int | None) -> "TrainConfig":
+    from ...training.config import load_config
+    from ...training.data.synthetic.dataset import SyntheticConfig, draw_dataset
+
+    data, (width, height) = output / "data", _IMAGE_SIZE
+    synthetic = SyntheticConfig(
+        train=images,
+        val=max(16, images // _TRAIN_PER_VAL),
+        width=width,
+        height=height,
+        seed=seed,
+        classes=_CLASSES,
+    )
+    draw_dataset(data, synthetic, workers=os.cpu_count() or 1)
+    overrides = [f"output_dir={output / 'train'}", f"seed={seed}"]
+    for split in ("train", "val"):
+        overrides.append(f"data.{split}.images={data / split}")
+        overrides.append(f"data.{split}.annotations={data / 'annotations' / f'{split}.json'}")
+    if iterations is not None:
+        overrides.append(f"solver.max_iterations={iterations}")
+    return load_config("quick", overrides)
+
+
+def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> None:
+    from ...export.commands import table_of
+    from ...export.verify import verify_bundle
+    from ...model.bundle.manifest import read_manifest
+    from ...model.checkpoint import load_checkpoint
+
+    paths = sorted(images.iterdir())[:16]
+    comparisons = verify_bundle(bundle, read_manifest(bundle), load_checkpoint(checkpoint), paths)
+    console.print(table_of(comparisons))
+    if not all(comparison.passed for comparison in comparisons):
+        raise QuickstartError("the outputs of the bundle differ from those of the checkpoint")
+
+
+def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", image: Path) -> None:
+    """Check that a server's detections equal those of `Predictor`, and draw some into `image`."""
+    from ...serving.client import DetectorClient
+    from ...serving.detections import Detections
+    from ...serving.offline.predictor import Predictor
+    from ...training.data.coco.dataset import CocoDataset
+    from ..serve.measure import running_server
+    from .figures import draw_comparison
+
+    assert config.data.val is not None
+    dataset = CocoDataset(config.data.val)
+    contents = [record.path.read_bytes() for record in dataset.records[:64]]
+    with running_server(bundle) as server, DetectorClient(server.address) as client:
+        outcomes = list(client.detect_many(contents))
+    predictor = Predictor(bundle)
+    served = [outcome for outcome in outcomes if isinstance(outcome, Detections)]
+    equal = len(served) == len(contents) and all(
+        _are_equal(detections, predictor.detect(content))
+        for detections, content in zip(served, contents, strict=True)
+    )
+    predictor.close()
+    if not equal:
+        raise QuickstartError("the server's detections differ from those of `maskrcnn predict`")
+    count = sum(map(len, served))
+    console.print(f"{count} detections in {len(served)} images, equal to those of `predict`")
+    draw_comparison(dataset, served, image)
+
+
+def _are_equal(first: "Detections", second: "Detections") -> bool:
+    return (
+        (first.boxes == second.boxes).all()
+        and (first.scores == second.scores).all()
+        and (first.labels == second.labels).all()
+        and first.rles == second.rles
+    )
+
+
+def _measure_inference(bundle: Path) -> "list[InferResult]":
+    from ..common.record import publish
+    from ..infer.measure import InferSettings, measure_models
+    from ..infer.record import infer_record
+
+    results = measure_models([bundle], InferSettings(batches=(1, 8), seconds=_BENCH_SECONDS))
+    publish(infer_record(results), bundle.parent / "bench" / "infer.json")
+    return results
+
+
+def _measure_server(bundle: Path, images: Path) -> "list[ServeResult]":
+    from ..common.record import publish
+    from ..serve.measure import ServeSettings, measure_bundle
+    from ..serve.record import serve_record
+
+    contents = [path.read_bytes() for path in sorted(images.iterdir())[:_BENCH_IMAGES]]
+    settings = ServeSettings(concurrencies=_CLIENTS, images=contents, seconds=_BENCH_SECONDS)
+    results = list(measure_bundle(bundle, settings))
+    record = serve_record(results, f"{len(contents)} validation images")
+    publish(record, bundle.parent / "bench" / "serve.json")
+    return results
+
+
+def _metrics_from(
+    checkpoint: Path, infer_results: "list[InferResult]", serve_results: "list[ServeResult]"
+) -> dict[str, float]:
+    """Return the checkpoint's COCO metrics and both benchmarks' speed and latencies, by name."""
+    from ...model.checkpoint import load_checkpoint
+
+    metrics = dict(load_checkpoint(checkpoint).metrics)
+    named: list[tuple[str, InferResult | ServeResult]] = [
+        *((f"infer/batch_{r.batch}", r) for r in infer_results),
+        *((f"serve/clients_{n}", r) for n, r in zip(_CLIENTS, serve_results, strict=True)),
+    ]
+    for name, result in named:
+        metrics[f"{name}/images_per_second"] = result.images_per_second
+        for percentile in ("p50", "p90", "p99"):
+            metrics[f"{name}/{percentile}_ms"] = getattr(result.latency, percentile)
+    return metrics
+
+
+def _summary(metrics: dict[str, float], seconds: float) -> Table:
+    table = Table("", "", title=f"quickstart, {seconds:.0f} s", show_header=False)
+    for name, value in metrics.items():
+        if name in _SHOWN_METRICS:
+            table.add_row(name, f"{value:.3f}")
+        elif name.startswith(("infer/", "serve/")):
+            table.add_row(name, f"{value:.1f}")
+    return table

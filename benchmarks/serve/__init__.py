@@ -1,0 +1,174 @@
+"""`maskrcnn bench serve`: throughput and latency of a server under load."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from ...model.config.option_types import FiniteRange
+from ...serving.config import DAY_S, check_address
+from ...serving.detections import MaskFormat
+from ..common.images import describe_images, images_option, read_images
+from ..common.record import json_option, output_option, publish
+from ..common.timing import POSITIVE, SECONDS, seconds_option
+from .load import Arrivals
+
+if TYPE_CHECKING:
+    from ...serving.config import ServeConfig
+    from ..bulk.measure import BulkResult
+    from .measure import ServeSettings
+    from .results import ServeResult
+
+_CONCURRENCIES = (1, 4, 16)
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("server")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]...")
+@click.option(
+    "--concurrency", "concurrencies", multiple=True, type=click.IntRange(min=1),
+    help="Requests in flight; each client sends its next image when the previous one is answered. "
+    f"Repeatable. Default: {', '.join(map(str, _CONCURRENCIES))}; none if only --streamed or "
+    "--rate is given.",
+)  # fmt: skip
+@click.option(
+    "--streamed", multiple=True, type=click.IntRange(min=1),
+    help="Requests in flight over one stream per client process, instead of unary calls. "
+    "Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--rate", "rates", multiple=True, type=POSITIVE,
+    help="Images per second, sent whether or not previous ones are answered. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--load", "loads", multiple=True, type=POSITIVE,
+    help="A rate as a fraction of the highest throughput at --concurrency. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--arrivals", type=click.Choice(get_args(Arrivals)), default="poisson",
+    help="Arrival times at --rate and --load: random, or at equal intervals.",
+)  # fmt: skip
+@images_option("noise")
+@click.option(
+    "--masks", type=click.Choice([form.value for form in MaskFormat]), default="rle",
+    help="Requested format of the masks.",
+)  # fmt: skip
+@seconds_option
+@click.option(
+    "--warmup", "warmup_seconds", type=FiniteRange(min=0, max=DAY_S), default=1.0,
+    help="Seconds before each measurement that are not counted.",
+)  # fmt: skip
+@click.option(
+    "--timeout", "timeout_s", type=SECONDS, default=30.0, help="Deadline of a request in seconds."
+)
+@click.option(
+    "--processes", type=click.IntRange(min=1), default=1,
+    help="Client processes, each with a connection of its own.",
+)  # fmt: skip
+@click.option("--seed", type=int, default=0, help="Seed of the random arrival times.")
+@click.option("--engine-rate", is_flag=True, help="First measure the bundle without a server.")
+@click.option(
+    "--peer", type=click.Choice(["unbatched"]),
+    help="Baseline: also measure a server with batches of one, at --concurrency.",
+)  # fmt: skip
+@json_option
+@output_option("a page, plots")
+def serve(
+    server: str,
+    options: tuple[str, ...],
+    sources: tuple[Path, ...],
+    masks: str,
+    engine_rate: bool,
+    peer: str | None,
+    json_path: Path | None,
+    output: Path | None,
+    **values: Any,
+) -> None:
+    """Measure a server at given numbers of requests in flight, or at given rates.
+
+    SERVER is the host:port of a running server, or a bundle. For a bundle a server is started with
+    OPTIONS, which are options of `maskrcnn serve` after `--`.
+    """
+    from .measure import NOISE, ServeSettings, measure_bundle, measure_server
+    from .record import serve_record
+
+    images = read_images(sources)
+    settings = ServeSettings(images=images, masks=MaskFormat(masks), **_with_defaults(values))
+    bundle = Path(server)
+    max_delay_ms, bulk = None, None
+    if bundle.is_dir():
+        config = _parse_serve_options(bundle, options)
+        bulk = _measure_bulk(bundle, config, settings) if engine_rate else None
+        if peer and config.max_batch == 1:
+            raise click.UsageError("--peer unbatched needs larger batches; raise --max-batch")
+        results = _print_results(measure_bundle(bundle, settings, options))
+        if peer:
+            closed = dataclasses.replace(settings, rates=(), loads=())
+            options = (*options, "--max-batch", "1")
+            results += _print_results(measure_bundle(bundle, closed, options))
+        max_delay_ms = config.max_delay_ms
+    elif options or engine_rate or peer:
+        raise click.UsageError(
+            f"OPTIONS, --engine-rate and --peer apply only to a bundle; {server} is not a bundle"
+        )
+    else:
+        try:
+            check_address(server)
+        except ValueError as error:
+            raise click.UsageError(f"{server} is not a bundle, and {error}") from None
+        results = _print_results(measure_server(server, settings))
+    record = serve_record(results, describe_images(images, sources, NOISE), max_delay_ms, bulk)
+    publish(record, json_path, output)
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Add the default of --concurrency if no other load is given, or if --load needs it."""
+    others = values["rates"] or values["streamed"]
+    if not values["concurrencies"] and (values["loads"] or not others):
+        return values | {"concurrencies": _CONCURRENCIES}
+    return values
+
+
+def _parse_serve_options(bundle: Path, options: Sequence[str]) -> "ServeConfig":
+    """Parse options of `maskrcnn serve`. Raise `click.UsageError` if one is invalid."""
+    from ...serving.commands.serve import config_from_options, serve
+    from ...serving.config import ServeConfig
+
+    with serve.make_context("maskrcnn serve", [str(bundle), *options]) as context:
+        return config_from_options(
+            {name: context.params[name] for name in ServeConfig.model_fields}
+        )
+
+
+def _measure_bulk(bundle: Path, config: "ServeConfig", settings: "ServeSettings") -> "BulkResult":
+    """Measure the bundle without a server, in a process that frees its memory at the end."""
+    from ..bulk.measure import BulkSettings, measure_bulk
+    from ..common.processes import iterate_in_process
+
+    bulk_settings = BulkSettings(
+        precision=next(iter(config.precision), None),
+        backend=config.backend,
+        batches=(config.max_batch,),
+        images=settings.encoded_images(),
+        seconds=settings.seconds,
+    )
+    (result,) = iterate_in_process(measure_bulk, bundle, bulk_settings)
+    click.echo(
+        f"without a server: {result.images_per_second:.1f} images/s, the engine alone "
+        f"{result.engine_images_per_second:.1f}",
+        err=True,
+    )
+    return result
+
+
+def _print_results(results: "Iterable[ServeResult]") -> "list[ServeResult]":
+    """Print each result to stderr when it is complete, and return all."""
+    from .record import describe_result
+
+    collected = []
+    for result in results:
+        click.echo(describe_result(result), err=True)
+        collected.append(result)
+    return collected

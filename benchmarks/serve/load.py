@@ -1,0 +1,234 @@
+"""Load generator: client processes that send requests at given times and log the outcomes."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import grpc
+import numpy as np
+
+from ...protos.maskrcnn.v1 import detector_pb2 as pb
+from ...serving.client.connection import channel_options
+
+Arrivals = Literal["poisson", "constant"]
+
+_SERVICE = "/maskrcnn.v1.Detector"
+_STATUS_NAMES = {status.value[0]: status.name for status in grpc.StatusCode}
+# Pause of a closed-loop client after a rejected request, as in the package's own client.
+_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """Clients that each send the next image when the previous one is answered."""
+
+    clients: int
+    # All clients of a process share one stream, instead of one unary call per image.
+    streamed: bool = False
+
+
+@dataclass(frozen=True)
+class OpenLoop:
+    """Images sent at a given rate, whether or not previous ones are answered."""
+
+    # Images per second.
+    rate: float
+    # Random times of a Poisson process, or equal intervals.
+    arrivals: Arrivals = "poisson"
+
+
+Load = ClosedLoop | OpenLoop
+
+
+class LoadWindow(NamedTuple):
+    """Times of a measurement on the monotonic clock, which all processes of a machine share."""
+
+    # The first request is sent.
+    begin: float
+    # Warm-up ends. Requests due from here on are counted.
+    start: float
+    # No further request is sent. Requests in flight are still awaited.
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientLoad:
+    """One client process's share of a load."""
+
+    address: str
+    load: Load
+    # Index of the process, 0 to `count - 1`.
+    index: int
+    # Number of client processes.
+    count: int
+    # Serialized DetectRequests, sent in rotation.
+    requests: Sequence[bytes]
+    window: LoadWindow
+    # Deadline of a request.
+    timeout_s: float
+    # Seed of the arrival times.
+    seed: int
+
+
+class RequestLog(NamedTuple):
+    """Outcome of one request. Times are on the monotonic clock."""
+
+    # Time at which it should be sent. Latency counts from here, so that a late client does not hide
+    # the wait.
+    due: float
+    sent: float
+    received: float
+    # Name of the gRPC status.
+    status: str
+    # Microseconds of decoding, queueing, inference and encoding, and the size of the batch.
+    timing: tuple[int, ...]
+
+
+class ClientLog(NamedTuple):
+    """Log of one client process."""
+
+    # All requests, including those of the warm-up.
+    requests: list[RequestLog]
+    # CPU time of the process between start and end of the window.
+    cpu_s: float
+
+
+class _Outcome(NamedTuple):
+    status: str
+    timing: tuple[int, ...] = ()
+
+
+_SendAt = Callable[[float], Awaitable[str]]
+_Detect = Callable[[bytes], Awaitable[_Outcome]]
+
+
+def send_load(load: ClientLoad) -> ClientLog:
+    """Send a share of a load over a connection of its own, and wait for all responses."""
+    return asyncio.run(_send_load(load))
+
+
+def arrival_times(load: OpenLoop, share: ClientLoad) -> list[float]:
+    """Return the times at which a client process sends its share of an open-loop load."""
+    window = share.window
+    if load.arrivals == "constant":
+        total = int(load.rate * (window.end - window.begin))
+        return [window.begin + i / load.rate for i in range(share.index, total, share.count)]
+    random = np.random.default_rng((share.seed, share.index))
+    times: list[float] = []
+    now = window.begin
+    while (now := now + random.exponential(share.count / load.rate)) < window.end:
+        times.append(now)
+    return times
+
+
+async def _send_load(share: ClientLoad) -> ClientLog:
+    images = itertools.cycle(share.requests)
+    logs: list[RequestLog] = []
+    # A bare channel instead of the package's client leaves more CPU time to the server.
+    async with grpc.aio.insecure_channel(share.address, channel_options(retries=0)) as channel:
+        streamed = isinstance(share.load, ClosedLoop) and share.load.streamed
+        detect = (_stream_detect if streamed else _unary_detect)(channel, share)
+
+        async def send(due: float) -> str:
+            sent = time.monotonic()
+            status, timing = await detect(next(images))
+            logs.append(RequestLog(due, sent, time.monotonic(), status, timing))
+            return status
+
+        async with asyncio.TaskGroup() as group:
+            cpu_s = group.create_task(_cpu_seconds(share.window))
+            if isinstance(share.load, ClosedLoop):
+                for _ in range(share.index, share.load.clients, share.count):
+                    group.create_task(_run_client(send, share.window))
+            else:
+                for due in arrival_times(share.load, share):
+                    await _sleep_until(due)
+                    group.create_task(send(due))
+    return ClientLog(logs, cpu_s.result())
+
+
+def _unary_detect(channel: grpc.aio.Channel, share: ClientLoad) -> _Detect:
+    """Return a function that sends each request as a unary call."""
+    call = channel.unary_unary(f"{_SERVICE}/Detect", None, pb.DetectResponse.FromString)
+
+    async def detect(request: bytes) -> _Outcome:
+        try:
+            return _outcome_of(await call(request, timeout=share.timeout_s))
+        except grpc.aio.AioRpcError as error:
+            return _Outcome(error.code().name)
+
+    return detect
+
+
+def _stream_detect(channel: grpc.aio.Channel, share: ClientLoad) -> _Detect:
+    """Return a function that sends all requests over one stream.
+
+    Responses arrive in any order. If the stream breaks, all requests end with its status.
+    """
+    open_stream: Any = channel.stream_stream(
+        f"{_SERVICE}/DetectStream", None, pb.DetectStreamResponse.FromString
+    )
+    stream = open_stream(timeout=share.window.end - time.monotonic() + share.timeout_s)
+    in_flight: dict[str, asyncio.Future[_Outcome]] = {}
+    ids = map(str, itertools.count())
+    write_lock = asyncio.Lock()  # gRPC allows one write at a time
+
+    async def read_responses() -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for response in stream:
+                in_flight.pop(response.id).set_result(_stream_outcome_of(response))
+        broken = _Outcome((await stream.code()).name)
+        for outcome in in_flight.values():
+            outcome.set_result(broken)
+
+    reader = asyncio.create_task(read_responses())
+
+    async def detect(request: bytes) -> _Outcome:
+        if reader.done():
+            return _Outcome((await stream.code()).name)
+        request_id = next(ids)
+        outcome: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
+        in_flight[request_id] = outcome
+        # Two serialized messages concatenated are a message with the fields of both.
+        message = request + pb.DetectRequest(id=request_id).SerializeToString()
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            async with write_lock:
+                await stream.write(message)
+        return await outcome
+
+    return detect
+
+
+async def _run_client(send: _SendAt, window: LoadWindow) -> None:
+    await _sleep_until(window.begin)
+    while (now := time.monotonic()) < window.end:
+        if await send(now) != "OK":
+            await asyncio.sleep(_PAUSE_S)
+
+
+async def _cpu_seconds(window: LoadWindow) -> float:
+    await _sleep_until(window.start)
+    before = time.process_time()
+    await _sleep_until(window.end)
+    return time.process_time() - before
+
+
+async def _sleep_until(moment: float) -> None:
+    delay = moment - time.monotonic()
+    if delay > 0:
+        await asyncio.sleep(delay)
+
+
+def _outcome_of(response: pb.DetectResponse) -> _Outcome:
+    t = response.timing
+    return _Outcome("OK", (t.decode_us, t.queue_us, t.infer_us, t.encode_us, t.batch_size))
+
+
+def _stream_outcome_of(response: pb.DetectStreamResponse) -> _Outcome:
+    if response.HasField("error"):
+        return _Outcome(_STATUS_NAMES[response.error.code])
+    return _outcome_of(response.response)

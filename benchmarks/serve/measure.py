@@ -1,0 +1,205 @@
+"""Measurement of a server by client processes: closed loops, streams and open loops."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import NamedTuple
+
+from ...model.bundle.spec import ShapeBucket
+from ...serving.client import DetectorClient
+from ...serving.client.image_requests import request_from_image
+from ...serving.detections import DetectionOptions, MaskFormat
+from ..common.images import noise_jpeg
+from ..common.processes import measure_process_usage
+from .load import Arrivals, ClientLoad, ClosedLoop, Load, LoadWindow, OpenLoop, send_load
+from .results import ServeResult, result_from_logs
+
+_NOISE_SIZE = ShapeBucket(480, 640)
+NOISE = f"noise in a JPEG of {_NOISE_SIZE} pixels (height x width), a frequent size in COCO"
+
+# Time from the submission of the load to the first request, for the client processes to receive it.
+_HEAD_START_S = 0.2
+# Maximum time for all client processes to start.
+_START_LIMIT_S = 120.0
+
+
+class ServerStartError(Exception):
+    """The server ended before it was ready. Its own message is on stderr."""
+
+
+class ServerProcess(NamedTuple):
+    """Server process that is ready for requests."""
+
+    # `host:port`.
+    address: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Loads to measure a server under, images to send, and durations."""
+
+    # Clients of each closed loop with unary calls, each with one request in flight.
+    concurrencies: Sequence[int] = (1, 4, 16)
+    # Clients of each closed loop over one stream per client process.
+    streamed: Sequence[int] = ()
+    # Images per second of each open loop.
+    rates: Sequence[float] = ()
+    # More open loops, with rates as fractions of the highest throughput at `concurrencies`.
+    loads: Sequence[float] = ()
+    # Arrival process of open loops.
+    arrivals: Arrivals = "poisson"
+    # Encoded images, sent in rotation. Empty: `NOISE`.
+    images: Sequence[bytes] = ()
+    # Requested format of the masks.
+    masks: MaskFormat = MaskFormat.RLE
+    # Length of each measurement.
+    seconds: float = 5.0
+    # Time before each measurement in which requests are sent but not counted.
+    warmup_seconds: float = 1.0
+    # Deadline of a request.
+    timeout_s: float = 30.0
+    # Client processes, each with a connection of its own.
+    processes: int = 1
+    # Seed of the arrival times.
+    seed: int = 0
+
+    def encoded_images(self) -> Sequence[bytes]:
+        """Return the images to send."""
+        return self.images or [noise_jpeg(_NOISE_SIZE)]
+
+
+@contextmanager
+def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
+    """Serve a bundle on a free port in a process of its own until the context ends.
+
+    Args:
+        bundle: Folder of the bundle.
+        options: Further arguments of `maskrcnn serve`.
+
+    Raises:
+        ServerStartError: the server ended before it was ready.
+    """
+    command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            ready = re.search(r"\S+:\d+", process.stdout.readline())
+            if ready is None:
+                raise ServerStartError(f"the server of {bundle} did not start")
+            yield ServerProcess(ready[0], process.pid)
+        finally:
+            process.terminate()
+
+
+def measure_bundle(
+    bundle: Path, settings: ServeSettings, options: Sequence[str] = ()
+) -> Iterator[ServeResult]:
+    """Start a server for a bundle, and measure it as `measure_server` does.
+
+    Args:
+        bundle: Folder of the bundle.
+        settings: Loads, images and durations.
+        options: Further arguments of `maskrcnn serve`.
+
+    Raises:
+        ServerStartError: the server did not start.
+    """
+    with running_server(bundle, *options) as server:
+        yield from measure_server(server.address, settings, server.pid)
+
+
+def measure_server(
+    address: str, settings: ServeSettings, pid: int | None = None
+) -> Iterator[ServeResult]:
+    """Measure the server at `host:port` under each load, closed loops first.
+
+    Args:
+        address: Address of the server.
+        settings: Loads, images and durations.
+        pid: Process ID of the server, to measure its resource use. None: it is not measured.
+
+    Yields:
+        The result of each load when it is complete.
+
+    Raises:
+        ServingError: the server does not respond, or rejects the first image.
+        NoAnswerError: under one of the loads no request was answered with detections.
+    """
+    target = _target_at(address, settings, pid)
+    capacity = 0.0
+    with _client_processes(settings.processes) as pool:
+        for clients in settings.concurrencies:
+            result = _measure(pool, target, ClosedLoop(clients), settings)
+            capacity = max(capacity, result.images_per_second)
+            yield result
+        for clients in settings.streamed:
+            yield _measure(pool, target, ClosedLoop(clients, streamed=True), settings)
+        for rate in (*settings.rates, *(share * capacity for share in settings.loads)):
+            yield _measure(pool, target, OpenLoop(rate, settings.arrivals), settings)
+
+
+class _ServerTarget(NamedTuple):
+    address: str
+    # Serialized DetectRequests, sent in rotation.
+    requests: Sequence[bytes]
+    max_batch: int
+    pid: int | None
+
+
+def _target_at(address: str, settings: ServeSettings, pid: int | None) -> _ServerTarget:
+    """Check that the server answers the first image, and return it as the target of loads."""
+    options = DetectionOptions(mask_format=settings.masks)
+    images = settings.encoded_images()
+    with DetectorClient(address, retries=0) as client:
+        max_batch = client.model().limits.max_batch
+        client.detect(images[0], options)
+    requests = [request_from_image(image, options).SerializeToString() for image in images]
+    return _ServerTarget(address, requests, max_batch, pid)
+
+
+def _measure(
+    pool: ProcessPoolExecutor, target: _ServerTarget, load: Load, settings: ServeSettings
+) -> ServeResult:
+    begin = time.monotonic() + _HEAD_START_S
+    start = begin + settings.warmup_seconds
+    window = LoadWindow(begin, start, start + settings.seconds)
+    shares = [
+        ClientLoad(
+            address=target.address,
+            load=load,
+            index=index,
+            count=settings.processes,
+            requests=target.requests,
+            window=window,
+            timeout_s=settings.timeout_s,
+            seed=settings.seed,
+        )
+        for index in range(settings.processes)
+    ]
+    logs = pool.map(send_load, shares)
+    server = None
+    if target.pid is not None:
+        server = measure_process_usage(target.pid, window.start, window.end)
+    return result_from_logs(list(logs), load, window, target.max_batch, server)
+
+
+@contextmanager
+def _client_processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Start client processes, wait until all are up, and yield their pool."""
+    context = get_context("spawn")
+    with ProcessPoolExecutor(count, context, _await_all, (context.Barrier(count),)) as pool:
+        list(pool.map(abs, range(count)))
+        yield pool
+
+
+def _await_all(barrier: Barrier) -> None:
+    barrier.wait(_START_LIMIT_S)

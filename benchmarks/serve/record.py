@@ -1,0 +1,299 @@
+"""Tables, plots and notes of the serving benchmark, as a `Record`."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ..bulk.measure import BulkResult
+from ..common.processes import MachineInfo, describe_machine
+from ..common.record import PlotGrid, Record, ResultTable, format_verdict
+from .load import ClosedLoop, Load, OpenLoop
+from .results import ServeResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Minimum throughput on a GPU as a fraction of the engine's own.
+_GOAL = 0.7
+_MAX_BATCH = "max batch"
+_LATENCIES = ("p50", "p90", "p95", "p99", "max")
+_TIMES = ("decode", "queue", "infer", "encode", "rest")
+
+_LOAD_NOTE = """\
+Images are {images}. Clients are a closed loop: each sends its next image when the previous one is
+answered, as unary calls or, "streamed", over one stream per client process. Other loads are open
+loops: images are sent at a given rate, in poisson loads at random times, whether or not previous
+ones are answered. Their latency counts from the time at which an image was due, and the rate in
+brackets is relative to the highest throughput of clients without streams. "images/s" counts images
+whose detections arrived within the measurement. Latencies are of requests answered with detections;
+"refused" counts all others.
+"""
+_TIMES_NOTE = """\
+Times are means over the requests. Decode, queue, infer and encode are stages of the server, as
+reported in its responses. A request is in "queue" while its batch fills and the model computes
+others, and in "infer" as long as its whole batch. "rest" is everything else: network, gRPC, the
+event loop, and the client. "outside" is the fraction of the latency in which a request neither
+waits for the model nor is in it. "batch" is the size of the batch of a request.
+"""
+_USE_NOTE = """\
+"batches" is the mean number of batches in the backend at a time. "cores" is the CPU time of the
+server and its children per wall-clock time, "MiB" their resident memory in the first and the last
+fifth of the measurement. "client cores" is the CPU time per wall-clock time of the busiest client
+process, and "client lag" the 99th percentile of the delay with which requests were sent.
+"""
+
+
+def serve_record(
+    results: Sequence[ServeResult],
+    images: str,
+    max_delay_ms: float | None = None,
+    bulk: BulkResult | None = None,
+    machine: MachineInfo | None = None,
+) -> Record:
+    """Return a record of one run of the serving benchmark.
+
+    Args:
+        results: At least one. Those of the server under test come first, then those of a server
+            with another largest batch.
+        images: Description of the images.
+        max_delay_ms: `--max-delay-ms` of the server. None: unknown.
+        bulk: Result of the same bundle without a server, at the server's largest batch.
+        machine: None: this machine.
+    """
+    machine = machine or describe_machine()
+    engine = f", {bulk.engine} in {bulk.precision}" if bulk else ""
+    return Record(
+        subject="serve",
+        title=f"Serving over gRPC{engine}",
+        results=results,
+        tables=_tables(results),
+        plots=_plots(results, bulk),
+        goals=serve_goals(results, max_delay_ms, bulk),
+        notes=[_LOAD_NOTE.format(images=images), _TIMES_NOTE, _USE_NOTE],
+        on_gpu=bulk.device == "cuda" if bulk else bool(machine.gpus),
+        details={"max_delay_ms": max_delay_ms, "bulk": bulk},
+        machine=machine,
+    )
+
+
+def describe_result(result: ServeResult) -> str:
+    """Describe a result in one line, as in `4 clients: 30.5 images/s, p50 126 ms, p99 198 ms`."""
+    refused = _refused_requests(result)
+    return (
+        f"{_load_name(result.load)}: {result.images_per_second:.1f} images/s, "
+        f"p50 {_format_ms(result.latency.p50)} ms, p99 {_format_ms(result.latency.p99)} ms"
+        + (f", {refused} refused" if refused else "")
+    )
+
+
+def serve_goals(
+    results: Sequence[ServeResult], max_delay_ms: float | None, bulk: BulkResult | None
+) -> list[str]:
+    """Return sentences that compare throughput, latency and refusals with the goals."""
+    own = _own_results(results)
+    best = _fastest(own)
+    goals = []
+    if bulk is not None:
+        goals += [_throughput_goal(r, bulk) for r in (best, _fastest(own, streamed=True)) if r]
+    if best is None:
+        return goals
+    unbatched = _fastest([r for r in results if r not in own])
+    if unbatched is not None:
+        goals.append(
+            f"Batches of up to {best.max_batch} give {best.images_per_second:.1f} images/s, "
+            f"batches of one {unbatched.images_per_second:.1f}: "
+            f"{best.images_per_second / unbatched.images_per_second:.2f} times as many."
+        )
+    return goals + [
+        _latency_goal(result, result.load, best, max_delay_ms)
+        for result in own
+        if isinstance(result.load, OpenLoop)
+    ]
+
+
+def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
+    engine_rate = bulk.engine_images_per_second
+    share = best.images_per_second / engine_rate
+    verdict = ""
+    if bulk.device == "cuda":
+        verdict = f"; the goal of {_GOAL:.0%} is {format_verdict(share >= _GOAL)}"
+    return (
+        f"{_load_name(best.load)}: {best.images_per_second:.1f} images/s, {share:.0%} of the "
+        f"engine's own {engine_rate:.1f} and "
+        f"{best.images_per_second / bulk.images_per_second:.0%} of the "
+        f"{bulk.images_per_second:.1f} without a server{verdict}."
+    )
+
+
+def _latency_goal(
+    result: ServeResult, load: OpenLoop, best: ServeResult, max_delay_ms: float | None
+) -> str:
+    """Return a sentence about latency, refusals and memory under an open loop."""
+    refused = _refused_requests(result)
+    refusal = f"{refused} of {refused + result.requests} refused"
+    if refused:
+        refusal += f" with a p99 of {max(r.latency.p99 for r in result.refusals):.1f} ms"
+    parts = [
+        f"{_load_name(load, best)}: {refusal}",
+        f"p99 of the others {result.latency.p99:.1f} ms",
+    ]
+    if max_delay_ms is not None and load.rate < best.images_per_second:
+        limit = max_delay_ms + 3 * best.times.infer
+        verdict = format_verdict(result.latency.p99 <= limit)
+        parts.append(f"the limit of {limit:.1f} ms is {verdict}")
+    if (memory := _memory_mib(result)) is not None:
+        parts.append(f"memory from {memory[0]:.0f} to {memory[1]:.0f} MiB")
+    return "; ".join(parts) + "."
+
+
+def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:
+    speed, times, use = [], [], []
+    for r in results:
+        best = _fastest([other for other in results if other.max_batch == r.max_batch])
+        name = (_load_name(r.load, best), str(r.max_batch))
+        latencies = (_format_ms(getattr(r.latency, key)) for key in _LATENCIES)
+        speed.append((*name, f"{r.images_per_second:.1f}", *latencies, str(_refused_requests(r))))
+        stages = (_format_ms(getattr(r.times, key)) for key in _TIMES)
+        outside = (r.times.decode + r.times.encode + r.times.rest) / r.latency.mean
+        times.append((*name, f"{r.mean_batch_size:.1f}", *stages, f"{outside:.1%}"))
+        cores = "" if r.server is None else f"{r.server.cores:.2f}"
+        memory = _memory_mib(r)
+        resident = "" if memory is None else f"{memory[0]:.0f} to {memory[1]:.0f}"
+        client = (f"{r.client.cores:.2f}", _format_ms(r.client.lag))
+        use.append((*name, f"{r.batches_at_once:.2f}", cores, resident, *client))
+    columns = ("load", _MAX_BATCH)
+    return [
+        ResultTable(
+            heading="Speed, latencies in ms",
+            columns=(*columns, "images/s", *_LATENCIES, "refused"),
+            rows=speed,
+            remarks=_refusals(results),
+            optional_column=_MAX_BATCH,
+        ),
+        ResultTable(
+            heading="Time of a request by stage, means in ms",
+            columns=(*columns, "batch", *_TIMES, "outside"),
+            rows=times,
+            optional_column=_MAX_BATCH,
+        ),
+        ResultTable(
+            heading="CPU and memory use of server and clients",
+            columns=(*columns, "batches", "cores", "MiB", "client cores", "client lag"),
+            rows=use,
+            optional_column=_MAX_BATCH,
+        ),
+    ]
+
+
+def _refusals(results: Sequence[ServeResult]) -> list[str]:
+    return [
+        f"{_load_name(r.load)}: {f.requests} of {r.requests + _refused_requests(r)} requests ended "
+        f"with {f.status}, p50 {_format_ms(f.latency.p50)} ms, "
+        f"p99 {_format_ms(f.latency.p99)} ms"
+        for r in results
+        for f in r.refusals
+    ]
+
+
+def _own_results(results: Sequence[ServeResult]) -> list[ServeResult]:
+    """Return the results of the server under test, without those of the unbatched baseline."""
+    return [r for r in results if r.max_batch == results[0].max_batch]
+
+
+def _fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeResult | None:
+    """Return the closed-loop result with the highest throughput. None: there is no closed loop."""
+    closed = _closed_loops(results, streamed=streamed)
+    return max(closed, key=lambda r: r.images_per_second, default=None)
+
+
+def _closed_loops(results: Sequence[ServeResult], *, streamed: bool) -> list[ServeResult]:
+    loads = ((r, r.load) for r in results)
+    return [r for r, load in loads if isinstance(load, ClosedLoop) and load.streamed == streamed]
+
+
+def _memory_mib(result: ServeResult) -> tuple[float, float] | None:
+    """Return the server's median memory in the first and last fifth of the run. None: unknown."""
+    if result.server is None:
+        return None
+    memory = result.server.memory_mib
+    fifth = max(1, len(memory) // 5)
+    return median(memory[:fifth]), median(memory[-fifth:])
+
+
+def _load_name(load: Load, best: ServeResult | None = None) -> str:
+    """Name a load, as in `16 clients` or, relative to the best result, `poisson 27/s (90%)`."""
+    if isinstance(load, ClosedLoop):
+        clients = f"{load.clients} client{'' if load.clients == 1 else 's'}"
+        return f"{clients} streamed" if load.streamed else clients
+    share = "" if best is None else f" ({load.rate / best.images_per_second:.0%})"
+    return f"{load.arrivals} {load.rate:.1f}/s{share}"
+
+
+def _refused_requests(result: ServeResult) -> int:
+    return sum(refusals.requests for refusals in result.refusals)
+
+
+def _format_ms(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _plots(results: Sequence[ServeResult], bulk: BulkResult | None) -> PlotGrid:
+    own = _own_results(results)
+    closed, streamed = (_closed_loops(own, streamed=streamed) for streamed in (False, True))
+    opened = [r for r in own if isinstance(r.load, OpenLoop)]
+    plots = []
+    if closed or streamed:
+        plots.append(partial(_plot_throughput, results=results, bulk=bulk))
+    plots += [partial(_plot_latency, results=rows) for rows in (closed, opened) if rows]
+    plots.append(partial(_plot_times, results=own))
+    return PlotGrid(alt="Throughput, latency and stages", plots=plots, columns=2, size=(6, 4.5))
+
+
+def _plot_throughput(axes: "Axes", results: Sequence[ServeResult], bulk: BulkResult | None) -> None:
+    for size in dict.fromkeys(r.max_batch for r in results):
+        same_size = [r for r in results if r.max_batch == size]
+        for streamed in (False, True):
+            if curve := _closed_loops(same_size, streamed=streamed):
+                rates = [r.images_per_second for r in curve]
+                label = f"batches up to {size}{', over streams' if streamed else ''}"
+                axes.plot(_ticks(curve), rates, "o-", label=label)
+    if bulk is not None:
+        axes.axhline(bulk.engine_images_per_second, color="black", label="the engine, alone")
+    axes.set(xlabel="clients", ylabel="images per second", title="Throughput", ylim=(0, None))
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _plot_latency(axes: "Axes", results: Sequence[ServeResult]) -> None:
+    closed = isinstance(results[0].load, ClosedLoop)
+    loads = _ticks(results)
+    for name in ("p50", "p90", "p95", "p99"):
+        axes.plot(loads, [getattr(r.latency, name) for r in results], "o-", label=name)
+    if any(r.refusals for r in results):
+        slowest = [max((f.latency.p99 for f in r.refusals), default=math.nan) for r in results]
+        axes.plot(loads, slowest, "kx", label="p99 of refusals")
+    axes.set_yscale("log")
+    axes.set(xlabel="clients" if closed else "images per second, offered", ylabel="ms")
+    axes.set_title("Latency of clients" if closed else "Latency at a given rate")
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+
+
+def _plot_times(axes: "Axes", results: Sequence[ServeResult]) -> None:
+    labels = [_load_name(r.load) for r in results]
+    ends = [0.0] * len(results)
+    for name in _TIMES:
+        shares = [getattr(r.times, name) / r.latency.mean for r in results]
+        axes.barh(labels, shares, left=ends, height=0.6, label=name)
+        ends = [end + share for end, share in zip(ends, shares, strict=True)]
+    axes.invert_yaxis()  # the first load on top
+    axes.set(xlabel="fraction of the mean latency", title="Time of a request", xlim=(0, 1))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5)
+
+
+def _ticks(results: Sequence[ServeResult]) -> list[str]:
+    """Return one tick label per load: its number of clients, or its images per second."""
+    loads = [r.load for r in results]
+    return [f"{o.rate:.1f}" if isinstance(o, OpenLoop) else f"{o.clients}" for o in loads]

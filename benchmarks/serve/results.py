@@ -1,0 +1,143 @@
+"""Results of a server under load, computed from the logs of the client processes."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..common.processes import ProcessUsage
+from ..common.timing import Latency, latency_from_seconds, percentile
+from .load import ClientLog, Load, LoadWindow, RequestLog
+
+
+class NoAnswerError(Exception):
+    """The server answered no request during a measurement."""
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """Mean milliseconds of a request by stage. Their sum is the mean latency."""
+
+    decode: float
+    queue: float
+    infer: float
+    encode: float
+    # Time outside these stages: network, gRPC, the server's event loop, and the client.
+    rest: float
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """Requests that ended without detections and with the same status."""
+
+    # Name of the gRPC status.
+    status: str
+    requests: int
+    latency: Latency
+
+
+@dataclass(frozen=True)
+class ClientUse:
+    """CPU use and lateness of the client processes."""
+
+    # CPU time per wall-clock time of the busiest process.
+    cores: float
+    # 99th percentile of the delay between due time and sending, in milliseconds.
+    lag: float
+
+
+@dataclass(frozen=True)
+class ServeResult:
+    """Throughput, latency and resource use of a server under one load."""
+
+    # Largest batch of the server.
+    max_batch: int
+    load: Load
+    # Images that were due within the window, per second.
+    offered_per_second: float
+    # Images whose detections arrived within the window, per second.
+    images_per_second: float
+    # Mean number of batches that the backend computed at a time.
+    batches_at_once: float
+    # Requests due within the window and answered with detections, even after its end.
+    requests: int
+    # Latency of these requests, from the time at which each was due.
+    latency: Latency
+    # Mean, over these requests, of the size of the batch that contained them.
+    mean_batch_size: float
+    times: RequestTimes
+    # Requests due within the window that ended without detections, by status.
+    refusals: list[Refusals]
+    client: ClientUse
+    # Resource use of the server. None: the benchmark did not start it.
+    server: ProcessUsage | None
+
+
+def result_from_logs(
+    logs: Sequence[ClientLog],
+    load: Load,
+    window: LoadWindow,
+    max_batch: int,
+    server: ProcessUsage | None,
+) -> ServeResult:
+    """Compute a result from the logs of all client processes.
+
+    Args:
+        logs: One per client process.
+        load: Total load of all processes.
+        window: Times of the measurement.
+        max_batch: Largest batch of the server.
+        server: Resource use of the server during the measurement. None: unknown.
+
+    Raises:
+        NoAnswerError: no request was answered with detections.
+    """
+    seconds = window.end - window.start
+    requests = [request for log in logs for request in log.requests]
+    completed = [
+        r for r in requests if r.status == "OK" and window.start <= r.received < window.end
+    ]
+    due = [r for r in requests if r.due >= window.start]
+    answered, refused = _by_outcome(due)
+    if not answered or not completed:
+        statuses = f" with detections, only with {', '.join(refused)}" if refused else ""
+        raise NoAnswerError(
+            f"no request was answered{statuses} within {seconds:g} s; measure longer with --seconds"
+        )
+    *stages_us, mean_batch_size = np.mean([r.timing for r in answered], axis=0).tolist()
+    decode, queue, infer, encode = (us / 1000 for us in stages_us)
+    latency = _latency_of(answered)
+    lag_ms = percentile(sorted(1000 * (r.sent - r.due) for r in due), 99)
+    # Each request counts its share of the backend time of its batch.
+    timings = (r.timing for r in completed)
+    backend_s = sum(infer_us / size for _, _, infer_us, _, size in timings) / 1e6
+    rest = latency.mean - (decode + queue + infer + encode)
+    return ServeResult(
+        max_batch=max_batch,
+        load=load,
+        offered_per_second=len(due) / seconds,
+        images_per_second=len(completed) / seconds,
+        batches_at_once=backend_s / seconds,
+        requests=len(answered),
+        latency=latency,
+        mean_batch_size=mean_batch_size,
+        times=RequestTimes(decode, queue, infer, encode, rest),
+        refusals=[Refusals(s, len(r), _latency_of(r)) for s, r in sorted(refused.items())],
+        client=ClientUse(max(log.cpu_s for log in logs) / seconds, lag_ms),
+        server=server,
+    )
+
+
+def _by_outcome(
+    requests: Sequence[RequestLog],
+) -> tuple[list[RequestLog], dict[str, list[RequestLog]]]:
+    """Split requests into those answered with detections, and all others by status."""
+    by_status = defaultdict(list)
+    for request in requests:
+        by_status[request.status].append(request)
+    return by_status.pop("OK", []), by_status
+
+
+def _latency_of(requests: Sequence[RequestLog]) -> Latency:
+    return latency_from_seconds([r.received - r.due for r in requests])

@@ -1,0 +1,62 @@
+"""`maskrcnn bench train`: training speed and losses by precision."""
+
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from ..common.record import output_option, publish
+from .measure import TrainPrecision
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("config")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--precision", "precisions", multiple=True, type=click.Choice(get_args(TrainPrecision)),
+    default=get_args(TrainPrecision), help="Repeatable.",
+)  # fmt: skip
+@click.option("--peer", type=click.Choice(["torchvision"]), help="Baseline: train this model too.")
+@click.option("--use-synthetic-data", is_flag=True, help="Train on synthetic images.")
+@click.option("--iterations", type=click.IntRange(min=1), default=100, help="Steps of each run.")
+@click.option(
+    "--warmup", type=click.IntRange(min=0), default=10, help="Untimed first steps of each run."
+)
+@output_option("a page, plots of the losses")
+def train(
+    config: str,
+    overrides: tuple[str, ...],
+    precisions: tuple[TrainPrecision, ...],
+    peer: str | None,
+    use_synthetic_data: bool,
+    iterations: int,
+    warmup: int,
+    output: Path | None,
+) -> None:
+    """Train a configuration in several precisions, and compare speed and losses.
+
+    CONFIG and KEY=VALUE are those of `maskrcnn train`. Every run starts from the same weights, uses
+    the same batches and writes no checkpoint.
+    """
+    from ...training.config import load_config
+    from ...training.data.synthetic.dataset import with_synthetic_data
+    from .measure import TrainSettings, measure_training
+    from .record import train_record
+
+    if warmup >= iterations:
+        raise click.UsageError(f"--warmup {warmup} leaves none of {iterations} iterations to time")
+    train_config = load_config(config, overrides)
+    if use_synthetic_data:
+        train_config = with_synthetic_data(train_config)
+    settings = TrainSettings(
+        precisions=precisions,
+        iterations=iterations,
+        warmup=warmup,
+        with_torchvision=peer == "torchvision",
+    )
+    results = measure_training(
+        train_config,
+        settings,
+        on_run=lambda engine, precision: click.echo(f"{engine} in {precision} ...", err=True),
+    )
+    publish(train_record(results), folder=output)

@@ -1,0 +1,200 @@
+"""Measurement of training speed and losses: one configuration in several precisions."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Literal, get_args
+
+from ..common.processes import peak_memory_mib, reset_peak_memory
+from ..common.timing import Latency, latency_from_seconds
+
+# Torch and the training stack are imported only in the process of a run.
+if TYPE_CHECKING:
+    import torch
+
+    from ...training.config import TrainConfig
+
+TrainPrecision = Literal["fp32", "tf32", "fp16", "bf16"]
+TrainEngine = Literal["this", "torchvision"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Precisions, engines and numbers of steps of the runs."""
+
+    precisions: Sequence[TrainPrecision]
+    # Steps of each run.
+    iterations: int = 100
+    # Untimed first steps of each run.
+    warmup: int = 10
+    # Train torchvision's model too, in each precision.
+    with_torchvision: bool = False
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Speed, memory and losses of one model in one precision."""
+
+    engine: TrainEngine
+    precision: TrainPrecision
+    device: str
+    # Images per step.
+    batch: int
+    iterations: int
+    warmup: int
+    # Throughput of the timed steps, including the wait for data.
+    images_per_second: float
+    # Latency of a step, including the wait for data.
+    latency: Latency
+    # Fraction of the time of the steps in which the process waited for the next batch.
+    data_share: float
+    # On a GPU the peak allocated by torch, on the CPU the peak resident memory.
+    peak_memory_mib: float
+    # [iterations, 5] in the order of `model.losses.LOSS_NAMES`, warm-up included.
+    losses: Sequence[Sequence[float]]
+
+    @property
+    def final_loss(self) -> float:
+        """Mean of the total loss over the last tenth of the steps."""
+        last = self.losses[-max(1, len(self.losses) // 10) :]
+        return sum(map(sum, last)) / len(last)
+
+
+def measure_training(
+    config: "TrainConfig",
+    settings: TrainSettings,
+    on_run: Callable[[TrainEngine, TrainPrecision], object] = lambda engine, precision: None,
+) -> list[TrainResult]:
+    """Train from the same initial weights in each precision, each run in a process of its own.
+
+    Args:
+        config: Its precision and number of iterations are ignored.
+        settings: Precisions, engines and numbers of steps.
+        on_run: Called before each run.
+
+    Raises:
+        ConfigError: the configuration does not fit the data, the machine or torchvision.
+        DataError: the data set is invalid.
+    """
+    engines = get_args(TrainEngine) if settings.with_torchvision else ("this",)
+    results = []
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for precision in settings.precisions:
+            for engine in engines:
+                on_run(engine, precision)
+                run = pool.submit(_measure_run, config, engine, precision, settings)
+                results.append(run.result())
+    return results
+
+
+def _measure_run(
+    config: "TrainConfig", engine: TrainEngine, precision: TrainPrecision, settings: TrainSettings
+) -> TrainResult:
+    """Train once. Raise `ConfigError` if GPU memory runs out."""
+    import torch
+
+    from ...training.config import ConfigError
+
+    try:
+        run_config = _run_config(config, engine, precision, settings.iterations)
+        return _measure_steps(run_config, engine, settings)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"{engine} in {precision} ran out of GPU memory at solver.images_per_batch="
+            f"{config.solver.images_per_batch}; lower it"
+        ) from None
+
+
+def _run_config(
+    config: "TrainConfig", engine: TrainEngine, precision: TrainPrecision, iterations: int
+) -> "TrainConfig":
+    # The learning-rate schedule stays the configured one, whatever the length of the run.
+    longest = max(iterations, config.solver.max_iterations)
+    solver = config.solver.model_copy(update={"max_iterations": longest})
+    model = config.model
+    if engine == "torchvision":  # it needs masks of whole images
+        roi = model.roi.model_copy(update={"mask_crop_size": None})
+        model = model.model_copy(update={"roi": roi})
+    return config.model_copy(update={"precision": precision, "solver": solver, "model": model})
+
+
+def _measure_steps(
+    config: "TrainConfig", engine: TrainEngine, settings: TrainSettings
+) -> TrainResult:
+    import torch
+
+    from ...training.classes import set_classes_from_dataset
+    from ...training.data.coco.dataset import CocoDataset
+    from ...training.data.loading.device_batches import prefetch_batches
+    from ...training.data.loading.loader import train_loader
+    from ...training.distributed import worker
+    from ...training.trainer import Trainer, set_arithmetic
+    from ..common.torchvision_baseline import TorchvisionTrainer
+
+    dataset = CocoDataset(config.data.train, config.data.on_broken)
+    config = set_classes_from_dataset(dataset, config)
+    with worker(config.device) as own:
+        set_arithmetic(config)
+        trainer: Trainer | TorchvisionTrainer = (
+            Trainer(config, own) if engine == "this" else TorchvisionTrainer(config, own)
+        )
+        loader = train_loader(dataset, config, pin_memory=own.device.type == "cuda")
+        batches = prefetch_batches(own.device, loader)
+        reset_peak_memory()
+        timer, waits, losses = _StepTimer(own.device), [], []
+        for _ in range(settings.iterations):
+            start = time.perf_counter()
+            parts = list(itertools.islice(batches, config.solver.accumulate))
+            waits.append(time.perf_counter() - start)
+            losses.append(trainer.step(parts))
+            timer.mark()
+        seconds = timer.seconds()[settings.warmup :]
+        images = config.solver.images_per_batch
+        return TrainResult(
+            engine=engine,
+            precision=config.precision,
+            device=own.device.type,
+            batch=images,
+            iterations=settings.iterations,
+            warmup=settings.warmup,
+            images_per_second=images * len(seconds) / sum(seconds),
+            latency=latency_from_seconds(seconds),
+            data_share=sum(waits[settings.warmup :]) / sum(seconds),
+            peak_memory_mib=torch.cuda.max_memory_allocated(own.device) / 2**20
+            if own.device.type == "cuda"
+            else peak_memory_mib("cpu"),
+            losses=torch.stack(losses).tolist(),
+        )
+
+
+class _StepTimer:
+    """Timer of consecutive steps that does not synchronise with the GPU."""
+
+    def __init__(self, device: "torch.device") -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Record the time at which the work submitted so far is complete."""
+        if self._on_gpu:
+            import torch
+
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Return the seconds between consecutive calls of `mark`."""
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(self._events)]
+        return [b - a for a, b in itertools.pairwise(self._times)]

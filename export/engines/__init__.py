@@ -1,0 +1,1 @@
+"""TensorRT and TensorRT-RTX engines: building, options and inspection."""

@@ -1,0 +1,82 @@
+"""Creation of engine builders from command-line options, and TensorRT's limit on top-k."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...model.bundle.manifest import EngineKind
+from ...model.checkpoint import Checkpoint
+from .build_log import BuildLog
+from .builder import EngineBuilder
+from .options import EngineOptions, check_engine_choices
+
+# Largest k of TensorRT's TopK layer.
+TOP_K_LIMIT = 3840
+
+# Configuration keys, by section, whose value is the k of a TopK layer.
+_TOP_K_KEYS = {
+    "rpn": ("pre_nms_top_n_test", "post_nms_top_n_test"),
+    "roi": ("nms_candidates",),
+}
+
+
+def builders_from_options(
+    bundle: Path, kinds: Sequence[EngineKind], **choices: Any
+) -> list[EngineBuilder]:
+    """Return one builder per requested kind of engine.
+
+    Args:
+        bundle: folder of the bundle that will hold the engines.
+        kinds: values of `--engine`.
+        choices: values of the other engine options. None or (): not given.
+
+    Raises:
+        click.UsageError: an option applies to none of the kinds.
+        ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
+        EngineError: this machine cannot build engines of this kind.
+    """
+    bundle = bundle.resolve()
+    given = {name: value for name, value in choices.items() if value not in (None, ())}
+    check_engine_choices(given, bundle, kinds)
+    if not kinds:
+        return []
+    log = BuildLog(given.pop("build_log", bundle.with_name(f"{bundle.name}.build.log")))
+    options = EngineOptions(**given)
+    return [builder_for(kind, options, log) for kind in dict.fromkeys(kinds)]
+
+
+def builder_for(kind: EngineKind, options: EngineOptions, log: BuildLog) -> EngineBuilder:
+    """Return a builder for one kind of engine.
+
+    Raises:
+        ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
+        EngineError: this machine cannot build engines of this kind.
+    """
+    # Imported on use, because possibly only one of TensorRT and TensorRT-RTX is installed.
+    if kind == "tensorrt":
+        from .tensorrt_builder import TensorRTEngineBuilder
+
+        return TensorRTEngineBuilder(options, log)
+    from .rtx_builder import RtxEngineBuilder
+
+    return RtxEngineBuilder(options, log)
+
+
+def limited_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
+    """Reduce the configured numbers of candidates to TensorRT's limit on top-k.
+
+    Returns:
+        the checkpoint with a changed configuration, or the same object if nothing exceeds the
+        limit; and the changes, as in `rpn.pre_nms_top_n_test=3840 instead of 6000`, or "".
+    """
+    config, changes = checkpoint.model_config, []
+    for part, keys in _TOP_K_KEYS.items():
+        section = getattr(config, part)
+        excess = {key: getattr(section, key) for key in keys if getattr(section, key) > TOP_K_LIMIT}
+        section = section.model_copy(update=dict.fromkeys(excess, TOP_K_LIMIT))
+        config = config.model_copy(update={part: section})
+        changes += [f"{part}.{k}={TOP_K_LIMIT} instead of {v}" for k, v in excess.items()]
+    if not changes:
+        return checkpoint, ""
+    return replace(checkpoint, model_config=config), ", ".join(changes)

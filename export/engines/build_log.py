@@ -1,0 +1,111 @@
+"""Log file and progress bars of an engine build."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from rich.progress import Progress, TaskID
+
+from ...plugins.tensorrt.log import ERRORS
+
+
+class BuildLog:
+    """Log file of TensorRT's messages during all builds of an export."""
+
+    def __init__(self, path: Path) -> None:
+        """Set the path. The first `section` creates the file, or replaces an older one.
+
+        If the disk is full, logging stops and the build continues.
+        """
+        self.path = path
+        # Errors of the current section, each on one line.
+        self.errors: list[str] = []
+        # TensorRT's list of the finished engine's layers. Empty until TensorRT logs it.
+        self.listing = ""
+        self._file: IO[str] | None = None
+        self._mode = "w"
+
+    @contextmanager
+    def section(self, title: str) -> Iterator[None]:
+        """Write the messages of one engine build to the file, below the title."""
+        self.errors, self.listing = [], ""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._file = self.path.open(self._mode)
+        self._mode = "a"
+        self._write(f"=== {title}\n")
+        try:
+            yield
+        finally:
+            self._file = None
+            with suppress(OSError):
+                file.close()
+
+    def write(self, severity: str, message: str) -> None:
+        """Record a message of TensorRT. Outside of sections it is not written to the file."""
+        # TensorRT frees some objects late and logs that after the section.
+        if severity in ERRORS:
+            self.errors.append(" ".join(message.split()))
+        elif message.startswith("Layers:\n"):
+            self.listing = message
+        self._write(f"{severity} {message}\n")
+
+    def _write(self, text: str) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.write(text)
+
+
+class BuildProgress:
+    """Progress bars of a build's phases, nested phases indented.
+
+    TensorRT calls the methods from its own threads.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bars: dict[str, TaskID] = {}
+        self._depths: dict[str | None, int] = {None: -1}
+        self._is_cancelled = False
+
+    def start(self, phase: str, parent: str | None, steps: int) -> None:
+        """Add a bar for a phase of `steps` steps. parent None: a top-level phase."""
+        self._depths[phase] = self._depths.get(parent, -1) + 1
+        label = "  " * self._depths[phase] + phase
+        self._bars[phase] = self._progress.add_task(label, total=steps)
+
+    def advance(self, phase: str, step: int) -> bool:
+        """Mark a step, counted from 0, as complete. Return False if the build was cancelled."""
+        if phase in self._bars:
+            self._progress.update(self._bars[phase], completed=step + 1)
+        return not self._is_cancelled
+
+    def finish(self, phase: str) -> None:
+        """Remove the bar of a phase."""
+        if phase in self._bars:
+            self._progress.remove_task(self._bars.pop(phase))
+
+    def cancel(self) -> None:
+        """Stop the build after its current step."""
+        self._is_cancelled = True
+
+
+def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
+    """Return a `trt.IProgressMonitor` that updates progress bars.
+
+    Args:
+        trt: the module `tensorrt` or `tensorrt_rtx`.
+        progress: the bars.
+    """
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            progress.start(phase, parent, steps)
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            return progress.advance(phase, step)
+
+        def phase_finish(self, phase: str) -> None:
+            progress.finish(phase)
+
+    return Monitor()

@@ -1,0 +1,210 @@
+"""Base class of the TensorRT and TensorRT-RTX engine builders, and their optimization profiles."""
+
+import importlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from ...model.bundle.manifest import (
+    BatchProfile,
+    EngineBuild,
+    EngineKind,
+    Precision,
+    current_platform,
+)
+from ...plugins.tensorrt.log import messages_to, shared_logger
+from ..errors import EngineError
+from .build_log import BuildLog, BuildProgress, progress_monitor
+from .layers import Layer, check_precision
+from .options import EngineOptions
+
+# TensorRT reports out-of-memory in several wordings.
+_OUT_OF_MEMORY = re.compile(
+    r"out\s?of\s?memory|(insufficient|enough free) memory|bad_alloc", re.IGNORECASE
+)
+
+
+def profiles_from_batches(batches: Sequence[int]) -> tuple[BatchProfile, ...]:
+    """Return one optimization profile per batch size, optimized for that size.
+
+    Each profile begins above the next smaller batch size, so that every size up to the largest has
+    exactly one profile.
+
+    >>> [(p.min, p.opt, p.max) for p in profiles_from_batches((8, 1))]
+    [(1, 1, 1), (2, 8, 8)]
+    """
+    sizes = sorted(set(batches))
+    below = (0, *sizes)
+    return tuple(
+        BatchProfile(min=last + 1, opt=size, max=size)
+        for last, size in zip(below, sizes, strict=False)
+    )
+
+
+class EngineBuilder(ABC):
+    """Base class of the builders. One builder builds all engines of one kind of an export."""
+
+    kind: ClassVar[EngineKind]
+    # Name of TensorRT or TensorRT-RTX in messages.
+    product: ClassVar[str]
+
+    def __init__(self, options: EngineOptions, log: BuildLog) -> None:
+        """Import TensorRT, and check that this machine can build for the target GPUs.
+
+        Raises:
+            ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
+            EngineError: this machine cannot build for the target GPUs.
+        """
+        self._trt: Any = importlib.import_module(self.kind.replace("-", "_"))
+        self._options = options
+        self._log = log
+        self._logger = shared_logger(self._trt)
+        self._profiles = profiles_from_batches(options.batches)
+        self._compute_capabilities = self._target()
+
+    def build(self, onnx_path: Path, plan_path: Path, precision: Precision) -> EngineBuild:
+        """Build an engine from an ONNX file and write it to `plan_path`.
+
+        Args:
+            onnx_path: file that `onnx_from_model` made, with tensors in the types of `precision`.
+            plan_path: engine file to write.
+            precision: precision of the engine. `fp32` and `tf32` differ in a builder flag only.
+
+        Returns:
+            Versions, GPUs and profiles of the engine, for the manifest.
+
+        Raises:
+            EngineError: TensorRT fails, or the engine computes in another precision.
+            KeyboardInterrupt: the user interrupted. The builder has stopped.
+        """
+        model, plugins = self._load_model(onnx_path)
+        console = Console(stderr=True)
+        with (
+            self._log.section(plan_path.name),
+            messages_to(self._trt, self._log.write),
+            Progress(console=console, transient=True, disable=not console.is_terminal) as bars,
+            ThreadPoolExecutor(max_workers=1) as pool,
+        ):
+            progress = BuildProgress(bars)
+            try:
+                # A thread of its own, because TensorRT swallows a KeyboardInterrupt that is raised
+                # inside one of its callbacks.
+                plan = pool.submit(
+                    self._build_plan, model, plan_path.name, precision, progress
+                ).result()
+            except KeyboardInterrupt:
+                progress.cancel()
+                raise
+        plan_path.write_bytes(plan)
+        return EngineBuild(
+            runtime_version=self._trt.__version__,
+            compute_capabilities=self._compute_capabilities,
+            cuda_version=_cuda_version(self._trt),
+            platform=current_platform(),
+            plugins=plugins,
+            profiles=self._profiles,
+        )
+
+    @abstractmethod
+    def _target(self) -> tuple[str, ...]:
+        """Return the compute capabilities that the engines will support."""
+
+    @abstractmethod
+    def _network_flags(self) -> int:
+        """Return the flags for `create_network`."""
+
+    @abstractmethod
+    def _prepare(self, config: Any) -> None:
+        """Set those options of `config` that only this kind of engine has."""
+
+    @abstractmethod
+    def _layers_of(self, plan: Any) -> list[Layer]:
+        """Return the layers of the serialized engine that was just built."""
+
+    def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:
+        """Return the serialized ONNX model, and the versions of the plugins that it uses."""
+        return onnx_path.read_bytes(), {}
+
+    def _build_plan(
+        self, model: bytes, name: str, precision: Precision, progress: BuildProgress
+    ) -> Any:
+        """Build an engine, check its precision, and return it serialized."""
+        builder = self._trt.Builder(self._logger)
+        network = builder.create_network(self._network_flags())
+        # The network refers to weights that the parser owns: keep the parser until the end.
+        parser = self._trt.OnnxParser(network, self._logger)
+        if not parser.parse(model):
+            raise EngineError(self._parser_error(parser, name))
+        config = self._config_for(builder, network, precision)
+        config.progress_monitor = progress_monitor(self._trt, progress)
+        plan = self._run(builder, network, config)
+        if plan is None:
+            raise EngineError(self._builder_error(name))
+        check_precision(self._layers_of(plan), precision, name)
+        return plan
+
+    def _config_for(self, builder: Any, network: Any, precision: Precision) -> Any:
+        trt = self._trt
+        config = builder.create_builder_config()
+        # The types of layers, which `check_precision` reads, are recorded at this verbosity only.
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        change = config.set_flag if precision == "tf32" else config.clear_flag
+        change(trt.BuilderFlag.TF32)
+        if self._options.workspace_gib is not None:
+            limit = int(self._options.workspace_gib * 2**30)
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, limit)
+        inputs = [network.get_input(index) for index in range(network.num_inputs)]
+        for profile in self._profiles:
+            shapes = builder.create_optimization_profile()
+            for tensor in inputs:
+                rest = tuple(tensor.shape)[1:]
+                sizes = (profile.min, profile.opt, profile.max)
+                shapes.set_shape(tensor.name, *((size, *rest) for size in sizes))
+            config.add_optimization_profile(shapes)
+        self._prepare(config)
+        return config
+
+    def _run(self, builder: Any, network: Any, config: Any) -> Any:
+        """Build the engine and return it serialized. None: the build failed."""
+        return builder.build_serialized_network(network, config)
+
+    def _parser_error(self, parser: Any, name: str) -> str:
+        """Return a message with the parser's first error, its ONNX node, and a remedy."""
+        error = parser.get_error(0)
+        node = " in ".join(
+            (f"{error.node_name()} ({error.node_operator()})", *error.local_function_stack()[::-1])
+        )
+        remedy = f"the build log is {self._log.path}"
+        if error.node_operator() == "RoiAlign" and not torch.cuda.is_available():
+            remedy = (
+                "parsing the operator RoiAlign requires an NVIDIA GPU; export on such a machine"
+            )
+        reason = " ".join(error.desc().split())
+        return f"{self.product} cannot build {name} because of node {node}: {reason}; {remedy}"
+
+    def _builder_error(self, name: str) -> str:
+        """Return a message with the builder's first logged error and a remedy."""
+        errors = self._log.errors or ["it gives no reason"]
+        memory_errors = [error for error in errors if _OUT_OF_MEMORY.search(error)]
+        remedy = f"the build log is {self._log.path}"
+        if memory_errors:
+            is_limited = self._options.workspace_gib is not None
+            more = "allow more with --workspace" if is_limited else "free memory of the GPU"
+            remedy = f"{more}, or build for smaller batches with --batch"
+        return f"{self.product} cannot build {name}: {(memory_errors or errors)[0]}; {remedy}"
+
+
+def _cuda_version(trt: Any) -> str:
+    """Return CUDA's major version, from the name of TensorRT's Python package, or `unknown`."""
+    bindings = trt.Builder.__module__.partition(".")[0]
+    names = metadata.packages_distributions().get(bindings, ())
+    match = re.search(r"_cu(\d+)", " ".join(names).replace("-", "_"))
+    return match[1] if match else "unknown"

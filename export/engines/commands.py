@@ -1,0 +1,169 @@
+"""`maskrcnn engine`: show the contents of TensorRT and TensorRT-RTX engines."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ...model.bundle.manifest import (
+    MANIFEST_NAME,
+    Artifact,
+    BundleError,
+    EngineBuild,
+    read_manifest,
+    verified_path,
+)
+from ..errors import EngineError
+from .options import ENGINE_SUFFIXES
+
+if TYPE_CHECKING:
+    from .inspection import EngineTensor
+    from .layers import Layer
+
+
+# Kind of engine by file name suffix.
+_KINDS = {suffix: kind for kind, suffix in ENGINE_SUFFIXES.items()}
+
+
+@click.group()
+def engine() -> None:
+    """Inspect TensorRT and TensorRT-RTX engines."""
+
+
+@engine.command()
+@click.argument("plan", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def inspect(plan: Path, as_json: bool) -> None:
+    """Show PLAN's build, its tensors, and its layers with their types.
+
+    Inspect only plans that you trust, because loading a plan can run code. If PLAN is in a bundle,
+    its hash must match the manifest. Tensors and layers are listed only if this machine has a GPU
+    that can load the plan; otherwise --json prints the reason as a note.
+    """
+    from .inspection import inspected_layers, inspected_tensors, load_engine
+
+    kind = _KINDS.get(plan.suffix)
+    if kind is None:
+        raise click.BadParameter(
+            f"{plan} is not an engine; its name must end in {' or '.join(_KINDS)}",
+            param_hint="PLAN",
+        )
+    artifact = _artifact_of(plan)
+    if artifact and not as_json:
+        Console().print(_table_of_build(artifact))
+    try:
+        trt, loaded = load_engine(plan, kind)
+    except EngineError as error:
+        if artifact is None or not as_json:
+            raise
+        click.echo(json.dumps(_record(plan, artifact, note=str(error)), indent=2))
+        return
+    tensors, layers = inspected_tensors(trt, loaded), inspected_layers(trt, loaded)
+    if as_json:
+        click.echo(json.dumps(_record(plan, artifact, tensors, layers), indent=2))
+        return
+    for table in (table_of_tensors(tensors), table_of_layers(layers), table_of_types(layers)):
+        Console().print(table)
+
+
+def _artifact_of(plan: Path) -> Artifact | None:
+    """Return the plan's entry in its bundle's manifest. None: the plan is not in a bundle.
+
+    Raises:
+        BundleError: the manifest does not name the plan, or its hash differs.
+    """
+    bundle = plan.parent
+    if not (bundle / MANIFEST_NAME).is_file():
+        return None
+    for artifact in read_manifest(bundle).artifacts:
+        if artifact.path == plan.name:
+            verified_path(bundle, artifact)
+            return artifact
+    raise BundleError(
+        f"{plan} is in a bundle whose manifest does not name it; move it elsewhere to inspect it"
+    )
+
+
+def _record(
+    plan: Path,
+    artifact: Artifact | None,
+    tensors: "Sequence[EngineTensor]" = (),
+    layers: "Sequence[Layer]" = (),
+    note: str | None = None,
+) -> dict[str, Any]:
+    return {
+        "plan": str(plan),
+        "bytes": plan.stat().st_size,
+        "artifact": artifact.model_dump(mode="json") if artifact else None,
+        "note": note,
+        "tensors": [asdict(tensor) for tensor in tensors],
+        "layers": [asdict(layer) for layer in layers],
+        "types": dict(_types_of(layers)),
+    }
+
+
+def _table_of_build(artifact: Artifact) -> Table:
+    """Return a table of an engine's manifest entry."""
+    build = artifact.engine
+    assert isinstance(build, EngineBuild)
+    table = Table("built", "", title=artifact.path, title_justify="left", show_header=False)
+    batches = ", ".join(f"{p.min} to {p.max}, best {p.opt}" for p in build.profiles)
+    plugins = ", ".join(f"{name} {version}" for name, version in build.plugins.items())
+    for name, value in {
+        "precision": artifact.precision,
+        "input": f"{artifact.bucket} {artifact.input_dtype}",
+        "batch by profile": batches,
+        "with": f"{artifact.kind} {build.runtime_version}, CUDA {build.cuda_version}",
+        "for compute capability": ", ".join(build.compute_capabilities),
+        "on": build.platform,
+        "plugins": plugins or "none",
+    }.items():
+        table.add_row(name, value)
+    return table
+
+
+def table_of_tensors(tensors: "Sequence[EngineTensor]") -> Table:
+    """Return a table of tensors, with the smallest, best and largest shape of each profile."""
+    table = Table("tensor", "", "type", "shape", "profiles")
+    for t in tensors:
+        ranges = "; ".join(" ".join(map(_shape, shapes)) for shapes in t.profiles)
+        table.add_row(t.name, "input" if t.is_input else "output", t.dtype, _shape(t.shape), ranges)
+    return table
+
+
+def table_of_layers(layers: "Sequence[Layer]") -> Table:
+    """Return a table of layers in execution order, with the tensors that they read and write."""
+    table = Table("", "layer", "kind", "reads", "writes")
+    for number, layer in enumerate(layers):
+        sides = (
+            ", ".join(f"{t.dtype or '?'} {_shape(t.shape)}" for t in side)
+            for side in (layer.inputs, layer.outputs)
+        )
+        table.add_row(str(number), layer.name, layer.kind, *sides)
+    return table
+
+
+def table_of_types(layers: "Sequence[Layer]") -> Table:
+    """Return a table that counts layers, convolutions and matrix products by compute types."""
+    table = Table("reads", "layers", "share", "convolutions", "matrix products")
+    convolutions = _types_of([layer for layer in layers if layer.is_convolution])
+    products = _types_of([layer for layer in layers if layer.is_matrix_product])
+    for types, count in _types_of(layers).most_common():
+        heavy = (str(convolutions[types]), str(products[types]))
+        table.add_row(types, str(count), f"{count / len(layers):.0%}", *heavy)
+    return table
+
+
+def _types_of(layers: "Sequence[Layer]") -> Counter[str]:
+    """Count layers by their floating-point types, as in `fp16` or `fp16 fp32`."""
+    return Counter(" ".join(sorted(layer.compute_types)) or "none" for layer in layers)
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return "x".join("N" if size < 0 else str(size) for size in sizes) or "scalar"

@@ -1,0 +1,171 @@
+"""Layers of a built engine with their compute types, and the check of its precision."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...model.bundle.manifest import Precision
+from ..errors import EngineError
+
+
+@dataclass(frozen=True)
+class LayerTensor:
+    """Input or output tensor of a layer."""
+
+    name: str
+    # -1: a size that is known only at run time.
+    shape: tuple[int, ...]
+    # Name such as `fp16` or `int64`. Empty: unknown.
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Layer of a built engine. It may fuse several layers of the network."""
+
+    name: str
+    # TensorRT's name of the layer type, such as `CaskConvolution`, `correlation` or `gemm`.
+    kind: str
+    inputs: tuple[LayerTensor, ...]
+    outputs: tuple[LayerTensor, ...]
+    # Type of the weights. Empty: TensorRT does not list it.
+    weights_dtype: str = ""
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether the layer is a convolution or a transposed convolution."""
+        return re.search("conv|correlation", self.kind, re.IGNORECASE) is not None
+
+    @property
+    def is_matrix_product(self) -> bool:
+        """Whether the layer is a matrix product."""
+        found = re.search(r"gemm|mat(rix)?\s?mul", self.kind, re.IGNORECASE) is not None
+        return found and not self.is_convolution
+
+    @property
+    def compute_types(self) -> frozenset[str]:
+        """Floating-point types of the inputs, or of the weights if no input has one."""
+        read = frozenset(t.dtype for t in self.inputs) & _FLOATING
+        return read or frozenset({self.weights_dtype}) & _FLOATING
+
+
+# Types that decide the precision of a layer; integers and booleans do not.
+_FLOATING = frozenset({"fp32", "fp16", "bf16", "fp8", "fp4"})
+_DTYPE = re.compile("BFLOAT16|BF16|HALF|FP16|FLOAT|FP32|FP8|FP4|U?INT8|INT(?:4|32|64)|BOOL")
+# TensorRT has several names for one type.
+_SPELLINGS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
+
+
+def check_precision(layers: Sequence[Layer], precision: Precision, name: str) -> None:
+    """Check that an engine computes in the types of its precision.
+
+    In fp16 every convolution and at least one matrix product must read fp16. In fp32 and tf32 all
+    of them must read fp32; the types do not show whether TF32 is on.
+
+    Raises:
+        EngineError: a layer computes in another type, or no convolution is listed.
+    """
+    convolutions = [layer for layer in layers if layer.is_convolution]
+    products = [layer for layer in layers if layer.is_matrix_product]
+    if not convolutions:
+        raise EngineError(
+            f"cannot check the precision of {name}, because TensorRT's engine inspector "
+            "reports no convolutions; build it with a TensorRT version that export/README.md lists"
+        )
+    expected = frozenset({"fp16" if precision == "fp16" else "fp32"})
+    wrong = [layer for layer in convolutions if layer.compute_types != expected]
+    # The matrix product in the function body of NMS stays in fp32.
+    products_differ = [layer for layer in products if layer.compute_types != expected]
+    if precision != "fp16" or len(products_differ) == len(products):
+        wrong += products_differ
+    if wrong:
+        types = ", ".join(sorted(frozenset().union(*(layer.compute_types for layer in wrong))))
+        raise EngineError(
+            f"{name} should compute in {precision}, but {len(wrong)} of its "
+            f"{len(convolutions) + len(products)} convolutions and matrix products read "
+            f"{types or 'an unknown type'}, {wrong[0].name} first; the engine is discarded; "
+            "export the bundle without --engine"
+        )
+
+
+def layers_from_json(text: str) -> list[Layer]:
+    """Parse the JSON that `EngineInspector.get_engine_information` returns.
+
+    Raises:
+        EngineError: the engine was built without detailed profiling verbosity.
+    """
+    records = json.loads(text)["Layers"]
+    if any(isinstance(record, str) for record in records):
+        raise EngineError(
+            "the engine holds only the names of its layers, because it was built without "
+            "ProfilingVerbosity.DETAILED; rebuild it with `maskrcnn export --engine`"
+        )
+    return [
+        Layer(
+            name=record["Name"],
+            kind=record.get("LayerType", ""),
+            inputs=_tensors_from_json(record.get("Inputs", ())),
+            outputs=_tensors_from_json(record.get("Outputs", ())),
+            weights_dtype=dtype_from_text(record.get("Weights", {}).get("Type", "")),
+        )
+        for record in records
+    ]
+
+
+def _tensors_from_json(records: Sequence[dict[str, Any]]) -> tuple[LayerTensor, ...]:
+    # Depends on the TensorRT backend: a separate type, or a type within the name of the format.
+    return tuple(
+        LayerTensor(
+            record["Name"],
+            tuple(record.get("Dimensions", ())),
+            dtype_from_text(record.get("Datatype") or record.get("Format/Datatype", "")),
+        )
+        for record in records
+    )
+
+
+# Line of the list of layers in TensorRT-RTX's build log, and one tensor in such a line.
+_LISTED_LAYER = re.compile(
+    r"^Name: (?P<name>.*?), LayerType: (?P<kind>[^,]*), Inputs: \[(?P<inputs>.*?)\], "
+    r"(?:Constants: \[.*?\], )?Outputs: \[(?P<outputs>.*?)\], TacticName: ",
+    re.MULTILINE,
+)
+_LISTED_TENSOR = re.compile(
+    r"\{ Name: (?P<name>.*?), Dimensions: \[(?P<shape>[-\d,]*)\].*?, Datatype: (?P<dtype>\w+)"
+)
+
+
+def layers_from_listing(text: str) -> list[Layer]:
+    """Parse the list of layers in TensorRT-RTX's build log, one layer per line.
+
+    The result equals that of the engine inspector, which needs a GPU.
+    """
+    return [
+        Layer(
+            match["name"],
+            match["kind"],
+            _tensors_from_listing(match["inputs"]),
+            _tensors_from_listing(match["outputs"]),
+        )
+        for match in _LISTED_LAYER.finditer(text)
+    ]
+
+
+def _tensors_from_listing(text: str) -> tuple[LayerTensor, ...]:
+    return tuple(
+        LayerTensor(
+            match["name"],
+            tuple(int(size) for size in match["shape"].split(",") if size),
+            dtype_from_text(match["dtype"]),
+        )
+        for match in _LISTED_TENSOR.finditer(text)
+    )
+
+
+def dtype_from_text(text: str) -> str:
+    """Parse a data type: `fp16` from `Half` or `Channel major FP16 format`, "" if there is none."""
+    match = _DTYPE.search(text.upper())
+    word = match[0].lower() if match else ""
+    return _SPELLINGS.get(word, word)

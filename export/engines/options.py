@@ -1,0 +1,131 @@
+"""Command-line options of engine builds, and their validation."""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from ...model.bundle.manifest import EngineKind
+from ...model.config.option_types import FiniteRange
+from ...plugins.runtime.compute_capability import CapabilityType
+
+# File name suffix of each kind of engine.
+ENGINE_SUFFIXES: Mapping[EngineKind, str] = {"tensorrt": ".plan", "tensorrt-rtx": ".rtx"}
+
+_Command = Callable[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Build options that all engines of an export share."""
+
+    # Batch sizes to optimize for. The largest is the limit of the engine.
+    batches: tuple[int, ...] = (1, 8)
+    # TensorRT only. True: use our CUDA kernels. False: use the ONNX function bodies.
+    plugins: bool = True
+    # TensorRT-RTX only: compute capabilities to build for, as `8.9`. Empty: all from 8.0 on.
+    compute_capabilities: tuple[str, ...] = ()
+    # Limit of a layer's scratch memory in GiB. None: TensorRT decides.
+    workspace_gib: float | None = None
+    # TensorRT only: file of measured kernel timings. None: a file in the user's cache folder.
+    timing_cache: Path | None = None
+
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_OPTIONS = (
+    click.option(
+        "--engine", "kinds", multiple=True, type=click.Choice(["torch", *get_args(EngineKind)]),
+        help="Engines to build beside the ONNX files. torch: a torch program, compiled if this "
+        "machine has a GPU. tensorrt: engines for this machine's GPU, with our CUDA kernels. "
+        "tensorrt-rtx: engines for several GPUs; building them needs no GPU.",
+    ),
+    click.option(
+        "--batch", "batches", multiple=True, type=click.IntRange(min=1),
+        help="Batch sizes to optimize engines for; the largest is their limit.  [default: 1, 8]",
+    ),
+    click.option(
+        "--compute-capability", "compute_capabilities", multiple=True, type=CapabilityType(),
+        help="GPUs that tensorrt-rtx builds for, as 8.6 8.9 12.0. If left out, all from 8.0 on.",
+    ),
+    click.option(
+        "--plugins/--no-plugins", default=None,
+        help="Use our CUDA kernels or standard operators in tensorrt engines.  [default: plugins]",
+    ),
+    click.option(
+        "--workspace", "workspace_gib", type=FiniteRange(min=0, min_open=True), metavar="GIB",
+        help="Limit of a layer's scratch memory on the GPU. If left out, TensorRT decides.",
+    ),
+    click.option(
+        "--timing-cache", type=_FILE,
+        help="File of tensorrt's kernel timings, which makes the next build faster. If left out, "
+        "a file for this GPU and version in the user's cache folder.",
+    ),
+    click.option(
+        "--build-log", type=_FILE,
+        help="File for TensorRT's messages. If left out, BUNDLE.build.log beside the bundle.",
+    ),
+)  # fmt: skip
+_ALL_KINDS = frozenset(get_args(EngineKind))
+# Name of each option, and the kinds of engine that it applies to.
+_APPLIES_TO = {
+    "batches": ("--batch", _ALL_KINDS),
+    "compute_capabilities": ("--compute-capability", {"tensorrt-rtx"}),
+    "plugins": ("--plugins", {"tensorrt"}),
+    "workspace_gib": ("--workspace", _ALL_KINDS),
+    "timing_cache": ("--timing-cache", {"tensorrt"}),
+    "build_log": ("--build-log", _ALL_KINDS),
+}
+
+
+def engine_options(command: _Command) -> _Command:
+    """Add the engine options to a click command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def check_engine_choices(
+    choices: Mapping[str, object], bundle: Path, kinds: Sequence[EngineKind]
+) -> None:
+    """Check that each given option applies to an engine kind, and that its file can be written.
+
+    Args:
+        choices: values of the given options by parameter name.
+        bundle: resolved path of the bundle.
+        kinds: kinds of engine that will be built.
+
+    Raises:
+        click.UsageError: an option applies to none of the kinds, names a file in the bundle, or
+            names a timing cache that cannot be written.
+    """
+    for name, value in choices.items():
+        option, kinds_with_option = _APPLIES_TO[name]
+        if not kinds_with_option & set(kinds):
+            needed = " or ".join(f"--engine {kind}" for kind in sorted(kinds_with_option))
+            raise click.UsageError(f"{option} has no effect without {needed}")
+        if isinstance(value, Path) and value.resolve().is_relative_to(bundle):
+            raise click.UsageError(
+                f"{option} {value} is inside the bundle, which is replaced as a whole; choose a "
+                "file outside of it"
+            )
+    timing_cache = choices.get("timing_cache")
+    if isinstance(timing_cache, Path):
+        _check_writable(timing_cache)
+
+
+def _check_writable(timing_cache: Path) -> None:
+    """Create the file's folder. Raise `click.BadParameter` if no file can be created in it."""
+    # TensorRT itself does not report a file that it cannot write.
+    try:
+        timing_cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=timing_cache.parent):
+            pass
+    except OSError as error:
+        raise click.BadParameter(
+            f"cannot create a file in {timing_cache.parent} ({error.strerror}); choose another "
+            "folder",
+            param_hint="--timing-cache",
+        ) from None

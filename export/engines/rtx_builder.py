@@ -1,0 +1,51 @@
+"""Builder of TensorRT-RTX engines: for several types of GPU, and built without a GPU."""
+
+from typing import Any
+
+from ..errors import EngineError
+from .builder import EngineBuilder
+from .layers import Layer, layers_from_listing
+
+
+class RtxEngineBuilder(EngineBuilder):
+    """Builder of TensorRT-RTX engines for a set of compute capabilities.
+
+    TensorRT-RTX does not support plugins: its engines use the function bodies of the ONNX file.
+    """
+
+    kind = "tensorrt-rtx"
+    product = "TensorRT-RTX"
+
+    def _target(self) -> tuple[str, ...]:
+        available = tuple(self._members())
+        # Turing (7.5) lacks the fp32 matrix product that the function body of NMS uses.
+        chosen = self._options.compute_capabilities or tuple(c for c in available if c != "7.5")
+        unknown = [c for c in chosen if c not in available]
+        if unknown:
+            raise EngineError(
+                f"{self.product} {self._trt.__version__} builds for the compute capabilities "
+                f"{', '.join(available)}, not {', '.join(unknown)}; choose others with "
+                "--compute-capability, or build for that GPU with --engine tensorrt"
+            )
+        return tuple(dict.fromkeys(chosen))
+
+    def _network_flags(self) -> int:
+        return 1 << int(self._trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+
+    def _prepare(self, config: Any) -> None:
+        members = self._members()
+        config.num_compute_capabilities = len(self._compute_capabilities)
+        for index, capability in enumerate(self._compute_capabilities):
+            config.set_compute_capability(members[capability], index)
+
+    def _layers_of(self, plan: Any) -> list[Layer]:
+        # Loading an engine to inspect it needs a GPU; the builder's log does not.
+        return layers_from_listing(self._log.listing)
+
+    def _members(self) -> dict[str, Any]:
+        """Return the members of `trt.ComputeCapability` by version: `SM120` by `12.0`."""
+        return {
+            f"{name[2:-1]}.{name[-1]}": member
+            for name, member in self._trt.ComputeCapability.__members__.items()
+            if name.startswith("SM")
+        }

@@ -1,0 +1,166 @@
+"""Conversion of a model to ONNX, with custom operations as nodes and their function bodies."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import onnx
+import torch
+from onnx import helper, inliner
+from torch import Tensor
+from torch.onnx.ops import symbolic, symbolic_multi_out
+
+from ...model.bundle.spec import INPUT_NAMES, OPSET_DOMAIN, OPSET_VERSION, OUTPUT_NAMES, ShapeBucket
+from ...model.mask_rcnn import MaskRCNN
+from ...plugins.box_deltas import decode_in_torch
+from ...plugins.grid_anchors import grid_anchors_in_torch
+from .functions import functions_for
+
+OPSET = 18
+
+# Replaces -inf in TopK. ONNX Runtime's CUDA kernel pads its result with the lowest finite float32
+# before sorting, so that padding with undefined indices would rank above entries of -inf.
+_LOWEST = -1e38
+
+
+def onnx_from_model(
+    model: MaskRCNN, bucket: ShapeBucket, input_dtype: torch.dtype
+) -> onnx.ModelProto:
+    """Export a model's detection to ONNX for one input size, with a dynamic batch size.
+
+    Custom operations become nodes of the domain `maskrcnn`, with a function body for each.
+
+    Args:
+        model: in evaluation mode, on the CPU.
+        bucket: height and width of the input.
+        input_dtype: `torch.uint8` or `torch.float32`, both in 0..255.
+    """
+    # Two images, because the exporter treats a batch of one as a constant.
+    images = torch.zeros(2, 3, *bucket, dtype=input_dtype)
+    image_sizes = torch.tensor([list(bucket)] * 2)
+    batch = {0: torch.export.Dim("batch", min=1)}
+    with torch.no_grad(), _quiet_exporter():
+        exported = torch.export.export(
+            model, (images, image_sizes), dynamic_shapes={"images": batch, "image_sizes": batch}
+        )
+        program = torch.onnx.export(
+            exported.run_decompositions(_NODES),
+            input_names=list(INPUT_NAMES),
+            output_names=list(OUTPUT_NAMES),
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None
+    proto = program.model_proto
+    # After the export, because the exporter's own passes would inline the bodies.
+    proto.functions.extend(_flattened(functions_for(model.config)))
+    _name_batch_axis(proto.graph)
+    return proto
+
+
+def _flattened(functions: Sequence[onnx.FunctionProto]) -> Sequence[onnx.FunctionProto]:
+    """Return the functions with their calls of other functions inlined."""
+    # TensorRT's parser reads an attribute that one function passes to another as empty, and builds
+    # a wrong engine without an error.
+    called = {(node.domain, node.op_type) for function in functions for node in function.node}
+    helpers = [key for f in functions if (key := (f.domain, f.name)) in called]
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(OPSET_DOMAIN, OPSET_VERSION)]
+    graph = helper.make_graph([], "bodies", [], [])
+    model = helper.make_model(graph, functions=functions, opset_imports=opsets)
+    return inliner.inline_selected_functions(model, helpers).functions
+
+
+def _name_batch_axis(graph: onnx.GraphProto) -> None:
+    """Rename the symbolic batch size, which has a generated name, to `batch`."""
+    generated = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_param = dim.dim_param.replace(generated, "batch")
+
+
+def _nms_keep_node(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
+    # The node returns integers, because TensorRT plugins cannot return booleans.
+    keep: Tensor = symbolic(
+        f"{OPSET_DOMAIN}::NmsKeep",
+        [boxes, classes],
+        {"iou_threshold": iou_threshold, "max_keep": max_keep},
+        dtype=torch.int32,
+        shape=classes.shape,
+        version=OPSET_VERSION,
+    )
+    return keep.to(torch.bool)
+
+
+def _pyramid_roi_align_node(
+    features: Sequence[Tensor],
+    rois: Tensor,
+    output_size: int,
+    sampling_ratio: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int,
+    canonical_size: float,
+    aligned: bool,
+    inclusive: bool,
+) -> Tensor:
+    # Two names, because a TensorRT plugin has a fixed number of inputs.
+    name = "PyramidRoIAlign" if len(features) > 1 else "SingleMapRoIAlign"
+    return symbolic(
+        f"{OPSET_DOMAIN}::{name}",
+        [*features, rois],
+        {
+            "output_size": output_size,
+            "sampling_ratio": sampling_ratio,
+            "spatial_scales": list(spatial_scales),
+            "canonical_level": canonical_level,
+            "canonical_size": canonical_size,
+            "aligned": int(aligned),
+            "inclusive": int(inclusive),
+        },
+        dtype=features[0].dtype,
+        shape=(*rois.shape[:2], features[0].shape[1], output_size, output_size),
+        version=OPSET_VERSION,
+    )
+
+
+def _top_k_node(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    k = min(k, values.shape[-1])
+    shape = (*values.shape[:-1], k)
+    lowest = values.new_full((), _LOWEST)
+    largest, indices = symbolic_multi_out(
+        "TopK",
+        [torch.maximum(values, lowest), torch.full((1,), k, dtype=torch.int64)],
+        {"axis": -1, "largest": 1, "sorted": 1},
+        dtypes=[values.dtype, torch.int64],
+        shapes=[shape, shape],
+        version=OPSET,
+    )
+    return torch.where(largest == lowest, -torch.inf, largest), indices
+
+
+# Replacement of each custom torch operation: a function that creates an ONNX node, or one of
+# standard torch operations.
+_NODES: dict[Any, Callable[..., Any]] = {
+    torch.ops.maskrcnn.nms_keep.default: _nms_keep_node,
+    torch.ops.maskrcnn.pyramid_roi_align.default: _pyramid_roi_align_node,
+    torch.ops.maskrcnn.stable_top_k.default: _top_k_node,
+    torch.ops.maskrcnn.decode_boxes.default: decode_in_torch,
+    torch.ops.maskrcnn.grid_anchors.default: grid_anchors_in_torch,
+}
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Silence warnings and log messages of `torch.onnx` below ERROR."""
+    logger: Any = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

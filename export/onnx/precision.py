@@ -1,0 +1,42 @@
+"""Preparation of a model for export: folding of batch norms, and half precision."""
+
+import torch
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torchvision.ops import FrozenBatchNorm2d
+
+from ...model.mask_rcnn import MaskRCNN
+
+# Name of the batch norm after each convolution, in torchvision's blocks and in nn.Sequential.
+_NORM_AFTER_CONV = {"conv1": "bn1", "conv2": "bn2", "conv3": "bn3", "0": "1"}
+
+
+def fold_batch_norms(module: nn.Module) -> None:
+    """Fold every batch norm, frozen or not, into the convolution before it, in place.
+
+    Pairs are recognized by torchvision's names: `conv1` and `bn1`, or the first two modules of an
+    `nn.Sequential`.
+    """
+    for parent in module.modules():
+        for conv_name, norm_name in _NORM_AFTER_CONV.items():
+            conv, norm = getattr(parent, conv_name, None), getattr(parent, norm_name, None)
+            if not isinstance(conv, nn.Conv2d):
+                continue
+            if not isinstance(norm, nn.BatchNorm2d | FrozenBatchNorm2d):
+                continue
+            statistics = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
+            affine = nn.Parameter(norm.weight), nn.Parameter(norm.bias)
+            conv.weight, conv.bias = fuse_conv_bn_weights(
+                conv.weight, conv.bias, *statistics, norm.eps, *affine
+            )
+            setattr(parent, norm_name, nn.Identity())
+
+
+def halve(model: MaskRCNN, dtype: torch.dtype = torch.float16) -> None:
+    """Convert convolutions and linear layers to fp16 or bf16, in place.
+
+    Anchors, box decoding, scores, NMS and RoI coordinates stay in fp32.
+    """
+    # From 512 pixels on, fp16 has steps of half a pixel, too coarse for coordinates.
+    for part in (model.backbone, model.rpn.head, model.roi_heads):
+        part.to(dtype)

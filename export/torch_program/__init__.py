@@ -1,0 +1,1 @@
+"""Export to a torch program with fused operations."""

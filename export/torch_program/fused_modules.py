@@ -1,0 +1,130 @@
+"""Equivalents of the model's modules that run faster on a GPU."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.rpn import RPNHead
+
+from ...model.mask_rcnn import MaskRCNN
+from ...model.roi_heads import MaskPredictor
+
+# Tensor cores process input channels in groups of four, and matrix columns in groups of eight.
+_STEM_CHANNELS = 4
+_MATRIX_MULTIPLE = 8
+
+
+def optimize_for_gpu(model: MaskRCNN) -> None:
+    """Replace modules by equivalents with fewer passes over memory, in place.
+
+    Convert convolution weights to channels-last.
+
+    Args:
+        model: model after `fold_batch_norms`.
+    """
+    model.backbone.body.conv1 = _PaddedStem(model.backbone.body.conv1)
+    model.rpn.head = _MergedRpnHead(model.rpn.head)
+    heads = model.roi_heads
+    if isinstance(heads.box_head, TwoMLPHead):
+        heads.box_head = _ChannelsLastBoxHead(heads.box_head, heads.config.box_pool)
+    heads.box_predictor = _MergedBoxPredictor(heads.box_predictor)
+    setattr(heads, "mask_predictor", _PointwiseMaskPredictor(heads.mask_predictor))  # noqa: B010
+    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
+
+
+class _PaddedStem(nn.Module):
+    """The first convolution with its input padded to four channels by zeros."""
+
+    def __init__(self, stem: nn.Conv2d) -> None:
+        super().__init__()
+        self._missing = _STEM_CHANNELS - stem.in_channels
+        weight = F.pad(stem.weight.detach(), (0, 0, 0, 0, 0, self._missing))
+        self.weight = nn.Parameter(weight.contiguous(memory_format=torch.channels_last))
+        self.bias = stem.bias
+        self._stride, self._padding = stem.stride, stem.padding
+
+    def forward(self, images: Tensor) -> Tensor:
+        padded = F.pad(images, (0, 0, 0, 0, 0, self._missing))
+        return F.conv2d(padded, self.weight, self.bias, self._stride, self._padding)
+
+
+class _MergedRpnHead(nn.Module):
+    """RPN head with one convolution for logits and deltas, which reads the hidden map once."""
+
+    def __init__(self, head: RPNHead) -> None:
+        super().__init__()
+        self.conv = head.conv
+        parts = (head.cls_logits, head.bbox_pred)
+        self._outputs = [part.out_channels for part in parts]
+        self.output = nn.Conv2d(head.cls_logits.in_channels, sum(self._outputs), 1)
+        self.output.weight = nn.Parameter(torch.cat([part.weight for part in parts]))
+        self.output.bias = nn.Parameter(torch.cat([part.bias for part in parts]))
+
+    def forward(self, features: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        outputs = [self.output(self.conv(feature)) for feature in features]
+        logits, deltas = zip(*(x.split(self._outputs, dim=1) for x in outputs), strict=True)
+        return list(logits), list(deltas)
+
+
+class _ChannelsLastBoxHead(nn.Module):
+    """Box head whose first layer reads pooled features in channels-last memory order."""
+
+    def __init__(self, head: TwoMLPHead, side: int) -> None:
+        super().__init__()
+        self.fc6, self.fc7 = head.fc6, head.fc7
+        by_channel = self.fc6.weight.detach().unflatten(1, (-1, side, side))
+        self.fc6.weight = nn.Parameter(by_channel.permute(0, 2, 3, 1).flatten(1))
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        hidden = F.relu(self.fc6(pooled.permute(0, 2, 3, 1).flatten(1)))
+        return F.relu(self.fc7(hidden))
+
+
+class _MergedBoxPredictor(nn.Module):
+    """Box predictor with one matrix product for logits and deltas, padded for tensor cores."""
+
+    def __init__(self, predictor: FastRCNNPredictor) -> None:
+        super().__init__()
+        parts = (predictor.cls_score, predictor.bbox_pred)
+        outputs = [part.out_features for part in parts]
+        unused = -sum(outputs) % _MATRIX_MULTIPLE
+        self._outputs = [*outputs, unused]
+        self.output = nn.Linear(predictor.cls_score.in_features, sum(self._outputs))
+        weight = torch.cat([part.weight.detach() for part in parts])
+        bias = torch.cat([part.bias.detach() for part in parts])
+        self.output.weight = nn.Parameter(F.pad(weight, (0, 0, 0, unused)))
+        self.output.bias = nn.Parameter(F.pad(bias, (0, unused)))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits, deltas, _ = self.output(hidden.flatten(1)).split(self._outputs, dim=1)
+        return logits, deltas
+
+
+class _PointwiseMaskPredictor(nn.Module):
+    """Mask predictor that computes the transposed convolution as a 1x1 convolution.
+
+    The logits of each cell are rearranged into a map afterwards.
+    """
+
+    def __init__(self, predictor: MaskPredictor) -> None:
+        super().__init__()
+        upsample = predictor.conv5_mask
+        _, dim, rows, columns = upsample.weight.shape
+        assert upsample.bias is not None
+        weight = upsample.weight.detach().permute(2, 3, 1, 0).flatten(0, 2)[:, :, None, None]
+        self.upsample = nn.Conv2d(upsample.in_channels, rows * columns * dim, 1)
+        self.upsample.weight = nn.Parameter(weight.contiguous())
+        self.upsample.bias = nn.Parameter(upsample.bias.detach().repeat(rows * columns))
+        self.logits = predictor.mask_fcn_logits
+        self._cell = rows, columns
+
+    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+        rows, columns = features.shape[2:]
+        cells = F.relu(self.upsample(features)).permute(0, 2, 3, 1)
+        weight, bias = (parameter[labels] for parameter in self.logits.parameters())
+        own = cells.reshape(labels.shape[0], -1, weight.shape[1])
+        logits = torch.baddbmm(bias[:, None, None], own, weight[:, :, 0])
+        by_cell = logits.view(-1, rows, columns, *self._cell).permute(0, 1, 3, 2, 4)
+        return by_cell.reshape(-1, rows * self._cell[0], columns * self._cell[1])

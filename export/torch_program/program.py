@@ -1,0 +1,137 @@
+"""Conversion of a model to a torch program, and its compilation for the GPU."""
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from ...model.bundle.compiled_program import current_target, write_compiled_program
+from ...model.bundle.manifest import CompiledProgram, Precision, sha256_of
+from ...model.bundle.program import ignore_torch_warnings
+from ...model.bundle.spec import ShapeBucket
+from ...model.mask_rcnn import MaskRCNN
+from ..errors import EngineError
+from .fused_graph import fuse_convolutions
+
+# Maximum number of parallel compilations.
+_MAX_COMPILATIONS = 4
+
+
+class _TupleModel(nn.Module):
+    """Model that returns a plain tuple, so that the program loads without our classes."""
+
+    def __init__(self, model: MaskRCNN) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.model.detect(images, image_sizes))
+
+
+def program_from_model(
+    model: MaskRCNN, bucket: ShapeBucket, input_dtype: torch.dtype
+) -> ExportedProgram:
+    """Export a model's detection for one input size, with a dynamic batch size.
+
+    Args:
+        model: on the CPU, in evaluation mode, after `optimize_for_gpu`.
+        bucket: height and width of the input.
+        input_dtype: `torch.uint8` or `torch.float32`, both in 0..255.
+
+    Returns:
+        A program of ATen operations and those of `plugins`. Inputs and outputs: see
+            `model.bundle.spec`.
+    """
+    # Two images, because a batch of one would be treated as a constant.
+    images = torch.zeros(2, 3, *bucket, dtype=input_dtype)
+    image_sizes = torch.tensor([list(bucket)] * 2)
+    batch = {0: Dim("batch", min=1)}
+    with torch.no_grad(), ignore_torch_warnings():
+        exported = torch.export.export(
+            _TupleModel(model), (images, image_sizes), dynamic_shapes=(batch, batch)
+        )
+        program: ExportedProgram = exported.run_decompositions({})
+    _drop_assertions(program)
+    fuse_convolutions(program)
+    return program
+
+
+def _drop_assertions(program: ExportedProgram) -> None:
+    """Remove assertions that tensors have the types and devices of the export."""
+    graph = program.graph_module.graph
+    target = torch.ops.aten._assert_tensor_metadata.default
+    for node in graph.find_nodes(op="call_function", target=target):
+        graph.erase_node(node)
+
+
+def write_program(program: ExportedProgram, path: Path) -> None:
+    """Write a program to a file that ends in `.pt2`."""
+    with ignore_torch_warnings():
+        torch.export.save(program, path)
+
+
+class Compilation(NamedTuple):
+    """One program to compile in one precision."""
+
+    # File that `write_program` wrote.
+    path: Path
+    # `fp32` and `tf32` share a program, but not the compiled form.
+    precision: Precision
+    # Height and width of the input.
+    bucket: ShapeBucket
+    # Type of the `images` input.
+    input_dtype: torch.dtype
+
+    @property
+    def compiled(self) -> Path:
+        """Path of the compiled program, beside the program."""
+        return self.path.with_name(f"model-{self.precision}-{self.bucket}.compiled")
+
+
+def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgram | None]:
+    """Compile programs for this machine's GPU in parallel.
+
+    Returns:
+        for each program the manifest's entry of its compiled form; None without a GPU.
+
+    Raises:
+        EngineError: there is a GPU, but no C compiler.
+    """
+    if not torch.cuda.is_available():
+        return [None] * len(compilations)
+    _check_compiler()
+    processes = ProcessPoolExecutor(
+        min(_MAX_COMPILATIONS, len(os.sched_getaffinity(0))),
+        multiprocessing.get_context("spawn"),
+    )
+    with processes:
+        for future in [processes.submit(_compile, compilation) for compilation in compilations]:
+            future.result()
+    target = current_target()
+    return [
+        CompiledProgram(path=path.name, sha256=sha256_of(path), target=target)
+        for path in (compilation.compiled for compilation in compilations)
+    ]
+
+
+def _check_compiler() -> None:
+    """Raise `EngineError` without a C compiler, which torch needs at the end of a compilation."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise EngineError(
+            "torch needs a C compiler to compile for a GPU, and none was found; install one with "
+            "the headers of libc, as by `apt-get install gcc libc6-dev`, or set CC"
+        )
+
+
+def _compile(compilation: Compilation) -> None:
+    path, precision, bucket, input_dtype = compilation
+    shape = torch.Size((2, 3, *bucket))
+    device = torch.device("cuda", torch.cuda.current_device())
+    write_compiled_program(path, precision, device, shape, input_dtype, compilation.compiled)

@@ -1,0 +1,44 @@
+"""Atomic file writes."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a binary file that replaces `path` when the block ends without an exception.
+
+    Until then the content is in `.NAME.ID.partial` in the same folder. If the block raises, that
+    file is removed and `path` stays as it was.
+
+    Args:
+        path: The file to create or replace. Its folder must exist.
+        durable: Flush the file and its folder to the disk, so that the file survives a power loss.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    # The ID keeps concurrent writers apart. NAME is cut because names have at most 255 bytes.
+    partial = path.with_name(f".{path.name[:32]}.{uuid4().hex}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    if durable:
+        # The new name is on the disk only once its folder is.
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

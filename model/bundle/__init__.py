@@ -1,0 +1,1 @@
+"""Bundle format: manifest, specification of inputs and outputs, torch programs."""

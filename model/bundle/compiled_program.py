@@ -1,0 +1,130 @@
+"""Torch programs compiled ahead of time for one GPU architecture, stored with their weights.
+
+A compiled program needs no tracing when it is loaded, which shortens the start of a server.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# torch has no public interface for ahead-of-time compilation of weights and code in one file. These
+# private modules may move when torch is upgraded.
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._inductor import config, standalone_compile
+from torch._inductor.standalone_compile import AOTCompiledArtifact
+from torch._subclasses import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from .manifest import Artifact, CompileTarget, Precision, verified_path
+from .program import (
+    Program,
+    ignore_torch_warnings,
+    load_exported_program,
+    load_program,
+    torch_math_mode,
+)
+
+
+def current_target() -> CompileTarget:
+    """Return the compile target of this process and the current GPU."""
+    major, minor = torch.cuda.get_device_capability()
+    return CompileTarget(
+        torch_version=torch.__version__,
+        python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
+        compute_capability=f"{major}.{minor}",
+    )
+
+
+def load_artifact(bundle: Path, artifact: Artifact, device: torch.device) -> Program:
+    """Load an artifact's torch program: the one compiled for this GPU if the bundle has it.
+
+    Args:
+        bundle: folder of the bundle.
+        artifact: artifact of kind `torch`.
+        device: the CPU, or a GPU with its index.
+
+    Raises:
+        BundleError: the program's file is missing or damaged.
+    """
+    compiled = artifact.compiled
+    if device.type == "cuda" and compiled is not None and compiled.target == current_target():
+        path = verified_path(bundle, compiled)
+        return load_compiled_program(path, artifact.precision, device)
+    return load_program(verified_path(bundle, artifact), artifact.precision, device)
+
+
+def write_compiled_program(
+    path: Path,
+    precision: Precision,
+    device: torch.device,
+    images: torch.Size,
+    dtype: torch.dtype,
+    compiled: Path,
+) -> None:
+    """Compile a program for batch size 1 and for any batch size, and write both to a file.
+
+    Args:
+        path: file of the exported program.
+        precision: precision of the program's artifact.
+        device: device to compile for: a GPU with its index, or the CPU.
+        images: shape [2, 3, H, W] of a batch of images.
+        dtype: type of the images.
+        compiled: file to write.
+    """
+    program = load_exported_program(path, device)
+    weights = _weights(program)
+    batch = torch.zeros(images, dtype=dtype, device=device)
+    with torch.no_grad(), torch_math_mode(precision), ignore_torch_warnings():
+        one = _compiled(program, weights, batch[:1], any_batch=False)
+        many = _compiled(program, weights, batch, any_batch=True)
+    file = {"weights": [weight.cpu() for weight in weights], "one": one, "many": many}
+    torch.save(file, compiled)
+
+
+def load_compiled_program(path: Path, precision: Precision, device: torch.device) -> Program:
+    """Load a file that `write_compiled_program` wrote for this environment (`CompileTarget`)."""
+    file = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+    weights = [weight.to(device) for weight in file["weights"]]
+    with config.patch(compile_threads=1):  # otherwise torch starts compiler processes
+        one, many = (AOTCompiledArtifact.deserialize(file[name]) for name in ("one", "many"))
+
+    def run(images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
+        code = one if len(images) == 1 else many
+        return tuple(code(*weights, images, image_sizes))
+
+    return Program(run, precision, device)
+
+
+def _weights(program: ExportedProgram) -> list[Tensor]:
+    """Return parameters, buffers and constants in the order of the graph's inputs."""
+    values = {**program.state_dict, **program.constants}
+    inputs = program.graph_signature.input_specs
+    return [values[i.target].detach() for i in inputs if i.kind != InputKind.USER_INPUT]
+
+
+def _compiled(
+    program: ExportedProgram, weights: Sequence[Tensor], images: Tensor, *, any_batch: bool
+) -> bytes:
+    """Compile a program for the batch size of `images`, or for any batch size."""
+    # The shape environment of a loaded program confuses expressions with symbols: use a new one.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    first = DimDynamic.DYNAMIC if any_batch else DimDynamic.STATIC
+    sides = StatelessSymbolicContext([first, *[DimDynamic.STATIC] * 3])  # type: ignore[var-annotated]
+    batch = mode.from_tensor(images, symbolic_context=sides, source=ConstantSource("images"))
+    sizes = batch.new_empty((batch.shape[0], 2), dtype=torch.int64)
+    fixed = (mode.from_tensor(weight, static_shapes=True) for weight in weights)
+    with tracing(TracingContext(mode)):
+        code = standalone_compile(
+            program.graph_module,
+            [*fixed, batch, sizes],
+            dynamic_shapes="from_tracing_context",
+            aot=True,
+        )
+    assert isinstance(code, AOTCompiledArtifact)
+    return code.serialize()

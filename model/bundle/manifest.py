@@ -1,0 +1,270 @@
+"""Manifest of a bundle: its artifacts, preprocessing and categories. Needs no torch."""
+
+import hashlib
+import platform
+from pathlib import Path
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..masks import MaskPaste
+from .spec import ShapeBucket
+
+MANIFEST_NAME = "manifest.json"
+# Model version that servers report for every bundle.
+MODEL_VERSION = "1"
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+InputDtype = Literal["uint8", "float32"]
+EngineKind = Literal["tensorrt", "tensorrt-rtx"]
+ArtifactKind = Literal["onnx", "torch", EngineKind]
+
+
+class BundleError(Exception):
+    """A bundle is incomplete, damaged, or has another manifest version."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Category(_Record):
+    """Object class: its id in the training data set and its name."""
+
+    id: int
+    name: str
+
+
+class Preprocessing(_Record):
+    """Preprocessing of images to model inputs.
+
+    An image is decoded to RGB and resized so that its shorter side is `min_size`, unless the longer
+    side would exceed `max_size`. It is padded at the right and bottom to a bucket. The graph itself
+    normalises with `pixel_mean` and `pixel_std`, both in 0..255.
+    """
+
+    min_size: int = Field(gt=0)
+    max_size: int = Field(gt=0)
+    pixel_mean: tuple[float, float, float]
+    pixel_std: tuple[float, float, float]
+    channel_order: Literal["RGB"] = "RGB"
+
+    def fits(self, bucket: ShapeBucket) -> bool:
+        """Whether a bucket is large enough for resized images of at least one aspect ratio."""
+        return min(bucket) >= self.min_size or max(bucket) >= self.max_size
+
+
+class BatchProfile(_Record):
+    """Batch sizes of one optimisation profile of a TensorRT engine."""
+
+    min: int = Field(ge=1)
+    opt: int = Field(ge=1)
+    max: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "BatchProfile":
+        if not self.min <= self.opt <= self.max:
+            raise ValueError(
+                f"a profile needs min <= opt <= max, not {self.min}, {self.opt} and {self.max}"
+            )
+        return self
+
+
+class EngineBuild(_Record):
+    """Build environment of a TensorRT engine, and its requirements at run time."""
+
+    # Version of the runtime that built the plan; loading the plan needs the same version.
+    runtime_version: str
+    # Compute capabilities of GPUs that can run the plan, such as `9.0`.
+    compute_capabilities: tuple[str, ...] = Field(min_length=1)
+    # Major version of CUDA that the runtime was built for, such as `13`, or `unknown`.
+    cuda_version: str
+    # `current_platform()` of the building machine; the plan runs on this platform only.
+    platform: str
+    # Versions of the plugins in the plan by `namespace::name`; empty if it has none.
+    plugins: dict[str, str]
+    # Optimisation profiles by index.
+    profiles: tuple[BatchProfile, ...] = Field(min_length=1)
+
+
+class CompileTarget(_Record):
+    """Environment that a compiled program was built for; it runs in no other."""
+
+    torch_version: str
+    # Such as `3.12`.
+    python_version: str
+    # Compute capability of the GPU, such as `9.0`.
+    compute_capability: str
+
+
+class CompiledProgram(_Record):
+    """File of a program that torch compiled ahead of time for one target."""
+
+    path: str
+    sha256: str
+    target: CompileTarget
+
+
+class Artifact(_Record):
+    """File of the bundle: the model for one kind of runtime, shape bucket and precision."""
+
+    path: str
+    sha256: str
+    kind: ArtifactKind
+    precision: Precision
+    input_dtype: InputDtype
+    bucket: ShapeBucket
+    # None unless `kind` is an `EngineKind`.
+    engine: EngineBuild | None = None
+    # None unless the artifact is a torch program that was exported on a machine with a GPU.
+    compiled: CompiledProgram | None = None
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> "Artifact":
+        if (self.engine is not None) != (self.kind in get_args(EngineKind)):
+            raise ValueError(
+                f"artifact {self.path!r}: engines need the field `engine`, others must not have it"
+            )
+        if self.compiled is not None and self.kind != "torch":
+            raise ValueError(f"artifact {self.path!r}: only torch programs may have `compiled`")
+        return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the artifact's files, relative to the bundle folder."""
+        compiled = () if self.compiled is None else (self.compiled.path,)
+        return (self.path, *compiled)
+
+
+class Provenance(_Record):
+    """Origin of the weights: checkpoint, training metrics and time of export."""
+
+    checkpoint: str
+    checkpoint_sha256: str
+    iteration: int
+    metrics: dict[str, float]
+    exported_by: str
+    exported_at: str
+
+
+class Manifest(_Record):
+    """Contents of a bundle, stored as `manifest.json`."""
+
+    schema_version: Literal[1] = 1
+    model_name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    categories: tuple[Category, ...] = Field(min_length=1)
+    preprocessing: Preprocessing
+    max_detections: int = Field(gt=0)
+    mask_side: int = Field(gt=0)
+    mask_paste: MaskPaste = "torchvision"
+    artifacts: tuple[Artifact, ...] = Field(min_length=1)
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _check_paths(self) -> "Manifest":
+        for name in (name for artifact in self.artifacts for name in artifact.paths):
+            path = Path(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"artifact path {name!r} is not inside the bundle folder")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> "Manifest":
+        shorter, longer = self.preprocessing.min_size, self.preprocessing.max_size
+        for artifact in self.artifacts:
+            if not self.preprocessing.fits(artifact.bucket):
+                raise ValueError(
+                    f"artifact {artifact.path!r}: no resized image fits its bucket "
+                    f"{artifact.bucket}; preprocessing has min_size {shorter} and max_size {longer}"
+                )
+        return self
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Class names; label 1 is `class_names[0]`."""
+        return tuple(category.name for category in self.categories)
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """Precisions of the artifacts, in order of first appearance."""
+        return tuple(dict.fromkeys(artifact.precision for artifact in self.artifacts))
+
+    def artifacts_for(
+        self, precision: Precision, kind: ArtifactKind = "onnx"
+    ) -> tuple[Artifact, ...]:
+        """Return the artifacts with a precision and an artifact kind, one per shape bucket.
+
+        Raises:
+            BundleError: the bundle holds no such artifact.
+        """
+        chosen = tuple(a for a in self.artifacts if (a.precision, a.kind) == (precision, kind))
+        if chosen:
+            return chosen
+        if precision == "bf16" and kind != "torch":
+            raise BundleError(
+                "only the torch backend computes in bf16; choose it, or another precision"
+            )
+        available = dict.fromkeys(f"{a.precision} {a.kind}" for a in self.artifacts)
+        engine = "" if kind == "onnx" else f" --engine {kind}"
+        raise BundleError(
+            f"the bundle has no {precision} {kind} artifact, only {', '.join(available)}; export "
+            f"it with `maskrcnn export CHECKPOINT -o BUNDLE --precision {precision}{engine}`"
+        )
+
+
+def current_platform() -> str:
+    """Return operating system and machine, such as `linux-x86_64`."""
+    return f"{platform.system()}-{platform.machine()}".lower()
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hexadecimal SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(bundle: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` into the bundle folder."""
+    (bundle / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n")
+
+
+def read_manifest(bundle: Path) -> Manifest:
+    """Read and validate a bundle's manifest, without checking the hashes of its artifacts.
+
+    Raises:
+        BundleError: the manifest is missing, unreadable, invalid, or of another version.
+    """
+    path = bundle / MANIFEST_NAME
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise BundleError(
+            f"{bundle} is not a bundle: it has no {MANIFEST_NAME}; "
+            "make one with `maskrcnn export CHECKPOINT -o BUNDLE`"
+        ) from None
+    except OSError as error:
+        raise BundleError(
+            f"{path} cannot be read ({error.strerror}); make it a file that this user may read"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        fault = first["msg"].removeprefix("Value error, ")
+        raise BundleError(f"{path}: {where}: {fault}; export the bundle again") from None
+
+
+def verified_path(bundle: Path, file: Artifact | CompiledProgram) -> Path:
+    """Return the path of a file of the bundle after checking its SHA-256.
+
+    Raises:
+        BundleError: the file is missing or its SHA-256 differs.
+    """
+    path = bundle / file.path
+    if not path.is_file():
+        raise BundleError(f"{path} is missing from the bundle; export the bundle again")
+    if sha256_of(path) != file.sha256:
+        raise BundleError(
+            f"{path} is not the file that was exported (its SHA-256 differs from the manifest's); "
+            "export the bundle again"
+        )
+    return path

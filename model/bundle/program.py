@@ -1,0 +1,116 @@
+"""Exported torch programs, loaded and compiled without the model's code."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.passes import move_to_device_pass
+
+from ...plugins import operations  # noqa: F401, registers the operations of programs
+from .manifest import Precision
+
+# GPU memory in bytes that a warm-up run, in which cuDNN tries algorithms, may add to that in use.
+_TRIAL_BYTES = 8 << 30
+
+
+class Program:
+    """Executable detection program with the inputs and outputs of `bundle.spec`."""
+
+    def __init__(
+        self, run: Callable[..., tuple[Tensor, ...]], precision: Precision, device: torch.device
+    ) -> None:
+        """Wrap a compiled or interpreted program.
+
+        Args:
+            run: computes the outputs from images and image sizes.
+            precision: precision of the artifact. `tf32` and `fp32` share a program.
+            device: the CPU, or a GPU with its index.
+        """
+        self.device = device
+        self._run = run
+        self._precision = precision
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs (`OUTPUT_NAMES`) for images [B, 3, H, W] and image sizes [B, 2].
+
+        On a GPU, both must be contiguous.
+        """
+        with torch_math_mode(self._precision), ignore_torch_warnings():
+            return self._run(images, image_sizes)
+
+    def prepare(self, images: Tensor, image_sizes: Tensor) -> None:
+        """Warm up on a GPU for this batch shape: compile, load kernels, select algorithms.
+
+        During the first run, the GPU memory limit of the process is lowered.
+        """
+        # In fp32, some algorithms that cuDNN tries would take all GPU memory, also from other
+        # processes. The first run is limited; if the model itself needs more, a second is not.
+        allowed = torch.cuda.get_per_process_memory_fraction(self.device)
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        bound = (torch.cuda.memory_reserved(self.device) + _TRIAL_BYTES) / total
+        try:
+            torch.cuda.set_per_process_memory_fraction(min(bound, allowed), self.device)
+            self(images, image_sizes)
+            return
+        except torch.OutOfMemoryError:
+            pass  # retry below, where the exception no longer keeps the failed run's tensors
+        finally:
+            torch.cuda.set_per_process_memory_fraction(allowed, self.device)
+        self(images, image_sizes)
+
+
+def load_program(path: Path, precision: Precision, device: torch.device) -> Program:
+    """Load an exported program; on a GPU, the first call compiles it.
+
+    On a GPU, batch size 1 and all larger batch sizes are compiled separately. On the CPU, the
+    program is interpreted.
+
+    Args:
+        path: file of the exported program.
+        precision: precision of the program's artifact.
+        device: the CPU, or a GPU with its index.
+    """
+    module = load_exported_program(path, device).module()
+    if device.type != "cuda":
+        return Program(module, precision, device)
+    compiled = torch.compile(module, fullgraph=True)
+
+    def run(images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
+        if len(images) > 1:
+            for tensor in (images, image_sizes):
+                torch._dynamo.mark_dynamic(tensor, 0)
+        return tuple(compiled(images, image_sizes))
+
+    return Program(run, precision, device)
+
+
+def load_exported_program(path: Path, device: torch.device) -> ExportedProgram:
+    """Load an exported program onto a device."""
+    with ignore_torch_warnings():
+        return move_to_device_pass(torch.export.load(path), str(device))
+
+
+@contextlib.contextmanager
+def torch_math_mode(precision: Precision) -> Iterator[None]:
+    """Within the block, allow TF32 only for `tf32`, and enable cuDNN's benchmark mode."""
+    tf32 = precision == "tf32"
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = tf32, tf32, True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
+
+
+@contextlib.contextmanager
+def ignore_torch_warnings() -> Iterator[None]:
+    """Within the block, suppress Python warnings, which torch emits about its internals."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,30 @@
+"""Names and shapes shared by the model, the exported graph and the server. Needs no torch.
+
+Dimensions: B images, D detections, H x W pixels of a shape bucket, M x M samples of a mask. Boxes
+are xyxy in input pixels: pixels of the resized image before padding.
+"""
+
+from typing import NamedTuple
+
+# images [B, 3, H, W] RGB in 0..255; image_sizes [B, 2] int64 (height, width) before padding.
+INPUT_NAMES = ("images", "image_sizes")
+
+# num_detections [B] int64, boxes [B, D, 4], scores [B, D], labels [B, D] int64 (1 is the first
+# class), masks [B, D, M, M] probabilities. Rows from num_detections on are zero.
+OUTPUT_NAMES = ("num_detections", "boxes", "scores", "labels", "masks")
+
+# ONNX domain and opset version of the custom operations.
+OPSET_DOMAIN, OPSET_VERSION = "maskrcnn", 1
+
+# Default maximum number of pixels of an image.
+MAX_PIXELS = 64_000_000
+
+
+class ShapeBucket(NamedTuple):
+    """Fixed input size in pixels; images are resized and padded to it."""
+
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width}"

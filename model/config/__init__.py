@@ -1,0 +1,1 @@
+"""Model configuration: schema, command-line overrides, strict YAML and error messages."""

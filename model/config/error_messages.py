@@ -1,0 +1,67 @@
+"""One-sentence error messages for invalid configurations."""
+
+import difflib
+from itertools import accumulate
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from .reference import Key, sections
+
+
+def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
+    """Describe the first error of a configuration in one sentence, with the allowed values.
+
+    Args:
+        error: error that pydantic raised.
+        model: the validated configuration class.
+    """
+    details = error.errors()[0]
+    name = _key_of(details)
+    match details["type"]:
+        case "extra_forbidden" | "invalid_key":
+            return _unknown_key_message(details, model)
+        case "value_error":
+            message = details["msg"].removeprefix("Value error, ")
+            return f"{name}: {message}" if name else message
+        case "missing":
+            problem = "is missing"
+        case _:
+            problem = f"is {details['input']!r}"
+    return f"{name} {problem}; {_allowed_values(details, model)}"
+
+
+def _key_of(details: ErrorDetails) -> str:
+    return ".".join(map(str, details["loc"]))
+
+
+def _unknown_key_message(details: ErrorDetails, model: type[BaseModel]) -> str:
+    name = _key_of(details)
+    *above, leaf = map(str, details["loc"])  # a key read from YAML may itself contain dots
+    known = _all_keys(model)
+    elsewhere = [other for other in known if other.rpartition(".")[2] == leaf]
+    close = elsewhere or difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    allowed = ", ".join(_names_within(".".join(above), model))
+    return f"unknown key {name}{hint}; allowed here: {allowed}"
+
+
+def _allowed_values(details: ErrorDetails, model: type[BaseModel]) -> str:
+    """Describe the allowed values of the key that an error names."""
+    known = _all_keys(model)
+    prefixes = list(accumulate(map(str, details["loc"]), "{}.{}".format))
+    # The error may lie inside a value, such as an element of a list: name the key of the list.
+    name = next((prefix for prefix in prefixes if prefix in known), None)
+    if name is None:
+        return f"it is a section with the keys {', '.join(_names_within(prefixes[-1], model))}"
+    of = "" if name == prefixes[-1] else f" for {name}"
+    return f"allowed{of}: {known[name].allowed}"
+
+
+def _all_keys(model: type[BaseModel]) -> dict[str, Key]:
+    return {f"{s.name}.{key.name}".lstrip("."): key for s in sections(model) for key in s.keys}
+
+
+def _names_within(section: str, model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the names of a section's keys and subsections, in order of definition."""
+    return next(tuple(s.model.model_fields) for s in sections(model) if s.name == section)

@@ -1,0 +1,70 @@
+"""Configuration overrides by dotted key, such as `backbone.stride_in_1x1=true`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from .schema import FrozenConfig
+from .strict_yaml import value_from_yaml
+
+
+class OverrideError(ValueError):
+    """Malformed override, or a key such as `a.b=1` although `a` is a value, not a section."""
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return nested values with `key.path=value` overrides applied; values are parsed as YAML.
+
+    Raises:
+        OverrideError: an override has another form, or a key needs a section but finds a value.
+    """
+    result = dict(values)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise OverrideError(f"override {override!r} is not of the form key.path=value")
+        try:
+            result = with_value(result, key, value_from_yaml(text))
+        except yaml.YAMLError as error:
+            reason = " ".join(str(error).split())
+            raise OverrideError(
+                f"the value of override {override!r} is not YAML: {reason}"
+            ) from None
+    return result
+
+
+def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return nested values with the value at a dotted key replaced.
+
+    Raises:
+        OverrideError: a part of the key before the last is a value, not a section.
+    """
+    first, _, rest = key.partition(".")
+    if not rest:
+        return {**values, first: value}
+    section = values.get(first)
+    if section is None:
+        section = {}
+    if not isinstance(section, Mapping):
+        raise OverrideError(f"{key}: {first} is a value, not a section")
+    return {**values, first: with_value(section, rest, value)}
+
+
+def values_by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested values into one dictionary by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= values_by_key(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def value_at(config: FrozenConfig, key: str) -> Any:
+    """Return the value of a configuration at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

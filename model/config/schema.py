@@ -1,0 +1,200 @@
+"""Model configuration. The defaults are those of R-50-FPN in the reference implementations."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ..masks import MaskPaste
+
+# Strides of the pyramid levels in input pixels. RoIs are pooled from all levels but the last.
+PYRAMID_STRIDES = (4, 8, 16, 32, 64)
+
+
+class FrozenConfig(BaseModel):
+    """Base class of configuration sections: immutable, and rejects unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class BackboneConfig(FrozenConfig):
+    """ResNet, and the feature maps that the region proposal network and the heads use."""
+
+    name: Literal["resnet18", "resnet50", "resnet101"] = "resnet50"
+    """Variant of ResNet."""
+    features: Literal["fpn", "c4", "c5"] = "fpn"
+    """Feature maps: `fpn`, a feature pyramid of strides 4 to 64; `c4`, the output of res4 (stride
+    16), with res5 as the head of each RoI; `c5`, the output of a dilated res5 (stride 16)."""
+    norm: Literal["frozen_bn", "bn", "gn"] = "frozen_bn"
+    """Normalisation in the ResNet: frozen batch norm, batch norm, or group norm of 32 groups."""
+    norm_eps: float = Field(1e-5, ge=0)
+    """Epsilon that normalisations add to the variance."""
+    stride_in_1x1: bool = False
+    """Bottlenecks have their stride in the first 1x1 convolution, as in MSRA's ResNets.
+    False: in the 3x3 convolution."""
+    frozen_stages: int = Field(2, ge=0, le=5)
+    """Number of ResNet stages that are not trained: 1 is the stem, 5 all up to res5."""
+    fpn_channels: int = Field(256, ge=32, multiple_of=32)
+    """Channels of every pyramid level."""
+    fpn_norm: Literal["none", "bn", "gn"] = "none"
+    """Normalisation after the pyramid's convolutions."""
+
+
+class AnchorConfig(FrozenConfig):
+    """Anchor boxes, at strides 4 to 64 of a pyramid or at stride 16 of a single map."""
+
+    sizes: tuple[float, ...] = Field((32, 64, 128, 256, 512), min_length=1)
+    """Square roots of the anchors' areas in pixels: one per pyramid level. With `c4` or `c5`, all
+    are on the single map."""
+    aspect_ratios: tuple[float, ...] = Field((0.5, 1.0, 2.0), min_length=1)
+    """Height divided by width of the anchors."""
+    convention: Literal["torchvision", "detectron2", "legacy"] = "torchvision"
+    """Rule for rounding and centring anchors: `torchvision` rounds sides to whole pixels,
+    `detectron2` does not round, `legacy` is the rule of Faster R-CNN (2015) and maskrcnn-benchmark.
+    On a single map, `detectron2` orders anchors by size first, the others by aspect ratio."""
+
+
+class SamplingConfig(FrozenConfig):
+    """Matching of candidates (anchors or RoIs) to ground truth, and sampling for the losses."""
+
+    foreground_iou: float = Field(ge=0, le=1)
+    """A candidate of at least this IoU with a ground-truth box is positive."""
+    background_iou: float = Field(ge=0, le=1)
+    """A candidate below this IoU with every ground-truth box is negative."""
+    batch_size_per_image: int = Field(ge=1)
+    """Maximum number of candidates sampled per image."""
+    positive_fraction: float = Field(gt=0, le=1)
+    """Maximum share of positives in that number."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "SamplingConfig":
+        if self.background_iou > self.foreground_iou:
+            raise ValueError("background_iou must not exceed foreground_iou")
+        return self
+
+
+class RpnSamplingConfig(SamplingConfig):
+    """Matching and sampling of anchors for the losses."""
+
+    foreground_iou: float = Field(0.7, ge=0, le=1)
+    background_iou: float = Field(0.3, ge=0, le=1)
+    batch_size_per_image: int = Field(256, ge=1)
+    positive_fraction: float = Field(0.5, gt=0, le=1)
+
+
+class RoiSamplingConfig(SamplingConfig):
+    """Matching and sampling of RoIs for the losses."""
+
+    foreground_iou: float = Field(0.5, ge=0, le=1)
+    background_iou: float = Field(0.5, ge=0, le=1)
+    batch_size_per_image: int = Field(512, ge=1)
+    positive_fraction: float = Field(0.25, gt=0, le=1)
+
+
+class RpnConfig(FrozenConfig):
+    """Region proposal network."""
+
+    sampling: RpnSamplingConfig = RpnSamplingConfig()
+    pre_nms_top_n_train: int = Field(2000, ge=1)
+    """Highest-scoring anchors per level that enter NMS in training."""
+    pre_nms_top_n_test: int = Field(1000, ge=1)
+    """Highest-scoring anchors per level that enter NMS in inference."""
+    post_nms_top_n_train: int = Field(2000, ge=1)
+    """Maximum number of proposals per image in training."""
+    post_nms_top_n_test: int = Field(1000, ge=1)
+    """Maximum number of proposals per image in inference."""
+    nms_iou: float = Field(0.7, gt=0, le=1)
+    """IoU above which proposals of one level are suppressed."""
+    min_side: float = Field(1e-3, ge=0)
+    """Proposals with a side below this number of pixels are dropped."""
+    conv_depth: int = Field(1, ge=1)
+    """Number of 3x3 convolutions before the score and delta predictors."""
+    smooth_l1_beta: float = Field(1 / 9, ge=0)
+    """Error at which the smooth L1 box loss changes from quadratic to linear; 0 is plain L1."""
+
+
+class RoiConfig(FrozenConfig):
+    """Box and mask heads."""
+
+    sampling: RoiSamplingConfig = RoiSamplingConfig()
+    box_pool: int = Field(7, ge=1)
+    """RoIAlign pools this number of cells per side for the box head."""
+    box_head_convs: int = Field(0, ge=0)
+    """Number of 3x3 convolutions of the box head. One fully connected layer follows them. 0: two
+    fully connected layers."""
+    box_head_dim: int = Field(1024, ge=1)
+    """Width of the box head's fully connected layers."""
+    mask_pool: int = Field(14, ge=1)
+    """RoIAlign pools this number of cells per side for the mask head; masks have twice as many."""
+    mask_head_dim: int = Field(256, ge=1)
+    """Channels of the mask head."""
+    mask_head_depth: int = Field(4, ge=1)
+    """Number of 3x3 convolutions of the mask head."""
+    head_norm: Literal["none", "bn", "gn"] = "none"
+    """Normalisation after the convolutions of the box and mask heads."""
+    canonical_size: float = Field(224.0, gt=0)
+    """Side in pixels of a RoI that is assigned to the level of stride 16 (Lin et al., eq. 1)."""
+    sampling_ratio: int = Field(2, ge=0)
+    """Bilinear samples per pooled cell and axis; 0: as many as the cell spans feature cells."""
+    aligned: bool = False
+    """Pool with the half-pixel shift of detectron2's ROIAlignV2."""
+    mask_crop_size: int | None = Field(112, ge=14)
+    """Side in pixels of ground-truth masks, which are stored as crops of their boxes.
+    None: masks of the whole input, which take a megabyte per instance."""
+    smooth_l1_beta: float = Field(1 / 9, ge=0)
+    """Error at which the smooth L1 box loss changes from quadratic to linear; 0 is plain L1."""
+    min_side: float = Field(1e-2, ge=0)
+    """Detections with a side below this number of pixels are dropped."""
+    score_threshold: float = Field(0.05, ge=0, le=1)
+    """Detections with a score at or below this threshold are dropped."""
+    nms_iou: float = Field(0.5, gt=0, le=1)
+    """IoU above which detections of one class are suppressed."""
+    nms_candidates: int = Field(2000, ge=1, le=16384)
+    """Highest-scoring detections per image, over all classes, that enter NMS."""
+    max_detections: int = Field(100, ge=1)
+    """Maximum number of detections per image."""
+
+
+class ModelConfig(FrozenConfig):
+    """Mask R-CNN."""
+
+    num_classes: int = Field(80, ge=1)
+    """Foreground classes; label 0 is the background, label 1 the first class."""
+    pixel_mean: tuple[float, float, float] = (123.675, 116.28, 103.53)
+    """Mean of each RGB channel in 0..255."""
+    pixel_std: tuple[float, float, float] = (58.395, 57.12, 57.375)
+    """Standard deviation of each RGB channel in 0..255."""
+    inclusive_boxes: bool = False
+    """Boxes include the pixels of their far edges (legacy +1 width), as in maskrcnn-benchmark."""
+    mask_paste: MaskPaste = "torchvision"
+    """Rule for resampling masks into an image: `torchvision` rounds boxes to whole pixels,
+    `detectron2` uses the exact boxes."""
+    backbone: BackboneConfig = BackboneConfig()
+    anchors: AnchorConfig = AnchorConfig()
+    rpn: RpnConfig = RpnConfig()
+    roi: RoiConfig = RoiConfig()
+
+    @model_validator(mode="after")
+    def _check_features(self) -> "ModelConfig":
+        backbone, sizes = self.backbone, self.anchors.sizes
+        if backbone.features == "fpn" and len(sizes) != len(PYRAMID_STRIDES):
+            raise ValueError(
+                f"anchors.sizes has {len(sizes)} entries, but the pyramid has "
+                f"{len(PYRAMID_STRIDES)} levels; give one size per level"
+            )
+        if backbone.features == "c5" and backbone.name == "resnet18":
+            raise ValueError(
+                "backbone.features=c5 needs bottleneck blocks, which resnet18 lacks; use resnet50"
+            )
+        if backbone.features == "c4" and (self.roi.box_head_convs or self.roi.head_norm != "none"):
+            raise ValueError(
+                "backbone.features=c4 uses the fifth stage as its head; remove "
+                "roi.box_head_convs and roi.head_norm"
+            )
+        return self
+
+    @property
+    def mask_side(self) -> int:
+        """Height and width of a predicted mask in cells."""
+        side = self.roi.mask_pool
+        # With C4, the fifth stage halves the pooled features before the mask is upsampled.
+        return 2 * ((side + 1) // 2) if self.backbone.features == "c4" else 2 * side

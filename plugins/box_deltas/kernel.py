@@ -1,0 +1,70 @@
+"""Compilation and launch of `encode_boxes.cu` and `decode_boxes.cu`."""
+
+import math
+
+from ..runtime.compilation import Kernel, Launch
+
+# Decoding scales a reference by at most 1000 / 16, as Detectron does; natural logarithm of that.
+MAX_LOG_SCALE = math.log(1000 / 16)
+# Threads per block.
+_THREADS = 256
+
+
+def encode_boxes_kernel(center_weight: float, size_weight: float) -> Kernel:
+    """Return the encoding kernel for the factors of (dx, dy) and of (dw, dh)."""
+    return Kernel(
+        "box_deltas/encode_boxes.cu", "encode_boxes", _weights(center_weight, size_weight)
+    )
+
+
+def encode_boxes_launch(count: int) -> Launch:
+    """Return the grid, block and scalar arguments of `encode_boxes_kernel`.
+
+    Inputs are boxes [count, 4] and references [count, 4]. The output is deltas [count, 4].
+    """
+    return Launch((-(-count // _THREADS), 1, 1), (_THREADS, 1, 1), (count,))
+
+
+def decode_boxes_kernel(
+    center_weight: float, size_weight: float, min_side: float, *, inclusive: bool
+) -> Kernel:
+    """Return the decoding kernel; arguments are those of the operation."""
+    constants = (
+        *_weights(center_weight, size_weight),
+        ("MAX_LOG_SCALE", MAX_LOG_SCALE),
+        ("MIN_SIDE", float(min_side)),
+        ("INCLUSIVE", int(inclusive)),
+    )
+    return Kernel("box_deltas/decode_boxes.cu", "decode_boxes", constants)
+
+
+def decode_boxes_launch(
+    batch: int, references: int, classes: int, chosen: int, *, shared: bool
+) -> Launch:
+    """Return the grid, block and scalar arguments of `decode_boxes_kernel`.
+
+    Inputs are deltas [batch, references, classes, 4], references [batch, references, 4], or
+    [1, references, 4] if `shared`, indices [batch, chosen] int64 and image sizes [batch, 2] int64.
+    Outputs are boxes [batch, chosen, 4] and `large` [batch, chosen] uint8: 1 for boxes with sides
+    of at least `min_side`.
+    """
+    grid = (-(-chosen // _THREADS), batch, 1)
+    scalars = (references, 0 if shared else references, classes, chosen)
+    return Launch(grid, (_THREADS, 1, 1), scalars)
+
+
+def _weights(center_weight: float, size_weight: float) -> tuple[tuple[str, int | float], ...]:
+    return (
+        ("CENTER_WEIGHT", float(center_weight)),
+        ("SIZE_WEIGHT", float(size_weight)),
+        ("THREADS", _THREADS),
+    )
+
+
+PREBUILT_KERNELS = (
+    encode_boxes_kernel(1.0, 1.0),
+    encode_boxes_kernel(10.0, 5.0),
+    decode_boxes_kernel(1.0, 1.0, 1e-3, inclusive=False),
+    decode_boxes_kernel(10.0, 5.0, 1e-2, inclusive=False),
+    decode_boxes_kernel(10.0, 5.0, 0.0, inclusive=True),
+)

@@ -1,0 +1,5 @@
+"""`maskrcnn::compress_runs`: compression of run lengths to COCO RLE strings."""
+
+from .operation import compress_runs
+
+__all__ = ["compress_runs"]

@@ -1,0 +1,21 @@
+"""Compilation and launch of `compress_runs.cu`."""
+
+from ..runtime.compilation import Kernel, Launch
+
+# Threads per block.
+_THREADS = 128
+
+
+COMPRESS_RUNS = Kernel("compress_runs/compress_runs.cu", "compress_runs", (("THREADS", _THREADS),))
+
+
+def compress_runs_launch(masks: int, runs_capacity: int, capacity: int) -> Launch:
+    """Return the grid, block and scalar arguments of the kernel.
+
+    Inputs are counts [masks, runs_capacity] int32 and num_runs [masks] int32. Outputs are text
+    [masks, capacity] uint8 and lengths [masks] int32.
+    """
+    return Launch((masks, 1, 1), (_THREADS, 1, 1), (runs_capacity, capacity))
+
+
+PREBUILT_KERNELS = (COMPRESS_RUNS,)

@@ -1,0 +1,120 @@
+"""`maskrcnn::convolution_relu` and `maskrcnn::pointwise_convolution`: fused convolutions.
+
+Both add a residual map and apply a ReLU before the result is written, which saves memory traffic.
+They are for inference only and have no gradients.
+"""
+
+# On a GPU, cuDNN computes `convolution_relu`, and a Triton kernel `pointwise_convolution`: cuDNN
+# cannot add a map of half the size, and takes long to select an algorithm that adds one of the
+# output's size.
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@torch.library.custom_op("maskrcnn::convolution_relu", mutates_args=(), device_types="cpu")
+def convolution_relu(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> Tensor:
+    """Compute `relu(conv2d(images) + residual)` with N output channels.
+
+    Args:
+        images: [B, C, H, W].
+        weight: [N, C, K, K], kernels of K x K.
+        bias: [N].
+        residual: [B, N, H', W'], the output's shape, added before the ReLU. None: not added.
+        stride: vertical and horizontal.
+        padding: vertical and horizontal, with zeros.
+        dilation: vertical and horizontal.
+
+    Returns:
+        [B, N, H', W'], on a GPU channels-last.
+    """
+    output = F.conv2d(images, weight, bias, stride, padding, dilation)
+    return (output if residual is None else output + residual).relu()
+
+
+@convolution_relu.register_fake
+def _(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> Tensor:
+    sides = [
+        (side + 2 * pad - step * (kernel - 1) - 1) // stride_ + 1
+        for side, kernel, stride_, pad, step in zip(
+            images.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+        )
+    ]
+    return _empty_channels_last(images, weight.shape[0], *sides)
+
+
+@convolution_relu.register_kernel("cuda")
+def _(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> Tensor:
+    images, weight = (x.contiguous(memory_format=torch.channels_last) for x in (images, weight))
+    if residual is None:
+        return torch.cudnn_convolution_relu(images, weight, bias, stride, padding, dilation, 1)
+    residual = residual.contiguous(memory_format=torch.channels_last)
+    return torch.cudnn_convolution_add_relu(
+        images, weight, residual, 1.0, bias, stride, padding, dilation, 1
+    )
+
+
+@torch.library.triton_op("maskrcnn::pointwise_convolution", mutates_args=())
+def pointwise_convolution(
+    images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, stride: int, relu: bool
+) -> Tensor:
+    """Compute a 1x1 convolution with N output channels, plus an optional residual map and ReLU.
+
+    Args:
+        images: [B, C, H, W]; on a GPU float16 or bfloat16.
+        weight: [N, C, 1, 1].
+        bias: [N].
+        residual: [B, N, H', W'], the output's shape, or [B, N, H' / 2, W' / 2], which is upsampled
+            by repetition. None: not added.
+        stride: vertical and horizontal.
+        relu: apply a ReLU.
+
+    Returns:
+        [B, N, H', W'], on a GPU channels-last.
+    """
+    from .pointwise_kernel import launch_pointwise_convolution
+
+    rows, columns = (-(-side // stride) for side in images.shape[2:])
+    output = _empty_channels_last(images, weight.shape[0], rows, columns)
+    launch_pointwise_convolution(images, weight, bias, residual, output, stride, relu)
+    return output
+
+
+@pointwise_convolution.register_kernel("cpu")  # type: ignore[untyped-decorator]
+def _(
+    images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, stride: int, relu: bool
+) -> Tensor:
+    output = F.conv2d(images, weight, bias, stride)
+    if residual is not None:
+        output = output + F.interpolate(residual, output.shape[2:], mode="nearest")
+    return output.relu() if relu else output
+
+
+def _empty_channels_last(images: Tensor, channels: int, rows: int, columns: int) -> Tensor:
+    shape = (images.shape[0], rows, columns, channels)
+    return images.new_empty(shape).permute(0, 3, 1, 2)

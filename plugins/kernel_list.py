@@ -1,0 +1,16 @@
+"""List of all CUDA kernels, used by tests and by `maskrcnn kernels build`."""
+
+import importlib
+from pathlib import Path
+
+from .runtime.compilation import Kernel
+
+
+def all_kernels() -> tuple[Kernel, ...]:
+    """Return all `PREBUILT_KERNELS`: those of the default model, and some of other settings."""
+    folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/kernel.py"))
+    return tuple(
+        kernel
+        for folder in folders
+        for kernel in importlib.import_module(f".{folder}.kernel", __package__).PREBUILT_KERNELS
+    )

@@ -1,0 +1,42 @@
+"""Compilation and launch of the kernels in `mask_targets.cu`."""
+
+from ..runtime.compilation import Kernel, Launch
+
+# Threads per block.
+_THREADS = 256
+
+
+def crop_targets_kernel(side: int) -> Kernel:
+    """Return the kernel that resamples pixel masks to targets of `side` x `side`."""
+    return Kernel("mask_targets/mask_targets.cu", "mask_targets_from_crops", _constants(side))
+
+
+def crop_targets_launch(images: int, rois: int, instances: int, height: int, width: int) -> Launch:
+    """Return the grid, block and scalar arguments of `crop_targets_kernel` for B = `images`.
+
+    Inputs are masks [B, instances, height, width] uint8, boxes [B, rois, 4] float32 and matched
+    [B, rois] int64. The output is targets [B, rois, side, side] float32.
+    """
+    return Launch((images * rois, 1, 1), (_THREADS, 1, 1), (rois, instances, height, width))
+
+
+def rle_targets_kernel(side: int) -> Kernel:
+    """Return the kernel that resamples run-length masks to targets of `side` x `side`."""
+    return Kernel("mask_targets/mask_targets.cu", "mask_targets_from_rle", _constants(side))
+
+
+def rle_targets_launch(rois: int, instances: int) -> Launch:
+    """Return the grid, block and scalar arguments of `rle_targets_kernel`.
+
+    Inputs are the cumulative run lengths of all masks, offsets [instances + 1], sizes
+    [instances, 2], boxes [rois, 4] and matched [rois]; boxes are float32, the others int64. The
+    output is targets [rois, side, side] float32.
+    """
+    return Launch((rois, 1, 1), (_THREADS, 1, 1), (instances,))
+
+
+def _constants(side: int) -> tuple[tuple[str, int], ...]:
+    return (("SIDE", side), ("THREADS", _THREADS))
+
+
+PREBUILT_KERNELS = (crop_targets_kernel(28), rle_targets_kernel(28))

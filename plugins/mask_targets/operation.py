@@ -1,0 +1,143 @@
+"""Mask targets: ground-truth masks resampled within RoIs, from pixels or run lengths.
+
+Contract of all implementations: the target is torchvision's RoIAlign (He et al., Mask R-CNN) of the
+mask, unaligned and adaptive: a RoI is at least one pixel wide and high, and a cell has as many
+samples as it spans pixels. `matched` holds the mask index of each RoI. The target is zero if the
+index is out of range, if the box is not finite, or if a cell spans 2 ** 24 pixels or more.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torchvision.ops import roi_align
+
+from ..runtime.arguments import kernel_argument
+from ..runtime.launching import launch_kernel
+from .kernel import crop_targets_kernel, crop_targets_launch, rle_targets_kernel, rle_targets_launch
+
+# Side of a cell in pixels at which float32 no longer distinguishes its samples.
+_TOO_LARGE = 2.0**24
+
+
+@torch.library.custom_op("maskrcnn::mask_targets_from_crops", mutates_args=(), device_types="cpu")
+def mask_targets_from_crops(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
+    """Resample pixel masks, whole or cropped, to targets.
+
+    Args:
+        masks: [B, G, H, W] uint8, G masks per image.
+        boxes: [B, K, 4] float32, K RoIs per image, xyxy in pixels of the masks.
+        matched: [B, K] int64, mask index of each RoI.
+        side: height and width M of a target.
+
+    Returns:
+        [B, K, M, M] float32.
+    """
+    targets = torch.zeros(*matched.shape, side, side)
+    for image in range(len(masks)):
+        for owner, members in rois_by_owner(boxes[image], matched[image], masks.shape[1]):
+            averages = _averages(masks[image, owner], boxes[image, members], side)
+            targets[image, members] = averages
+    return targets
+
+
+@mask_targets_from_crops.register_fake
+def _(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
+    return boxes.new_empty(*matched.shape, side, side)
+
+
+@mask_targets_from_crops.register_kernel("cuda")
+def _(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
+    masks = kernel_argument("masks", masks, torch.uint8, (-1, -1, -1, -1))
+    images, instances, height, width = masks.shape
+    boxes = kernel_argument("boxes", boxes, torch.float32, (images, -1, 4))
+    rois = boxes.shape[1]
+    matched = kernel_argument("matched", matched, torch.int64, (images, rois))
+    targets = boxes.new_empty(images, rois, side, side)
+    launch = crop_targets_launch(images, rois, instances, height, width)
+    launch_kernel(crop_targets_kernel(side), launch, [masks, boxes, matched], [targets])
+    return targets
+
+
+@torch.library.custom_op("maskrcnn::mask_targets_from_rle", mutates_args=(), device_types="cpu")
+def mask_targets_from_rle(
+    counts: Tensor, offsets: Tensor, sizes: Tensor, boxes: Tensor, matched: Tensor, side: int
+) -> Tensor:
+    """Resample run-length masks to targets. Pixels after a mask's last run are background.
+
+    Args:
+        counts: [R] int32, concatenated COCO run lengths of all masks, each beginning with zeros.
+        offsets: [N + 1] int64, start of each mask in `counts`, and the end of the last.
+        sizes: [N, 2] int64, height and width of each of N masks.
+        boxes: [K, 4] float32, K RoIs, xyxy in pixels of the masks.
+        matched: [K] int64, mask index of each RoI.
+        side: height and width M of a target.
+
+    Returns:
+        [K, M, M] float32.
+    """
+    targets = torch.zeros(len(matched), side, side)
+    for owner, members in rois_by_owner(boxes, matched, len(sizes)):
+        runs = counts[offsets[owner] : offsets[owner + 1]]
+        mask = _mask_from_runs(runs, *sizes[owner].tolist())
+        targets[members] = _averages(mask, boxes[members], side)
+    return targets
+
+
+@mask_targets_from_rle.register_fake
+def _(
+    counts: Tensor, offsets: Tensor, sizes: Tensor, boxes: Tensor, matched: Tensor, side: int
+) -> Tensor:
+    return boxes.new_empty(matched.shape[0], side, side)
+
+
+@mask_targets_from_rle.register_kernel("cuda")
+def _(
+    counts: Tensor, offsets: Tensor, sizes: Tensor, boxes: Tensor, matched: Tensor, side: int
+) -> Tensor:
+    rois, instances = matched.shape[0], sizes.shape[0]
+    ends = kernel_argument("counts", counts, torch.int32, (-1,)).cumsum(0)
+    inputs = [
+        ends,
+        kernel_argument("offsets", offsets, torch.int64, (instances + 1,)),
+        kernel_argument("sizes", sizes, torch.int64, (instances, 2)),
+        kernel_argument("boxes", boxes, torch.float32, (rois, 4)),
+        kernel_argument("matched", matched, torch.int64, (rois,)),
+    ]
+    targets = boxes.new_empty(rois, side, side)
+    launch_kernel(rle_targets_kernel(side), rle_targets_launch(rois, instances), inputs, [targets])
+    return targets
+
+
+def rois_by_owner(boxes: Tensor, matched: Tensor, instances: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the index of each matched instance, with the indices of its RoIs.
+
+    RoIs are skipped if their box is not finite or their instance index is out of range.
+
+    Args:
+        boxes: [K, 4], boxes of K RoIs.
+        matched: [K] int64, instance index of each RoI.
+        instances: number of instances.
+    """
+    owned = (matched >= 0) & (matched < instances) & boxes.isfinite().all(dim=1)
+    for owner in torch.unique(matched[owned]).tolist():
+        yield owner, (owned & (matched == owner)).nonzero()[:, 0]
+
+
+def _averages(mask: Tensor, boxes: Tensor, side: int) -> Tensor:
+    """Average a mask [H, W] within M x M cells of each of K boxes [K, 4]: [K, M, M]."""
+    averages = torch.zeros(len(boxes), side, side)
+    if mask.numel() > 0:
+        measurable = ((boxes[:, 2:] - boxes[:, :2]) / side < _TOO_LARGE).all(dim=1)
+        pixels = mask[None, None].float()
+        averages[measurable] = roi_align(pixels, [boxes[measurable]], side)[:, 0]
+    return averages
+
+
+def _mask_from_runs(runs: Tensor, height: int, width: int) -> Tensor:
+    """Decode run lengths to a mask [H, W] uint8."""
+    values = torch.arange(len(runs)).to(torch.uint8) % 2
+    pixels = values.repeat_interleave(runs.long())[: height * width]
+    mask = torch.zeros(height * width, dtype=torch.uint8)
+    mask[: len(pixels)] = pixels
+    return mask.view(width, height).T

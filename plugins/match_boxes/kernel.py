@@ -1,0 +1,60 @@
+"""Compilation and launch of `match_boxes.cu` and `match_best.cu`."""
+
+from ..runtime.compilation import Kernel, Launch
+
+# Threads per block.
+_THREADS = 256
+# Candidates per thread.
+_ITEMS = 4
+# Ground-truth boxes that a block loads at once.
+_TILE = 128
+
+MATCH_BEST = Kernel("match_boxes/match_best.cu", "match_best", (("THREADS", _THREADS),))
+
+
+def match_boxes_kernel(
+    foreground_iou: float, background_iou: float, *, low_quality: bool
+) -> Kernel:
+    """Return the kernel that matches candidates to ground truth.
+
+    If `low_quality`, it also computes the inputs of `MATCH_BEST`.
+    """
+    constants = (
+        ("FOREGROUND_IOU", float(foreground_iou)),
+        ("BACKGROUND_IOU", float(background_iou)),
+        ("LOW_QUALITY", int(low_quality)),
+        ("ITEMS", _ITEMS),
+        ("TILE", _TILE),
+        ("THREADS", _THREADS),
+    )
+    return Kernel("match_boxes/match_boxes.cu", "match_boxes", constants)
+
+
+def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
+    """Return the grid, block and scalar arguments of `match_boxes_kernel`.
+
+    With G = `truths` and N = `candidates` per image, inputs are ground-truth boxes [batch, G, 4],
+    labels [batch, G] int64 and candidates [batch, N, 4], or [1, N, 4] if `shared`. Outputs are
+    target [batch, N] int64, positive and negative [batch, N] uint8. If `low_quality`, further
+    outputs are the highest IoUs: of each candidate [batch, N] float32, and of each ground-truth box
+    [batch, G] int32, the bits of a float, zero initially.
+    """
+    grid = (-(-candidates // (_THREADS * _ITEMS)), batch, 1)
+    return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))
+
+
+def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
+    """Return the grid, block and scalar arguments of `MATCH_BEST`.
+
+    Inputs are the ground-truth boxes, the candidates and both highest IoUs of
+    `match_boxes_launch`. Outputs are its positive and negative.
+    """
+    grid = (-(-candidates // _THREADS), batch, 1)
+    return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))
+
+
+PREBUILT_KERNELS = (
+    match_boxes_kernel(0.7, 0.3, low_quality=True),
+    match_boxes_kernel(0.5, 0.5, low_quality=False),
+    MATCH_BEST,
+)

@@ -1,0 +1,124 @@
+// Greedy non-maximum suppression, one block per set of boxes. Contract: nms_keep/operation.py.
+//
+// The block processes the set in tiles of 64 boxes. All threads compute the overlaps within a tile.
+// Each warp then derives which boxes of the tile are kept. Finally all threads mark the following
+// boxes that the kept ones suppress. Thread t is responsible for boxes t, t + THREADS, ...
+//
+// Constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), KEEP (type), THREADS.
+#include "boxes.cuh"
+
+constexpr int TILE = 64;
+constexpr int WARP = 32;
+constexpr unsigned ALL_LANES = 0xffffffffu;
+using Bits = unsigned long long;
+static_assert(THREADS % TILE == 0, "a tile's boxes belong to neighbouring threads");
+
+struct Candidate {
+    float4 box;
+    float area;
+    long long label;
+};
+
+__device__ Candidate candidate_of(const float4& box, long long label) {
+    return {box, area_of(box), label};
+}
+
+__device__ bool suppresses(const Candidate& kept, const Candidate& other) {
+    // Copies, so that each box is loaded with one instruction.
+    const float4 a = kept.box, b = other.box;
+    const float intersection = intersection_of(a, b);
+    if (!(intersection > 0.0f) || kept.label != other.label) return false;
+    const float combined = kept.area + other.area - intersection;
+    // Division is slow, and only needed if rounding could decide.
+    const float limit = IOU_THRESHOLD * combined;
+    const float excess = intersection - limit;
+    if (limit > 1e-30f && fabsf(excess) > 1e-5f * limit) return excess > 0.0f;
+    return intersection / combined > IOU_THRESHOLD;
+}
+
+// Greedy selection within a tile: boxes alive that no earlier selected box suppresses. The
+// iteration runs until nothing changes; each round settles at least one more box, usually many. A
+// lane holds the suppressors of two boxes.
+__device__ Bits choose(Bits alive, Bits low_suppressors, Bits high_suppressors) {
+    Bits chosen = alive, before;
+    do {
+        before = chosen;
+        const unsigned low = __ballot_sync(ALL_LANES, !(low_suppressors & before));
+        const unsigned high = __ballot_sync(ALL_LANES, !(high_suppressors & before));
+        chosen = alive & (static_cast<Bits>(high) << WARP | low);
+    } while (chosen != before);
+    return chosen;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+nms_keep(const float4* boxes, const long long* labels, int count, KEEP* keep) {
+    __shared__ Candidate tile[TILE], kept[TILE];
+    __shared__ unsigned alive_words[TILE / WARP];
+    __shared__ Bits suppressors[TILE];
+
+    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    const long long offset = static_cast<long long>(blockIdx.x) * count;
+    boxes += offset;
+    labels += offset;
+    keep += offset;
+    // Bit n: box `thread + n * THREADS` is suppressed.
+    unsigned suppressed = 0;
+    int total = 0, start = 0;
+
+    for (; start < count && (MAX_KEEP == 0 || total < MAX_KEEP); start += TILE) {
+        const int own = thread - start % THREADS;
+        if (own >= 0 && own < TILE) {
+            const int index = start + own;
+            bool alive = index < count && !(suppressed >> (start / THREADS) & 1u);
+            if (alive) {
+                tile[own] = candidate_of(boxes[index], labels[index]);
+                alive = tile[own].label >= 0;
+            }
+            const unsigned word = __ballot_sync(ALL_LANES, alive);
+            if (lane == 0) alive_words[own / WARP] = word;
+        }
+        __syncthreads();
+
+        const Bits alive = static_cast<Bits>(alive_words[1]) << WARP | alive_words[0];
+        for (int column = warp; column < TILE; column += THREADS / WARP) {
+            Bits bits = 0;
+            if (alive >> column & 1u) {
+                for (int row = lane; row < TILE; row += WARP) {
+                    const bool hit = row < column && (alive >> row & 1u) &&
+                                     suppresses(tile[row], tile[column]);
+                    bits |= static_cast<Bits>(__ballot_sync(ALL_LANES, hit)) << (row - lane);
+                }
+            }
+            if (lane == 0) suppressors[column] = bits;
+        }
+        __syncthreads();
+
+        Bits chosen = choose(alive, suppressors[lane], suppressors[lane + WARP]);
+        while (MAX_KEEP > 0 && total + __popcll(chosen) > MAX_KEEP) {
+            chosen &= ~(Bits{1} << (TILE - 1 - __clzll(chosen)));
+        }
+        if (thread < TILE && start + thread < count) {
+            const bool stays = chosen >> thread & 1u;
+            keep[start + thread] = stays;
+            if (stays) kept[__popcll(chosen & ((Bits{1} << thread) - 1))] = tile[thread];
+        }
+        __syncthreads();
+
+        const int chosen_count = __popcll(chosen);
+        total += chosen_count;
+        const int following = start + TILE;
+        for (int n = (following - thread + THREADS - 1) / THREADS; thread + n * THREADS < count;
+             ++n) {
+            if (suppressed >> n & 1u) continue;
+            const int index = thread + n * THREADS;
+            const Candidate candidate = candidate_of(boxes[index], labels[index]);
+            for (int i = 0; i < chosen_count; ++i) {
+                if (suppresses(kept[i], candidate)) {
+                    suppressed |= 1u << n;
+                    break;
+                }
+            }
+        }
+    }
+    for (int index = start + thread; index < count; index += THREADS) keep[index] = 0;
+}

@@ -1,0 +1,67 @@
+"""`maskrcnn::nms_keep`: exact greedy non-maximum suppression of a batch of padded sets.
+
+Contract of all implementations: a box is suppressed by an earlier kept box of its set and class if
+their IoU exceeds the threshold. Of the other boxes of a set, the first `max_keep` are kept. Boxes
+are xyxy without the legacy +1; IoU and threshold are compared in float32. Boxes without area, or
+with an IoU of NaN, neither suppress nor are suppressed. Boxes of a negative class are padding: they
+are never kept and suppress nothing.
+"""
+
+import torch
+from torch import Tensor
+from torchvision.ops import nms
+
+from ..runtime.arguments import kernel_argument
+from ..runtime.launching import launch_kernel
+from .kernel import MAX_BOXES, nms_keep_kernel, nms_keep_launch
+
+
+@torch.library.custom_op("maskrcnn::nms_keep", mutates_args=(), device_types="cpu")
+def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
+    """Return a mask of the boxes that are kept.
+
+    Args:
+        boxes: [N, K, 4] float32, N sets of K boxes, xyxy, each set by descending score.
+        classes: [N, K] int64; negative marks padding.
+        iou_threshold: boxes with a larger IoU are suppressed; 0 to 1.
+        max_keep: maximum boxes kept per set; 0: no limit.
+
+    Returns:
+        [N, K] bool.
+
+    Raises:
+        ValueError: on a GPU, a set has more than 16384 boxes, or an argument another dtype or
+            shape.
+    """
+    keep = torch.zeros(classes.shape, dtype=torch.bool)
+    # On a CPU, torchvision compares with a double, by which a float32 IoU of 0.6 exceeds 0.6.
+    iou_threshold = torch.tensor(iou_threshold, dtype=torch.float32).item()
+    # Descending scores that keep the order of the boxes.
+    ranks = torch.arange(classes.shape[1], 0, -1, dtype=boxes.dtype)
+    for set_boxes, set_classes, set_keep in zip(boxes, classes, keep, strict=True):
+        for label in set_classes.unique():
+            if label < 0:
+                continue
+            members = (set_classes == label).nonzero()[:, 0]
+            set_keep[members[nms(set_boxes[members], ranks[members], iou_threshold)]] = True
+    if max_keep:
+        keep &= keep.cumsum(dim=1) <= max_keep
+    return keep
+
+
+@nms_keep.register_fake
+def _(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
+    return classes.new_empty(classes.shape, dtype=torch.bool)
+
+
+@nms_keep.register_kernel("cuda")
+def _(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
+    boxes = kernel_argument("boxes", boxes, torch.float32, (-1, -1, 4))
+    sets, count, _ = boxes.shape
+    classes = kernel_argument("classes", classes, torch.int64, (sets, count))
+    if count > MAX_BOXES:
+        raise ValueError(f"nms_keep takes at most {MAX_BOXES} boxes per set, not {count}")
+    keep = classes.new_empty(classes.shape, dtype=torch.bool)
+    kernel = nms_keep_kernel(iou_threshold, max_keep)
+    launch_kernel(kernel, nms_keep_launch(sets, count), [boxes, classes], [keep])
+    return keep

@@ -1,0 +1,5 @@
+"""`maskrcnn::paste_rle`: pasting of mask probabilities into images as COCO run lengths."""
+
+from .operation import paste_rle
+
+__all__ = ["paste_rle"]

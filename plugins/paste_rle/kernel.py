@@ -1,0 +1,42 @@
+"""Compilation and launch of `paste_rle.cu`."""
+
+from ..runtime.compilation import Kernel, Launch
+
+# Threads per block.
+_THREADS = 256
+
+
+def paste_rle_kernel(probability: str, side: int, threshold: float, *, exact: bool) -> Kernel:
+    """Return the kernel for a data type and size of masks.
+
+    Args:
+        probability: type of the masks, `float` or `float16`.
+        side: height and width of a mask.
+        threshold: pixels above this probability belong to a mask.
+        exact: paste by detectron2's rule (exact boxes). False: by torchvision's (whole pixels).
+    """
+    constants = (
+        ("EXACT", int(exact)),
+        ("PROBABILITY", probability),
+        ("SIDE", side),
+        ("THREADS", _THREADS),
+        ("THRESHOLD", float(threshold)),
+    )
+    return Kernel("paste_rle/paste_rle.cu", "paste_rle", constants)
+
+
+def paste_rle_launch(instances: int, capacity: int) -> Launch:
+    """Return the grid, block and scalar arguments of the kernel.
+
+    Inputs are masks [instances, side, side], boxes [instances, 4] float32 and image sizes
+    [instances, 2] int64. Outputs are counts [instances, capacity] int32 and num_runs [instances]
+    int32.
+    """
+    return Launch((instances, 1, 1), (_THREADS, 1, 1), (capacity,))
+
+
+PREBUILT_KERNELS = (
+    paste_rle_kernel("float", 28, 0.5, exact=False),
+    paste_rle_kernel("float16", 28, 0.5, exact=True),
+    paste_rle_kernel("float", 14, 0.5, exact=True),
+)

@@ -1,0 +1,173 @@
+"""`maskrcnn::paste_rle`: pasting of mask probabilities into images as COCO run lengths.
+
+Contract of all implementations, bit for bit: a mask gets a border of one zero sample on each side
+and is interpolated bilinearly over its box, in float32, along rows first. A pixel belongs to the
+mask if its value exceeds the threshold. torchvision's rule truncates the box with its border to
+whole pixels, far pixels included; pixels before the centre of the first sample repeat that sample.
+detectron2's rule uses the exact box. The mask is empty if the box is not finite, or a coordinate
+exceeds 2 ** 24 pixels: beyond, float32 does not represent all whole pixels.
+
+COCO's run lengths are in column-major order and begin with zeros, so the first may be 0.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..runtime.arguments import kernel_argument
+from ..runtime.launching import launch_kernel
+from .kernel import paste_rle_kernel, paste_rle_launch
+
+# Largest absolute coordinate of a box in pixels.
+_FARTHEST = 2.0**24
+_CUDA_TYPES = {torch.float32: "float", torch.float16: "float16"}
+
+
+class _PixelSamples(NamedTuple):
+    """Mask samples to interpolate for the P pixels that a box covers along one axis."""
+
+    # [P] int64, covered pixels.
+    pixels: Tensor
+    # [P] int64, index of the last sample before each pixel.
+    low: Tensor
+    # [P] int64, index of the sample after it.
+    high: Tensor
+    # [P] float32, weight of the sample at `high`.
+    fraction: Tensor
+
+
+@torch.library.custom_op("maskrcnn::paste_rle", mutates_args=(), device_types="cpu")
+def paste_rle(
+    masks: Tensor,
+    boxes: Tensor,
+    sizes: Tensor,
+    capacity: int,
+    threshold: float = 0.5,
+    paste: str = "torchvision",
+) -> tuple[Tensor, Tensor]:
+    """Paste masks at the size of their images, and return their run lengths.
+
+    Args:
+        masks: [N, M, M], M x M probabilities of N masks, float32 or float16.
+        boxes: [N, 4] float32, xyxy in pixels of the image.
+        sizes: [N, 2] int64, height and width of each mask's image (fewer than 2 ** 30 pixels).
+        capacity: maximum number of runs per mask.
+        threshold: pixels above this probability belong to the mask; 0 or more.
+        paste: resampling rule, `torchvision` or `detectron2`.
+
+    Returns:
+        run lengths [N, capacity] int32, zero after the last run; number of runs [N] int32, which
+        counts the runs beyond the capacity too.
+
+    Raises:
+        ValueError: the rule is unknown or, on a GPU, an argument has another dtype or shape.
+    """
+    exact = _is_exact(paste)
+    counts, num_runs = _empty_runs(masks, capacity)
+    counts.zero_()
+    for index, (height, width) in enumerate(sizes.tolist()):
+        pasted = _pasted(masks[index].float(), boxes[index], height, width, threshold, exact)
+        runs = _runs(pasted)
+        num_runs[index] = len(runs)
+        counts[index, : len(runs)] = runs[:capacity]
+    return counts, num_runs
+
+
+@paste_rle.register_fake
+def _(
+    masks: Tensor, _boxes: Tensor, _sizes: Tensor, capacity: int, *_rest: object, **_named: object
+) -> tuple[Tensor, Tensor]:
+    return _empty_runs(masks, capacity)
+
+
+@paste_rle.register_kernel("cuda")
+def _(
+    masks: Tensor,
+    boxes: Tensor,
+    sizes: Tensor,
+    capacity: int,
+    threshold: float = 0.5,
+    paste: str = "torchvision",
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.float16 if masks.dtype == torch.float16 else torch.float32
+    side = masks.shape[-1]
+    masks = kernel_argument("masks", masks, dtype, (-1, side, side))
+    count = masks.shape[0]
+    inputs = [
+        masks,
+        kernel_argument("boxes", boxes, torch.float32, (count, 4)),
+        kernel_argument("sizes", sizes, torch.int64, (count, 2)),
+    ]
+    counts, num_runs = _empty_runs(masks, capacity)
+    kernel = paste_rle_kernel(_CUDA_TYPES[dtype], side, threshold, exact=_is_exact(paste))
+    launch_kernel(kernel, paste_rle_launch(count, capacity), inputs, [counts, num_runs])
+    return counts, num_runs
+
+
+def _empty_runs(masks: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    count = masks.shape[0]
+    num_runs = masks.new_empty(count, dtype=torch.int32)
+    return num_runs.new_empty(count, capacity), num_runs
+
+
+def _is_exact(paste: str) -> bool:
+    if paste not in ("torchvision", "detectron2"):
+        raise ValueError(f"paste must be torchvision or detectron2, not {paste!r}")
+    return paste == "detectron2"
+
+
+def _pasted(
+    mask: Tensor, box: Tensor, height: int, width: int, threshold: float, exact: bool
+) -> Tensor:
+    """Paste a mask into an image, and return it transposed (COCO's order): [W, H] bool."""
+    image = torch.zeros(width, height, dtype=torch.bool)
+    if not bool((box.abs() <= _FARTHEST).all()):
+        return image
+    samples_of = _exact_samples if exact else _samples_of_whole_pixels
+    columns = samples_of(box[0], box[2], width, len(mask))
+    rows = samples_of(box[1], box[3], height, len(mask))
+    bordered = F.pad(mask, (1, 1, 1, 1))
+    across = _between(bordered[:, columns.low], bordered[:, columns.high], columns.fraction)
+    values = _between(across[rows.low], across[rows.high], rows.fraction[:, None])
+    image[columns.pixels[:, None], rows.pixels] = (values > threshold).T
+    return image
+
+
+def _samples_of_whole_pixels(near: Tensor, far: Tensor, size: int, side: int) -> _PixelSamples:
+    centre, half = (far + near) * 0.5, (far - near) * 0.5 * ((side + 2) / side)
+    start, stop = int(centre - half), int(centre + half) + 1
+    pixels = torch.arange(max(start, 0), max(min(stop, size), start, 0))
+    scale = torch.tensor(side + 2.0) / max(stop - start, 1)
+    source = (pixels.float() - start + 0.5) * scale - 0.5
+    return _samples_at(source, pixels, side)
+
+
+def _exact_samples(near: Tensor, far: Tensor, size: int, side: int) -> _PixelSamples:
+    start, stop = near.item(), far.item()
+    cell = (stop - start) / side
+    first, end = math.floor(start - cell), math.ceil(stop + cell)
+    first = max(first, 0)
+    pixels = torch.arange(first, max(min(end, size), first) if cell > 0 else first)
+    source = (pixels + torch.tensor(0.5 - start)) / torch.tensor(cell) + 0.5
+    return _samples_at(source, pixels, side)
+
+
+def _samples_at(source: Tensor, pixels: Tensor, side: int) -> _PixelSamples:
+    source = source.clamp(0, side + 1)
+    low = source.long()
+    return _PixelSamples(pixels, low, (low + 1).clamp(max=side + 1), source - low)
+
+
+def _between(low: Tensor, high: Tensor, fraction: Tensor) -> Tensor:
+    return low * (1 - fraction) + high * fraction
+
+
+def _runs(mask: Tensor) -> Tensor:
+    """Return the run lengths of a mask in memory order, zeros first."""
+    flat = mask.flatten()
+    edges = flat.diff(prepend=flat.new_zeros(1)).nonzero()[:, 0]
+    bounds = torch.cat([edges.new_zeros(1), edges, edges.new_tensor([flat.numel()])])
+    return bounds.diff()

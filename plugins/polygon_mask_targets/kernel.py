@@ -1,0 +1,29 @@
+"""Compilation and launch of `polygon_mask_targets.cu`."""
+
+from ..runtime.compilation import Kernel, Launch
+
+# Threads per block.
+_THREADS = 128
+# Scaled corner coordinates are clamped to this multiple of the target's side.
+REACH = 100
+
+
+def polygon_targets_kernel(side: int) -> Kernel:
+    """Return the kernel that rasterises polygons into targets of `side` x `side`."""
+    constants = (("REACH", REACH * side), ("SIDE", side), ("THREADS", _THREADS))
+    return Kernel(
+        "polygon_mask_targets/polygon_mask_targets.cu", "mask_targets_from_polygons", constants
+    )
+
+
+def polygon_targets_launch(rois: int, instances: int) -> Launch:
+    """Return the grid, block and scalar arguments of the kernel.
+
+    Inputs are vertices [V, 2], ring offsets [R + 1], instance offsets [instances + 1], boxes
+    [rois, 4] and matched [rois] for V vertices of R rings; vertices and boxes are float32, the
+    others int64. The output is targets [rois, side, side] float32.
+    """
+    return Launch((rois, 1, 1), (_THREADS, 1, 1), (instances,))
+
+
+PREBUILT_KERNELS = (polygon_targets_kernel(28), polygon_targets_kernel(56))

@@ -1,0 +1,140 @@
+"""Compilation and launch of `pyramid_roi_align.cu` and `pyramid_roi_align_backward.cu`."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..runtime.compilation import Kernel, Launch
+
+# Most levels of a pyramid that the kernel accepts.
+MAX_LEVELS = 5
+# Threads per block.
+_THREADS = 256
+# Pooled cells per block: a whole 7 x 7 RoI.
+_CELLS = 49
+
+# Maximum number of channels per load of 16 bytes, by type of the features.
+_VECTORS = {"float16": 8, "bfloat16": 8, "float": 4, "double": 2}
+
+
+class Pooling(NamedTuple):
+    """Attributes of `maskrcnn::pyramid_roi_align`; the operation documents them."""
+
+    output_size: int
+    sampling_ratio: int
+    spatial_scales: tuple[float, ...]
+    canonical_level: int
+    canonical_size: float
+    aligned: bool
+    inclusive: bool
+
+
+def finest_level(spatial_scales: Sequence[float]) -> int:
+    """Return log2 of the stride of a pyramid's finest level, from one scale per level.
+
+    Raises:
+        ValueError: the scales are not powers of two, each half the one before.
+    """
+    level = round(-math.log2(spatial_scales[0])) if spatial_scales[0] > 0 else 0
+    if list(spatial_scales) != [2.0 ** -(level + n) for n in range(len(spatial_scales))]:
+        raise ValueError(
+            "spatial_scales must be powers of two, each half the one before, not "
+            f"{list(spatial_scales)}"
+        )
+    return level
+
+
+def forward_kernel(
+    pooling: Pooling,
+    feature_type: str,
+    channels: int,
+    *,
+    channels_last: bool,
+    pooled_channels_last: bool,
+) -> Kernel:
+    """Return the forward kernel for `float16`, `bfloat16`, `float` or `double` features.
+
+    If the maps are `channels_last`, the pooled features may be in either memory format, else not.
+    """
+    vector = math.gcd(_VECTORS[feature_type], channels) if channels_last else 1
+    return Kernel(
+        "pyramid_roi_align/pyramid_roi_align.cu",
+        "pyramid_roi_align",
+        (
+            *_constants(pooling, feature_type, vector, channels_last),
+            ("POOLED_CHANNELS_LAST", int(pooled_channels_last)),
+        ),
+        fused_multiply_add=True,
+    )
+
+
+def backward_kernel(pooling: Pooling, feature_type: str, channels: int) -> Kernel:
+    """Return the backward kernel, whose tensors are channels-last; it sums in float or double."""
+    # In other formats, atomic additions to scattered addresses would take twice the time, even if
+    # the copies to channels-last are included.
+    return Kernel(
+        "pyramid_roi_align/pyramid_roi_align_backward.cu",
+        "pyramid_roi_align_backward",
+        _constants(pooling, feature_type, math.gcd(4, channels), True),
+        fused_multiply_add=True,
+    )
+
+
+def pyramid_roi_align_launch(
+    batch: int, rois: int, channels: int, sizes: Sequence[tuple[int, int]], output_size: int
+) -> Launch:
+    """Return the grid, block and scalar arguments of either kernel.
+
+    With B = `batch`, R = `rois` per image, C = `channels` and P = `output_size`, the forward kernel
+    takes one map [B, C, H_l, W_l] per level l, of size (H_l, W_l), and RoIs [B, R, 4] float32. Its
+    output is [B, R, C, P, P]. The backward kernel takes gradients [B, R, C, P, P] and RoIs. Its
+    outputs are the gradients of the maps.
+    """
+    parts = -(-(output_size**2) // _CELLS)
+    scalars = (channels, *(side for size in sizes for side in size))
+    return Launch((rois, batch, parts), (_THREADS, 1, 1), scalars)
+
+
+def _constants(
+    pooling: Pooling, feature_type: str, vector: int, channels_last: bool
+) -> tuple[tuple[str, int | float | str], ...]:
+    return (
+        ("FEATURE", feature_type),
+        ("LEVELS", len(pooling.spatial_scales)),
+        ("OUTPUT_SIZE", pooling.output_size),
+        ("SAMPLING_RATIO", pooling.sampling_ratio),
+        ("FINEST_LEVEL", finest_level(pooling.spatial_scales)),
+        ("CANONICAL_LEVEL", pooling.canonical_level),
+        ("CANONICAL_SIZE", float(pooling.canonical_size)),
+        ("ALIGNED", int(pooling.aligned)),
+        ("INCLUSIVE", int(pooling.inclusive)),
+        ("CHANNELS_LAST", int(channels_last)),
+        ("VECTOR", vector),
+        ("CELLS", _CELLS),
+        ("THREADS", _THREADS),
+    )
+
+
+def _variants(pooling: Pooling, *feature_types: str) -> tuple[Kernel, ...]:
+    """Return the forward and backward kernels of the torch operation for channels-last maps."""
+    forward = (
+        forward_kernel(pooling, kind, 256, channels_last=True, pooled_channels_last=True)
+        for kind in feature_types
+    )
+    return *forward, *(backward_kernel(pooling, kind, 256) for kind in feature_types)
+
+
+_BOXES = Pooling(7, 2, (1 / 4, 1 / 8, 1 / 16, 1 / 32), 4, 224.0, False, False)
+_MASKS = _BOXES._replace(output_size=14)
+_C4 = Pooling(14, 0, (1 / 16,), 4, 224.0, True, True)
+
+PREBUILT_KERNELS = (
+    *_variants(_BOXES, *_VECTORS),
+    *_variants(_MASKS, "float16", "bfloat16", "float"),
+    *_variants(_C4, "float16", "float"),
+    *(
+        forward_kernel(_BOXES, kind, 256, channels_last=False, pooled_channels_last=False)
+        for kind in _VECTORS
+    ),
+    forward_kernel(_BOXES, "float16", 256, channels_last=True, pooled_channels_last=False),
+)

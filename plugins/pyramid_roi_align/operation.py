@@ -1,0 +1,295 @@
+"""`maskrcnn::pyramid_roi_align`: RoIAlign over a feature pyramid for a batch of images.
+
+Contract of all implementations: the level of a RoI of width w and height h is
+`floor(canonical_level + log2(sqrt(w h) / canonical_size) + 1e-6)`, clamped to the given levels (Lin
+et al., Feature Pyramid Networks, eq. 1). Pooling is torchvision's RoIAlign (He et al., Mask R-CNN).
+Unaligned, a RoI is at least one feature cell wide and high. Aligned, there is no such minimum, and
+coordinates are shifted by half a cell. A RoI pools zeros if its area is NaN, or if a pooled cell
+spans 2 ** 24 feature cells or more. Sums are float32, for float64 features float64.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision.ops import roi_align
+
+from ..runtime.arguments import kernel_argument
+from ..runtime.compilation import Launch
+from ..runtime.launching import launch_kernel
+from .kernel import (
+    MAX_LEVELS,
+    Pooling,
+    backward_kernel,
+    finest_level,
+    forward_kernel,
+    pyramid_roi_align_launch,
+)
+
+_roi_align_backward = torch.ops.torchvision._roi_align_backward
+_FEATURE_TYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float",
+    torch.float64: "double",
+}
+# Side of a pooled cell in feature cells at which float32 no longer distinguishes its samples.
+_TOO_LARGE = 2.0**24
+_FEATURE_NAMES = " or ".join(map(str, _FEATURE_TYPES))
+
+
+@torch.library.custom_op("maskrcnn::pyramid_roi_align", mutates_args=(), device_types="cpu")
+def pyramid_roi_align(
+    features: Sequence[Tensor],
+    rois: Tensor,
+    output_size: int,
+    sampling_ratio: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int,
+    canonical_size: float,
+    aligned: bool,
+    inclusive: bool,
+) -> Tensor:
+    """Pool the features of each of R RoIs per image from its pyramid level.
+
+    Args:
+        features: one tensor [B, C, H_l, W_l] per level, finest first; float16, bfloat16, float32 or
+            float64.
+        rois: [B, R, 4] float32, xyxy in input pixels.
+        output_size: side P of the pooled square.
+        sampling_ratio: bilinear samples per cell and axis; 0: as many as the cell spans feature
+            cells.
+        spatial_scales: feature cells per input pixel, one per level; powers of two, each half the
+            one before.
+        canonical_level: log2 of the stride of the level for RoIs of canonical size.
+        canonical_size: side of such a RoI in input pixels.
+        aligned: shift coordinates by half a feature cell.
+        inclusive: pool from `x1, y1` to `x2 - 1, y2 - 1`, the near edges of the far pixels, as
+            legacy implementations do. The level is still that of the whole RoI.
+
+    Returns:
+        [B, R, C, P, P] of the features' dtype; channels-last if the first level is.
+
+    Raises:
+        ValueError: there is not one scale per level, or they are not such powers of two.
+            On a GPU: features differ in dtype, batch or channels, have an unsupported dtype, or
+            2 ** 31 or more elements per image and level; or RoIs have another dtype or shape.
+    """
+    _check_levels(features, spatial_scales)
+    levels = _roi_levels(
+        rois, output_size, spatial_scales, canonical_level, canonical_size
+    ).flatten()
+    dtype = _sum_dtype(features)
+    indexed = _indexed_rois(rois.to(dtype), inclusive)
+    pooled = _empty_pooled(features, rois, output_size)
+    by_roi = pooled.flatten(0, 1).zero_()
+    for level, (feature, scale) in enumerate(zip(features, spatial_scales, strict=True)):
+        members = (levels == level).nonzero()[:, 0]
+        by_roi[members] = roi_align(
+            feature.to(dtype), indexed[members], output_size, scale, sampling_ratio, aligned
+        ).to(feature.dtype)
+    return pooled
+
+
+@pyramid_roi_align.register_fake
+def _(
+    features: Sequence[Tensor], rois: Tensor, output_size: int, *_attributes: Any, **_named: Any
+) -> Tensor:
+    return _empty_pooled(features, rois, output_size)
+
+
+@pyramid_roi_align.register_kernel("cuda")
+def _(features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> Tensor:
+    pooling = _pooling_from(attributes)
+    _check_levels(features, pooling.spatial_scales)
+    _check_features(features)
+    rois = _roi_argument(rois, features)
+    pooled = _empty_pooled(features, rois, pooling.output_size)
+    channels_last = _is_channels_last(features[0])
+    channels = features[0].shape[1]
+    kernel = forward_kernel(
+        pooling,
+        _FEATURE_TYPES[features[0].dtype],
+        channels,
+        channels_last=channels_last,
+        pooled_channels_last=channels_last,
+    )
+    inputs = [*_maps(features, channels_last), rois]
+    launch_kernel(kernel, _launch(features, rois, pooling), inputs, [pooled])
+    return pooled
+
+
+@torch.library.custom_op(
+    "maskrcnn::pyramid_roi_align_backward", mutates_args=(), device_types="cpu"
+)
+def pyramid_roi_align_backward(
+    grad: Tensor,
+    features: Sequence[Tensor],
+    rois: Tensor,
+    output_size: int,
+    sampling_ratio: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int,
+    canonical_size: float,
+    aligned: bool,
+    inclusive: bool,
+) -> list[Tensor]:
+    """Return the gradients of each level's features for a gradient [B, R, C, P, P]."""
+    levels = _roi_levels(
+        rois, output_size, spatial_scales, canonical_level, canonical_size
+    ).flatten()
+    dtype = _sum_dtype(features)
+    indexed = _indexed_rois(rois.to(dtype), inclusive)
+    grad = grad.flatten(0, 1).to(dtype)
+    gradients = _empty_gradients(features)
+    for level, (gradient, scale) in enumerate(zip(gradients, spatial_scales, strict=True)):
+        members = (levels == level).nonzero()[:, 0]
+        gradient.copy_(
+            _roi_align_backward(
+                grad[members],
+                indexed[members],
+                scale,
+                output_size,
+                output_size,
+                *gradient.shape,
+                sampling_ratio,
+                aligned,
+            )
+        )
+    return gradients
+
+
+@pyramid_roi_align_backward.register_fake
+def _(grad: Tensor, features: Sequence[Tensor], *_rest: Any, **_named: Any) -> list[Tensor]:
+    return _empty_gradients(features)
+
+
+@pyramid_roi_align_backward.register_kernel("cuda")
+def _(grad: Tensor, features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> list[Tensor]:
+    pooling = _pooling_from(attributes)
+    _check_features(features)
+    rois = _roi_argument(rois, features)
+    dtype, channels = features[0].dtype, features[0].shape[1]
+    shape = (*rois.shape[:2], pooling.output_size, pooling.output_size, channels)
+    grad = kernel_argument("grad", grad.movedim(2, -1), dtype, shape)
+    sums = [
+        torch.zeros_like(f, dtype=_sum_dtype(features), memory_format=torch.channels_last)
+        for f in features
+    ]
+    kernel = backward_kernel(pooling, _FEATURE_TYPES[dtype], channels)
+    launch_kernel(kernel, _launch(features, rois, pooling), [grad, rois], sums)
+    gradients = _empty_gradients(features)
+    for gradient, total in zip(gradients, sums, strict=True):
+        gradient.copy_(total)
+    return gradients
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    features, rois, *ctx.attributes = inputs
+    ctx.save_for_backward(rois, *features)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rois, *features = ctx.saved_tensors
+    gradients = pyramid_roi_align_backward(grad, features, rois, *ctx.attributes)
+    return gradients, *([None] * (1 + len(ctx.attributes)))
+
+
+pyramid_roi_align.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check_levels(features: Sequence[Tensor], spatial_scales: Sequence[float]) -> None:
+    if not 1 <= len(features) == len(spatial_scales) <= MAX_LEVELS:
+        raise ValueError(
+            f"{len(features)} feature maps need one spatial scale each, not {len(spatial_scales)}; "
+            f"1 to {MAX_LEVELS} maps are supported"
+        )
+
+
+def _is_channels_last(feature: Tensor) -> bool:
+    # Reading one stride only keeps a symbolic batch size symbolic.
+    return feature.stride(1) == 1
+
+
+def _check_features(features: Sequence[Tensor]) -> None:
+    """Reject features that the kernels do not support."""
+    first = features[0]
+    if first.dtype not in _FEATURE_TYPES:
+        raise ValueError(f"features must be {_FEATURE_NAMES}, not {first.dtype}")
+    for feature in features:
+        if feature.dtype != first.dtype or feature.shape[:2] != first.shape[:2]:
+            raise ValueError(
+                f"features must have equal type, batch and channels, not {feature.dtype} "
+                f"{list(feature.shape)} and {first.dtype} {list(first.shape)}"
+            )
+        if feature.shape[1:].numel() >= 2**31:
+            raise ValueError(
+                f"features must have fewer than 2 ** 31 elements per image and level, not "
+                f"{list(feature.shape)}"
+            )
+
+
+def _maps(features: Sequence[Tensor], channels_last: bool) -> list[Tensor]:
+    """Return contiguous maps in the memory format that the forward kernel reads."""
+    order = [feature.movedim(1, -1) if channels_last else feature for feature in features]
+    return [kernel_argument("features", f, f.dtype, (-1, -1, -1, -1)) for f in order]
+
+
+def _roi_argument(rois: Tensor, features: Sequence[Tensor]) -> Tensor:
+    return kernel_argument("rois", rois, torch.float32, (features[0].shape[0], -1, 4))
+
+
+def _empty_pooled(features: Sequence[Tensor], rois: Tensor, output_size: int) -> Tensor:
+    channels = features[0].shape[1]
+    if _is_channels_last(features[0]):
+        shape = (*rois.shape[:2], output_size, output_size, channels)
+        return features[0].new_empty(shape).permute(0, 1, 4, 2, 3)
+    return features[0].new_empty(*rois.shape[:2], channels, output_size, output_size)
+
+
+def _empty_gradients(features: Sequence[Tensor]) -> list[Tensor]:
+    if _is_channels_last(features[0]):
+        return [f.new_empty(f.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) for f in features]
+    return [feature.new_empty(feature.shape) for feature in features]
+
+
+def _sum_dtype(features: Sequence[Tensor]) -> torch.dtype:
+    return torch.promote_types(features[0].dtype, torch.float32)
+
+
+def _pooling_from(attributes: tuple[Any, ...]) -> Pooling:
+    pooling = Pooling(*attributes)
+    return pooling._replace(spatial_scales=tuple(pooling.spatial_scales))
+
+
+def _launch(features: Sequence[Tensor], rois: Tensor, pooling: Pooling) -> Launch:
+    batch, count, _ = rois.shape
+    sizes = [(feature.shape[2], feature.shape[3]) for feature in features]
+    return pyramid_roi_align_launch(batch, count, features[0].shape[1], sizes, pooling.output_size)
+
+
+def _roi_levels(
+    rois: Tensor,
+    output_size: int,
+    spatial_scales: Sequence[float],
+    canonical_level: int,
+    canonical_size: float,
+) -> Tensor:
+    """Return the index of the map of each RoI [..., 4]: [...] int64, -1 if it pools zeros."""
+    finest = finest_level(spatial_scales)
+    coarsest = finest + len(spatial_scales) - 1
+    sides = rois[..., 2:] - rois[..., :2]
+    size = sides.prod(dim=-1).sqrt()
+    level = torch.floor(canonical_level + torch.log2(size / canonical_size) + 1e-6)
+    level = level.clamp(finest, coarsest)
+    cell = sides.amax(dim=-1) * torch.exp2(-level) / output_size
+    return torch.where(cell < _TOO_LARGE, level - finest, -1).to(torch.int64)
+
+
+def _indexed_rois(rois: Tensor, inclusive: bool) -> Tensor:
+    """Convert [B, R, 4] to torchvision's [B R, 5], whose first column is the image index."""
+    images = torch.arange(rois.shape[0], dtype=rois.dtype, device=rois.device)
+    images = images[:, None, None].expand(-1, rois.shape[1], 1)
+    near, far = rois[..., :2], rois[..., 2:] - float(inclusive)
+    return torch.cat([images, near, far], dim=2).flatten(0, 1)

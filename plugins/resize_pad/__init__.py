@@ -1,0 +1,5 @@
+"""`maskrcnn::resize_pad`: resizing of images of any sizes into a padded batch."""
+
+from .operation import resize_pad
+
+__all__ = ["resize_pad"]

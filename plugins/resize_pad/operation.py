@@ -1,0 +1,97 @@
+"""`maskrcnn::resize_pad`: resizing of images of any sizes into a padded batch.
+
+Contract of all implementations: an image is resized bilinearly with antialiasing, within one level
+of Pillow's result, and padded with zeros at the right and bottom.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..runtime.arguments import check_argument
+from ..runtime.launching import launch_kernel
+from .kernel import RESIZE_PAD, resize_pad_launch
+
+_CHANNELS = 3
+
+
+@torch.library.custom_op("maskrcnn::resize_pad", mutates_args=(), device_types="cpu")
+def resize_pad(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -> Tensor:
+    """Resize images and pad them to one size.
+
+    Args:
+        images: B >= 1 images [3, h, w] uint8 of any strides. An image without pixels becomes
+            black.
+        sizes: [2 * B], height and width of each image after resizing.
+        height: height of the batch, at least that of each resized image.
+        width: width of the batch, at least that of each resized image.
+
+    Returns:
+        [B, 3, height, width] uint8.
+
+    Raises:
+        ValueError: an image is not [3, h, w] uint8, the images are on several devices, the number
+            of sizes is wrong, or a size exceeds the batch.
+    """
+    pairs = _checked_sizes(images, sizes, height, width)
+    batch = _empty_batch(images, height, width).zero_()
+    for row, image, size in zip(batch, images, pairs, strict=True):
+        if image.numel():
+            row[:, : size[0], : size[1]] = _resized(image, size)
+    return batch
+
+
+@resize_pad.register_fake
+def _(images: Sequence[Tensor], _sizes: Sequence[int], height: int, width: int) -> Tensor:
+    return _empty_batch(images, height, width)
+
+
+@resize_pad.register_kernel("cuda")
+def _(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -> Tensor:
+    pairs = _checked_sizes(images, sizes, height, width)
+    rows = [
+        (image.data_ptr(), *image.stride(), *image.shape[1:], *(size if image.numel() else (0, 0)))
+        for image, size in zip(images, pairs, strict=True)
+    ]
+    # Pinned memory: the copy does not synchronise with the GPU.
+    table = torch.tensor(rows, pin_memory=True).to(images[0].device, non_blocking=True)
+    batch = _empty_batch(images, height, width)
+    launch = resize_pad_launch(len(images), height, width)
+    launch_kernel(RESIZE_PAD, launch, [table], [batch])
+    return batch
+
+
+def _checked_sizes(
+    images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int
+) -> list[tuple[int, int]]:
+    """Check the arguments, and return height and width of each resized image."""
+    if len(sizes) != 2 * len(images):
+        raise ValueError(
+            f"resize_pad needs two sizes per image, not {len(sizes)} for {len(images)} images"
+        )
+    pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
+    for image, size in zip(images, pairs, strict=True):
+        check_argument("images", image, torch.uint8, (_CHANNELS, -1, -1))
+        if image.device != images[0].device:
+            raise ValueError(
+                f"images must be on one device, not on {images[0].device} and {image.device}"
+            )
+        if not (0 < size[0] <= height and 0 < size[1] <= width):
+            raise ValueError(
+                f"an image of {image.shape[1]}x{image.shape[2]} pixels (height x width) cannot be "
+                f"resized to {size[0]}x{size[1]} in a batch of {height}x{width}"
+            )
+    return pairs
+
+
+def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
+    if image.shape[1:] == size:
+        return image
+    resized = F.interpolate(image[None].float(), size, mode="bilinear", antialias=True)[0]
+    return resized.round_().clamp_(0, 255).to(torch.uint8)
+
+
+def _empty_batch(images: Sequence[Tensor], height: int, width: int) -> Tensor:
+    return images[0].new_empty(len(images), _CHANNELS, height, width)

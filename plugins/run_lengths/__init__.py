@@ -1,0 +1,5 @@
+"""Compression of run lengths to COCO RLE strings. Needs no torch."""
+
+from .operation import coco_strings, strings_from_runs
+
+__all__ = ["coco_strings", "strings_from_runs"]

@@ -1,0 +1,73 @@
+"""Compression of run lengths to COCO RLE strings. Needs no torch."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Smallest magnitudes that need one more group of five bits; one bit of a number is its sign.
+_GROUP_LIMITS = tuple(1 << (5 * groups - 1) for groups in range(1, 7))
+
+
+def coco_strings(counts: NDArray[np.int32], num_runs: NDArray[np.int32]) -> list[bytes]:
+    """Compress the run lengths of many masks, one row per mask.
+
+    Args:
+        counts: [N, C] run lengths of N masks, zeros first; C is the capacity of a row.
+        num_runs: [N], number of valid runs of each row.
+
+    Returns:
+        The compressed `counts` of COCO RLE, one string per mask.
+
+    Raises:
+        ValueError: a mask has more runs than C.
+    """
+    longest = int(num_runs.max(initial=0))
+    if longest > counts.shape[1]:
+        raise ValueError(
+            f"a mask has {longest} runs, more than the capacity of {counts.shape[1]}; increase the "
+            "capacity"
+        )
+    runs = counts[:, :longest][np.arange(longest) < num_runs[:, None]]
+    return strings_from_runs(runs, num_runs)
+
+
+def strings_from_runs(
+    runs: NDArray[np.signedinteger], num_runs: NDArray[np.signedinteger]
+) -> list[bytes]:
+    """Compress the concatenated run lengths of many masks.
+
+    Args:
+        runs: [sum of num_runs] run lengths below 2 ** 31, each mask beginning with zeros.
+        num_runs: [N], number of runs of each of N masks.
+
+    Returns:
+        The compressed `counts` of COCO RLE, one string per mask.
+    """
+    # COCO's encoding: from the fourth on, a length is replaced by its difference to the length
+    # before the previous one. Numbers are split into groups of five bits, lowest first. A sixth bit
+    # is set if more groups follow, and adding 48 makes the group a printable character.
+    first_runs = np.cumsum(num_runs) - num_runs
+    values = runs.copy()
+    values[2:] -= runs[:-2]
+    for index in range(3):
+        early = first_runs[num_runs > index] + index
+        values[early] = runs[early]
+    magnitudes = values ^ (values >> 31)
+    lengths = np.ones(len(values), np.int64)
+    for limit in _GROUP_LIMITS:
+        lengths += magnitudes >= limit
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    text = _text_from_values(values, bounds[:-1], lengths)
+    starts, ends = bounds[first_runs], bounds[first_runs + num_runs]
+    return [text[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _text_from_values(
+    values: NDArray[np.signedinteger], positions: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> bytes:
+    """Encode numbers as text, each at its position with the given number of characters."""
+    text = np.empty(lengths.sum(), np.uint8)
+    while len(values):
+        more = lengths > 1
+        text[positions] = (values & 0x1F) + 0x20 * more + 48
+        values, positions, lengths = values[more] >> 5, positions[more] + 1, lengths[more] - 1
+    return text.tobytes()

@@ -1,0 +1,1 @@
+"""Compilation and launch of CUDA kernels, and their shared headers."""

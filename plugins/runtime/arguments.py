@@ -1,0 +1,41 @@
+"""Validation of tensors passed to kernels."""
+
+import torch
+from torch import Tensor
+
+# In bytes: kernels load up to 16 bytes at once, which must be aligned.
+_ALIGNMENT = 16
+
+
+def check_argument(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Check dtype and shape of a tensor.
+
+    Args:
+        name: name of the argument in error messages.
+        tensor: the tensor to check.
+        dtype: expected dtype.
+        shape: expected shape; -1 allows any size.
+
+    Raises:
+        ValueError: dtype or shape differ.
+    """
+    fits = len(shape) == tensor.dim() and all(
+        expected in (-1, size) for expected, size in zip(shape, tensor.shape, strict=True)
+    )
+    if tensor.dtype != dtype or not fits:
+        sizes = ", ".join("*" if size < 0 else str(size) for size in shape)
+        raise ValueError(
+            f"{name} must be {dtype} of shape [{sizes}], not {tensor.dtype} {list(tensor.shape)}"
+        )
+
+
+def kernel_argument(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """Check a tensor, and return it, or a copy unless it is contiguous and aligned to 16 bytes.
+
+    Arguments and errors are those of `check_argument`.
+    """
+    check_argument(name, tensor, dtype, shape)
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()

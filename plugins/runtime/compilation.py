@@ -1,0 +1,175 @@
+"""Compilation of CUDA kernels by NVRTC, which needs neither a GPU nor the CUDA toolkit.
+
+Binaries are cached in the user's cache folder, under a hash of source, headers, options and
+compiler version.
+"""
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
+
+from cuda.bindings import nvrtc
+
+from .user_cache import cache_folder, write_cached
+
+# Compute capabilities that the tests compile every kernel for, times ten.
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+
+Code = Literal["cubin", "ptx"]
+
+_FOLDER = Path(__file__).parents[1]
+_Result = TypeVar("_Result")
+
+
+class KernelError(Exception):
+    """A CUDA kernel cannot be compiled, loaded or launched."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """CUDA kernel with its compile-time constants."""
+
+    # Path of the `.cu` file relative to `plugins`.
+    source: str
+    # The kernel's `extern "C"` name in that file.
+    name: str
+    # Values of macros: integers, float32 numbers or type names.
+    constants: tuple[tuple[str, int | float | str], ...] = ()
+    # Allow contraction of `a * b + c`. False if results must equal the CPU's bit for bit.
+    fused_multiply_add: bool = False
+
+
+class Launch(NamedTuple):
+    """Grid, block and scalar arguments with which a kernel is launched.
+
+    A kernel takes the pointers of its inputs, then the scalars, then the pointers of its outputs.
+    """
+
+    # Values may be TensorRT's symbolic integers: compute them with `+ - * //` only.
+    # Number of blocks along x, y and z.
+    grid: tuple[int, int, int]
+    # Number of threads per block along x, y and z.
+    block: tuple[int, int, int]
+    # Arguments of type int32.
+    scalars: tuple[int, ...] = ()
+
+
+def compile_kernel(kernel: Kernel, architecture: int, code: Code) -> bytes:
+    """Return the machine code or PTX of a kernel, compiled or from the cache.
+
+    Args:
+        kernel: the kernel to compile.
+        architecture: compute capability times ten, such as 90 for 9.0.
+        code: `cubin` runs on this architecture only, `ptx` also on newer ones.
+
+    Raises:
+        KernelError: the compiler rejects the source or does not support the architecture.
+    """
+    options = _options(kernel, architecture, code)
+    # The name is a hash of all inputs of the compiler, so a cached file is never stale.
+    path = cache_folder("kernels") / f"{_digest(kernel.source, options)}.{code}"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    binary = _compile(kernel, options, code)
+    write_cached(path, binary)
+    return binary
+
+
+def newest_supported_architecture(architecture: int) -> int:
+    """Return the newest architecture up to the given one that the installed NVRTC supports."""
+    # A GPU that is newer than the compiler runs the PTX of this architecture.
+    return max((a for a in supported_architectures() if a <= architecture), default=architecture)
+
+
+@functools.cache
+def supported_architectures() -> tuple[int, ...]:
+    """Return the architectures that the installed NVRTC supports, in ascending order."""
+    return tuple(_checked(nvrtc.nvrtcGetSupportedArchs()))
+
+
+def _options(kernel: Kernel, architecture: int, code: Code) -> tuple[str, ...]:
+    target = "sm" if code == "cubin" else "compute"
+    return (
+        f"--gpu-architecture={target}_{architecture}",
+        "--std=c++17",
+        f"--fmad={str(kernel.fused_multiply_add).lower()}",
+        *(f"-D{name}={_literal(value)}" for name, value in kernel.constants),
+    )
+
+
+def _literal(value: int | float | str) -> str:
+    # Hexadecimal floating-point literals are exact.
+    return f"{value.hex()}f" if isinstance(value, float) else str(value)
+
+
+@functools.cache
+def _headers() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(_FOLDER.glob("runtime/*.cuh"))}
+
+
+@functools.cache
+def _source(name: str) -> bytes:
+    return (_FOLDER / name).read_bytes()
+
+
+def _digest(source: str, options: tuple[str, ...]) -> str:
+    parts = (
+        _source(source),
+        *_headers().values(),
+        "\0".join(options).encode(),
+        repr(_checked(nvrtc.nvrtcVersion())).encode(),
+    )
+    digest = hashlib.sha256()
+    for part in parts:
+        # The length separates the parts, so that text cannot move from one to the next unnoticed.
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _compile(kernel: Kernel, options: tuple[str, ...], code: Code) -> bytes:
+    headers = _headers()
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(
+            _source(kernel.source),
+            kernel.source.encode(),
+            len(headers),
+            list(headers.values()),
+            [name.encode() for name in headers],
+        )
+    )
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(
+            program, len(options), [option.encode() for option in options]
+        )
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = _output(program, "ProgramLog").decode(errors="replace").strip("\0 \n")
+            raise KernelError(f"{kernel.source} does not compile with {' '.join(options)}: {log}")
+        return _output(program, code.upper())
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _output(program: nvrtc.nvrtcProgram, name: str) -> bytes:
+    """Return an output of the compiler: `CUBIN`, `PTX` or `ProgramLog`."""
+    # NVRTC fills the buffer, although `bytes` are immutable in Python.
+    buffer = bytes(_checked(getattr(nvrtc, f"nvrtcGet{name}Size")(program)))
+    _checked(getattr(nvrtc, f"nvrtcGet{name}")(program, buffer))
+    return buffer
+
+
+def _checked(result: tuple[nvrtc.nvrtcResult, *tuple[_Result, ...]]) -> _Result:
+    """Return the result of an NVRTC call without its status; None if it has no result.
+
+    Raises:
+        KernelError: the status is an error.
+    """
+    status, *values = result
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise KernelError(f"NVRTC: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")
+    if len(values) < 2:
+        return values[0] if values else None  # type: ignore[return-value]
+    return tuple(values)  # type: ignore[return-value]

@@ -1,0 +1,102 @@
+"""Launch of CUDA kernels on torch tensors, in torch's current stream."""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+from torch import Tensor
+
+from .compilation import Kernel, KernelError, Launch, compile_kernel, newest_supported_architecture
+
+
+def launch_kernel(
+    kernel: Kernel, launch: Launch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> None:
+    """Queue a kernel in the current stream of its tensors' GPU; an empty grid does nothing.
+
+    A kernel's first launch on a GPU compiles and loads it, and cannot be captured in a CUDA graph.
+
+    Args:
+        kernel: the kernel to run.
+        launch: grid, block and scalar arguments.
+        inputs: tensors on one GPU, in the layout of the kernel.
+        outputs: tensors on the same GPU, which the kernel writes.
+
+    Raises:
+        ValueError: the tensors are on several GPUs.
+        KernelError: the kernel cannot be compiled, loaded or launched.
+        OverflowError: a scalar exceeds int32.
+    """
+    if 0 in launch.grid:
+        return
+    device = _device_of(kernel, (*inputs, *outputs))
+    pointers = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
+    values = (*pointers[: len(inputs)], *launch.scalars, *pointers[len(inputs) :])
+    types = (
+        *[ctypes.c_void_p] * len(inputs),
+        *[ctypes.c_int] * len(launch.scalars),
+        *[ctypes.c_void_p] * len(outputs),
+    )
+    with torch.cuda.device(device):
+        _bind_context(device.index)
+        function = _function(kernel, device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        (status,) = driver.cuLaunchKernel(
+            function, *launch.grid, *launch.block, 0, stream, (values, types), 0
+        )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise _error_from(status, f"{kernel.name} cannot be launched as {launch}")
+
+
+def _device_of(kernel: Kernel, tensors: Sequence[Tensor]) -> torch.device:
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"{kernel.name} takes tensors of one device, not of {names}")
+    return devices.pop()
+
+
+def _bind_context(index: int) -> None:
+    """Bind a GPU's primary context to the current thread, unless the thread has a context."""
+    # In a new thread, CUDA's runtime binds the context at its first call. The driver API, which
+    # launches these kernels, does not.
+    problem = f"GPU {index} cannot be used"
+    if int(_checked(driver.cuCtxGetCurrent(), problem)) == 0:
+        device = _checked(driver.cuDeviceGet(index), problem)
+        context = _checked(driver.cuDevicePrimaryCtxRetain(device), problem)
+        _checked(driver.cuCtxSetCurrent(context), problem)
+
+
+@functools.cache
+def _function(kernel: Kernel, device: torch.device) -> Any:
+    """Compile a kernel for a GPU, load it there, and return its driver handle."""
+    if torch.cuda.is_current_stream_capturing():
+        raise KernelError(
+            f"{kernel.name} cannot be loaded while a CUDA graph is captured: run the function once "
+            f"on {device} before capturing it"
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = 10 * major + minor
+    architecture = newest_supported_architecture(capability)
+    code = compile_kernel(kernel, architecture, "cubin" if architecture == capability else "ptx")
+    problem = f"{kernel.name} cannot be loaded on {device}"
+    library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0), problem)
+    handle = _checked(driver.cuLibraryGetKernel(library, kernel.name.encode()), problem)
+    # Load the code now, because the first launch may be captured.
+    _checked(driver.cuKernelGetFunction(handle), problem)
+    return driver.CUfunction(int(handle))
+
+
+def _checked(result: tuple[Any, ...], problem: str) -> Any:
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise _error_from(status, problem)
+    return values[0] if values else None
+
+
+def _error_from(status: driver.CUresult, problem: str) -> KernelError:
+    reason = driver.cuGetErrorString(status)[1]
+    return KernelError(f"{problem}: {reason.decode() if reason else status}")

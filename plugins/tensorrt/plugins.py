@@ -1,0 +1,230 @@
+"""CUDA kernels as TensorRT plugins. Their inputs and attributes are in plugins/README.md.
+
+They are "quickly deployable plugins" with an ahead-of-time implementation. A plan contains the PTX
+of each kernel, and its launch parameters as expressions of the input sizes, so that it runs without
+this package. TensorRT is imported when the plugins are registered.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..nms_keep.kernel import MAX_BOXES, nms_keep_kernel, nms_keep_launch
+from ..pyramid_roi_align.kernel import Pooling, forward_kernel, pyramid_roi_align_launch
+from ..runtime.compilation import Kernel, Launch, compile_kernel, newest_supported_architecture
+
+# Namespace of the plugins. ONNX nodes need it as their attribute `plugin_namespace`: without the
+# attribute, TensorRT's parser silently uses the node's function body, for any parser flags. The
+# domain of a node is not its plugin namespace.
+PLUGIN_NAMESPACE = "maskrcnn"
+
+# The only version that quickly deployable plugins can have.
+_VERSION = "1"
+
+# Annotations of attributes by Python type: arrays, because TensorRT 10 cannot read scalars with
+# NumPy 2.4 or later.
+_FIELDS = {int: NDArray[np.int32], float: NDArray[np.float32], list: NDArray[np.float32]}
+
+# Shape expression and data type of a tensor.
+Description = tuple[tuple[Any, ...], Any]
+
+
+class _Plugin(NamedTuple):
+    """Definition of a plugin with one output.
+
+    `describe` and `implement` take the module `tensorrt`, the inputs and the attributes;
+    `combinations` takes the inputs.
+    """
+
+    inputs: tuple[str, ...]
+    # Python types by attribute name; `list`: several floats. TensorRT passes values in this order.
+    attributes: Mapping[str, type]
+    # Returns supported combinations: types, and formats, of inputs and output. With alternatives
+    # such as `FP32|FP16`, all tensors have the first type or all have the second.
+    combinations: Callable[..., list[tuple[str, str]]]
+    describe: Callable[..., Description]
+    implement: Callable[..., tuple[Kernel, Launch]]
+
+
+def register_plugins(architecture: int) -> dict[str, str]:
+    """Register the plugins with TensorRT, or register them again for another GPU.
+
+    Args:
+        architecture: compute capability of the building GPU times ten, such as 90 for 9.0. The
+            kernels run on this and newer architectures.
+
+    Returns:
+        Plugin versions by `namespace::name`.
+
+    Raises:
+        ModuleNotFoundError: TensorRT is not installed.
+    """
+    trt, trtp = import_module("tensorrt"), import_module("tensorrt.plugin")
+    for name, plugin in _PLUGINS.items():
+        plugin_id = f"{PLUGIN_NAMESPACE}::{name}"
+        # A plugin can be registered once per process, its implementation repeatedly.
+        if not hasattr(getattr(trtp.op, PLUGIN_NAMESPACE, None), name):
+            trtp.register(plugin_id)(_description(plugin, trt, trtp))
+            trtp.autotune(plugin_id)(_combinations(plugin, trtp))
+        trtp.aot_impl(plugin_id)(_implementation(plugin, trt, trtp, architecture))
+    return {f"{PLUGIN_NAMESPACE}::{name}": _VERSION for name in _PLUGINS}
+
+
+def _implement_keep(
+    _trt: Any, boxes: Any, classes: Any, iou_threshold: float, max_keep: int
+) -> tuple[Kernel, Launch]:
+    if classes.shape[1] > MAX_BOXES:
+        raise ValueError(f"NmsKeep takes at most {MAX_BOXES} boxes per set, not {classes.shape[1]}")
+    sets, count = classes.shape_expr
+    return nms_keep_kernel(iou_threshold, max_keep, "int"), nms_keep_launch(sets, count)
+
+
+def _describe_pooled(
+    _trt: Any, *inputs: Any, output_size: int, spatial_scales: list[float], **_others: Any
+) -> Description:
+    *features, rois = inputs
+    if len(spatial_scales) != len(features):
+        raise ValueError(f"{len(features)} feature maps have {len(spatial_scales)} spatial_scales")
+    batch, count, _ = rois.shape_expr
+    channels = features[0].shape_expr[1]
+    return (batch, count, channels, output_size, output_size), features[0].dtype
+
+
+def _implement_pooled(
+    trt: Any,
+    *inputs: Any,
+    spatial_scales: list[float],
+    aligned: int,
+    inclusive: int,
+    **attributes: Any,
+) -> tuple[Kernel, Launch]:
+    *features, rois = inputs
+    pooling = Pooling(
+        spatial_scales=tuple(spatial_scales),
+        aligned=bool(aligned),
+        inclusive=bool(inclusive),
+        **attributes,
+    )
+    feature_type = {trt.float16: "float16", trt.float32: "float"}[features[0].dtype]
+    kernel = forward_kernel(
+        pooling,
+        feature_type,
+        features[0].shape[1],
+        channels_last=features[0].format == trt.TensorFormat.HWC8,
+        pooled_channels_last=False,
+    )
+    batch, count, _ = rois.shape_expr
+    _, channels, *_ = features[0].shape_expr
+    sizes = [(feature.shape_expr[2], feature.shape_expr[3]) for feature in features]
+    return kernel, pyramid_roi_align_launch(batch, count, channels, sizes, pooling.output_size)
+
+
+def _combine_pooled(*inputs: Any) -> list[tuple[str, str]]:
+    *features, _rois = inputs
+    levels = len(features)
+    linear = ["FP32|FP16"] * levels + ["FP32", "FP32|FP16"], ["LINEAR"] * (levels + 2)
+    combinations = [linear]
+    # Half-precision convolutions output HWC8, in which channels are padded to a multiple of eight.
+    if features[0].shape[1] % 8 == 0:
+        half = ["FP16"] * levels + ["FP32", "FP16"], ["HWC8"] * levels + ["LINEAR"] * 2
+        combinations.append(half)
+    return [(", ".join(types), ", ".join(formats)) for types, formats in combinations]
+
+
+def _roi_align(levels: int) -> _Plugin:
+    return _Plugin(
+        inputs=(*(f"feature_{level}" for level in range(levels)), "rois"),
+        attributes={
+            "output_size": int,
+            "sampling_ratio": int,
+            "spatial_scales": list,
+            "canonical_level": int,
+            "canonical_size": float,
+            "aligned": int,
+            "inclusive": int,
+        },
+        combinations=_combine_pooled,
+        describe=_describe_pooled,
+        implement=_implement_pooled,
+    )
+
+
+_PLUGINS = {
+    "NmsKeep": _Plugin(
+        inputs=("boxes", "classes"),
+        attributes={"iou_threshold": float, "max_keep": int},
+        combinations=lambda *_inputs: [("FP32, INT64, INT32", "LINEAR")],
+        # The output is int32, because TensorRT plugins cannot output booleans.
+        describe=lambda trt, _boxes, classes, **_rest: (tuple(classes.shape_expr), trt.int32),
+        implement=_implement_keep,
+    ),
+    "PyramidRoIAlign": _roi_align(levels=4),
+    "SingleMapRoIAlign": _roi_align(levels=1),
+}
+
+
+def _description(plugin: _Plugin, trt: Any, trtp: Any) -> Callable[..., Any]:
+    """Return the function for `tensorrt.plugin.register`: type and shape of the output."""
+
+    def describe(*inputs: Any, **values: Any) -> Any:
+        attributes = _attributes(plugin, [values[name] for name in plugin.attributes])
+        return trtp.from_shape_expr(*plugin.describe(trt, *inputs, **attributes))
+
+    inputs = dict.fromkeys(plugin.inputs, trtp.TensorDesc)
+    attributes = {name: _FIELDS[kind] for name, kind in plugin.attributes.items()}
+    return _signed(describe, {**inputs, **attributes}, trtp.TensorDesc)
+
+
+def _combinations(plugin: _Plugin, trtp: Any) -> Callable[..., Any]:
+    """Return the function for `tensorrt.plugin.autotune`: supported types and formats."""
+
+    def combine(*descriptions: Any) -> Any:
+        *inputs, _outputs = descriptions
+        return [trtp.AutoTuneCombination(*pair) for pair in plugin.combinations(*inputs)]
+
+    parameters = dict.fromkeys((*plugin.inputs, "outputs"), inspect.Parameter.empty)
+    return _signed(combine, parameters, list[trtp.AutoTuneCombination])
+
+
+def _implementation(plugin: _Plugin, trt: Any, trtp: Any, architecture: int) -> Callable[..., Any]:
+    """Return the function for `tensorrt.plugin.aot_impl`: PTX and launch of the kernel."""
+    known = newest_supported_architecture(architecture)
+
+    def implement(*arguments: Any) -> Any:
+        *given, _outputs, _tactic = arguments
+        inputs, values = given[: len(plugin.inputs)], given[len(plugin.inputs) :]
+        kernel, launch = plugin.implement(trt, *inputs, **_attributes(plugin, values))
+        scalars = trtp.SymIntExprs(len(launch.scalars))
+        for index, scalar in enumerate(launch.scalars):
+            # Arithmetic turns a size into a SymIntExpr, which lacks the bit width of SymInt32.
+            scalars[index] = trtp.SymInt32(scalar)
+        ptx = compile_kernel(kernel, known, "ptx").rstrip(b"\0").decode()
+        return kernel.name, ptx, trtp.KernelLaunchParams(*launch.grid, *launch.block), scalars
+
+    names = (*plugin.inputs, *plugin.attributes, "outputs", "tactic")
+    returns = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
+    return _signed(implement, dict.fromkeys(names, inspect.Parameter.empty), returns)
+
+
+def _attributes(plugin: _Plugin, values: Sequence[NDArray[Any]]) -> dict[str, Any]:
+    """Convert attribute values to Python numbers and lists, by name."""
+    return {
+        name: value.tolist() if kind is list else value.item()
+        for (name, kind), value in zip(plugin.attributes.items(), values, strict=True)
+    }
+
+
+def _signed(
+    function: Callable[..., Any], parameters: Mapping[str, Any], returns: Any
+) -> Callable[..., Any]:
+    """Return the function with a signature, from which TensorRT reads names and types."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind, annotation=type_) for name, type_ in parameters.items()],
+        return_annotation=returns,
+    )
+    return function

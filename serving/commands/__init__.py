@@ -1,0 +1,1 @@
+"""Commands `serve`, `predict` and `client`, and the checks of `serve --doctor`."""

@@ -1,0 +1,281 @@
+"""Checks of `serve --doctor`: machine, settings, limits, bundle, backends, and a trial start."""
+
+import asyncio
+import contextlib
+import logging
+import platform
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...model.bundle.manifest import BundleError, Manifest, Precision, read_manifest, verified_path
+from .. import LOGGER
+from ..backends.loading import BACKENDS, check_backend, choose_backend, served_precision
+from ..config import ServeConfig, address_of
+from ..errors import ServingError
+from ..host import available_cores, available_memory, gpu_names, installed_versions
+from ..rpc.message_reader import MESSAGES_PER_SLOT
+from ..server import detection_server
+
+_DISTRIBUTIONS: Final = (
+    "maskrcnn-trt",
+    "grpcio",
+    "protobuf",
+    "numpy",
+    "pillow",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "torch",
+    "tensorrt",
+    "tensorrt-rtx",
+    "pycuda",
+)
+
+# Maximum number of request messages in memory per admission slot: the in-flight one, one of a
+# stream that waits for a slot, and MESSAGES_PER_SLOT that are being received.
+_REQUESTS_PER_SLOT: Final = 2 + MESSAGES_PER_SLOT
+
+State = Literal["ok", "note", "warning", "fault"]
+
+_STYLES: Final[Mapping[State, str]] = {
+    "ok": "green",
+    "note": "dim",
+    "warning": "yellow",
+    "fault": "bold red",
+}
+
+
+class CheckResult(NamedTuple):
+    """Result of one check: the item checked and its outcome."""
+
+    subject: str
+    text: str
+    # "fault": the server would not start.
+    state: State = "ok"
+
+
+class CheckSection(NamedTuple):
+    """Results of related checks, under a title."""
+
+    title: str
+    results: list[CheckResult]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no check found a fault."""
+        return all(result.state != "fault" for result in self.results)
+
+
+def diagnose(
+    bundle: Path, config: ServeConfig, sources: Mapping[str, str]
+) -> Iterator[CheckSection]:
+    """Check whether `serve` would start, section by section.
+
+    If no check finds a fault, the last section starts a server on a free port and stops it.
+
+    Args:
+        bundle: Folder of the bundle.
+        config: Settings of the server.
+        sources: Text on where each setting comes from, by name; see `setting_sources`.
+    """
+    sections = [
+        CheckSection("Machine", _machine_results()),
+        CheckSection("Settings", _setting_results(config, sources)),
+        CheckSection("Limits", _limit_results(config)),
+        CheckSection(f"Bundle {bundle}", _bundle_results(bundle)),
+    ]
+    yield from sections
+    with contextlib.suppress(BundleError):  # already reported in the section of the bundle
+        manifest = read_manifest(bundle)
+        for precision in config.precision or (served_precision(manifest, config.backend),):
+            results = _backend_results(bundle, manifest, precision, config)
+            sections.append(CheckSection(f"Backends in {precision}", results))
+            yield sections[-1]
+    # After a fault the trial would fail, and another server on this machine may need the memory.
+    if all(section.is_healthy for section in sections):
+        yield CheckSection("Trial", _trial_results(bundle, config))
+
+
+def show(sections: Iterable[CheckSection]) -> bool:
+    """Print each section as it arrives. Return True if no check found a fault."""
+    healthy = True
+    for section in sections:
+        table = Table(title=section.title, title_justify="left", box=SIMPLE_HEAD, show_header=False)
+        for result in section.results:
+            state = Text(result.state, _STYLES[result.state])
+            table.add_row(state, Text(result.subject), Text(result.text))
+        Console(markup=False, emoji=False).print(table)
+        healthy = healthy and section.is_healthy
+    return healthy
+
+
+def most_request_bytes(config: ServeConfig) -> int:
+    """Return the maximum total size in bytes of the request messages that a server holds at once.
+
+    Half of the messages can have been parsed already. Until their images are decoded, those take
+    several times their size.
+    """
+    return _REQUESTS_PER_SLOT * config.queue_size * config.max_message_mb << 20
+
+
+def _machine_results() -> list[CheckResult]:
+    versions = {"Python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)}
+    gpus = gpu_names() or ("nvidia-smi reports none",)
+    return [
+        *(CheckResult(name, version) for name, version in versions.items()),
+        *(CheckResult("GPU", gpu) for gpu in gpus),
+    ]
+
+
+def _setting_results(config: ServeConfig, sources: Mapping[str, str]) -> list[CheckResult]:
+    return [CheckResult(name, f"{_format_value(value)}, {sources[name]}") for name, value in config]
+
+
+def _limit_results(config: ServeConfig) -> list[CheckResult]:
+    ports = {"port": config.port, "metrics_port": config.metrics_port}
+    results = [_port_result(name, config.host, p) for name, p in ports.items() if p is not None]
+    cores = available_cores()
+    memory, requests = available_memory(), most_request_bytes(config)
+    return [
+        *results,
+        CheckResult(
+            "threads",
+            f"{config.threads} for decoding and encoding, on {cores:g} cores",
+            "warning" if config.threads > cores else "ok",
+        ),
+        CheckResult(
+            "memory",
+            f"{_gib(memory)} available; the settings allow request messages of {_gib(requests)} "
+            f"({_REQUESTS_PER_SLOT} x queue_size x max_message_mb), which take more once parsed",
+            "warning" if requests > memory else "ok",
+        ),
+    ]
+
+
+def _port_result(name: str, host: str, port: int) -> CheckResult:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        both = host == "::" and socket.has_dualstack_ipv6()  # gRPC too listens on both
+        socket.create_server((host, port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        remedy = "choose an address of this machine and a free port"
+        return CheckResult(
+            name, f"{address_of(host, port)} is not available ({error.strerror}); {remedy}", "fault"
+        )
+    return CheckResult(name, f"{port} is free at {host}" if port else "any free port")
+
+
+def _bundle_results(bundle: Path) -> list[CheckResult]:
+    try:
+        manifest = read_manifest(bundle)
+    except BundleError as error:
+        return [CheckResult("manifest", str(error), "fault")]
+    provenance = manifest.provenance
+    results = [
+        CheckResult("model", f"{manifest.model_name}, {len(manifest.categories)} classes"),
+        CheckResult(
+            "exported",
+            f"{provenance.exported_at} by {provenance.exported_by} from {provenance.checkpoint}",
+        ),
+    ]
+    for artifact in manifest.artifacts:
+        kind = f"{artifact.kind} in {artifact.precision} for {artifact.bucket}"
+        try:
+            verified_path(bundle, artifact)
+            if artifact.compiled:
+                verified_path(bundle, artifact.compiled)
+        except BundleError as error:
+            results.append(CheckResult(artifact.path, str(error), "fault"))
+        else:
+            results.append(CheckResult(artifact.path, f"{kind}, checksum matches"))
+    return results
+
+
+def _backend_results(
+    bundle: Path, manifest: Manifest, precision: Precision, config: ServeConfig
+) -> list[CheckResult]:
+    """Check each backend. Only if `config.backend` cannot be used, the result is a fault."""
+    results, chosen = [], None
+    try:
+        chosen = choose_backend(bundle, manifest, precision, config.backend).backend
+    except Exception as error:  # a broken installation can raise anything
+        results.append(CheckResult(f"{config.backend}, as set", _error_text(error), "fault"))
+    reason = "a faster one is available" if config.backend == "auto" else f"{config.backend} is set"
+    for name in BACKENDS:
+        try:
+            check_backend(bundle, manifest, precision, name)
+        except Exception as error:
+            fault = _error_text(error)
+            used, unused = f"would be used, although {fault}", f"not used: {fault}"
+        else:
+            used, unused = "would be used", f"not used: {reason}"
+        results.append(
+            CheckResult(name, used) if name == chosen else CheckResult(name, unused, "note")
+        )
+    return results
+
+
+def _trial_results(bundle: Path, config: ServeConfig) -> list[CheckResult]:
+    metrics_port = None if config.metrics_port is None else 0
+    # Port 0 means any free port, because another server may use the configured ports.
+    changes = {"port": 0, "metrics_port": metrics_port, "drain_delay_s": 0.0}
+    begin = time.monotonic()
+    with _warnings() as warnings:
+        try:
+            asyncio.run(_start(bundle, config.model_copy(update=changes)))
+        except Exception as error:
+            outcome = CheckResult("start", _error_text(error), "fault")
+        else:
+            seconds = time.monotonic() - begin
+            outcome = CheckResult(
+                "start", f"a server started, warmed up and stopped in {seconds:.1f} s"
+            )
+    return [*(CheckResult("log", warning, "warning") for warning in warnings), outcome]
+
+
+async def _start(bundle: Path, config: ServeConfig) -> None:
+    async with detection_server(bundle, config):
+        pass
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect the warnings and errors that are logged within the context, and do not print them."""
+    warnings: list[str] = []
+
+    class _Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    # Without propagation the handlers of the command line do not print the records as well.
+    log, collector = logging.getLogger(LOGGER), _Collector(logging.WARNING)
+    propagate, log.propagate = log.propagate, False
+    log.addHandler(collector)
+    try:
+        yield warnings
+    finally:
+        log.removeHandler(collector)
+        log.propagate = propagate
+
+
+def _error_text(error: Exception) -> str:
+    """Return the message of an error, preceded by its type if that is not of this package."""
+    own = isinstance(error, (BundleError, ServingError))
+    return str(error) if own else f"{type(error).__name__}: {error}"
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

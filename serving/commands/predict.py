@@ -1,0 +1,122 @@
+"""Command `predict`: detection without a server."""
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+from click.core import ParameterSource
+
+from ...model.bundle.manifest import Precision
+from ..config import BackendName, ReportFormat, ServeConfig
+from .report_options import REPORT_OPTIONS, SOURCE, files_and_folder, is_address, options_of
+
+if TYPE_CHECKING:
+    from ..detections import DetectionOptions
+
+
+class _SourceType(click.ParamType[Path | str]):
+    """Click type of an existing path, or of an address such as `s3://bucket/folder`."""
+
+    name = "path"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path | str:
+        return str(value) if is_address(value) else Path(SOURCE.convert(value, param, ctx))
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("images", nargs=-1, required=True, type=_SourceType())
+@options_of(*REPORT_OPTIONS)
+@click.option(
+    "--precision",
+    type=click.Choice(get_args(Precision)),
+    help="Precision of inference. Default: the first one that the bundle has for the backend.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(get_args(BackendName)),
+    default="auto",
+    show_default=True,
+    help=ServeConfig.model_fields["backend"].description,
+)
+@click.option(
+    "--max-batch",
+    type=click.IntRange(min=1),
+    default=ServeConfig().max_batch,
+    show_default=True,
+    help="Batch size on a GPU.",
+)
+@click.option(
+    "--ray",
+    "with_ray",
+    is_flag=True,
+    help="Distribute the work with Ray over this machine or the cluster of RAY_ADDRESS. IMAGES and "
+    "--output may be addresses, such as s3://bucket/folder. Folders are searched recursively. "
+    "Results are Parquet files.",
+)
+def predict(
+    bundle: Path,
+    images: Sequence[Path | str],
+    output: str,
+    formats: Sequence[ReportFormat],
+    score_threshold: float,
+    precision: Precision | None,
+    backend: BackendName,
+    max_batch: int,
+    with_ray: bool,
+) -> None:
+    """Detect objects in IMAGES with BUNDLE, without a server.
+
+    IMAGES are files and folders.
+    """
+    from ..detections import DetectionOptions
+
+    options = DetectionOptions(score_threshold=score_threshold)
+    if with_ray:
+        _predict_with_ray(
+            bundle, images, output, options,
+            precision=precision, backend=backend, max_batch=max_batch,
+        )  # fmt: skip
+        return
+    from ..offline.predictor import Predictor
+    from ..results.reports import write_report
+
+    files, folder = files_and_folder(images, output, formats)
+    with (
+        contextlib.closing(Predictor(bundle, precision, backend, max_batch)) as predictor,
+        contextlib.closing(predictor.detect_many(files, options)) as outcomes,
+    ):
+        write_report(files, outcomes, folder, formats)
+
+
+def _predict_with_ray(
+    bundle: Path,
+    images: Sequence[Path | str],
+    output: str,
+    options: "DetectionOptions",
+    **model: Any,
+) -> None:
+    """Detect objects with Ray, and print the totals.
+
+    Raises:
+        click.UsageError: `--format` was given.
+        click.ClickException: Some images failed. The results of the others are written.
+    """
+    # Only an explicit --format is an error: the option always has a value.
+    source = click.get_current_context().get_parameter_source("formats")
+    if source is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--format cannot be combined with --ray, which writes Parquet files")
+    from ..offline.ray_prediction import predict_with_ray
+
+    target = output if is_address(output) else str(Path(output).absolute())
+    sources = [i if isinstance(i, str) else str(i.absolute()) for i in images]
+    summary = predict_with_ray(bundle, sources, target, options, **model)
+    click.echo(f"detections in {summary.images - summary.failures} images, see {output}")
+    if summary.failures:
+        raise click.ClickException(
+            f"{summary.failures} of {summary.images} images failed; see `error` in their rows"
+        )

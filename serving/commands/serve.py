@@ -1,0 +1,196 @@
+"""Command `serve` and its settings: command-line options, environment variables and a YAML file."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
+
+import click
+import yaml
+from click.core import ParameterSource
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticSerializationError, to_json
+
+from ...model.config.error_messages import validation_message
+from ...model.config.strict_yaml import value_from_yaml
+from ..config import ServeConfig, ServeFields
+
+# Prefix of the environment variables.
+_PREFIX = "MASKRCNN_"
+
+_Command = Callable[..., None]
+
+
+def config_options(command: _Command) -> _Command:
+    """Add one option per ServeConfig field to a command, plus `--config FILE`."""
+    for name, field in reversed(ServeConfig.model_fields.items()):
+        command = _option(name, field)(command)
+    return click.option(
+        "--config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        is_eager=True,  # parsed before the options whose defaults it sets
+        expose_value=False,
+        callback=_set_defaults,
+        envvar=_variable("config"),
+        show_envvar=True,
+        help="YAML file of the settings below, with _ instead of -, as in max_batch: 8. "
+        "Environment variables override the file, and options override both.",
+    )(command)
+
+
+def config_from_options(values: dict[str, Any]) -> ServeConfig:
+    """Return the configuration with the option values of the current command.
+
+    Raises:
+        click.UsageError: A value is invalid, or an environment variable is an unknown setting.
+    """
+    _check_environment()
+    try:
+        return ServeConfig(**values)
+    except ValidationError as error:
+        message = validation_message(error, ServeConfig)
+        name = str(next(iter(error.errors()[0]["loc"]), ""))
+        if name:
+            message = message.replace(name, _spelling(name), 1)
+        raise click.UsageError(message) from None
+
+
+def setting_sources() -> dict[str, str]:
+    """Return where each setting of the current command comes from, such as "by option"."""
+    context = click.get_current_context()
+    texts = {
+        ParameterSource.COMMANDLINE: "by option",
+        ParameterSource.DEFAULT_MAP: "from the file",
+        ParameterSource.DEFAULT: "the default",
+    }
+    return {
+        name: texts.get(source, f"from {_variable(name)}")
+        for name in ServeConfig.model_fields
+        if (source := context.get_parameter_source(name)) is not None
+    }
+
+
+def settings_from_file(path: Path) -> dict[str, Any]:
+    """Return the settings in a YAML file, by name.
+
+    Raises:
+        click.UsageError: The file is not valid YAML, or has an unknown key or an invalid value.
+    """
+    try:
+        values = value_from_yaml(path.read_text())
+        values = {} if values is None else values
+        text = to_json(values, inf_nan_mode="constants")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise click.UsageError(
+            f"{path} is not valid YAML: {' '.join(str(error).split())}"
+        ) from None
+    except PydanticSerializationError:
+        raise click.UsageError(
+            f"{path} holds an invalid value, such as a list that contains itself; it must be a "
+            "mapping of settings to values, as in port: 8500"
+        ) from None
+    if not isinstance(values, dict):
+        raise click.UsageError(f"{path} must be a mapping of settings to values, as in port: 8500")
+    try:
+        # Validated as JSON: strict mode then still accepts lists for tuples and text for paths.
+        fields = ServeFields.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        message = validation_message(error, ServeFields)
+        raise click.UsageError(f"{path}: {message}") from None
+    return fields.model_dump(exclude_unset=True)
+
+
+def _option(name: str, field: FieldInfo) -> Callable[[_Command], _Command]:
+    multiple = get_origin(field.annotation) is tuple
+    annotation = get_args(field.annotation)[0] if multiple else field.annotation
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        type=_click_type(annotation),
+        multiple=multiple,
+        default=field.get_default(call_default_factory=True),
+        show_default=not multiple,
+        envvar=_variable(name),
+        show_envvar=True,
+        help=(field.description or "") + (" Can be given several times." if multiple else ""),
+    )
+
+
+def _click_type(annotation: Any) -> Any:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return click.Choice(get_args(annotation))
+    return get_args(annotation)[0] if origin is UnionType else annotation
+
+
+def _set_defaults(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+    """Use the settings in a YAML file as the defaults of the command's options."""
+    if path is not None:
+        context.default_map = settings_from_file(path)
+
+
+def _check_environment() -> None:
+    known = [_variable(name) for name in ("config", *ServeConfig.model_fields)]
+    for name in os.environ:
+        if name.startswith(_PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise click.UsageError(f"the environment variable {name} is not a setting; {hint}")
+
+
+def _spelling(name: str) -> str:
+    """Return a setting's name as the user gave it: as an option or an environment variable."""
+    if click.get_current_context().get_parameter_source(name) is ParameterSource.ENVIRONMENT:
+        return _variable(name)
+    return f"--{name.replace('_', '-')}"
+
+
+def _variable(name: str) -> str:
+    return f"{_PREFIX}{name.upper()}"
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@config_options
+@click.option(
+    "--doctor",
+    is_flag=True,
+    help="Instead of serving, check the machine, the settings and BUNDLE, and report the results. "
+    "The exit code is 1 if the server would not start.",
+)
+def serve(bundle: Path, doctor: bool, **values: Any) -> None:
+    """Serve BUNDLE over gRPC until SIGTERM or Ctrl+C, then finish the in-flight requests.
+
+    On SIGHUP the server reloads BUNDLE and switches to it once it is warm.
+    """
+    import asyncio
+
+    # gRPC would log lines in its own format when clients violate the protocol.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from ..monitoring.logs import configure_logs
+    from ..server import serve as serve_bundle
+
+    config = config_from_options(values)
+    if doctor:
+        from .doctor import diagnose, show
+
+        healthy = show(diagnose(bundle, config, setting_sources()))
+        click.get_current_context().exit(0 if healthy else 1)
+    configure_logs(config.log_format, config.log_level)
+    asyncio.run(
+        serve_bundle(
+            bundle, config, lambda address: _print_line(f"Ready at {address}, serving {bundle}")
+        )
+    )
+
+
+def _print_line(line: str) -> None:
+    """Print a line. Ignore errors, so that a closed stdout does not stop the server."""
+    try:
+        click.echo(line)
+    except OSError:
+        # Python would flush the buffered line again at exit, fail, and exit with an error status.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,238 @@
+"""Input tensor of an inference request: validation, and conversion to images."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...model.images import ImageError, check_size
+from ...protos.inference import open_inference_pb2 as pb
+from ..errors import InvalidRequestError
+from ..steps.preprocessing import SourceImage
+
+# Name of the input tensor. Datatype BYTES, shape [B] or [B, 1]: B encoded images. Datatype UINT8 or
+# FP32, shape [B, H, W, 3]: RGB pixels in 0..255.
+INPUT_NAME = "images"
+
+InputTensor = pb.ModelInferRequest.InferInputTensor
+
+# Size in bytes of an element in raw contents, by datatype.
+_ITEM_SIZES: Final[Mapping[str, int]] = {"UINT8": 1, "FP32": 4}
+# Field of InferTensorContents that holds typed contents, by datatype.
+_FIELDS: Final[Mapping[str, str]] = {
+    "BYTES": "bytes_contents",
+    "UINT8": "uint_contents",
+    "FP32": "fp32_contents",
+}
+# In raw contents of datatype BYTES, a length of this many bytes precedes each element.
+_LENGTH_BYTES = 4
+# Number of pixel values to convert at a time. That takes well below a millisecond.
+_CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """Validated input tensor of a request. Its images are not decoded yet."""
+
+    # Number of images.
+    count: int
+    tensor: InputTensor
+    # Raw contents of the tensor. None: the tensor has typed contents.
+    raw: bytes | None
+
+
+def validate_input(request: pb.ModelInferRequest, max_batch: int, max_pixels: int) -> ImageInput:
+    """Validate the shape, datatype and size of a request's input tensor, and return it.
+
+    Args:
+        request: ModelInfer request.
+        max_batch: Maximum number of images.
+        max_pixels: Maximum number of pixels per image. Encoded images are not checked here.
+
+    Raises:
+        InvalidRequestError: the input is missing, its shape or datatype is not supported, or its
+            contents do not match them.
+        ImageError: the images are too small or too elongated.
+    """
+    tensor, raw = _only_input(request)
+    _check_shape(tensor)
+    count = tensor.shape[0]
+    if not 1 <= count <= max_batch:
+        raise InvalidRequestError(
+            f"input {INPUT_NAME!r} has {count} images; allowed: 1 to {max_batch}"
+        )
+    check_contents(tensor, raw)
+    if tensor.datatype != "BYTES":
+        _check_image_size(tensor, max_pixels)
+    return ImageInput(count, tensor, raw)
+
+
+def decode_input(images: ImageInput) -> Sequence[SourceImage]:
+    """Return each image of an input, as an encoded file or a [H, W, 3] uint8 array.
+
+    This may take seconds.
+
+    Raises:
+        InvalidRequestError: raw contents of datatype BYTES are malformed, or a pixel value is
+            outside of 0..255.
+    """
+    tensor, raw = images.tensor, images.raw
+    if tensor.datatype != "BYTES":
+        return list(pixels_from_tensor(tensor, raw))
+    if raw is None:
+        return list(tensor.contents.bytes_contents)
+    return _split_raw(tensor, raw, images.count)
+
+
+def _only_input(request: pb.ModelInferRequest) -> tuple[InputTensor, bytes | None]:
+    """Return the input tensor and its raw contents. None: typed contents."""
+    names = [tensor.name for tensor in request.inputs]
+    if names != [INPUT_NAME]:
+        raise InvalidRequestError(
+            f"the request has the inputs {names}; it must have exactly one, {INPUT_NAME!r}"
+        )
+    (tensor,) = request.inputs
+    reject_parameters(f"input {INPUT_NAME!r}", tensor.parameters)
+    raw = request.raw_input_contents
+    if not raw:
+        return tensor, None
+    if len(raw) != 1 or tensor.HasField("contents"):
+        typed = ", which also has typed contents" if tensor.HasField("contents") else ""
+        raise InvalidRequestError(
+            f"the request has {len(raw)} raw contents for 1 input{typed}; "
+            "send the input once, either as raw or as typed contents"
+        )
+    return tensor, raw[0]
+
+
+def _check_shape(tensor: InputTensor) -> None:
+    if tensor.datatype not in _FIELDS:
+        raise InvalidRequestError(
+            f"input {INPUT_NAME!r} has datatype {tensor.datatype!r}; "
+            f"it must be one of {', '.join(_FIELDS)}"
+        )
+    shape = tuple(tensor.shape)
+    if tensor.datatype == "BYTES":
+        expected, fits = "[B] or [B, 1]", len(shape) == 1 or shape[1:] == (1,)
+    else:
+        expected, fits = "[B, height, width, 3]", len(shape) == 4 and shape[3] == 3
+    if not fits:
+        raise InvalidRequestError(
+            f"input {INPUT_NAME!r} has shape {list(shape)}; "
+            f"for {tensor.datatype} it must be {expected}"
+        )
+
+
+def _check_image_size(tensor: InputTensor, max_pixels: int) -> None:
+    height, width = tensor.shape[1:3]
+    pixels = height * width
+    if pixels > max_pixels:
+        raise InvalidRequestError(
+            f"input {INPUT_NAME!r} has shape {list(tensor.shape)}, that is {pixels} pixels per "
+            f"image; send smaller images, or raise the server's max_pixels ({max_pixels})"
+        )
+    try:
+        check_size(height, width, max_pixels)
+    except ImageError as error:  # all images have the same size, so the first is named
+        raise ImageError(f"{INPUT_NAME}[0]: {error}") from None
+
+
+def reject_parameters(owner: str, parameters: Mapping[str, pb.InferParameter]) -> None:
+    """Raise InvalidRequestError if an input or output has parameters; none are supported."""
+    if parameters:
+        raise InvalidRequestError(f"{owner} has the unknown parameter {min(parameters)!r}")
+
+
+def check_contents(tensor: InputTensor, raw: bytes | None) -> None:
+    """Check that the size of a tensor's contents matches its shape.
+
+    Raw contents of datatype BYTES are not checked here but in `decode_input`.
+
+    Args:
+        tensor: Tensor of datatype BYTES, UINT8 or FP32.
+        raw: Raw contents. None: the tensor has typed contents.
+
+    Raises:
+        InvalidRequestError: a size in the shape is negative, or the number of elements is wrong.
+    """
+    if any(size < 0 for size in tensor.shape):
+        raise InvalidRequestError(
+            f"input {tensor.name!r} has shape {list(tensor.shape)}; no size may be negative"
+        )
+    count = math.prod(tensor.shape)
+    if raw is None:
+        number = len(_typed_contents(tensor))
+        if number != count:
+            raise InvalidRequestError(
+                f"input {tensor.name!r} has {number} {tensor.datatype} elements; its shape "
+                f"{list(tensor.shape)} needs {count}"
+            )
+    elif tensor.datatype != "BYTES":
+        size = count * _ITEM_SIZES[tensor.datatype]
+        if len(raw) != size:
+            raise InvalidRequestError(
+                f"input {tensor.name!r} has {len(raw)} bytes; shape {list(tensor.shape)} of "
+                f"{tensor.datatype} needs {size}"
+            )
+
+
+def pixels_from_tensor(tensor: InputTensor, raw: bytes | None) -> NDArray[np.uint8]:
+    """Return the pixels of a tensor of datatype UINT8 or FP32. FP32 values are rounded.
+
+    Args:
+        tensor: Tensor that has passed `check_contents`.
+        raw: Raw contents. None: the tensor has typed contents.
+
+    Raises:
+        InvalidRequestError: a value is outside of 0..255.
+    """
+    if raw is not None and tensor.datatype == "UINT8":
+        return np.frombuffer(raw, np.uint8).reshape(tensor.shape)
+    values = _typed_contents(tensor) if raw is None else np.frombuffer(raw, "<f4")
+    pixels = np.empty(len(values), np.uint8)
+    for start in range(0, len(values), _CHUNK):
+        chunk = np.asarray(values[start : start + _CHUNK], np.float32)
+        pixels[start : start + _CHUNK] = _rounded(tensor.name, chunk)
+        # Yield the GIL. NumPy releases it often, but takes it back before a waiting thread gets it
+        # (after the 5 ms switch interval), so the event loop would wait for tens of milliseconds.
+        time.sleep(0)
+    return pixels.reshape(tensor.shape)
+
+
+def _typed_contents(tensor: InputTensor) -> Sequence[Any]:
+    values: Sequence[Any] = getattr(tensor.contents, _FIELDS[tensor.datatype])
+    return values
+
+
+def _split_raw(tensor: InputTensor, raw: bytes, count: int) -> list[bytes]:
+    """Split raw contents of datatype BYTES into `count` strings."""
+    strings: list[bytes] = []
+    end = 0
+    for _ in range(count):
+        start = end + _LENGTH_BYTES
+        end = start + int.from_bytes(raw[start - _LENGTH_BYTES : start], "little")
+        if end > len(raw):
+            raise InvalidRequestError(
+                f"the raw contents of input {tensor.name!r} end within element {len(strings)} of "
+                f"{count}; each element must follow its length, a little-endian 4-byte number"
+            )
+        strings.append(raw[start:end])
+    if end < len(raw):
+        raise InvalidRequestError(
+            f"the raw contents of input {tensor.name!r} have {len(raw) - end} bytes more than the "
+            f"{count} elements of its shape"
+        )
+    return strings
+
+
+def _rounded(name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    if not ((values >= 0) & (values <= 255)).all():  # also rejects NaN
+        raise InvalidRequestError(
+            f"input {name!r} has values outside 0..255; send pixels that are not normalised"
+        )
+    rounded: NDArray[np.float32] = np.rint(values)
+    return rounded

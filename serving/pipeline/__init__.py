@@ -1,0 +1,1 @@
+"""Request pipeline of the server: admission, decoding, scheduling, batching, inference."""

@@ -1,0 +1,285 @@
+"""Dynamic batching: group queued images into batches and compute them on worker processes."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from ...model.bundle.spec import ShapeBucket
+from ..engines.worker_pool import WorkerProcess
+from ..errors import BackendDownError
+from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
+from .scheduling import BatchPolicy, Schedule, Ticket
+
+_log = logging.getLogger(__name__)
+
+# Consecutive failed batches after which a worker is restarted.
+_MAX_FAILURES = 3
+# Time limit in seconds for starting a worker, loading its engine and warming it up.
+START_TIMEOUT_S = 600.0
+# Pause in seconds after a failed restart of a worker. It doubles up to the longest.
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+
+
+class _HasBucket(Protocol):
+    @property
+    def bucket(self) -> ShapeBucket: ...
+
+
+Item = TypeVar("Item", bound=_HasBucket)
+Result = TypeVar("Result")
+
+
+class BatchResult(NamedTuple, Generic[Result]):
+    """Engine's result for one item, with the timing of the item's batch."""
+
+    value: Result
+    # Seconds from the item's arrival to the start of its batch.
+    queue_s: float
+    # Seconds from the start to the end of its batch, including any wait for earlier batches on the
+    # same worker.
+    infer_s: float
+    batch_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class _PendingItem(Generic[Item, Result]):
+    item: Item
+    model: str
+    result: asyncio.Future[BatchResult[Result]]
+
+
+_Batch = Sequence[Ticket[_PendingItem[Item, Result]]]
+
+
+@dataclass(eq=False)
+class _WorkerState(Generic[Item, Result]):
+    """Worker process, and the number and failures of its batches."""
+
+    process: WorkerProcess[Item, Result]
+    # Whether it accepts batches.
+    is_up: bool
+    # Number of batches in flight.
+    in_flight: int = 0
+    # `time.monotonic()` at the start of its last batch.
+    last_start: float = 0.0
+    # Consecutive failed batches.
+    failures: int = 0
+
+
+class Batcher(Generic[Item, Result]):
+    """Queue of items, and the workers that compute them in batches.
+
+    An item is the engine's input for one image. If a batch fails, all its items fail. A worker is
+    restarted after three consecutive failed batches, or if its process ends. While no worker is up,
+    new items are rejected.
+    """
+
+    def __init__(
+        self, processes: Sequence[WorkerProcess[Item, Result]], policy: BatchPolicy
+    ) -> None:
+        """Take ownership of worker processes.
+
+        Args:
+            processes: At least one loaded process; all hold the same engine.
+            policy: Rules for the size of a batch.
+        """
+        # Properties of the engine, equal in all workers.
+        self.info = processes[0].info
+        self._policy = policy
+        self._schedule = Schedule[_PendingItem[Item, Result]](policy, self.info.buckets)
+        self._workers = [_WorkerState(process, is_up=True) for process in processes]
+        # Number of worker restarts so far.
+        self.restarts = 0
+        self._changed = asyncio.Event()
+        self._threads = ThreadPoolExecutor(
+            sum(process.info.concurrency for process in processes), thread_name_prefix="engine"
+        )
+
+    @property
+    def is_up(self) -> bool:
+        """Whether at least one worker is up."""
+        return self.engines_up > 0
+
+    @property
+    def engines_up(self) -> int:
+        """Number of workers that accept batches."""
+        return sum(worker.is_up for worker in self._workers)
+
+    @property
+    def gpus(self) -> list[int | None]:
+        """GPU index of each worker. None: the worker computes on the CPU."""
+        on_gpu = self.info.device == "cuda"
+        return [worker.process.resources.gpu if on_gpu else None for worker in self._workers]
+
+    @property
+    def concurrency(self) -> int:
+        """Number of batches that the workers can have in flight at once; at least 1."""
+        return max(1, self.engines_up * self.info.concurrency)
+
+    @property
+    def waiting(self) -> Counter[str]:
+        """Number of queued items per model name, as given in the requests."""
+        return Counter(ticket.item.model for ticket in self._schedule)
+
+    async def warm_up(self) -> None:
+        """Warm up all workers. Items that arrive meanwhile are queued."""
+        loop, max_batch = asyncio.get_running_loop(), self._policy.max_batch
+        processes = [worker.process for worker in self._workers]
+        warming = (loop.run_in_executor(self._threads, p.warm_up, max_batch) for p in processes)
+        try:
+            await asyncio.gather(*warming)
+        except BaseException:
+            for process in processes:  # otherwise `close` would wait for the warm-up to end
+                process.kill()
+            raise
+
+    async def infer(
+        self, item: Item, scheduling: SchedulingOptions = DEFAULT_SCHEDULING
+    ) -> BatchResult[Result]:
+        """Queue an item, and return its result when its batch has been computed.
+
+        If the calling task is cancelled while the item is queued, the item leaves the queue.
+
+        Raises:
+            BackendDownError: no worker is up, or the worker process that computed the item ended.
+            BackendError: the engine failed on the item's batch.
+        """
+        if not self.is_up:
+            raise _down_error()
+        result: asyncio.Future[BatchResult[Result]] = asyncio.get_running_loop().create_future()
+        pending = _PendingItem[Item, Result](item, scheduling.model, result)
+        ticket = self._schedule.add(pending, item.bucket, scheduling, time.monotonic())
+        self._changed.set()
+        try:
+            return await result
+        finally:
+            self._schedule.discard(ticket)
+
+    async def run(self) -> None:
+        """Compute queued items, and restart failed workers, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(len(self._workers)):
+                tasks.create_task(self._keep_up(index))
+            while True:
+                worker, batch = await self._next_batch()
+                tasks.create_task(self._compute(worker, batch))
+
+    def close(self) -> None:
+        """Wait for the in-flight batches and end the worker processes. Idempotent."""
+        up = [worker.process for worker in self._workers if worker.is_up]
+        for worker in self._workers:
+            if not worker.is_up:
+                worker.process.kill()  # it may be starting, and `exited` below would wait for that
+            worker.is_up = False
+        # Not in `self._threads`, because hanging batches may occupy all of them.
+        with ThreadPoolExecutor(max(1, len(up))) as closing:
+            list(closing.map(WorkerProcess.close, up))
+        self._threads.shutdown()
+        for worker in self._workers:
+            worker.process.exited.result()
+
+    async def _next_batch(self) -> tuple[_WorkerState[Item, Result], _Batch[Item, Result]]:
+        """Wait for the next batch and a worker that can compute it."""
+        while True:
+            self._changed.clear()
+            now = time.monotonic()
+            worker = self._least_busy()
+            is_busy = worker is None or worker.in_flight >= self.info.saturating_batches
+            if worker and (batch := self._schedule.take(now, only_full=is_busy)):
+                worker.in_flight += 1
+                worker.last_start = now
+                return worker, batch
+            due = None if is_busy else self._schedule.due()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), None if due is None else due - now)
+
+    def _least_busy(self) -> _WorkerState[Item, Result] | None:
+        """Return the worker with the fewest batches in flight; among equals, the longest unused.
+
+        None: all workers are down or at their concurrency limit.
+        """
+        able = [w for w in self._workers if w.is_up and w.in_flight < self.info.concurrency]
+        return min(able, key=lambda worker: (worker.in_flight, worker.last_start), default=None)
+
+    async def _compute(
+        self, worker: _WorkerState[Item, Result], batch: _Batch[Item, Result]
+    ) -> None:
+        start = time.monotonic()
+        items = [ticket.item.item for ticket in batch]
+        loop = asyncio.get_running_loop()
+        try:
+            values = await loop.run_in_executor(self._threads, worker.process.compute, items)
+            results = list(zip(batch, values, strict=True))
+        except Exception as error:
+            _fail(batch, error)
+            worker.failures += 1
+            if isinstance(error, BackendDownError) or worker.failures == _MAX_FAILURES:
+                self._take_down(worker)
+        else:
+            worker.failures = 0
+            infer_s = time.monotonic() - start
+            for ticket, value in results:
+                if not ticket.item.result.done():
+                    queue_s = start - ticket.arrival
+                    ticket.item.result.set_result(BatchResult(value, queue_s, infer_s, len(batch)))
+        worker.in_flight -= 1
+        self._changed.set()
+
+    async def _keep_up(self, index: int) -> None:
+        """Restart the worker at this index whenever its process ends."""
+        while True:
+            worker = self._workers[index]
+            self._changed.set()
+            exit_message = await asyncio.wrap_future(worker.process.exited)
+            self._take_down(worker)
+            _log.error("%s; restarting it", exit_message)
+            await self._restart(index)
+            self.restarts += 1
+            _log.warning("the worker process is up again")
+
+    def _take_down(self, worker: _WorkerState[Item, Result]) -> None:
+        """Kill a worker's process. If no other worker is up, fail all queued items."""
+        worker.is_up = False
+        worker.process.kill()
+        if not self.is_up:
+            _fail(self._schedule.take_all(), _down_error())
+
+    async def _restart(self, index: int) -> None:
+        """Start a new process for the worker at this index; retry until that succeeds."""
+        loop = asyncio.get_running_loop()
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                process = self._workers[index].process.successor()
+                self._workers[index] = worker = _WorkerState(process, is_up=False)
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await loop.run_in_executor(self._threads, self._load, process)
+            except Exception:
+                _log.exception("cannot start the worker process; next attempt in %g s", pause_s)
+                self._workers[index].process.kill()
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                worker.is_up = True
+                return
+
+    def _load(self, process: WorkerProcess[Item, Result]) -> None:
+        process.load()
+        process.warm_up(self._policy.max_batch)
+
+
+def _fail(batch: _Batch[Item, Result], error: Exception) -> None:
+    for ticket in batch:
+        if not ticket.item.result.done():
+            ticket.item.result.set_exception(error)
+
+
+def _down_error() -> BackendDownError:
+    return BackendDownError("all workers of the model failed and are restarting; try again later")

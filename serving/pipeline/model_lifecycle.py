@@ -1,0 +1,142 @@
+"""Lifecycle of the served model: load, run, reload, unload, close."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from contextvars import Context
+from pathlib import Path
+
+from ...model.bundle.manifest import read_manifest
+from ..config import ServeConfig
+from ..errors import BackendError
+from ..monitoring.metrics import Metrics
+from .batching import START_TIMEOUT_S
+from .served_model import ServedModel
+from .threads import in_daemon_thread, time_limit
+
+_log = logging.getLogger(__name__)
+
+
+class ModelLifecycle:
+    """Owner of the served model; reloads or unloads it while requests are in flight.
+
+    Requests finish with the model that they started with. A replaced model is closed when its last
+    request has finished.
+    """
+
+    def __init__(self, bundle: Path, config: ServeConfig, metrics: Metrics) -> None:
+        """Create the first model. The caller loads it with `ServedModel.load`.
+
+        Args:
+            bundle: Folder of the bundle.
+            config: Settings of the server.
+            metrics: Metrics that count reloads.
+
+        Raises:
+            BundleError: the bundle is missing.
+        """
+        # Model for new requests.
+        self.model = ServedModel(bundle, config)
+        self._bundle = bundle
+        self._config = config
+        self._metrics = metrics
+        # Held during `reload` and `unload`.
+        self._changing = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Compute the batches of the model, and of each that replaces it, within the context."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            self._running = tasks.create_task(self.model.run())
+            try:
+                yield
+            finally:
+                async with self._changing:  # a running `reload` or `unload` needs the task group
+                    self._running.cancel()
+
+    def stored_name(self) -> str:
+        """Return the name of the model that the bundle folder holds now and `reload` would load.
+
+        Raises:
+            BundleError: the bundle is missing.
+        """
+        return read_manifest(self._bundle).model_name
+
+    async def reload(self) -> None:
+        """Load the bundle again, and replace the served model once the new one is warm.
+
+        Call it within `running`. If it fails, the old model stays as it is, served or unloaded.
+
+        Raises:
+            BundleError: the bundle is missing, damaged or lacks a precision.
+            BackendError: a backend does not run on this machine, memory does not suffice for the
+                old and the new model, or loading exceeds START_TIMEOUT_S per precision.
+        """
+        async with self._changing:
+            try:
+                model = await self._load_within_limit()
+            except Exception as error:
+                _log.error(
+                    "reloading the bundle failed, and the old model %s: %s",
+                    "stays unloaded" if self.model.is_unloaded else "is still served",
+                    error,
+                )
+                raise
+            released = self._release()
+            self.model = model
+            # An empty context, because the task outlives the request that triggers the reload.
+            self._running = self._tasks.create_task(model.run(), context=Context())
+            _log.info("the bundle is reloaded: %s", model.manifest.model_name)
+            await released
+
+    async def unload(self) -> None:
+        """Reject new requests, and close the model when the in-flight requests have finished.
+
+        Call it within `running`. `reload` serves a model again.
+        """
+        async with self._changing:
+            self.model.is_unloaded = True
+            await self._release()
+            _log.info("the model is unloaded: %s", self.model.manifest.model_name)
+
+    async def _load_within_limit(self) -> ServedModel:
+        """Load and warm up a new model. A disk or a driver may hang, so there is a time limit.
+
+        Raises:
+            BackendError: loading takes longer than START_TIMEOUT_S per precision.
+        """
+        limit_s = START_TIMEOUT_S * max(1, len(self._config.precision))
+        message = (
+            f"the model is not ready after {limit_s:g} s, so loading it is cancelled; check that "
+            "the bundle's disk and `nvidia-smi` respond, then load the model again"
+        )
+        with self._metrics.reloading():
+            async with time_limit(limit_s, lambda: BackendError(message)):
+                return await self._load()
+
+    async def _load(self) -> ServedModel:
+        model = await in_daemon_thread(ServedModel, self._bundle, self._config)
+        try:
+            await model.load()
+            await model.warm_up()
+        except BaseException:
+            await in_daemon_thread(model.close)
+            raise
+        return model
+
+    def _release(self) -> asyncio.Future[None]:
+        """Start `_release_when_unused` in a task that goes on if the caller is cancelled."""
+        release = _release_when_unused(self.model, self._running)
+        return asyncio.shield(self._tasks.create_task(release, context=Context()))
+
+
+async def _release_when_unused(model: ServedModel, running: asyncio.Task[None]) -> None:
+    """Wait for a model's in-flight requests, then cancel its batching and close it."""
+    try:
+        await model.unused()
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await in_daemon_thread(model.close)

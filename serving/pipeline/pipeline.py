@@ -1,0 +1,197 @@
+"""Processing of an inference request: admission, decoding, queueing, inference, encoding."""
+
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import ServeConfig
+from ..detections import DetectionOptions, ResponseEncoder, TimedResponse, Timing
+from ..errors import ExpiredError, QueueFullError
+from ..monitoring.telemetry import Telemetry
+from ..request_options import SchedulingOptions
+from ..steps.base import EngineResult
+from ..steps.host_steps import HostProcessor
+from ..steps.preprocessing import SourceImage
+from .admission import AdmissionController
+from .batching import BatchResult
+from .model_lifecycle import ModelLifecycle
+from .served_model import ModelBatcher, ServedModel
+from .threads import FairThreadPool, TimedResult, time_limit, timed
+
+# Minimum number of admission slots, however slow the model is: two batches, so that one can fill
+# while the other is computed, and enough for a client that sends a few images at a time.
+_MIN_BATCHES, _MIN_SLOTS = 2, 16
+# Maximum number of open gRPC calls per admission slot. This limits the responses that are held in
+# memory for slow clients.
+_CALLS_PER_SLOT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceRequest:
+    """Request to detect objects in one image."""
+
+    source: SourceImage
+    options: DetectionOptions
+    scheduling: SchedulingOptions
+    encoder: ResponseEncoder
+
+
+class Pipeline:
+    """Processor of inference requests. Use it within the context `lifecycle.running`."""
+
+    def __init__(
+        self, bundle: Path, config: ServeConfig, telemetry: Telemetry | None = None
+    ) -> None:
+        """Create a pipeline. The caller loads its model with `ServedModel.load`.
+
+        Args:
+            bundle: Folder of the bundle.
+            config: Settings of the server.
+            telemetry: Metrics and traces of the requests. None: a new object.
+
+        Raises:
+            BundleError: the bundle is missing.
+        """
+        self.telemetry = telemetry or Telemetry()
+        self.lifecycle = ModelLifecycle(bundle, config, self.telemetry.metrics)
+        self._config = config
+        self.admission = AdmissionController(
+            config.queue_size,
+            config.max_wait_s,
+            min_capacity=max(_MIN_SLOTS, _MIN_BATCHES * config.max_batch),
+        )
+        # Limit of open gRPC calls. Each call holds a slot until its responses have been sent.
+        self.call_admission = AdmissionController(
+            _CALLS_PER_SLOT * config.queue_size, resource="open calls"
+        )
+        # Threads that decode images and encode responses.
+        self.threads = FairThreadPool(config.threads)
+
+    @property
+    def model(self) -> ServedModel:
+        """Model for new requests."""
+        return self.lifecycle.model
+
+    @property
+    def stream_window(self) -> int:
+        """Maximum number of in-flight images per stream: all concurrent batches and one more."""
+        return (self.model.batcher().concurrency + 1) * self._config.max_batch
+
+    def close(self) -> None:
+        """End the threads and close the model."""
+        self.threads.close()
+        self.model.close()
+
+    def check_admission(self, peer: str) -> None:
+        """Check, before a request is read, that its connection may hold one more admission slot.
+
+        If not, the request is counted in the metrics as failed.
+
+        Raises:
+            QueueFullError: the connection may not hold another slot.
+        """
+        try:
+            self.admission.check(peer)
+        except QueueFullError as error:
+            name = self.model.manifest.model_name
+            self.telemetry.metrics.count_failure(name, error, elapsed_s=0)
+            raise
+
+    def time_limit(self, timeout_s: float | None) -> AbstractAsyncContextManager[None]:
+        """Return a context manager that cancels its body at a request's time limit.
+
+        Args:
+            timeout_s: Time limit in the request, in seconds. If the server's `timeout_s` is lower,
+                that applies. None: the server's limit.
+
+        Raises:
+            ExpiredError: the body took longer than the limit.
+        """
+        limits = [s for s in (timeout_s, self._config.timeout_s) if s is not None]
+        limit_s = min(limits, default=None)
+        return time_limit(
+            limit_s,
+            lambda: ExpiredError(
+                f"the request exceeded its time limit of {limit_s:g} s; raise timeout_us (or the "
+                "parameter timeout) in the request, raise the server's --timeout-s, or send fewer "
+                "images at once"
+            ),
+        )
+
+    async def detect(self, request: InferenceRequest, model: ServedModel) -> TimedResponse[Any]:
+        """Detect objects in an image and return the encoded response.
+
+        If the calling task is cancelled, the image leaves the queue immediately.
+
+        Args:
+            request: The request. Its `scheduling.timeout_s` is not applied here; the caller uses
+                `time_limit`.
+            model: Model to use. The caller is within the model's `use` context.
+
+        Raises:
+            ImageError: invalid image.
+            InvalidRequestError: the precision is not served.
+            BackendDownError: no worker is up, or the one that computed the image ended.
+            BackendError: the engine failed on the image's batch.
+        """
+        source, scheduling = request.source, request.scheduling
+        name, precision = model.manifest.model_name, scheduling.precision or model.precisions[0]
+        with self.telemetry.image(name, precision) as record_timing:
+            batcher = model.batcher(scheduling.precision)
+            host = HostProcessor(
+                options=request.options,
+                encoder=request.encoder,
+                manifest=model.manifest,
+                engine=batcher.info,
+                max_pixels=self._config.max_pixels,
+            )
+            del request
+            if host.is_quick(source):
+                decoded = timed(host.prepare, source)
+            else:
+                decoded = await self.threads.run(scheduling.peer, host.prepare, source)
+            # The image can be large, and may be freed while it waits for a batch.
+            del source
+            result = await batcher.infer(decoded.value, scheduling)
+            if batcher.info.is_end_to_end:  # the engine encoded the response already
+                encoded = timed(host.respond, result.value, decoded.value)
+            else:
+                encoded = await self.threads.run(
+                    scheduling.peer, host.respond, result.value, decoded.value
+                )
+            self._observe(decoded, result, encoded, batcher)
+            timing = _total_timing(decoded, result, encoded)
+            record_timing(timing)
+            return TimedResponse(encoded.value.value, timing)
+
+    def _observe(
+        self,
+        decoded: TimedResult[Any],
+        result: BatchResult[EngineResult],
+        encoded: TimedResult[TimedResponse[Any]],
+        batcher: ModelBatcher,
+    ) -> None:
+        """Report the image's service time to admission control: its share of the slowest stage."""
+        infer_s = result.infer_s / result.batch_size / batcher.concurrency
+        host_s = (decoded.elapsed_s + encoded.elapsed_s) / self.threads.size
+        self.admission.observe_service_time(max(infer_s, host_s))
+
+
+def _total_timing(
+    decoded: TimedResult[Any],
+    result: BatchResult[EngineResult],
+    encoded: TimedResult[TimedResponse[Any]],
+) -> Timing:
+    engine = encoded.value.timing
+    return Timing(
+        decode_us=_microseconds(decoded.elapsed_s) + engine.decode_us,
+        queue_us=_microseconds(decoded.waited_s + result.queue_s + encoded.waited_s),
+        infer_us=engine.infer_us or _microseconds(result.infer_s),
+        encode_us=_microseconds(encoded.elapsed_s) + engine.encode_us,
+        batch_size=result.batch_size,
+    )
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -1,0 +1,139 @@
+"""Fair scheduling of queued images into batches: self-clocked fair queueing (Golestani, 1994).
+
+The image with the lowest service tag is served first. The tag of a new image is the larger of the
+virtual time (tag of the image served last) and the tag of its connection's previous queued image,
+plus 1, 8 or 64 for priority 1, 2 or 3. If two connections both have a backlog, the one with the
+higher priority gets eight images per image of the next lower priority, and neither starves.
+"""
+
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from ...model.bundle.spec import ShapeBucket
+from ..request_options import SchedulingOptions
+
+# Images that a connection gets per image of another connection whose priority is one level lower.
+_WEIGHT = 8
+
+T = TypeVar("T")
+
+
+class BatchPolicy(NamedTuple):
+    """Rules for the size of a batch."""
+
+    # Maximum number of images in a batch.
+    max_batch: int
+    # Maximum time in seconds that an image waits for its batch to fill.
+    max_delay_s: float
+    # Smaller sizes at which a batch starts without waiting for more images.
+    preferred: tuple[int, ...] = ()
+
+    def size_of(self, waiting: int, *, overdue: bool) -> int:
+        """Return the size of the next batch, or 0 to wait for more images.
+
+        The size is `max_batch`, or else the largest preferred size that can be filled. If an image
+        has waited for `max_delay_s`, the batch takes all waiting images.
+
+        Args:
+            waiting: Number of queued images.
+            overdue: Whether one of them has waited for `max_delay_s`.
+        """
+        if waiting >= self.max_batch:
+            return self.max_batch
+        preferred = max((size for size in self.preferred if size <= waiting), default=0)
+        return preferred or (waiting if overdue else 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket(Generic[T]):
+    """Queued item, with its arrival time and its tag in the fair queue (lowest is served first)."""
+
+    item: T
+    bucket: ShapeBucket
+    # `now` in the call of `Schedule.add`.
+    arrival: float
+    # gRPC peer of the request; it identifies the client's connection.
+    peer: str
+    priority: int
+    # The lowest tag is served first.
+    service_tag: int
+
+
+class Schedule(Generic[T]):
+    """Queues of items that wait for a batch, one queue per shape bucket.
+
+    It does not read a clock: callers pass the current time in seconds as `now`.
+    """
+
+    def __init__(self, policy: BatchPolicy, buckets: Iterable[ShapeBucket]) -> None:
+        self._policy = policy
+        self._queues: dict[ShapeBucket, list[Ticket[T]]] = {bucket: [] for bucket in buckets}
+        self._connections: dict[tuple[str, int], list[Ticket[T]]] = {}
+        self._virtual_time = 0
+
+    def __iter__(self) -> Iterator[Ticket[T]]:
+        """Iterate over the tickets of all queued items. Safe to call from other threads."""
+        return (ticket for queue in tuple(self._queues.values()) for ticket in tuple(queue))
+
+    def add(
+        self, item: T, bucket: ShapeBucket, scheduling: SchedulingOptions, now: float
+    ) -> Ticket[T]:
+        """Queue an item for a batch of its bucket, and return its ticket."""
+        mine = self._connections.setdefault((scheduling.peer, scheduling.priority), [])
+        last = mine[-1].service_tag if mine else 0
+        tag = max(self._virtual_time, last) + _WEIGHT ** (scheduling.priority - 1)
+        ticket = Ticket(item, bucket, now, scheduling.peer, scheduling.priority, tag)
+        mine.append(ticket)
+        insort(self._queues[bucket], ticket, key=lambda other: other.service_tag)
+        return ticket
+
+    def discard(self, ticket: Ticket[T]) -> None:
+        """Remove a ticket if it is still queued."""
+        queue = self._queues[ticket.bucket]
+        if ticket not in queue:
+            return
+        queue.remove(ticket)
+        key = (ticket.peer, ticket.priority)
+        self._connections[key].remove(ticket)
+        if not self._connections[key]:
+            del self._connections[key]
+
+    def take(self, now: float, *, only_full: bool = False) -> list[Ticket[T]]:
+        """Remove and return the next batch, all of one bucket. Empty: wait for more items.
+
+        Among the buckets whose batch may start, choose the one with the lowest service tag.
+
+        Args:
+            now: Current time in seconds.
+            only_full: Return an empty list if the chosen bucket has fewer than `max_batch` items,
+                even if another bucket has enough.
+        """
+        sizes = {bucket: self._size(queue, now) for bucket, queue in self._queues.items()}
+        ready = [(q[0].service_tag, q[0].arrival, b) for b, q in self._queues.items() if sizes[b]]
+        if not ready:
+            return []
+        tag, _, bucket = min(ready)
+        if only_full and sizes[bucket] < self._policy.max_batch:
+            return []
+        self._virtual_time = tag
+        batch = self._queues[bucket][: sizes[bucket]]
+        for ticket in batch:
+            self.discard(ticket)
+        return batch
+
+    def take_all(self) -> list[Ticket[T]]:
+        """Remove and return all tickets."""
+        waiting = list(self)
+        for ticket in waiting:
+            self.discard(ticket)
+        return waiting
+
+    def due(self) -> float | None:
+        """Return the time when the first item will have waited `max_delay_s`. None: no items."""
+        return min((ticket.arrival + self._policy.max_delay_s for ticket in self), default=None)
+
+    def _size(self, queue: list[Ticket[T]], now: float) -> int:
+        overdue = any(now >= ticket.arrival + self._policy.max_delay_s for ticket in queue)
+        return self._policy.size_of(len(queue), overdue=overdue)

@@ -1,0 +1,152 @@
+"""Served model: a bundle loaded into worker processes, in one or more precisions."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...model.bundle.manifest import read_manifest
+from ..backends.loading import served_precision
+from ..config import ServeConfig
+from ..engines.bundle_engine import BundleLoader
+from ..engines.worker_pool import WorkerProcess, assign_resources, start_workers
+from ..errors import InvalidRequestError, UnloadedError
+from ..steps.base import EngineItem, EngineResult
+from .batching import Batcher
+from .scheduling import BatchPolicy
+from .threads import in_daemon_thread
+
+ModelBatcher = Batcher[EngineItem, EngineResult]
+ModelProcess = WorkerProcess[EngineItem, EngineResult]
+
+
+class ServedModel:
+    """Bundle that is served. Each precision has its own workers and its own `Batcher`."""
+
+    def __init__(self, bundle: Path, config: ServeConfig) -> None:
+        """Read the bundle's manifest.
+
+        Args:
+            bundle: Folder of the bundle.
+            config: Settings of the server, such as the precisions to load.
+
+        Raises:
+            BundleError: the bundle is missing.
+        """
+        # Links are resolved once: restarted workers need the files that this model was loaded from,
+        # even if a link leads to a new bundle by then.
+        self._bundle = bundle.resolve()
+        self.manifest = read_manifest(self._bundle)
+        self._config = config
+        self._processes: dict[str, list[ModelProcess]] = {}
+        # Batcher of each precision, set by `load`.
+        self.batchers: dict[str, ModelBatcher] = {}
+        # Whether new requests are rejected.
+        self.is_unloaded = False
+        # Number of requests in the `use` context.
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    async def load(self) -> None:
+        """Load the bundle. Call `close` afterwards, even if this fails.
+
+        Raises:
+            BundleError: the bundle is damaged or lacks a precision.
+            BackendError: a backend does not run on this machine or with this batch size.
+        """
+        config = self._config
+        resources = await in_daemon_thread(assign_resources, config.workers)
+        precisions = config.precision or (served_precision(self.manifest, config.backend),)
+        for precision in dict.fromkeys(precisions):
+            loader = BundleLoader(
+                self._bundle, self.manifest, precision, config.backend, config.max_batch
+            )
+            self._processes[precision] = start_workers(loader, resources, config.hang_timeout_s)
+        processes = [process for group in self._processes.values() for process in group]
+        await asyncio.gather(*(in_daemon_thread(process.load) for process in processes))
+        for process in processes:
+            if process.is_spare:
+                process.kill()
+        policy = BatchPolicy(config.max_batch, config.max_delay_ms / 1000, config.preferred_batch)
+        self.batchers = {
+            precision: Batcher([process for process in group if not process.is_spare], policy)
+            for precision, group in self._processes.items()
+        }
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Served precisions; the first is the default."""
+        return tuple(self.batchers)
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """Names that requests may use for the model, and their precision. None: the default."""
+        name = self.manifest.model_name
+        return {name: None} | {f"{name}-{precision}": precision for precision in self.precisions}
+
+    def batcher(self, precision: str | None = None) -> ModelBatcher:
+        """Return the batcher of a precision. None: the default precision.
+
+        Raises:
+            InvalidRequestError: the precision is not served.
+        """
+        try:
+            return self.batchers[precision or self.precisions[0]]
+        except KeyError:
+            raise InvalidRequestError(
+                f"precision {precision!r} is not served; choose from {', '.join(self.precisions)}"
+            ) from None
+
+    @property
+    def states(self) -> dict[str, bool]:
+        """Readiness by name: whether a request for that name can be processed now."""
+        return {
+            name: not self.is_unloaded and self.batcher(precision).is_up
+            for name, precision in self.names.items()
+        }
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Count a request as a user of the model within the context, so that it is not closed.
+
+        Raises:
+            UnloadedError: the model is unloaded.
+        """
+        if self.is_unloaded:
+            name = self.manifest.model_name
+            raise UnloadedError(
+                f"model {name!r} is unloaded; load it with RepositoryModelLoad, as tritonclient's "
+                f"load_model({name!r}) does, or send SIGHUP to the server"
+            )
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    async def unused(self) -> None:
+        """Wait until no request is in the `use` context."""
+        await self._unused.wait()
+
+    async def warm_up(self) -> None:
+        """Warm up all precisions. Requests that arrive meanwhile are queued."""
+        for batcher in self.batchers.values():
+            await batcher.warm_up()
+
+    async def run(self) -> None:
+        """Run all batchers until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for batcher in self.batchers.values():
+                tasks.create_task(batcher.run())
+
+    def close(self) -> None:
+        """Wait for the in-flight batches and end the worker processes. Idempotent."""
+        for batcher in self.batchers.values():
+            batcher.close()
+        for group in self._processes.values():  # if `load` failed, no batcher owns them
+            for process in group:
+                process.kill()

@@ -1,0 +1,1 @@
+"""Prometheus endpoint: metrics of requests, model, event loop, CPU and GPUs."""

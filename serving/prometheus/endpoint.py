@@ -1,0 +1,140 @@
+"""HTTP endpoint from which Prometheus scrapes the metrics."""
+
+import contextlib
+import io
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
+
+from ..config import address_of
+from ..errors import ServingError
+from ..pipeline.pipeline import Pipeline
+from .collectors import CpuCollector, GpuCollector, LoopLag, PipelineCollector
+
+_log = logging.getLogger(__name__)
+
+# Time for a client to send its request and receive the response, in seconds.
+_REQUEST_S = 5.0
+_MAX_CONNECTIONS = 32
+# Interval in seconds at which the server checks for expired connections and for its shutdown.
+_POLL_S = 0.05
+
+
+def add_server_metrics(registry: CollectorRegistry, pipeline: Pipeline, lag: LoopLag) -> None:
+    """Add collectors of pipeline, event loop lag, process, CPU and GPUs to a registry."""
+    for collector in (PipelineCollector(pipeline), CpuCollector(), GpuCollector()):
+        registry.register(collector)
+    ProcessCollector(registry=registry)
+    for name, documentation, value in (
+        ("lag", "Latest lag of the event loop.", lambda: lag.last_s),
+        ("lag_worst", "Maximum lag of the last ten seconds or slightly more.", lambda: lag.worst_s),
+    ):
+        name = f"maskrcnn_event_loop_{name}_seconds"
+        Gauge(name, documentation, registry=registry).set_function(value)
+
+
+class _ErrorLog(io.StringIO):
+    """Stream to which wsgiref writes the traceback of a failed request."""
+
+    def flush(self) -> None:
+        """Log the text written so far."""
+        _log.error("cannot collect the metrics\n%s", self.getvalue())
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, *message: object) -> None:
+        """Do nothing. The base class would write each request to standard error."""
+
+    def get_stderr(self) -> io.StringIO:
+        """Return the stream for tracebacks."""
+        return _ErrorLog()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """HTTP server that closes connections after 5 s, and the oldest if more than 32 are open."""
+
+    daemon_threads = True  # so that a client cannot delay the shutdown
+    request_queue_size = 128  # if it is full, clients retry after a second or more
+
+    def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
+        self.address_family = family
+        # Start time of each connection, the oldest first.
+        self._started: dict[Any, float] = {}
+        self._lock = threading.Lock()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._started) >= _MAX_CONNECTIONS:
+                self._end_oldest()
+            self._started[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        latest = time.monotonic() - _REQUEST_S
+        with self._lock:
+            for _ in range(sum(start < latest for start in self._started.values())):
+                self._end_oldest()
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # not while `_end_oldest` uses the connection
+            self._started.pop(request, None)
+            super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        super().server_close()
+        with self._lock:
+            while self._started:
+                self._end_oldest()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # The base class would write a traceback to standard error.
+        _log.debug("a metrics client closed its connection early", exc_info=True)
+
+    def _end_oldest(self) -> None:
+        connection = next(iter(self._started))
+        del self._started[connection]
+        with contextlib.suppress(OSError):  # the client may have disconnected
+            # The connection's thread then reads the end of the stream, and closes it.
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterator[str]:
+    """Serve the metrics of a registry at /metrics within the context.
+
+    Args:
+        registry: Registry of the metrics.
+        host: Address to listen on.
+        port: Port to listen on. 0: a free port.
+
+    Yields:
+        URL of the metrics.
+
+    Raises:
+        ServingError: the server cannot listen on the address.
+    """
+    try:
+        (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        server = _Server(family, (host, port))
+    except OSError as error:
+        raise ServingError(
+            f"cannot listen on {address_of(host, port)} for metrics ({error.strerror}); "
+            "choose another --metrics-port, or 0 for a free one"
+        ) from None
+    with server:
+        server.set_app(make_wsgi_app(registry))
+        thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="metrics")
+        thread.start()
+        try:
+            yield f"http://{address_of(host, server.server_port)}/metrics"
+        finally:
+            server.shutdown()
+            thread.join()

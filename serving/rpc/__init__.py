@@ -1,0 +1,1 @@
+"""gRPC transport: access control, concurrency limits, slow clients, message validation."""

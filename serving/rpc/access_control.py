@@ -1,0 +1,278 @@
+"""Access control of gRPC calls: bearer tokens, model control rights, limits on open calls."""
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+import grpc
+
+from ..config import ServeConfig
+from ..credential_files import ReloadOnChange, read_tokens
+from ..errors import ForbiddenError, QueueFullError, ServingError, UnauthenticatedError
+from ..grpc_status import status_and_message
+from ..pipeline.pipeline import Pipeline
+from .message_reader import MESSAGES_PER_SLOT, CallContext, PendingMessages, call_handler
+
+_log = logging.getLogger(__name__)
+
+_INFERENCE = "/inference.GRPCInferenceService/"
+
+# Model control: methods that load and unload models.
+ADMIN_METHODS = frozenset(
+    {f"{_INFERENCE}RepositoryModelLoad", f"{_INFERENCE}RepositoryModelUnload"}
+)
+# Unary methods that need an admission slot of the pipeline.
+_DETECTION_METHODS = frozenset({"/maskrcnn.v1.Detector/Detect", f"{_INFERENCE}ModelInfer"})
+
+_HEALTH_METHODS = tuple(
+    f"{_INFERENCE}{name}" for name in ("ServerLive", "ServerReady", "ModelReady")
+)
+# Prefixes of the public methods, which clients may call without a token.
+_PUBLIC_PREFIXES = ("/grpc.health.v1.Health/", "/grpc.reflection.", *_HEALTH_METHODS)
+
+# Maximum number of concurrent calls of public methods per connection.
+_PUBLIC_CALLS_PER_CONNECTION = 8
+# Number of admission slots per message that public calls may wait for at a time.
+_SLOTS_PER_PUBLIC_MESSAGE = 4
+# Seconds for which a stopping server still receives messages that are in transit.
+_LAST_MESSAGES_S = 2.0
+
+Metadata = Iterable[tuple[str, str | bytes]]
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+def is_public(method: str) -> bool:
+    """Return whether clients without a token may call `method` (`/package.Service/Method`).
+
+    This holds for health checks, reflection, ServerLive, ServerReady and ModelReady.
+    """
+    return method.startswith(_PUBLIC_PREFIXES)
+
+
+class AccessPolicy:
+    """Authorization: bearer tokens for inference and for model control.
+
+    | token_file | admin_token_file | inference            | model control                         |
+    |------------|------------------|----------------------|---------------------------------------|
+    | no         | no               | all clients          | loopback clients if `local_admin`     |
+    | yes        | no               | tokens of token_file | nobody                                |
+    | no         | yes              | all clients          | tokens of admin_token_file            |
+    | yes        | yes              | a token of either    | tokens of admin_token_file            |
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Read the token files.
+
+        Raises:
+            ServingError: a file cannot be read or is invalid.
+        """
+        self._tokens = _load_tokens(config.token_file)
+        self._admin_tokens = _load_tokens(config.admin_token_file)
+        self._local_admin = config.local_admin
+        has_tokens = self._tokens or self._admin_tokens
+        if has_tokens and not config.tls_certificate and not _is_loopback_host(config.host):
+            _log.warning(
+                "clients send tokens to %s unencrypted; to encrypt them, set tls_certificate and "
+                "tls_key",
+                config.host,
+            )
+
+    def check(self, method: str, metadata: Metadata, peer: str) -> None:
+        """Check that a client may call a method.
+
+        Args:
+            method: Full method name, as `/package.Service/Method`.
+            metadata: Metadata that the client sent.
+            peer: Client address, as `context.peer()` returns it.
+
+        Raises:
+            UnauthenticatedError: the method needs a token, and the call has no valid one.
+            ForbiddenError: the method loads or unloads models, and the client may not do so.
+        """
+        if is_public(method):
+            return
+        if self._tokens is None and method not in ADMIN_METHODS:
+            return
+        digest = _digest(_bearer_token(metadata))
+        is_admin = _contains(self._admin_tokens, digest)
+        is_user = is_admin or _contains(self._tokens, digest)
+        if method in ADMIN_METHODS:
+            self._check_admin(peer, is_admin=is_admin, is_user=is_user)
+        elif not is_user:
+            raise _unauthenticated()
+
+    def _check_admin(self, peer: str, *, is_admin: bool, is_user: bool) -> None:
+        if is_admin:
+            return
+        if self._tokens is None and self._admin_tokens is None:
+            if not self._local_admin:
+                raise ForbiddenError(
+                    "loading and unloading models is disabled; to allow it to clients with a "
+                    "token, set admin_token_file on the server"
+                )
+            if not _is_loopback(peer):
+                raise ForbiddenError(
+                    "only clients on the server's machine may load and unload models; to allow it "
+                    "to clients with a token, set admin_token_file on the server"
+                )
+        elif is_user or self._admin_tokens is None:
+            raise ForbiddenError(
+                "loading and unloading models needs a token from the server's admin_token_file"
+            )
+        else:
+            raise _unauthenticated()
+
+
+class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+    """gRPC interceptor that rejects unauthorized and excess calls before it reads their messages.
+
+    It also reads, validates and parses the request messages (see `message_reader`). Rejected calls
+    are counted in the metrics.
+    """
+
+    def __init__(self, policy: AccessPolicy, config: ServeConfig, pipeline: Pipeline) -> None:
+        """Derive the limits on calls and messages from `config.queue_size`.
+
+        Args:
+            policy: Authorization rules.
+            config: Server settings.
+            pipeline: Pipeline with the admission slots and the metrics.
+        """
+        self._policy = policy
+        self._pipeline = pipeline
+        self._metrics = pipeline.telemetry.metrics
+        self._timeout_s = config.receive_timeout_s
+        least = min(_PUBLIC_CALLS_PER_CONNECTION, config.queue_size)
+        public = max(least, config.queue_size // _SLOTS_PER_PUBLIC_MESSAGE)
+        # Public calls have a limit of their own. Otherwise clients without a token could cancel
+        # the reads of clients with one.
+        self._public_messages = PendingMessages(public)
+        self._messages = PendingMessages(MESSAGES_PER_SLOT * config.queue_size - public)
+        # Number of open public calls by connection.
+        self._public_calls = Counter[str]()
+
+    def stop(self) -> None:
+        """Stop waiting for request messages: of public calls now, of other calls after 2 s."""
+        self._public_messages.stop()
+        asyncio.get_running_loop().call_later(_LAST_MESSAGES_S, self._messages.stop)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler:
+        """Return the method's handler, wrapped in the access checks."""
+        handler = await continuation(handler_call_details)
+        if handler is None:  # unknown method: gRPC responds with UNIMPLEMENTED
+            return handler
+        method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
+        pending = self._public_messages if is_public(method) else self._messages
+        handle = call_handler(handler, pending, self._timeout_s)
+
+        # gRPC's request iterator (the first argument) is not used, because it keeps a reference to
+        # each message until it yields the next one.
+        async def checked(_: object, context: CallContext) -> Any:
+            try:
+                self._policy.check(method, metadata, context.peer())
+                await self._admit(method, context)
+                return await handle(context)
+            except ServingError as error:
+                self._metrics.count_rejected_call(error)
+                await context.abort(*status_and_message(error))
+
+        # All methods are registered as request-streaming. In a unary method gRPC would read the
+        # request before it calls the handler, wait for slow clients without a limit, and log a
+        # traceback for each message that cannot be parsed.
+        adapt: Callable[..., _Handler] = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return adapt(checked, None, handler.response_serializer)
+
+    async def _admit(self, method: str, context: CallContext) -> None:
+        """Count the call as open until it ends. Raise QueueFullError if too many are open."""
+        peer = context.peer()
+        if is_public(method):
+            self._count_public_call(peer, context)
+            return
+        calls = self._pipeline.call_admission
+        calls.reserve(peer)
+        # In grpc's stubs the callback has no argument.
+        context.add_done_callback(lambda _: calls.release(peer))  # type: ignore[arg-type]
+        if method in _DETECTION_METHODS:
+            # Rejects the call before its message, which can be large, is received.
+            try:
+                self._pipeline.check_admission(peer)
+            except ServingError as error:  # `check_admission` has counted the rejection
+                await context.abort(*status_and_message(error))
+
+    def _count_public_call(self, peer: str, context: CallContext) -> None:
+        if self._public_calls[peer] >= _PUBLIC_CALLS_PER_CONNECTION:
+            raise QueueFullError(
+                f"the connection has {_PUBLIC_CALLS_PER_CONNECTION} open calls for health and "
+                "reflection, which is the maximum; end one first"
+            )
+        self._public_calls[peer] += 1
+
+        def end(_: object) -> None:
+            self._public_calls[peer] -= 1
+            if not self._public_calls[peer]:
+                del self._public_calls[peer]
+
+        context.add_done_callback(end)  # type: ignore[arg-type]  # see `_admit`
+
+
+_Digests = ReloadOnChange[tuple[bytes, ...]]
+
+
+def _load_tokens(path: Path | None) -> _Digests | None:
+    if path is None:
+        return None
+    return ReloadOnChange([path], lambda: tuple(map(_digest, read_tokens(path))))
+
+
+def _contains(tokens: _Digests | None, digest: bytes) -> bool:
+    known = tokens.current() if tokens else ()
+    # All tokens are compared, so that the duration does not reveal which one matches.
+    return sum(hmac.compare_digest(digest, other) for other in known) > 0
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _bearer_token(metadata: Metadata) -> str:
+    """Return the bearer token in a call's metadata, or an empty string."""
+    for name, value in metadata:
+        if name == "authorization" and isinstance(value, str):
+            scheme, _, token = value.partition(" ")
+            if scheme.lower() == "bearer":
+                return token.strip()
+    return ""
+
+
+def _unauthenticated() -> UnauthenticatedError:
+    return UnauthenticatedError(
+        "the call has no valid token; send one in the metadata as `authorization: Bearer TOKEN`"
+    )
+
+
+def _is_loopback(peer: str) -> bool:
+    """Return whether a peer, such as `ipv4:127.0.0.1:50000`, is on this machine."""
+    host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+    return _is_loopback_host(host)
+
+
+def _is_loopback_host(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,124 @@
+"""gRPC service maskrcnn.v1.Detector."""
+
+from collections.abc import AsyncIterator, Awaitable
+from functools import partial
+
+import grpc
+
+from ...protos.maskrcnn.v1 import detector_pb2 as pb
+from ..config import ServeConfig
+from ..grpc_status import abort_on_error, status_and_message
+from ..messages import (
+    encode_detections,
+    model_response,
+    options_from_request,
+    response_bytes,
+    scheduling_from_request,
+    stream_response_bytes,
+)
+from ..pipeline.pipeline import InferenceRequest, Pipeline
+from .streams import Admission, Streams
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
+
+_DetectContext = grpc.aio.ServicerContext[pb.DetectRequest, bytes]
+_ModelContext = grpc.aio.ServicerContext[pb.GetModelRequest, pb.GetModelResponse]
+
+
+class DetectorService:
+    """Servicer of maskrcnn.v1.Detector. Register it with `add_detector_service`.
+
+    `Detect` and `DetectStream` return serialised responses: the worker process or thread that
+    computes the detections also serialises them.
+    """
+
+    # Requests can be large, and many wait for the model at a time. Therefore each method drops its
+    # reference to the request (`del request`) once the image has been taken from it.
+
+    def __init__(self, pipeline: Pipeline, config: ServeConfig) -> None:
+        self._pipeline = pipeline
+        self._config = config
+        self._streams = Streams[pb.DetectRequest](pipeline, image_count=lambda _: 1)
+        # Stops reading requests from streams; see `Streams.stop`.
+        self.stop_reading = self._streams.stop
+
+    def Detect(  # noqa: N802 (named by the protocol)
+        self, request: pb.DetectRequest, context: _DetectContext
+    ) -> Awaitable[bytes]:
+        """Detect objects in one image."""
+        peer = context.peer()
+        admission = self._pipeline.admission.acquire(peer)
+        return abort_on_error(self._response_to(peer, request, admission), context)
+
+    async def DetectStream(  # noqa: N802
+        self, requests: AsyncIterator[pb.DetectRequest], context: _DetectContext
+    ) -> None:
+        """Detect objects in the images of a stream, in several of them concurrently."""
+        respond = partial(self._stream_response_to, context.peer())
+        await self._streams.process(requests, respond, context)
+
+    async def GetModel(  # noqa: N802
+        self, request: pb.GetModelRequest, context: _ModelContext
+    ) -> pb.GetModelResponse:
+        """Describe the served model."""
+        model = self._pipeline.model
+        buckets = model.batcher().info.buckets
+        return model_response(model.manifest, buckets, model.precisions, self._config)
+
+    async def _stream_response_to(
+        self, peer: str, request: pb.DetectRequest, admission: Admission
+    ) -> bytes:
+        request_id, responding = request.id, self._response_to(peer, request, admission)
+        del request
+        try:
+            response = await responding
+        except Exception as error:
+            status, message = status_and_message(error)
+            failure = pb.Error(code=status.value[0], message=message)
+            return pb.DetectStreamResponse(id=request_id, error=failure).SerializeToString()
+        return stream_response_bytes(response, request_id)
+
+    async def _response_to(
+        self, peer: str, request: pb.DetectRequest, admission: Admission
+    ) -> bytes:
+        model = self._pipeline.model
+        name = model.manifest.model_name
+        if request.HasField("precision"):
+            name = f"{name}-{request.precision}"
+        recording = self._pipeline.telemetry.request(name, model.names, request.id, peer)
+        with recording as timings, model.use():
+            options = options_from_request(request)
+            scheduling = scheduling_from_request(request, peer, name)
+            async with self._pipeline.time_limit(scheduling.timeout_s), admission:
+                detecting = self._pipeline.detect(
+                    InferenceRequest(
+                        source=request.image,
+                        options=options,
+                        scheduling=scheduling,
+                        encoder=encode_detections,
+                    ),
+                    model,
+                )
+                request_id = request.id
+                del request
+                response = await detecting
+            timings.append(response.timing)
+            return response_bytes(response, request_id)
+
+
+def add_detector_service(service: DetectorService, server: grpc.aio.Server) -> None:
+    """Register the service with a gRPC server that is not started yet."""
+    # The generated `add_DetectorServicer_to_server` expects methods that return messages. Without
+    # a response serializer, gRPC sends the returned bytes unchanged.
+    handlers = {
+        "Detect": grpc.unary_unary_rpc_method_handler(service.Detect, pb.DetectRequest.FromString),
+        "DetectStream": grpc.stream_stream_rpc_method_handler(
+            service.DetectStream, pb.DetectRequest.FromString
+        ),
+        "GetModel": grpc.unary_unary_rpc_method_handler(
+            service.GetModel,
+            pb.GetModelRequest.FromString,
+            pb.GetModelResponse.SerializeToString,
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))

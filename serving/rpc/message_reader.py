@@ -1,0 +1,296 @@
+"""Reading and parsing of request messages, with limits on slow clients and large messages."""
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any, Final, NamedTuple, Self
+
+import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError
+
+from ..errors import ExpiredError, InvalidRequestError, QueueFullError, ServingError, StoppingError
+
+# Maximum number of request messages that the server waits for at a time, per admission slot.
+MESSAGES_PER_SLOT = 2
+# Messages up to this size in bytes skip `check_message`: once parsed, they take at most 12 MiB.
+_UNCHECKED_BYTES = 256 << 10
+# Maximum number of fields in a message, including nested ones. A field of 2 bytes can take 90 bytes
+# once parsed.
+_MAX_FIELDS: Final = 4096
+# Maximum total size in bytes of a message's packed numbers and strings. They are parsed one by one:
+# 8 MiB take about 60 ms. The pixels of an 800x1333 image fit.
+_MAX_LISTED_BYTES: Final = 8 << 20
+
+# Protobuf wire types. The other two are those of groups, which our messages do not use.
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+# Field types that protobuf copies as a block: fast, and without growth in memory.
+_COPIED: Final = frozenset(
+    {
+        FieldDescriptor.TYPE_BYTES,
+        FieldDescriptor.TYPE_FLOAT,
+        FieldDescriptor.TYPE_DOUBLE,
+        FieldDescriptor.TYPE_FIXED32,
+        FieldDescriptor.TYPE_FIXED64,
+        FieldDescriptor.TYPE_SFIXED32,
+        FieldDescriptor.TYPE_SFIXED64,
+    }
+)
+
+CallContext = grpc.aio.ServicerContext[Any, Any]
+_Parse = Callable[[bytes], Any]
+
+
+class PendingMessages:
+    """Bounded set of concurrent waits for request messages.
+
+    If it is full, a new wait cancels the oldest one of the connection that has the most waits.
+    """
+
+    # This bounds the memory that slow clients occupy. It is their waits that are cancelled, because
+    # the messages of other clients arrive before their waits are the oldest.
+
+    def __init__(self, capacity: int) -> None:
+        """Allow `capacity` concurrent waits."""
+        self._capacity = capacity
+        # Connection of each wait, the oldest first.
+        self._waits: dict[asyncio.Timeout, str] = {}
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Cancel all waits, and reject new ones."""
+        self._is_stopped = True
+        for wait in self._waits:
+            _cancel(wait)
+
+    async def next(self, context: CallContext, timeout_s: float | None) -> bytes | None:
+        """Wait for the next message of a call.
+
+        Args:
+            context: gRPC context of a call without a request deserializer.
+            timeout_s: Maximum time to wait. None: no limit.
+
+        Returns:
+            The serialised message. None: the client has ended its requests.
+
+        Raises:
+            ExpiredError: the message did not arrive in time.
+            QueueFullError: the set was full, and a newer wait cancelled this one.
+            StoppingError: the server is stopping.
+        """
+        if self._is_stopped:
+            raise StoppingError("the server is stopping")
+        if len(self._waits) >= self._capacity:
+            self._cancel_oldest()
+        wait = asyncio.timeout(timeout_s)
+        self._waits[wait] = context.peer()
+        try:
+            async with wait:
+                message = await context.read()
+                # grpc's stubs lack EOF.
+                return None if message is grpc.aio.EOF else message  # type: ignore[attr-defined]
+        except TimeoutError:
+            if self._is_stopped:
+                raise StoppingError("the server is stopping") from None
+            if wait in self._waits:
+                raise ExpiredError(f"the request did not arrive within {timeout_s:g} s") from None
+            raise QueueFullError(
+                "the server waits for too many requests to arrive (the limit depends on "
+                "queue_size), and this call has waited longest on its connection; try again later"
+            ) from None
+        finally:
+            self._waits.pop(wait, None)
+
+    def _cancel_oldest(self) -> None:
+        ((peer, _),) = Counter(self._waits.values()).most_common(1)
+        oldest = next(wait for wait, other in self._waits.items() if other == peer)
+        del self._waits[oldest]
+        _cancel(oldest)
+
+
+def _cancel(wait: asyncio.Timeout) -> None:
+    if not wait.expired():
+        wait.reschedule(0)  # a time in the past
+
+
+def call_handler(
+    handler: Any, pending: PendingMessages, timeout_s: float
+) -> Callable[[Any], Awaitable[Any]]:
+    """Return a function that reads a call's requests and passes them to a gRPC method handler.
+
+    Args:
+        handler: `grpc.RpcMethodHandler` of the method.
+        pending: Limits the concurrent waits for messages.
+        timeout_s: Maximum time to receive a unary request, in seconds. Streams have no limit.
+    """
+    if handler.request_streaming:
+        return partial(_handle_stream, handler, pending)
+    return partial(_handle_single, handler, pending, timeout_s)
+
+
+async def _handle_single(
+    handler: Any, pending: PendingMessages, timeout_s: float, context: Any
+) -> Any:
+    behaviour = handler.unary_unary or handler.unary_stream
+    # The request is not bound to a name here, so that the handler can release it.
+    return await behaviour(await _read_single(handler, pending, timeout_s, context), context)
+
+
+async def _read_single(
+    handler: Any, pending: PendingMessages, timeout_s: float, context: CallContext
+) -> Any:
+    request = await _read_request(pending, handler.request_deserializer, context, timeout_s)
+    if request is None:
+        raise InvalidRequestError("the call ended without a request")
+    return request
+
+
+async def _handle_stream(handler: Any, pending: PendingMessages, context: Any) -> None:
+    parse, behaviour = handler.request_deserializer, handler.stream_stream
+    requests = _RequestStream(partial(_read_request, pending, parse, context, None))
+    try:
+        if inspect.isasyncgenfunction(behaviour):
+            async for response in behaviour(requests, context):
+                await context.write(response)
+        else:
+            await behaviour(requests, context)
+    except ExceptionGroup as failures:
+        # gRPC treats some exceptions specially, but not within a TaskGroup's ExceptionGroup.
+        raise failures.exceptions[0] from None
+    requests.raise_failure()
+
+
+class _RequestStream:
+    """Asynchronous iterator over a call's requests.
+
+    It ends at the first message that cannot be read or parsed. Call `raise_failure` after the
+    requests before that message have been processed.
+    """
+
+    # A generator would keep a reference to each request until the next one is read.
+
+    def __init__(self, read: Callable[[], Awaitable[Any | None]]) -> None:
+        self._read = read
+        self._failure: ServingError | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            request = await self._read()
+        except ServingError as error:
+            self._failure = error
+            raise StopAsyncIteration from None
+        if request is None:
+            raise StopAsyncIteration
+        return request
+
+    def raise_failure(self) -> None:
+        """Raise the error that ended the iteration, if any."""
+        if self._failure is not None:
+            raise self._failure
+
+
+async def _read_request(
+    pending: PendingMessages, parse: _Parse, context: CallContext, timeout_s: float | None
+) -> Any | None:
+    message = await pending.next(context, timeout_s)
+    if message is None:
+        return None
+    try:
+        if len(message) > _UNCHECKED_BYTES:
+            check_message(message, parse.__self__.DESCRIPTOR)  # type: ignore[attr-defined]
+        return parse(message)
+    except DecodeError:
+        raise InvalidRequestError(
+            "cannot parse the request; was the client built from another .proto?"
+        ) from None
+
+
+class _Field(NamedTuple):
+    number: int
+    wire_type: int
+    # Byte range of the contents in the message.
+    start: int
+    end: int
+
+
+def check_message(message: bytes, kind: Descriptor) -> None:
+    """Reject a message whose parsing would block the event loop or take too much memory.
+
+    The check stops at the first limit that is exceeded, so its own duration is bounded.
+
+    Args:
+        message: Message in protobuf's wire format.
+        kind: Descriptor of the expected message type.
+
+    Raises:
+        InvalidRequestError: the message has too many fields, numbers or strings.
+        DecodeError: the message is malformed. Not every malformed message is detected.
+    """
+    listed_bytes = 0
+    for number, (path, field) in enumerate(_walk(message, 0, len(message), kind, ""), start=1):
+        if number > _MAX_FIELDS:
+            raise InvalidRequestError(
+                f"the message has more than {_MAX_FIELDS} fields; send fewer images at once, and "
+                "pixels as raw contents (raw_input_contents)"
+            )
+        if path:
+            listed_bytes += field.end - field.start
+        if listed_bytes > _MAX_LISTED_BYTES:
+            raise InvalidRequestError(
+                f"at field {path}, the message exceeds {_MAX_LISTED_BYTES >> 20} MiB of numbers "
+                "and strings; send images as files, or pixels as raw contents (raw_input_contents)"
+            )
+
+
+def _walk(
+    message: bytes, start: int, end: int, kind: Descriptor, prefix: str
+) -> Iterator[tuple[str, _Field]]:
+    """Yield `path, field` for each field of a message and of its nested messages.
+
+    `path` is the dotted name of a field that is parsed element by element; empty for other fields.
+    """
+    for field in _fields(message, start, end):
+        known = kind.fields_by_number.get(field.number)
+        if known is None or field.wire_type != _LENGTH_DELIMITED or known.type in _COPIED:
+            yield "", field
+            continue
+        path = prefix + known.name
+        if known.message_type is None:
+            yield path, field
+        else:
+            yield "", field
+            yield from _walk(message, field.start, field.end, known.message_type, f"{path}.")
+
+
+def _fields(message: bytes, start: int, end: int) -> Iterator[_Field]:
+    while start < end:
+        tag, start = _varint(message, start)
+        wire_type = tag & 7
+        if wire_type == _VARINT:
+            _, stop = _varint(message, start)
+        elif wire_type == _LENGTH_DELIMITED:
+            size, start = _varint(message, start)
+            stop = start + size
+        elif wire_type in (_FIXED32, _FIXED64):
+            stop = start + (4 if wire_type == _FIXED32 else 8)
+        else:
+            raise DecodeError(f"wire type {wire_type}")
+        if stop > end:
+            raise DecodeError("a field is truncated")
+        yield _Field(tag >> 3, wire_type, start, stop)
+        start = stop
+
+
+def _varint(message: bytes, start: int) -> tuple[int, int]:
+    """Decode a varint of up to 10 bytes. Return its value and the offset of its end."""
+    value = 0
+    for index, byte in enumerate(message[start : start + 10]):
+        value |= (byte & 127) << 7 * index
+        if byte < 128:
+            return value, start + index + 1
+    raise DecodeError("a varint is truncated")

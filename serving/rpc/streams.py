@@ -1,0 +1,145 @@
+"""Request streams: back-pressure instead of rejections, and graceful end when the server stops."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from ..errors import StoppingError
+from ..pipeline.pipeline import Pipeline
+
+Request = TypeVar("Request")
+
+# Context manager that holds a request's admission slots. Entering it waits for free slots, or
+# raises QueueFullError if too many requests are waiting.
+Admission = AbstractAsyncContextManager[None]
+
+_Respond = Callable[[Request, Admission], Coroutine[Any, Any, Any]]
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Streams(Generic[Request]):
+    """Open request streams of a gRPC service.
+
+    If no admission slot is free, a request waits for one instead of being rejected. Meanwhile its
+    stream is not read, and HTTP/2 flow control slows the client down.
+    """
+
+    def __init__(self, pipeline: Pipeline, image_count: Callable[[Request], int]) -> None:
+        """Start without open streams.
+
+        Args:
+            pipeline: Pipeline that processes the requests.
+            image_count: Returns the number of images in a request. Each needs an admission slot.
+        """
+        self._pipeline = pipeline
+        self._image_count = image_count
+        self._readers: set[asyncio.Task[None]] = set()
+
+    def stop(self) -> None:
+        """Stop reading. Each stream ends when the requests already read are processed."""
+        for reader in self._readers:
+            reader.cancel()
+
+    async def process(
+        self,
+        requests: AsyncIterable[Request],
+        respond: _Respond[Request],
+        context: _Context,
+        *,
+        in_order: bool = False,
+    ) -> None:
+        """Process the requests of a stream concurrently until it ends.
+
+        Args:
+            requests: Requests of the stream.
+            respond: Computes the response to a request. It must hold the given admission context
+                during the computation.
+            context: gRPC context of the call; receives the responses.
+            in_order: Whether to write the responses in the order of the requests.
+
+        Raises:
+            StoppingError: the server stopped before the stream ended.
+        """
+        stream = _Stream(respond, context, in_order=in_order)
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(self._read(requests, context.peer(), stream, tasks))
+            self._readers.add(reader)
+            reader.add_done_callback(self._readers.discard)
+        if reader.cancelled():
+            raise StoppingError("the server is stopping")
+
+    async def _read(
+        self,
+        requests: AsyncIterable[Request],
+        peer: str,
+        stream: "_Stream[Request]",
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        async for request in requests:
+            images, is_admitted = self._image_count(request), asyncio.Event()
+            admission = self._admission(peer, images, is_admitted)
+            task = tasks.create_task(stream.serve(request, images, admission))
+            # The task of an invalid request ends without entering `admission`.
+            task.add_done_callback(partial(_set, is_admitted))
+            del request, admission, task
+            await is_admitted.wait()
+            await stream.wait_for_room(self._pipeline.stream_window)
+
+    @contextlib.asynccontextmanager
+    async def _admission(
+        self, peer: str, images: int, is_admitted: asyncio.Event
+    ) -> AsyncIterator[None]:
+        async with self._pipeline.admission.acquire(peer, images, wait=True):
+            is_admitted.set()
+            yield
+
+
+class _Stream(Generic[Request]):
+    """State of one stream: the number of its in-flight images and the order of its responses.
+
+    An image is in flight until its response has been written.
+    """
+
+    def __init__(self, respond: _Respond[Request], context: _Context, *, in_order: bool) -> None:
+        self._respond = respond
+        self._context = context
+        self._in_order = in_order
+        # gRPC allows one write at a time.
+        self._write_lock = asyncio.Lock()
+        # Set when the response to the latest request has been written.
+        self._last_written = asyncio.Event()
+        self._last_written.set()
+        # Number of in-flight images.
+        self._images = 0
+        self._changed = asyncio.Event()
+
+    async def wait_for_room(self, images: int) -> None:
+        """Wait until fewer than `images` images are in flight."""
+        while self._images >= images:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def serve(self, request: Request, images: int, admission: Admission) -> None:
+        """Process a request of `images` images, and write its response."""
+        self._images += images
+        previous, self._last_written = self._last_written, asyncio.Event()
+        is_written = self._last_written
+        responding = self._respond(request, admission)
+        del request, admission  # `responding` releases the request as soon as it can
+        response = await responding
+        if self._in_order:
+            await previous.wait()
+        async with self._write_lock:
+            await self._context.write(response)
+        is_written.set()
+        self._images -= images
+        self._changed.set()
+
+
+def _set(event: asyncio.Event, _: object) -> None:
+    event.set()

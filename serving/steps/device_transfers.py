@@ -1,0 +1,109 @@
+"""Asynchronous copies between host and device, stream events, and decoding on either."""
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...model.device_images import apply_orientation
+from ...model.images import ImageError
+from .preprocessing import PlannedImage, resized_pixels
+
+_log = logging.getLogger(__name__)
+
+# Largest image in pixels that the device decodes. A batch of larger ones would need gigabytes of
+# GPU memory.
+_MAX_DEVICE_PIXELS: Final = 1 << 24
+
+
+class StreamEvent:
+    """CUDA event with timing. On the CPU, where work is synchronous, it is complete on creation."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Record an event in the device's current stream."""
+        self._time = time.perf_counter()
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        """Busy-wait for the event, without holding the GIL."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def block(self, stream: Any) -> None:
+        """Make another stream wait for the event."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+    def seconds_since(self, earlier: "StreamEvent") -> float:
+        """Return the seconds from an earlier event to this one. Both must be complete."""
+        if self._event is None:
+            return self._time - earlier._time
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
+def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Queue a copy of an array to the device in the current stream."""
+    host = torch.from_numpy(array)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+def copy_to_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+    """Queue copies to the host in the current stream. The arrays are valid once it has run them."""
+    hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]
+    for host, tensor in zip(hosts, tensors, strict=True):
+        host.copy_(tensor, non_blocking=True)
+    return [host.numpy() for host in hosts]
+
+
+def file_for_device(image: PlannedImage) -> bytes | None:
+    """Return the content of the image's file. None: the device cannot decode the image."""
+    suits = image.header.is_plain_jpeg and math.prod(image.source_size) <= _MAX_DEVICE_PIXELS
+    return image.source if suits and isinstance(image.source, bytes) else None
+
+
+def pixels_from_host(image: PlannedImage) -> Tensor | ImageError:
+    """Decode and resize an image on the CPU.
+
+    Returns:
+        [3, h, w] uint8 on the CPU, or the error of an invalid image.
+    """
+    try:
+        pixels = resized_pixels(image)
+    except ImageError as error:
+        return error
+    # Pixels that need no resizing can lie in read-only memory, which torch does not accept.
+    return torch.from_numpy(np.require(pixels, requirements="W")).permute(2, 0, 1)
+
+
+def upright_pixels(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor | ImageError:
+    """Apply the EXIF orientation to an image that the device decoded.
+
+    Args:
+        image: Encoded image and its EXIF orientation.
+        decoded: [3, h, w] uint8 on the device, or the error of the device's decoder.
+
+    Returns:
+        The upright image on the device. If the device failed to decode it, the CPU decodes it.
+    """
+    if isinstance(decoded, ImageError):
+        _warn_once(str(decoded))
+        return pixels_from_host(image)
+    return apply_orientation(decoded, image.header.orientation)
+
+
+@functools.lru_cache(maxsize=16)
+def _warn_once(reason: str) -> None:
+    """Log an error of the device's decoder. Cached, because it may occur for every image."""
+    _log.warning("decoding the image on the CPU; the GPU decoder cannot: %s", reason)

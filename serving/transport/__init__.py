@@ -1,1 +1,0 @@
-"""How calls reach the server: connections, who may call, limits, streams, health."""

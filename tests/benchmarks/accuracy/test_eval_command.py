@@ -1,0 +1,159 @@
+"""`maskrcnn eval` of a bundle; `test_validation.py` tests that of a checkpoint."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from maskrcnn_trt.benchmarks.accuracy import evaluate
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_dataset
+from maskrcnn_trt.training.evaluation.validation import ExpectationError
+
+# Overrides for the evaluation of the tiny checkpoint.
+KEYS = (
+    "data.workers=0", "precision=fp32", "data.min_size=96", "data.max_size=160",
+    "data.buckets=[[96,160],[160,96]]",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of the tiny model's classes, and a configuration that names it."""
+    folder = tmp_path_factory.mktemp("data")
+    names = ("circle", "square", "ring")
+    draw_dataset(folder, SyntheticConfig(train=1, val=3, width=160, height=96, classes=names))
+    categories = [c.model_dump() for c in load_checkpoint(tiny_checkpoint).categories]
+    for path in (folder / "annotations").iterdir():
+        content = json.loads(path.read_text())
+        ids = {
+            old["id"]: new["id"] for old, new in zip(content["categories"], categories, strict=True)
+        }
+        for annotation in content["annotations"]:
+            annotation["category_id"] = ids[annotation["category_id"]]
+        path.write_text(json.dumps({**content, "categories": categories}))
+    sets = {
+        split: {"images": f"{folder}/{split}", "annotations": f"{folder}/annotations/{split}.json"}
+        for split in ("train", "val")
+    }
+    (folder / "config.yaml").write_text(json.dumps({"data": sets}))
+    return folder
+
+
+def _evaluate(*args: object) -> Any:
+    return CliRunner().invoke(evaluate, [str(arg) for arg in args])
+
+
+def test_all_ways_to_name_the_data_give_the_same_metrics(
+    bundle: Path, folder: Path, tmp_path: Path
+) -> None:
+    images, annotations = folder / "val", folder / "annotations" / "val.json"
+    ways: tuple[tuple[object, ...], ...] = (
+        (folder, "--batch", 2),
+        (folder / "config.yaml", "evaluation.images_per_batch=2"),
+        ("--images", images, "--annotations", annotations, "--batch", 2, "--backend", "onnxruntime",
+         "--precision", "fp32", "--evaluator", "faster-coco-eval"),
+    )  # fmt: skip
+    reports = []
+    for number, way in enumerate(ways):
+        path = tmp_path / f"{number}.json"
+        answer = _evaluate(bundle, *way, "--json", path)
+        assert answer.exit_code == 0, answer.exception
+        assert answer.stdout.count("maxDets=100") == 20
+        assert "3 images in " in answer.stdout
+        assert " images/s in fp32 with onnxruntime on cpu, in batches of up to 2" in answer.stdout
+        reports.append(json.loads(path.read_text()))
+    for report in reports:
+        assert report["metrics"] == pytest.approx(reports[0]["metrics"], abs=1e-12)
+        assert (report["images"], report["left_out"], report["max_batch"]) == (3, 0, 2)
+        assert report["images_per_second"] == pytest.approx(3 / report["seconds"])
+
+
+def test_result_files_are_written_to_the_output_folder(
+    bundle: Path, folder: Path, tmp_path: Path
+) -> None:
+    config, output = folder / "config.yaml", tmp_path / "files"
+    args = (bundle, config, "evaluation.expected={segm/AP: 1}", "-o", output)
+    missed = _evaluate(*args)
+    assert isinstance(missed.exception, ExpectationError)
+    assert f"{output}\n" in missed.stdout
+    measured = torch.load(output / "coco_results.pth", weights_only=True)
+    assert measured["segm"].keys() >= {"AP", "AR100", "AP/disc", "AP/box", "AP/ring"}
+    for name in ("bbox.json", "segm.json"):
+        assert {r["image_id"] for r in json.loads((output / name).read_text())} == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        ((), "both --images and --annotations"),
+        (("--images", "."), "both --images and --annotations"),
+        (
+            ("{folder}", "--images", ".", "--annotations", "{folder}/config.yaml"),
+            "both --images and --annotations",
+        ),
+        (("{folder}", "seed=1"), "seed=1 needs a configuration"),
+        (("1x", "model.roi.nms_iou=0.4"), "model.roi.nms_iou does not apply to a bundle"),
+        (("quick", "data.val=null"), "set data.val.images"),
+        (("no-such",), "no-such is neither"),
+        (("{folder}", "--precision", "tf32"), "no tf32 onnx artifact"),
+        (("{folder}", "--precision", "bf16"), "torch backend"),
+    ],
+)
+def test_arguments_that_a_bundle_does_not_have(
+    bundle: Path, folder: Path, words: tuple[str, ...], fact: str
+) -> None:
+    answer = _evaluate(bundle, *(word.format(folder=folder) for word in words))
+    assert answer.exit_code != 0
+    assert fact in answer.output + str(answer.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        ((), "give CONFIG"),
+        (("{folder}",), "give CONFIG"),
+        (("quick", "--backend", "torch"), "--backend applies only to a bundle"),
+        (("quick", "-o", "files"), "--output applies only to a bundle"),
+    ],
+)
+def test_arguments_that_a_checkpoint_does_not_have(
+    tiny_checkpoint: Path, folder: Path, words: tuple[str, ...], fact: str
+) -> None:
+    answer = _evaluate(tiny_checkpoint, *(word.format(folder=folder) for word in words))
+    assert answer.exit_code == 2
+    assert fact in answer.output
+
+
+def test_options_set_keys_of_the_evaluation(
+    tiny_checkpoint: Path, folder: Path, tmp_path: Path
+) -> None:
+    keys = (*KEYS, f"output_dir={tmp_path}")
+    words = ("--evaluator", "faster-coco-eval", "--batch", 1, "--json", tmp_path / "m.json")
+    answer = _evaluate(tiny_checkpoint, folder / "config.yaml", *keys, *words)
+    assert answer.exit_code == 0, answer.exception
+    measured = torch.load(tmp_path / "inference" / "coco_results.pth", weights_only=True)
+    report = json.loads((tmp_path / "m.json").read_text())
+    assert report["checkpoint"] == str(tiny_checkpoint)
+    assert report["metrics"]["segm/AP50"] == measured["segm"]["AP50"]
+
+
+def test_the_chosen_evaluator_computes(
+    tiny_checkpoint: Path, bundle: Path, folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)  # as if it were not installed
+    keys = (*KEYS, f"output_dir={tmp_path}")
+    config, chosen = folder / "config.yaml", "evaluation.evaluator=faster-coco-eval"
+    for args in (
+        (tiny_checkpoint, config, *keys, chosen),
+        (bundle, config, chosen),
+        (bundle, folder, "--evaluator", "faster-coco-eval"),
+    ):
+        error = _evaluate(*args).exception
+        assert isinstance(error, ModuleNotFoundError)
+        assert error.name == "faster_coco_eval"

@@ -1,0 +1,104 @@
+"""Real processes: their items and deaths, memory and CPU use; the description of the machine."""
+
+import json
+import mmap
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import metadata
+
+import pytest
+
+from maskrcnn_trt.benchmarks.common.processes import (
+    ProcessError,
+    describe_machine,
+    iterate_in_process,
+    measure_process_usage,
+    peak_memory_mib,
+    reset_peak_memory,
+)
+
+# A child process of a child process that reports when it holds 200 MiB, and then is busy.
+_BUSY = "x = bytearray(200 << 20)\nprint(flush=True)\nwhile True: pass"
+_PARENT = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {_BUSY!r}])"
+
+
+def yield_process_ids(count: int) -> Iterator[tuple[int, int]]:
+    for i in range(count):
+        yield i, os.getpid()
+
+
+def exit_after(count: int) -> Iterator[int]:
+    yield from range(count)
+    os._exit(3)
+
+
+def test_items_come_from_one_child_process():
+    items = list(iterate_in_process(yield_process_ids, 3))
+    assert [i for i, _ in items] == [0, 1, 2]
+    assert len({process for _, process in items} - {os.getpid()}) == 1
+
+
+def test_items_before_a_crash_are_kept():
+    items = iterate_in_process(exit_after, 2)
+    assert [next(items), next(items)] == [0, 1]
+    with pytest.raises(ProcessError, match="exit code 3"):
+        next(items)
+
+
+def test_process_ends_with_its_reader():
+    items = iterate_in_process(yield_process_ids, 10**9)
+    _, process = next(items)
+    items.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_peak_memory_lasts_until_reset():
+    reset_peak_memory()
+    before = peak_memory_mib("cpu")
+    # A mapping has fresh pages; an array might get freed ones.
+    with mmap.mmap(-1, 100 << 20) as block:
+        for offset in range(0, len(block), mmap.PAGESIZE):
+            block[offset] = 1
+        during = peak_memory_mib("cpu")
+    assert during - before > 90
+    assert peak_memory_mib("cpu") - before > 90
+    reset_peak_memory()
+    assert peak_memory_mib("cpu") < during - 50
+
+
+def test_usage_includes_child_processes() -> None:
+    command = [sys.executable, "-c", _PARENT]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            now = time.monotonic()
+            usage = measure_process_usage(process.pid, now, now + 0.5)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert usage.cores > 0
+    assert usage.memory_mib[-1] > 200
+
+
+def test_ended_process_uses_nothing() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    now = time.monotonic()
+    usage = measure_process_usage(process.pid, now, now + 0.05)
+    assert usage.cores == 0
+    assert usage.memory_mib == pytest.approx([0] * len(usage.memory_mib))
+
+
+def test_machine_is_described_in_json():
+    machine = json.loads(json.dumps(asdict(describe_machine())))
+    assert machine["python"] == platform.python_version()
+    assert machine["packages"]["onnxruntime"] == metadata.version("onnxruntime")
+    assert machine["cpu"]
+    assert machine["cores"] >= 1

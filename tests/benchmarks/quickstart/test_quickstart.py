@@ -1,0 +1,44 @@
+"""`maskrcnn quickstart` with few images, few iterations and short measurements."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from maskrcnn_trt.benchmarks import quickstart as package
+from maskrcnn_trt.benchmarks.quickstart import QuickstartError, quickstart
+
+
+def test_folder_with_other_files_is_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    result = CliRunner().invoke(quickstart, ["-o", str(tmp_path)])
+    assert isinstance(result.exception, QuickstartError)
+    assert "-o" in str(result.exception)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.slow
+def test_all_steps_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "_BENCH_SECONDS", 0.5)
+    folder = tmp_path / "quickstart"
+    folder.mkdir()
+    (folder / ".quickstart").touch()
+    (folder / "old").touch()
+    options = ["-o", str(folder), "--images", "8", "--iterations", "6"]
+    result = CliRunner().invoke(quickstart, options)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert not (folder / "old").exists()
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert {"bbox/AP", "bbox/AP50", "segm/AP", "segm/AP50"} <= metrics.keys()
+    assert "segm/AR100" in result.stdout
+    assert metrics["infer/batch_8/images_per_second"] > 0
+    assert metrics["serve/clients_8/p99_ms"] > 0
+    for name in ("infer", "serve"):
+        assert len(json.loads((folder / "bench" / f"{name}.json").read_text())["results"]) >= 2
+    assert (folder / "bundle" / "manifest.json").is_file()
+    for name in ("loss.png", "predictions.png"):
+        with Image.open(folder / name) as image:
+            assert image.width > 400
+        assert str(folder / name) in result.stdout

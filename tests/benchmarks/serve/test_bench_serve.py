@@ -1,0 +1,144 @@
+"""`bench serve` with a real server of the tiny bundle."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from maskrcnn_trt.benchmarks.serve import serve
+from maskrcnn_trt.benchmarks.serve.load import ClosedLoop, OpenLoop
+from maskrcnn_trt.benchmarks.serve.measure import (
+    ServerProcess,
+    ServerStartError,
+    ServeSettings,
+    measure_server,
+    running_server,
+)
+from maskrcnn_trt.benchmarks.serve.results import NoAnswerError, ServeResult
+from maskrcnn_trt.serving.errors import RefusedError, UnreachableError
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(serve, [*map(str, args)])
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[ServerProcess]:
+    """A server with a short queue."""
+    with running_server(bundle, "--queue-size", "6", "--max-batch", "4") as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_server_of_a_bundle_is_measured_and_stopped(bundle: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    levels = ("--concurrency", 1, "--concurrency", 6, "--streamed", 6, "--load", 0.5)
+    levels += ("--processes", 2)
+    times = ("--seconds", 1, "--warmup", 0.2)
+    extras = ("--engine-rate", "--peer", "unbatched", "--json", record, "--output", tmp_path)
+    result = run(bundle, *levels, *times, *extras, "--", "--max-batch", 3, "--threads", 1)
+    assert result.exit_code == 0, result.output
+    report = json.loads(record.read_text())
+    one, six, streamed, half, *unbatched = report["results"]
+    one_unbatched, six_unbatched, _ = unbatched
+    assert [r["max_batch"] for r in report["results"]] == [3, 3, 3, 3, 1, 1, 1]
+    assert one["load"] == {"clients": 1, "streamed": False}
+    assert six["load"] == {"clients": 6, "streamed": False}
+    assert streamed["load"] == {"clients": 6, "streamed": True}
+    best = max(one["images_per_second"], six["images_per_second"])
+    assert half["load"] == {"rate": best / 2, "arrivals": "poisson"}
+    assert one["mean_batch_size"] == one_unbatched["mean_batch_size"] == 1
+    assert six_unbatched["mean_batch_size"] == 1
+    assert 1 < six["mean_batch_size"] <= 3
+    assert 1 < streamed["mean_batch_size"] <= 3
+    for measured in report["results"]:
+        assert not measured["refusals"]
+        assert measured["offered_per_second"] == measured["requests"] / 1.0
+        assert sum(measured["times"].values()) == pytest.approx(measured["latency"]["mean"])
+        assert min(measured["times"].values()) >= 0
+        assert measured["server"]["cores"] > 0
+        assert all(20 < mib < 4000 for mib in measured["server"]["memory_mib"])
+    assert report["bulk"]["batch"] == 3
+    assert report["max_delay_ms"] == 2.0
+    (page,) = tmp_path.glob("serve-*.md")
+    assert "of the engine's own" in page.read_text()
+
+
+def refused(result: ServeResult) -> dict[str, int]:
+    return {refusals.status: refusals.requests for refusals in result.refusals}
+
+
+@pytest.mark.slow
+def test_rejected_requests_are_counted_separately(server: ServerProcess) -> None:
+    settings = ServeSettings(
+        concurrencies=(12,),
+        streamed=(12,),
+        rates=(200,),  # with more, gRPC itself might reject some on a slow machine
+        arrivals="constant",
+        seconds=1,
+        warmup_seconds=0.5,
+    )
+    closed, streamed, opened = measure_server(server.address, settings, server.pid)
+    assert (closed.load, opened.load) == (ClosedLoop(12), OpenLoop(200, "constant"))
+    assert refused(closed).keys() == refused(opened).keys() == {"RESOURCE_EXHAUSTED"}
+    assert not refused(streamed)  # requests on a stream wait
+    assert streamed.requests
+    assert refused(opened)["RESOURCE_EXHAUSTED"] + opened.requests == 200
+    assert opened.offered_per_second == 200
+
+
+def test_late_responses_count_as_refused(server: ServerProcess) -> None:
+    settings = ServeSettings(concurrencies=(), rates=(100,), seconds=1, timeout_s=1e-4)
+    with pytest.raises(NoAnswerError, match="DEADLINE_EXCEEDED"):
+        list(measure_server(server.address, settings))
+
+
+def test_rejected_image_is_an_error(server: ServerProcess) -> None:
+    settings = ServeSettings(concurrencies=(2,), images=[b"no image"], seconds=0.5)
+    with pytest.raises(RefusedError, match="JPEG, PNG or WebP"):
+        list(measure_server(server.address, settings))
+
+
+def test_too_short_a_measurement_is_an_error(server: ServerProcess) -> None:
+    settings = ServeSettings(concurrencies=(1,), seconds=1e-9, warmup_seconds=0)
+    with pytest.raises(NoAnswerError, match="--seconds"):
+        list(measure_server(server.address, settings))
+
+
+def test_missing_server_is_an_error() -> None:
+    with pytest.raises(UnreachableError):
+        list(measure_server("127.0.0.1:1", ServeSettings(concurrencies=(1,), seconds=0.1)))
+
+
+def test_server_that_does_not_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ServerStartError), running_server(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("args", "fact"),
+    [
+        (["127.0.0.1:1", "--engine-rate"], "not a bundle"),
+        (["127.0.0.1:1", "--", "--max-batch", "2"], "not a bundle"),
+        (["BUNDLE", "--", "--max-batch", "0"], "--max-batch is 0"),
+        (["BUNDLE", "--", "--max-bach", "1"], "--max-bach"),
+        (["BUNDLE", "--rate", "0"], "--rate"),
+        (["BUNDLE", "--peer", "unbatched", "--", "--max-batch", "1"], "larger batches"),
+    ],
+)
+def test_invalid_arguments_are_errors(bundle: Path, args: list[str], fact: str) -> None:
+    result = run(*(bundle if arg == "BUNDLE" else arg for arg in args))
+    assert result.exit_code == 2
+    assert fact in result.stderr
+
+
+def test_rates_alone_need_no_closed_loop(server: ServerProcess, tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    options = ("--rate", 5, "--seconds", 1, "--warmup", 0, "--masks", "none", "--json", path)
+    result = run(server.address, *options)
+    assert result.exit_code == 0, result.output
+    (measured,) = json.loads(path.read_text())["results"]
+    assert measured["load"] == {"rate": 5.0, "arrivals": "poisson"}
+    assert measured["server"] is None

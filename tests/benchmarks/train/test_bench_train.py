@@ -1,0 +1,153 @@
+"""`bench train` of a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from maskrcnn_trt.benchmarks.common.record import write_record
+from maskrcnn_trt.benchmarks.common.timing import Latency
+from maskrcnn_trt.benchmarks.common.torchvision_baseline import TorchvisionTrainer
+from maskrcnn_trt.benchmarks.train import train
+from maskrcnn_trt.benchmarks.train.measure import TrainEngine, TrainPrecision, TrainResult
+from maskrcnn_trt.benchmarks.train.record import train_record
+from maskrcnn_trt.training.config import ConfigError, TrainConfig, load_config
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
+from maskrcnn_trt.training.data.loading.batches import Batch
+from maskrcnn_trt.training.data.loading.loader import train_loader
+from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_dataset
+from maskrcnn_trt.training.distributed import Worker
+from maskrcnn_trt.training.run import run_training
+from maskrcnn_trt.training.trainer import Trainer
+
+CONFIG = """
+device: cpu
+precision: fp32
+channels_last: false
+log_period: 1
+data:
+  train: {{images: {folder}/train, annotations: {folder}/annotations/train.json}}
+  min_size: 64
+  max_size: 96
+  buckets: [[64, 96], [96, 64]]
+  workers: 0
+model:
+  num_classes: 7
+  backbone: {{name: resnet18, norm: gn, frozen_stages: 0, fpn_channels: 32, fpn_norm: gn}}
+  anchors: {{sizes: [8, 16, 32, 64, 128]}}
+  rpn: {{pre_nms_top_n_train: 50, post_nms_top_n_train: 20}}
+  roi: {{box_head_dim: 32, mask_head_dim: 16, mask_head_depth: 1, mask_crop_size: 28}}
+solver: {{images_per_batch: 2, base_lr: 0.01, max_iterations: 3, steps: [], warmup_iterations: 2}}
+evaluation: {{skip_test: true}}
+"""
+
+
+@pytest.fixture(scope="module")
+def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench train")
+    draw_dataset(folder, SyntheticConfig(train=8, val=1, width=96, height=64))
+    path = folder / "tiny.yaml"
+    path.write_text(CONFIG.format(folder=folder))
+    return path
+
+
+def make_result(engine: TrainEngine, precision: TrainPrecision) -> TrainResult:
+    losses = [[5 / step, 0, 0, 0, 1] for step in range(6, 26)]
+    losses[-2:] = [[0.25, 0, 0, 0, 1], [0.2, 0, 0, 0, 1]]
+    latency = Latency(1, 1, 1, 1, 1, 1)
+    return TrainResult(engine, precision, "cpu", 2, 20, 1, 1.0, latency, 0.1, 1.0, losses)
+
+
+def first_batch(config: TrainConfig) -> Batch:
+    dataset = CocoDataset(config.data.train)
+    return next(iter(train_loader(dataset, config)))
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_a_training_run(config_path: Path, tmp_path: Path):
+    lengths = ["--iterations", "3", "--warmup", "1", "--output", str(tmp_path / "new")]
+    options = ["--precision", "fp32", "--peer", "torchvision", *lengths]
+    result = CliRunner().invoke(train, [str(config_path), "seed=5", *options])
+    assert result.exit_code == 0, result.output
+    (record,) = (tmp_path / "new").glob("train-*.json")
+    own, peer = json.loads(record.read_text())["results"]
+    assert (own["engine"], peer["engine"]) == ("this", "torchvision")
+    for run in (own, peer):
+        assert torch.tensor(run["losses"]).shape == (3, 5)
+        assert torch.tensor(run["losses"]).isfinite().all()
+        assert run["images_per_second"] == pytest.approx(2 / (run["latency"]["mean"] / 1000))
+        assert 0 < run["latency"]["p50"] <= run["latency"]["p90"] <= run["latency"]["p99"]
+        assert 0 < run["data_share"] < 1
+        assert run["peak_memory_mib"] > 10
+
+    run_training(load_config(str(config_path), ["seed=5", f"output_dir={tmp_path / 'run'}"]))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line)["loss"] for line in lines]
+    assert [sum(row) for row in own["losses"]] == pytest.approx(logged, rel=1e-4)
+
+
+def test_page_and_plots(tmp_path: Path):
+    results = [make_result(e, p) for p in ("fp32", "bf16") for e in ("this", "torchvision")]
+    page = write_record(train_record(results), tmp_path)
+    rows = [line.split(" | ") for line in page.read_text().splitlines()]
+    engines = [row[1] for row in rows if row[0] in ("| fp32", "| bf16")]
+    assert engines == ["this", "torchvision"] * 2
+    with Image.open(page.with_suffix(".png")) as image:
+        assert min(image.size) > 500
+        assert len(image.convert("RGB").getcolors(1 << 20)) > 10
+
+
+def test_torchvision_starts_with_the_same_losses(config_path: Path):
+    """All anchors and RoIs of one image are sampled, so that the losses are deterministic."""
+    everything = [
+        "solver.images_per_batch=1",
+        "model.roi.mask_crop_size=null",
+        "model.rpn.sampling.batch_size_per_image=100000",
+        "model.rpn.sampling.positive_fraction=1.0",
+        "model.roi.sampling.batch_size_per_image=100000",
+        "model.roi.sampling.positive_fraction=1.0",
+    ]
+    config = load_config(str(config_path), everything)
+    own = Worker(0, 1, torch.device("cpu"))
+    batch = first_batch(config)
+    losses, peers = (make(config, own).step([batch]) for make in (Trainer, TorchvisionTrainer))
+    assert torch.allclose(losses, peers, rtol=1e-3, atol=1e-4), (losses, peers)
+
+
+def test_torchvision_trainer_learns_and_accumulates(config_path: Path):
+    config = load_config(
+        str(config_path), ["model.roi.mask_crop_size=null", "solver.clip_gradient_norm=1.0"]
+    )
+    trainer = TorchvisionTrainer(config, Worker(0, 1, torch.device("cpu")))
+    batch = first_batch(config)
+    losses = [float(trainer.step([batch, batch]).sum()) for _ in range(6)]
+    assert losses[-1] < losses[0]
+
+
+def test_torchvision_needs_the_same_model(config_path: Path):
+    config = load_config(
+        str(config_path), ["model.backbone.features=c4", "model.roi.mask_crop_size=null"]
+    )
+    with pytest.raises(ConfigError, match="torchvision has no model"):
+        TorchvisionTrainer(config, Worker(0, 1, torch.device("cpu")))
+
+
+@pytest.mark.slow
+def test_missing_data_is_an_error(config_path: Path):
+    result = CliRunner().invoke(train, [str(config_path), "data.train.images=nowhere"])
+    assert isinstance(result.exception, DataError)
+    assert "nowhere" in str(result.exception)
+
+
+def test_warmup_must_be_shorter_than_the_run(config_path: Path):
+    options = ["--warmup", "3", "--iterations", "3"]
+    result = CliRunner().invoke(train, [str(config_path), *options])
+    assert result.exit_code == 2
+    assert "--warmup 3" in result.output
+
+
+def test_final_loss_is_the_mean_of_the_last_tenth():
+    assert make_result("this", "fp32").final_loss == pytest.approx((0.25 + 0.2) / 2 + 1)

@@ -1,0 +1,277 @@
+"""Builds of real engines with TensorRT-RTX. Tests that need a GPU: test_tensorrt_engines.py."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, inliner
+
+from maskrcnn_trt.export.bundle import model_for_export
+from maskrcnn_trt.export.engines.build import builder_for
+from maskrcnn_trt.export.engines.build_log import BuildLog
+from maskrcnn_trt.export.engines.builder import profiles_from_batches
+from maskrcnn_trt.export.engines.options import EngineOptions
+from maskrcnn_trt.export.errors import EngineError
+from maskrcnn_trt.export.onnx.export import onnx_from_model
+from maskrcnn_trt.model.bundle.manifest import BatchProfile, Precision, read_manifest
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+
+trt = pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
+
+OPTIONS = EngineOptions(batches=(4, 1))
+TYPES = {"fp32": "Float", "tf32": "Float", "fp16": "Half"}
+
+
+@pytest.fixture(scope="module")
+def models(bundle: Path, half_bundle: Path) -> dict[Precision, Path]:
+    """ONNX files for inputs of 96x160."""
+    single, half = (
+        path / next(a.path for a in read_manifest(path).artifacts if str(a.bucket) == "96x160")
+        for path in (bundle, half_bundle)
+    )
+    return {"fp32": single, "tf32": single, "fp16": half}
+
+
+@pytest.mark.parametrize(
+    ("batches", "profiles"),
+    [
+        ((1, 8), [(1, 1, 1), (2, 8, 8)]),
+        ((16, 1, 8), [(1, 1, 1), (2, 8, 8), (9, 16, 16)]),
+        ((4,), [(1, 4, 4)]),
+        ((2, 2), [(1, 2, 2)]),
+    ],
+)
+def test_profiles_cover_every_batch_once(
+    batches: tuple[int, ...], profiles: list[tuple[int, int, int]]
+) -> None:
+    expected = [BatchProfile(min=low, opt=best, max=high) for low, best, high in profiles]
+    assert list(profiles_from_batches(batches)) == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
+def test_engine_computes_in_the_types_of_its_precision(
+    models: dict[Precision, Path], tmp_path: Path, precision: Precision
+) -> None:
+    log = BuildLog(tmp_path / "build.log")
+    plan = tmp_path / "model.rtx"
+    build = builder_for("tensorrt-rtx", OPTIONS, log).build(models[precision], plan, precision)
+    assert plan.stat().st_size > models[precision].stat().st_size / 2
+    assert build.runtime_version == trt.__version__
+    assert build.compute_capabilities == ("8.0", "8.6", "8.9", "12.0", "12.1")
+    assert build.plugins == {}
+    assert build.profiles == profiles_from_batches((1, 4))
+    assert log.errors == []
+    read = re.findall(
+        r"LayerType: correlation, Inputs: \[ \{ Name: [^}]*Datatype: (\w+)", log.path.read_text()
+    )
+    nodes = [node.op_type for node in onnx.load(models[precision]).graph.node]
+    assert read == [TYPES[precision]] * nodes.count("Conv") * len(build.profiles)
+
+
+@pytest.mark.parametrize(("model", "precision"), [("fp32", "fp16"), ("fp16", "fp32")])
+def test_engine_of_another_precision_raises(
+    models: dict[Precision, Path], tmp_path: Path, model: Precision, precision: Precision
+) -> None:
+    builder = builder_for("tensorrt-rtx", OPTIONS, BuildLog(tmp_path / "build.log"))
+    with pytest.raises(EngineError, match=f"x.rtx .*{precision}.*{model}"):
+        builder.build(models[model], tmp_path / "x.rtx", precision)
+    assert not (tmp_path / "x.rtx").exists()
+
+
+def constants_of(path: Path) -> Iterator[np.ndarray]:
+    """Constants of the network that TensorRT-RTX parses from a file."""
+    logger = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    assert parser.parse(path.read_bytes())
+    for index in range(network.num_layers):
+        layer: Any = network.get_layer(index)
+        if layer.type == trt.LayerType.CONSTANT:
+            layer.__class__ = trt.IConstantLayer
+            yield np.array(layer.weights)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_parser_reads_function_bodies_like_inlined_ones(
+    models: dict[Precision, Path], tmp_path: Path, precision: Precision
+) -> None:
+    """An attribute that the parser loses leaves an empty constant or zeros."""
+    inlined = tmp_path / "inlined.onnx"
+    onnx.save(inliner.inline_local_functions(onnx.load(models[precision])), inlined)
+    found, expected = (list(constants_of(path)) for path in (models[precision], inlined))
+    assert len(found) == len(expected)
+    for constant, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(constant, wanted)
+    scales = np.array([1 / 4, 1 / 8, 1 / 16, 1 / 32], np.float32)
+    assert sum(np.array_equal(constant, scales) for constant in found) >= 2
+
+
+def test_engine_is_built_for_the_chosen_gpus(models: dict[Precision, Path], tmp_path: Path) -> None:
+    options = EngineOptions(batches=(1,), compute_capabilities=("12.0", "8.9", "12.0"))
+    builder = builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
+    build = builder.build(models["fp16"], tmp_path / "x.rtx", "fp16")
+    assert build.compute_capabilities == ("12.0", "8.9")
+
+
+def test_unsupported_gpu_raises(tmp_path: Path) -> None:
+    options = EngineOptions(compute_capabilities=("8.9", "9.0"))
+    with pytest.raises(EngineError, match=r"12\.0.*, not 9\.0; .* --engine tensorrt"):
+        builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
+
+
+def test_failed_build_names_reason_and_log(models: dict[Precision, Path], tmp_path: Path) -> None:
+    """The function body of NMS multiplies fp32 matrices, which Turing does not support."""
+    options = EngineOptions(batches=(1,), compute_capabilities=("7.5",))
+    log = BuildLog(tmp_path / "build.log")
+    with pytest.raises(EngineError) as caught:
+        builder_for("tensorrt-rtx", options, log).build(models["fp16"], tmp_path / "x.rtx", "fp16")
+    message = str(caught.value)
+    assert "x.rtx" in message
+    assert "FP32 GEMM is not supported" in message
+    assert str(log.path) in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "Error Code 2: OutOfMemory (Requested size was 4831838208 bytes.)",
+        "Cuda failure: out of memory",
+        "There may not be enough free memory for allocation to succeed.",
+        "Tactic needs 9 MiB and is skipped due to insufficient memory",
+    ],
+)
+def test_out_of_memory_error_takes_precedence(tmp_path: Path, error: str) -> None:
+    log = BuildLog(tmp_path / "build.log")
+    builder = builder_for("tensorrt-rtx", OPTIONS, log)
+    with log.section("x.rtx"):
+        log.write("ERROR", "Could not find any implementation for node conv")
+        log.write("ERROR", error)
+    message = builder._builder_error("x.rtx")
+    assert error in message
+    assert "--batch" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops:DeprecationWarning")
+@pytest.mark.parametrize("older", [None, b"damaged"])
+def test_timing_cache_is_written(
+    models: dict[Precision, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    older: bytes | None,
+) -> None:
+    """TensorRT-RTX is imported as TensorRT here, up to the point where it loads the engine."""
+    monkeypatch.setitem(sys.modules, "tensorrt", trt)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S, 48 GB")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = tmp_path / "maskrcnn-trt" / "timing" / f"NVIDIA-L40S-48-GB-{trt.__version__}.cache"
+    if older is not None:
+        cache.parent.mkdir(parents=True)
+        cache.write_bytes(older)
+    options = EngineOptions(batches=(1,), plugins=False)
+    builder = builder_for("tensorrt", options, BuildLog(tmp_path / "build.log"))
+    with pytest.raises(EngineError, match="cannot load the engine"):
+        builder.build(models["fp16"], tmp_path / "x.plan", "fp16")
+    assert len(cache.read_bytes()) > 100
+    assert not (tmp_path / "x.plan").exists()
+
+
+def model_of_one_node(path: Path, node: onnx.NodeProto) -> Path:
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
+        for names in (node.input, node.output)
+    )
+    shapes = {"x": (2, 3, 8, 8), "rois": (5, 4), "images": (5,)}
+    for value in inputs:
+        kind = TensorProto.INT64 if value.name == "images" else TensorProto.FLOAT
+        value.CopyFrom(helper.make_tensor_value_info(value.name, kind, shapes[value.name]))
+    graph = helper.make_graph([node], "one", inputs, outputs)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), path)
+    return path
+
+
+def test_out_of_memory_with_a_limit_names_workspace_option(
+    models: dict[Precision, Path], tmp_path: Path
+) -> None:
+    options = EngineOptions(batches=(8,), workspace_gib=1e-6, compute_capabilities=("8.9",))
+    builder = builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
+    with pytest.raises(EngineError, match=r"OutOfMemory .*--workspace"):
+        builder.build(models["fp16"], tmp_path / "x.rtx", "fp16")
+
+
+def test_unknown_node_is_named(tmp_path: Path) -> None:
+    node = helper.make_node("Frobnicate", ["x"], ["y"], name="frob_7")
+    model = model_of_one_node(tmp_path / "one.onnx", node)
+    builder = builder_for("tensorrt-rtx", OPTIONS, BuildLog(tmp_path / "build.log"))
+    with pytest.raises(EngineError, match=r"x.rtx .*frob_7 \(Frobnicate\)"):
+        builder.build(model, tmp_path / "x.rtx", "fp32")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_node_that_needs_a_gpu_is_named(tmp_path: Path) -> None:
+    """Parsing RoiAlign, which the bodies for C4 and adaptive sampling use, needs a GPU."""
+    node = helper.make_node("RoiAlign", ["x", "rois", "images"], ["y"], name="pool")
+    model = model_of_one_node(tmp_path / "one.onnx", node)
+    builder = builder_for("tensorrt-rtx", OPTIONS, BuildLog(tmp_path / "build.log"))
+    with pytest.raises(EngineError, match=r"pool \(RoiAlign\).* requires an NVIDIA GPU"):
+        builder.build(model, tmp_path / "x.rtx", "fp32")
+
+
+def test_interrupt_stops_the_builder(models: dict[Precision, Path], tmp_path: Path) -> None:
+    script = (
+        "import signal, sys\n"
+        "from pathlib import Path\n"
+        "from maskrcnn_trt.export.engines.build_log import BuildLog\n"
+        "from maskrcnn_trt.export.engines.build import builder_for\n"
+        "from maskrcnn_trt.export.engines.options import EngineOptions\n"
+        # Shells make background processes ignore SIGINT.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "folder = Path(sys.argv[1])\n"
+        "builder = builder_for('tensorrt-rtx', EngineOptions(), BuildLog(folder / 'build.log'))\n"
+        "print('ready', flush=True)\n"
+        "try:\n"
+        "    builder.build(Path(sys.argv[2]), folder / 'x.rtx', 'fp32')\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path), str(models["fp32"])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        log = tmp_path / "build.log"
+        while not (log.exists() and "GRAPH NODES" in log.read_text(errors="ignore")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.stdout.read() == "interrupted\n"
+    assert "BuildCanceled" in log.read_text()
+    assert not (tmp_path / "x.rtx").exists()
+
+
+@pytest.mark.slow
+def test_true_size(true_checkpoint: Path, tmp_path: Path) -> None:
+    """R-50-FPN for 800x1344, every precision, batches up to 8."""
+    checkpoint = load_checkpoint(true_checkpoint)
+    builder = builder_for("tensorrt-rtx", EngineOptions(), BuildLog(tmp_path / "build.log"))
+    path = tmp_path / "model.onnx"
+    for types, precisions in {"fp32": ("fp32", "tf32"), "fp16": ("fp16",)}.items():
+        model = model_for_export(checkpoint, types)
+        onnx.save(onnx_from_model(model, ShapeBucket(800, 1344), torch.uint8), path)
+        for precision in precisions:
+            build = builder.build(path, tmp_path / f"{precision}.rtx", precision)
+            assert [profile.max for profile in build.profiles] == [1, 8]

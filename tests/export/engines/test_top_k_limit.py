@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from maskrcnn_trt.export.bundle import bundle_from_checkpoint
+from maskrcnn_trt.export.engines.build import builder_for, limited_checkpoint
+from maskrcnn_trt.export.engines.build_log import BuildLog
+from maskrcnn_trt.export.engines.options import EngineOptions
+from maskrcnn_trt.export.errors import EngineError
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
+from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+
+
+def with_candidates(checkpoint: Checkpoint, proposals: int, detections: int) -> Checkpoint:
+    config = checkpoint.model_config
+    rpn = config.rpn.model_copy(update={"pre_nms_top_n_test": proposals})
+    roi = config.roi.model_copy(update={"nms_candidates": detections})
+    values = {
+        **vars(checkpoint),
+        "model_config": config.model_copy(update={"rpn": rpn, "roi": roi}),
+    }
+    return Checkpoint(**values)
+
+
+@pytest.mark.parametrize("counts", [(1000, 2000), (3840, 3840)])
+def test_config_within_the_limit_is_kept(tiny_checkpoint: Path, counts: tuple[int, int]) -> None:
+    checkpoint = with_candidates(load_checkpoint(tiny_checkpoint), *counts)
+    limited, changes = limited_checkpoint(checkpoint)
+    assert limited.model_config == checkpoint.model_config
+    assert changes == ""
+
+
+def test_config_over_the_limit_is_reduced(tiny_checkpoint: Path) -> None:
+    checkpoint = with_candidates(load_checkpoint(tiny_checkpoint), 6000, 4000)
+    limited, changes = limited_checkpoint(checkpoint)
+    assert limited.model_config == with_candidates(checkpoint, 3840, 3840).model_config
+    assert changes == (
+        "rpn.pre_nms_top_n_test=3840 instead of 6000, roi.nms_candidates=3840 instead of 4000"
+    )
+    assert checkpoint.model_config.rpn.pre_nms_top_n_test == 6000
+
+
+def top_k_values(path: Path) -> set[int]:
+    graph = onnx.load(path).graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    return {int(constants[n.input[1]][0]) for n in graph.node if n.op_type == "TopK"}
+
+
+@pytest.mark.slow
+def test_engine_has_a_smaller_k_than_its_onnx_file(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """TensorRT cannot build an engine from the bundle's ONNX file, whose k is 6000."""
+    pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
+    checkpoint = with_candidates(load_checkpoint(tiny_checkpoint), 6000, 200)
+    save_checkpoint(tmp_path / "many.pth", checkpoint)
+    options = EngineOptions(batches=(1,), compute_capabilities=("8.9",))
+    builder = builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
+    reports: list[str] = []
+    bundle = tmp_path / "bundle"
+    manifest = bundle_from_checkpoint(
+        tmp_path / "many.pth", bundle, precisions=("fp32",), buckets=(ShapeBucket(160, 224),),
+        builders=(builder,), report=reports.append,
+    )  # fmt: skip
+    graph, engine = (bundle / artifact.path for artifact in manifest.artifacts)
+    assert engine.is_file()
+    assert max(top_k_values(graph)) == 6000
+    assert any("rpn.pre_nms_top_n_test=3840 instead of 6000" in sentence for sentence in reports)
+    with pytest.raises(EngineError, match=r"ITopKLayer .* maximum value allowed \(3840\)"):
+        builder.build(graph, tmp_path / "x.rtx", "fp32")

@@ -1,0 +1,110 @@
+"""Equality of ONNX Runtime and torch for every kind of backbone and convention."""
+
+from io import BytesIO
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from small_models import HEIGHT, WIDTH, noise_images, random_model, small_config
+
+from maskrcnn_trt.export.bundle import bundle_from_checkpoint
+from maskrcnn_trt.export.onnx.export import onnx_from_model
+from maskrcnn_trt.export.onnx.precision import fold_batch_norms
+from maskrcnn_trt.model.bundle.manifest import Category, Preprocessing
+from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES, ShapeBucket
+from maskrcnn_trt.model.checkpoint import Checkpoint, save_checkpoint
+from maskrcnn_trt.model.mask_rcnn import BatchDetections
+from maskrcnn_trt.model.masks import mask_from_rle
+from maskrcnn_trt.serving.offline.predictor import Predictor
+
+DETECTRON2: dict[str, dict[str, object]] = {
+    "anchors": {"convention": "detectron2"},
+    "rpn": {"min_side": 0},
+    "roi": {"sampling_ratio": 0, "aligned": True, "min_side": 0},
+}
+LEGACY = {
+    "inclusive_boxes": True,
+    "anchors": {"convention": "legacy"},
+    "rpn": {"min_side": 0},
+    "roi": {"min_side": 0},
+}
+DETECTRON2_V2_HEADS = {
+    **DETECTRON2,
+    "rpn": {"min_side": 0, "conv_depth": 2},
+    "roi": {**DETECTRON2["roi"], "box_head_convs": 1, "head_norm": "bn"},
+}
+# Each export takes ten seconds, so that the cases combine backbones, norms and conventions.
+CASES = {
+    "R-50-FPN of detectron2, V2 heads": ("resnet50", "fpn", "bn", DETECTRON2_V2_HEADS),
+    "R-101-FPN of maskrcnn-benchmark": ("resnet101", "fpn", "frozen_bn", LEGACY),
+    "R-50-C4 of maskrcnn-benchmark": ("resnet50", "c4", "bn", LEGACY),
+    "R-50-C5 of detectron2": ("resnet50", "c5", "gn", DETECTRON2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_runtime_reproduces_the_model_for_every_body(case: str) -> None:
+    name, features, norm, changes = CASES[case]
+    config = small_config(name, features, norm, **changes)
+    model = random_model(config).eval()
+    images, sizes = noise_images()
+    with torch.inference_mode():
+        expected = model(images, sizes)
+    assert expected.num_detections.min() > 0
+    fold_batch_norms(model)
+    found = detections_from_onnx(model, images, sizes)
+    assert found.num_detections.tolist() == expected.num_detections.tolist()
+    assert found.labels.tolist() == expected.labels.tolist()
+    torch.testing.assert_close(found.boxes, expected.boxes, atol=1e-2, rtol=0)
+    torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.masks, expected.masks, atol=1e-3, rtol=0)
+
+
+@pytest.mark.slow
+def test_c4_bundle_runs_in_half_precision(tmp_path: Path) -> None:
+    config = small_config("resnet50", "c4", "frozen_bn", mask_paste="detectron2")
+    bucket = ShapeBucket(HEIGHT, WIDTH)
+    model = random_model(config).eval()
+    checkpoint = Checkpoint(
+        model_config=config,
+        weights=model.state_dict(),
+        categories=tuple(Category(id=i, name=f"class {i}") for i in range(1, 4)),
+        preprocessing=Preprocessing(
+            min_size=HEIGHT,
+            max_size=WIDTH,
+            pixel_mean=config.pixel_mean,
+            pixel_std=config.pixel_std,
+        ),
+        buckets=(bucket,),
+        iteration=0,
+    )
+    save_checkpoint(tmp_path / "c4.pth", checkpoint)
+    manifest = bundle_from_checkpoint(
+        tmp_path / "c4.pth", tmp_path / "bundle", precisions=("fp16",)
+    )
+    assert (manifest.model_name, manifest.mask_side) == ("maskrcnn_resnet50_c4", 14)
+    assert manifest.mask_paste == "detectron2"
+    images, sizes = (part[:1] for part in noise_images())
+    png = BytesIO()
+    Image.fromarray(images[0].permute(1, 2, 0).numpy()).save(png, "PNG")
+    predictor = Predictor(tmp_path / "bundle")
+    found = predictor.detect(png.getvalue())
+    predictor.close()
+    assert len(found.rles) == len(found.scores) > 0
+    assert any(mask_from_rle(rle).any() for rle in found.rles)
+    with torch.inference_mode():
+        expected = model.detect(images, sizes)
+    # Lower scores may differ, because rounding decides near a threshold.
+    assert found.scores[0] == pytest.approx(float(expected.scores[0, 0]), abs=2e-2)
+
+
+def detections_from_onnx(
+    model: torch.nn.Module, images: torch.Tensor, sizes: torch.Tensor
+) -> BatchDetections:
+    proto = onnx_from_model(model, ShapeBucket(HEIGHT, WIDTH), torch.uint8)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    feeds = {"images": images.numpy(), "image_sizes": sizes.numpy()}
+    return BatchDetections(*map(torch.from_numpy, session.run(OUTPUT_NAMES, feeds)))

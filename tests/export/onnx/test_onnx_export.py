@@ -1,0 +1,128 @@
+"""Equality of ONNX Runtime on the exported file and torch on the model."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor
+
+from maskrcnn_trt.export.onnx.export import onnx_from_model
+from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES, ShapeBucket
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
+
+pytestmark = pytest.mark.slow
+
+BUCKET = ShapeBucket(96, 160)
+
+
+def noise_images(count: int) -> tuple[Tensor, Tensor]:
+    """Smooth noise [count, 3, 96, 160] uint8, and its sizes."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(count, 3, 6, 10, generator=generator) * 255
+    images = torch.nn.functional.interpolate(coarse, BUCKET, mode="bilinear").to(torch.uint8)
+    return images, torch.tensor([[96, 160], [70, 160], [96, 33], [50, 50]]).repeat(2, 1)[:count]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Path) -> MaskRCNN:
+    """The tiny model with a threshold that leaves some of eight images without detections."""
+    loose = load_checkpoint(tiny_checkpoint).build_model()
+    with torch.inference_mode():
+        best = loose.detect(*noise_images(8)).scores[:, 0].sort().values
+    gap = best[1:5].diff().argmax() + 1
+    roi = loose.config.roi.model_copy(
+        update={"score_threshold": float(best[gap] + best[gap + 1]) / 2}
+    )
+    model = MaskRCNN(loose.config.model_copy(update={"roi": roi})).eval()
+    model.load_state_dict(loose.state_dict())
+    return model
+
+
+@pytest.fixture(scope="module")
+def proto(model: MaskRCNN) -> onnx.ModelProto:
+    return onnx_from_model(model, BUCKET, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def session(proto: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(proto.SerializeToString())
+
+
+def detections_of(
+    session: onnxruntime.InferenceSession, images: Tensor, sizes: Tensor
+) -> BatchDetections:
+    feeds = {"images": images.numpy(), "image_sizes": sizes.numpy()}
+    return BatchDetections(*map(torch.from_numpy, session.run(OUTPUT_NAMES, feeds)))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_runtime_reproduces_the_model(
+    session: onnxruntime.InferenceSession, model: MaskRCNN, batch: int
+) -> None:
+    images, sizes = (part[-batch:] for part in noise_images(8))
+    with torch.inference_mode():
+        expected = model.detect(images, sizes)
+    found = detections_of(session, images.float(), sizes)
+    if batch == 8:
+        assert expected.num_detections.min() == 0
+        assert expected.num_detections.max() > 0
+    assert found.num_detections.tolist() == expected.num_detections.tolist()
+    assert found.labels.tolist() == expected.labels.tolist()
+    torch.testing.assert_close(found.boxes, expected.boxes, atol=1e-2, rtol=0)
+    torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.masks, expected.masks, atol=1e-3, rtol=0)
+
+
+def test_batch_without_any_detection(
+    session: onnxruntime.InferenceSession, model: MaskRCNN
+) -> None:
+    images, sizes = noise_images(8)
+    with torch.inference_mode():
+        empty = model.detect(images, sizes).num_detections == 0
+    found = detections_of(session, images[empty].float(), sizes[empty])
+    assert not any(part.any() for part in found)
+
+
+def test_top_k_inputs_are_finite(proto: onnx.ModelProto) -> None:
+    """Levels with few anchors are padded with -inf, which would rank below the padding of ONNX
+    Runtime's TopK on CUDA."""
+    probe = onnx.ModelProto()
+    probe.CopyFrom(proto)
+    names = [node.input[0] for node in probe.graph.node if node.op_type == "TopK"]
+    probe.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names)
+    images, sizes = (tensor.numpy() for tensor in noise_images(2))
+    feeds = {"images": images.astype(np.float32), "image_sizes": sizes}
+    session = onnxruntime.InferenceSession(probe.SerializeToString())
+    found = session.run(names, feeds)
+    assert len(names) >= 3
+    assert all(np.isfinite(values).all() for values in found)
+    assert min(values.min() for values in found) < -1e37
+
+
+def test_graph_has_custom_nodes_and_their_bodies(proto: onnx.ModelProto) -> None:
+    onnx.checker.check_model(proto)
+    nodes = [node.op_type for node in proto.graph.node if node.domain == "maskrcnn"]
+    # NMS of proposals and of detections; pooling for boxes and for masks.
+    assert sorted(nodes) == ["NmsKeep"] * 2 + ["PyramidRoIAlign"] * 2
+    bodies = {function.name for function in proto.functions if function.domain == "maskrcnn"}
+    assert bodies == {"NmsKeep", "PyramidRoIAlign"}
+    # TensorRT would lose the attributes of a call within a body.
+    assert not any(node.domain for function in proto.functions for node in function.node)
+    assert {o.domain: o.version for o in proto.opset_import} == {"": 18, "maskrcnn": 1}
+
+
+def test_only_the_batch_is_dynamic(session: onnxruntime.InferenceSession) -> None:
+    values = (*session.get_inputs(), *session.get_outputs())
+    assert {value.name: value.shape for value in values} == {
+        "images": ["batch", 3, 96, 160],
+        "image_sizes": ["batch", 2],
+        "num_detections": ["batch"],
+        "boxes": ["batch", 20, 4],
+        "scores": ["batch", 20],
+        "labels": ["batch", 20],
+        "masks": ["batch", 20, 28, 28],
+    }

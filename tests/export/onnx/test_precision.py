@@ -1,0 +1,73 @@
+from pathlib import Path
+from typing import Literal
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
+
+from maskrcnn_trt.export.onnx.precision import fold_batch_norms
+from maskrcnn_trt.export.verify import verify_bundle
+from maskrcnn_trt.model.backbone import Backbone
+from maskrcnn_trt.model.bundle.manifest import read_manifest
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.config.schema import BackboneConfig
+
+Norm = Literal["frozen_bn", "bn", "gn"]
+
+
+def backbone_with_statistics(norm: Norm) -> nn.Module:
+    """Backbone whose norms have random statistics, so that they are not the identity."""
+    torch.manual_seed(0)
+    config = BackboneConfig(name="resnet18", norm=norm, frozen_stages=0, fpn_channels=32)
+    backbone = Backbone(config).eval()
+    for module in backbone.modules():
+        if isinstance(module, nn.BatchNorm2d | FrozenBatchNorm2d):
+            for name in ("weight", "bias", "running_mean", "running_var"):
+                getattr(module, name).data.uniform_(0.5, 1.5)
+    return backbone
+
+
+@pytest.mark.parametrize("norm", ["frozen_bn", "bn", "gn"])
+@torch.no_grad()
+def test_folding_keeps_the_features(norm: Norm) -> None:
+    backbone, images = backbone_with_statistics(norm), torch.randn(2, 3, 64, 64)
+    expected = backbone(images)
+    fold_batch_norms(backbone)
+    for features, wanted in zip(backbone(images), expected, strict=True):
+        scale = wanted.abs().max()
+        torch.testing.assert_close(features / scale, wanted / scale, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("norm", "is_left"), [("frozen_bn", False), ("bn", False), ("gn", True)])
+def test_folding_removes_only_batch_norms(norm: Norm, is_left: bool) -> None:
+    kinds = (nn.BatchNorm2d, FrozenBatchNorm2d, nn.GroupNorm)
+    backbone = backbone_with_statistics(norm)
+    before = sum(isinstance(module, kinds) for module in backbone.modules())
+    fold_batch_norms(backbone)
+    after = sum(isinstance(module, kinds) for module in backbone.modules())
+    assert after == (before if is_left else 0)
+
+
+def test_half_precision_weights_are_stored_as_fp16(half_bundle: Path) -> None:
+    (artifact,) = read_manifest(half_bundle).artifacts
+    graph = onnx.load(half_bundle / artifact.path).graph
+    sizes = {TensorProto.FLOAT: 0, TensorProto.FLOAT16: 0}
+    for tensor in graph.initializer:
+        if tensor.data_type in sizes:
+            sizes[tensor.data_type] += torch.Size(tensor.dims).numel()
+    # A ResNet-18 has 11 million weights. Anchors and a few constants stay in fp32.
+    assert sizes[TensorProto.FLOAT16] > 11e6
+    assert sizes[TensorProto.FLOAT] < 1e5
+
+
+def test_half_precision_is_within_tolerance(half_bundle: Path, tiny_checkpoint: Path) -> None:
+    (comparison,) = verify_bundle(
+        half_bundle, read_manifest(half_bundle), load_checkpoint(tiny_checkpoint), []
+    )
+    assert comparison.detections > 0
+    assert comparison.passed
+    # Without any difference, the model did not run in half precision.
+    assert comparison.scores > 0

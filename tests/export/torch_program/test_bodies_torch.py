@@ -1,0 +1,36 @@
+"""Equality of torch programs and their models for every kind of backbone."""
+
+import pytest
+import torch
+from small_models import HEIGHT, WIDTH, noise_images, random_model, small_config
+
+from maskrcnn_trt.export.onnx.precision import fold_batch_norms
+from maskrcnn_trt.export.torch_program.fused_modules import optimize_for_gpu
+from maskrcnn_trt.export.torch_program.program import program_from_model
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("features", "norm", "changes"),
+    [
+        ("fpn", "frozen_bn", {}),
+        ("fpn", "gn", {"roi": {"head_norm": "gn", "box_head_convs": 2}, "rpn": {"conv_depth": 2}}),
+        ("c4", "frozen_bn", {}),
+        ("c5", "bn", {}),
+    ],
+)
+def test_program_reproduces_the_model_for_every_body(
+    features: str, norm: str, changes: dict[str, dict[str, object]]
+) -> None:
+    model = random_model(small_config("resnet50", features, norm, **changes)).eval()
+    images, image_sizes = noise_images()
+    with torch.inference_mode():
+        expected = model.detect(images, image_sizes)
+    assert expected.num_detections.min() > 0
+    fold_batch_norms(model)
+    optimize_for_gpu(model)
+    program = program_from_model(model, ShapeBucket(HEIGHT, WIDTH), torch.uint8)
+    with torch.inference_mode():
+        actual = program.module()(images, image_sizes)
+    torch.testing.assert_close(tuple(actual), tuple(expected), rtol=1e-3, atol=2e-3)

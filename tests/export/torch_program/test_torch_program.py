@@ -1,0 +1,138 @@
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.export import ExportedProgram
+from torch.nn import functional as F
+
+from maskrcnn_trt.export.bundle import bundle_from_checkpoint, model_for_export
+from maskrcnn_trt.export.errors import EngineError
+from maskrcnn_trt.export.torch_program.fused_graph import fuse_convolutions
+from maskrcnn_trt.export.torch_program.fused_modules import optimize_for_gpu
+from maskrcnn_trt.export.torch_program.program import (
+    Compilation,
+    compile_programs,
+    program_from_model,
+    write_program,
+)
+from maskrcnn_trt.model.bundle.manifest import BundleError
+from maskrcnn_trt.model.bundle.program import load_program
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+
+BUCKET = ShapeBucket(96, 160)
+
+
+def operations_in(program: ExportedProgram) -> Counter[str]:
+    return Counter(str(node.target) for node in program.graph.nodes if node.op == "call_function")
+
+
+def test_optimized_model_keeps_its_detections(tiny_checkpoint: Path) -> None:
+    checkpoint = load_checkpoint(tiny_checkpoint)
+    model = model_for_export(checkpoint, "fp32")
+    images = torch.randint(0, 256, (2, 3, *BUCKET), generator=torch.Generator().manual_seed(0))
+    sizes = torch.tensor([list(BUCKET), [80, 140]])
+    with torch.inference_mode():
+        expected = model.detect(images, sizes)
+        optimize_for_gpu(model)
+        actual = model.detect(images, sizes)
+    assert expected.num_detections.min() > 0
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_program_reproduces_the_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(tiny_checkpoint)
+    model = model_for_export(checkpoint, "fp32")
+    optimize_for_gpu(model)
+    write_program(program_from_model(model, BUCKET, torch.uint8), tmp_path / "model.pt2")
+    program = load_program(tmp_path / "model.pt2", "fp32", torch.device("cpu"))
+    own = checkpoint.build_model()
+    for batch in (1, 2, 5):
+        seed = torch.Generator().manual_seed(batch)
+        images = torch.randint(0, 256, (batch, 3, *BUCKET), dtype=torch.uint8, generator=seed)
+        sizes = torch.tensor([list(BUCKET)]).repeat(batch, 1)
+        with torch.inference_mode():
+            expected = own.detect(images, sizes)
+        torch.testing.assert_close(program(images, sizes), tuple(expected), rtol=1e-4, atol=1e-3)
+
+
+def test_convolutions_before_a_relu_are_fused(tiny_checkpoint: Path) -> None:
+    model = model_for_export(load_checkpoint(tiny_checkpoint), "fp32")
+    optimize_for_gpu(model)
+    found = operations_in(program_from_model(model, BUCKET, torch.uint8))
+    # The stem, two per block of ResNet-18, the RPN's hidden map at five levels, three for masks.
+    assert found["maskrcnn.convolution_relu.default"] == 1 + 16 + 5 + 3
+    # Shortcuts, two per level of the pyramid, the RPN's output at five levels.
+    assert found["aten.conv2d.default"] == 3 + 8 + 5
+    assert found["aten.add.Tensor"] < 16
+
+
+@pytest.mark.slow
+def test_pointwise_convolutions_are_fused_with_additions_in_half_precision(
+    tiny_checkpoint: Path,
+) -> None:
+    model = model_for_export(load_checkpoint(tiny_checkpoint), "fp16")
+    optimize_for_gpu(model)
+    found = operations_in(program_from_model(model, BUCKET, torch.uint8))
+    # Shortcuts, the pyramid's lateral convolutions with their additions, the RPN's output.
+    assert found["maskrcnn.pointwise_convolution.default"] == 3 + 4 + 5
+    assert found["aten.conv2d.default"] == 4
+    assert not found["aten.upsample_nearest2d.vec"]
+
+
+class _Branching(torch.nn.Module):
+    """Module whose additions must not be fused: a shared sum, and upsampling by another factor."""
+
+    def forward(self, images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor):  # type: ignore[no-untyped-def]
+        shared = F.conv2d(images, weight, bias)
+        coarse = F.interpolate(images[:, :, :3, :5], images.shape[2:], mode="nearest")
+        return shared + images, shared.relu(), F.conv2d(images, weight, bias) + coarse
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # raised by torch itself
+def test_shared_values_are_not_fused() -> None:
+    images, weight = torch.randn(2, 4, 9, 15).half(), torch.randn(4, 4, 1, 1).half()
+    arguments = images, weight, torch.randn(4).half()
+    program = torch.export.export(_Branching(), arguments).run_decompositions({})
+    expected = program.module()(*arguments)
+    fuse_convolutions(program)
+    found = operations_in(program)
+    assert found["maskrcnn.pointwise_convolution.default"] == 2
+    assert found["aten.relu.default"] == 1
+    assert found["aten.upsample_nearest2d.vec"] == 1
+    torch.testing.assert_close(program.module()(*arguments), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exported_graphs")
+def test_manifest_lists_programs(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    manifest = bundle_from_checkpoint(
+        tiny_checkpoint,
+        tmp_path / "bundle",
+        precisions=("tf32", "bf16"),
+        buckets=[BUCKET],
+        with_programs=True,
+    )
+    listed = [(a.kind, a.precision, a.path) for a in manifest.artifacts]
+    assert listed == [
+        ("onnx", "tf32", "model-fp32-96x160.onnx"),
+        ("torch", "tf32", "model-fp32-96x160.pt2"),
+        ("torch", "bf16", "model-bf16-96x160.pt2"),
+    ]
+
+
+def test_bf16_without_programs_raises(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"bf16 .*--engine torch"):
+        bundle_from_checkpoint(tiny_checkpoint, tmp_path / "bundle", precisions=("bf16",))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_gpu_without_a_c_compiler_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    compilation = Compilation(tmp_path / "model.pt2", "fp32", BUCKET, torch.uint8)
+    with pytest.raises(EngineError, match=r"C compiler.*gcc"):
+        compile_programs([compilation])

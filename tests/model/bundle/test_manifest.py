@@ -1,0 +1,94 @@
+"""Rejection of invalid manifests."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskrcnn_trt.model.bundle.manifest import BundleError, Preprocessing, read_manifest
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
+from maskrcnn_trt.model.config.schema import BackboneConfig
+from maskrcnn_trt.model.images import ImageError, resized_size, smallest_bucket
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(bundle: Path, tmp_path: Path) -> Write:
+    """Return a function that writes the tiny bundle's manifest with changed entries."""
+
+    def written(**changes: Any) -> Path:
+        content = json.loads((bundle / "manifest.json").read_text())
+        (tmp_path / "manifest.json").write_text(json.dumps(content | changes))
+        return tmp_path
+
+    return written
+
+
+@pytest.mark.parametrize(
+    "name", ["", "two\nlines", "line\n", "a\x00b", "a b", "a/b", "größe", "a\x7f"]
+)
+def test_invalid_model_names_are_rejected(write: Write, name: str) -> None:
+    with pytest.raises(BundleError, match=r"model_name: .*; export the bundle again"):
+        read_manifest(write(model_name=name))
+
+
+@pytest.mark.parametrize("features", ["fpn", "c4", "c5"])
+@pytest.mark.parametrize("backbone", ["resnet18", "resnet50", "resnet101"])
+def test_exported_model_names_are_valid(write: Write, backbone: Any, features: Any) -> None:
+    config = BackboneConfig(name=backbone, features=features)
+    name = f"maskrcnn_{config.name}_{config.features}"
+    assert read_manifest(write(model_name=name)).model_name == name
+
+
+def test_manifest_without_categories_is_rejected(write: Write) -> None:
+    with pytest.raises(BundleError, match=r"categories: .* at least 1 item"):
+        read_manifest(write(categories=[]))
+
+
+def test_buckets_too_small_for_any_image_are_rejected(bundle: Path, write: Write) -> None:
+    preprocessing = read_manifest(bundle).preprocessing.model_dump()
+    facts = r"'model-fp32-96x160.onnx'.* 96x160; .*min_size 800 .*max_size 1333"
+    with pytest.raises(BundleError, match=facts):
+        read_manifest(write(preprocessing=preprocessing | {"min_size": 800, "max_size": 1333}))
+
+
+def holds_an_image(bucket: ShapeBucket, sizes: Preprocessing) -> bool:
+    """Whether a resized image of one of many aspect ratios fits into the bucket."""
+    for ratio in np.geomspace(1, 1000, 200):
+        for sides in ((8, round(8 * ratio)), (round(8 * ratio), 8)):
+            resized = resized_size(*sides, sizes.min_size, sizes.max_size)
+            try:
+                smallest_bucket(*resized, [bucket])
+            except ImageError:
+                continue
+            return True
+    return False
+
+
+def test_fits_agrees_with_resized_sizes() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(60):
+        low, high, height, width = (int(side) for side in generator.integers(32, 256, 4))
+        colours: Any = {"pixel_mean": (0, 0, 0), "pixel_std": (1, 1, 1)}
+        sizes = Preprocessing(min_size=low, max_size=high, **colours)
+        bucket = ShapeBucket(height, width)
+        assert sizes.fits(bucket) == holds_an_image(bucket, sizes), (sizes, bucket)
+
+
+def test_manifest_that_is_a_folder_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(BundleError, match=r"manifest.json cannot be read \(Is a directory\)"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read all files")
+def test_manifest_without_read_permission_is_rejected(write: Write) -> None:
+    folder = write()
+    (folder / "manifest.json").chmod(0)
+    with pytest.raises(BundleError, match=r"cannot be read \(Permission denied\)"):
+        read_manifest(folder)

@@ -1,0 +1,40 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from maskrcnn_trt.model.atomic_files import atomic_write
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_file_is_flushed_before_it_takes_its_name(
+    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "name"
+    synced = []
+
+    def record_sync(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    with atomic_write(path, durable=durable) as file:
+        file.write(b"content")
+        (partial,) = tmp_path.glob(".name.*.partial")
+    assert path.read_bytes() == b"content"
+    assert list(tmp_path.iterdir()) == [path]
+    assert synced == ([(str(partial), False), (str(tmp_path), True)] if durable else [])
+
+
+def test_failed_write_keeps_the_earlier_content(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 255)  # the longest name that file systems allow
+    path.write_bytes(b"earlier")
+    with pytest.raises(ZeroDivisionError):
+        _fail_halfway(path)
+    assert path.read_bytes() == b"earlier"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _fail_halfway(path: Path) -> None:
+    with atomic_write(path) as file:
+        file.write(b"half of the cont")
+        raise ZeroDivisionError

@@ -1,0 +1,112 @@
+"""Kernels compile for every supported GPU, on a machine without one."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from maskrcnn_trt import plugins
+from maskrcnn_trt.plugins.commands import kernels
+from maskrcnn_trt.plugins.kernel_list import all_kernels
+from maskrcnn_trt.plugins.runtime.compilation import (
+    ARCHITECTURES,
+    Kernel,
+    KernelError,
+    compile_kernel,
+)
+
+FOLDER = Path(plugins.__file__).parent
+ELF = b"\x7fELF"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "maskrcnn-trt" / "kernels"
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return all_kernels()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_command_compiles_every_kernel(architecture: int, cache: Path) -> None:
+    capability = f"{architecture // 10}.{architecture % 10}"
+    result = CliRunner().invoke(kernels, ["build", "--compute-capability", capability])
+    assert result.exit_code == 0, result.output
+    assert f" {capability} " in result.output
+    assert str(cache) in result.output.replace("\n", "")
+    # Kernels of one source with the same constants share a binary.
+    sources = {(kernel.source, kernel.constants) for kernel in all_kernels()}
+    files = list(cache.iterdir())
+    assert len(files) == len(sources)
+    assert all(file.read_bytes().startswith(ELF) for file in files)
+
+
+@pytest.mark.parametrize(
+    ("capability", "sentence"),
+    [
+        ("90", "'90' is not a compute capability such as 8.9"),
+        ("9", "'9' is not a compute capability such as 8.9"),
+        ("4.2", "the installed NVRTC does not compile for 4.2; choose from 7.5, 8.0, "),
+    ],
+)
+def test_command_rejects_unsupported_architectures(
+    capability: str, sentence: str, cache: Path
+) -> None:
+    result = CliRunner().invoke(kernels, ["build", "--compute-capability", capability])
+    assert result.exit_code == 2
+    assert sentence in result.output
+    assert not cache.exists()
+
+
+def test_every_kernel_has_ptx_with_its_plain_name() -> None:
+    for kernel in all_kernels():
+        ptx = compile_kernel(kernel, 75, "ptx").decode().rstrip("\0")
+        assert f".entry {kernel.name}(" in ptx
+        assert ".target sm_75" in ptx
+
+
+def test_every_source_belongs_to_a_kernel() -> None:
+    assert {kernel.source for kernel in all_kernels()} == {
+        str(p.relative_to(FOLDER)) for p in FOLDER.glob("*/*.cu")
+    }
+
+
+def test_sources_include_only_own_headers() -> None:
+    ours = {f'"{path.name}"' for path in FOLDER.glob("runtime/*.cuh")}
+    for path in (*FOLDER.glob("*/*.cu"), *FOLDER.glob("runtime/*.cuh")):
+        lines = path.read_text().splitlines()
+        included = {line.split()[1] for line in lines if line.startswith("#include")}
+        assert included <= ours, path.name
+
+
+def test_second_compilation_reads_the_cache(kernel: Kernel, cache: Path) -> None:
+    compile_kernel(kernel, 90, "cubin")
+    (file,) = cache.iterdir()
+    file.write_bytes(b"kept")
+    assert compile_kernel(kernel, 90, "cubin") == b"kept"
+    assert compile_kernel(kernel, 80, "cubin") != b"kept"
+    assert compile_kernel(kernel, 90, "ptx") != b"kept"
+
+
+def test_unwritable_cache_is_ignored(
+    kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert compile_kernel(kernel, 90, "cubin").startswith(ELF)
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_unknown_architecture_is_rejected(kernel: Kernel) -> None:
+    with pytest.raises(KernelError, match="sm_42"):
+        compile_kernel(kernel, 42, "cubin")
+
+
+def test_invalid_constant_is_rejected(kernel: Kernel) -> None:
+    faulty = Kernel(kernel.source, kernel.name, (("THREADS", 7),))
+    with pytest.raises(KernelError, match=f"{kernel.source} does not compile with .*THREADS=7"):
+        compile_kernel(faulty, 90, "cubin")

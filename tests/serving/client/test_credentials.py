@@ -1,0 +1,148 @@
+"""Client credentials: TLS, client certificates and tokens."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import pytest
+import trustme
+from click.testing import CliRunner
+from stub_server import IMAGE, StubDetector, both_clients, stub_server
+
+from maskrcnn_trt.serving.client import Credentials
+from maskrcnn_trt.serving.commands.client import client
+from maskrcnn_trt.serving.detections import Detections
+from maskrcnn_trt.serving.errors import AccessError, UnreachableError
+
+
+class Identity(NamedTuple):
+    """A certificate and its key, PEM."""
+
+    certificate: bytes
+    key: bytes
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+def identity(authority: trustme.CA, name: str) -> Identity:
+    issued = authority.issue_cert(name)
+    return Identity(issued.cert_chain_pems[0].bytes(), issued.private_key_pem.bytes())
+
+
+def server_credentials(authority: trustme.CA, **options: Any) -> grpc.ServerCredentials:
+    certificate, key = identity(authority, "localhost")
+    return grpc.ssl_server_credentials([(key, certificate)], **options)
+
+
+@both_clients
+def test_token_is_sent_over_tls(authority: trustme.CA, detect: Callable[..., Detections]) -> None:
+    root = authority.cert_pem.bytes()
+    with stub_server(StubDetector(token="s3cret"), server_credentials(authority)) as address:
+        credentials = Credentials(root_certificate=root, token="s3cret")
+        assert detect(address, credentials=credentials).height == len(IMAGE)
+        for token in (None, "wrong"):
+            with pytest.raises(AccessError, match=r"the token is wrong.*--token-file"):
+                detect(address, credentials=Credentials(root_certificate=root, token=token))
+
+
+@both_clients
+def test_client_certificate_is_presented(
+    authority: trustme.CA, detect: Callable[..., Detections]
+) -> None:
+    root = authority.cert_pem.bytes()
+    mutual = server_credentials(authority, root_certificates=root, require_client_auth=True)
+    with stub_server(StubDetector(), mutual) as address:
+        certificate, key = identity(authority, "client")
+        credentials = Credentials(root_certificate=root, certificate=certificate, key=key)
+        assert detect(address, credentials=credentials).height == len(IMAGE)
+        with pytest.raises(UnreachableError, match="--certificate"):
+            detect(address, credentials=Credentials(root_certificate=root), retries=0)
+    with pytest.raises(ValueError, match="go together"):
+        Credentials(key=key)
+
+
+@both_clients
+def test_token_without_tls_must_be_requested(detect: Callable[..., Detections]) -> None:
+    with stub_server(StubDetector(token="s3cret")) as address:
+        credentials = Credentials(token="s3cret", tls=False)
+        assert detect(address, credentials=credentials).height == len(IMAGE)
+        with pytest.raises(UnreachableError, match="--no-tls"):
+            detect(address, credentials=Credentials(token="s3cret"), retries=0)
+    with pytest.raises(ValueError, match="require TLS"):
+        Credentials(root_certificate=b"PEM", tls=False)
+
+
+def test_command_sends_its_credentials(authority: trustme.CA, tmp_path: Path) -> None:
+    image, token, root = tmp_path / "a.jpg", tmp_path / "token", tmp_path / "root.pem"
+    image.write_bytes(IMAGE)
+    token.write_text("# of this machine\n\ns3cret  # until May\n")
+    root.write_bytes(authority.cert_pem.bytes())
+    output = tmp_path / "detections"
+    with stub_server(StubDetector(token="s3cret"), server_credentials(authority)) as address:
+        words = [address, str(image), "-o", str(output), "--format", "coco"]
+        trust = ["--root-certificate", str(root)]
+        accepted = CliRunner().invoke(client, [*words, *trust, "--token-file", str(token)])
+        refused = CliRunner().invoke(client, [*words, *trust])
+    assert accepted.exit_code == 0, accepted.output
+    assert [path.name for path in output.iterdir()] == ["detections.json"]
+    assert isinstance(refused.exception, AccessError)
+    half = CliRunner().invoke(client, [*words, "--certificate", str(root)])
+    assert "--certificate and --key go together" in half.stderr
+    both = CliRunner().invoke(client, [*words, *trust, "--no-tls"])
+    assert "--no-tls" in both.stderr
+
+
+def test_command_sends_a_token_without_tls(tmp_path: Path) -> None:
+    image, token = tmp_path / "a.jpg", tmp_path / "token"
+    image.write_bytes(IMAGE)
+    token.write_text("s3cret\n")
+    with stub_server(StubDetector(token="s3cret")) as address:
+        words = [address, str(image), "-o", str(tmp_path / "detections"), "--format", "coco"]
+        result = CliRunner().invoke(client, [*words, "--token-file", str(token), "--no-tls"])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\x00", "cannot read"),
+        (b"# mine\n", "no token"),
+        (b"one\ntwo\n", "holds 2 tokens"),
+        (b"Bearer one\n", "line 1 of"),
+    ],
+)
+def test_token_file_must_hold_one_token(tmp_path: Path, content: bytes, message: str) -> None:
+    image, token = tmp_path / "a.jpg", tmp_path / "token"
+    image.write_bytes(IMAGE)
+    token.write_bytes(content)
+    result = CliRunner().invoke(client, ["localhost:1", str(image), "--token-file", str(token)])
+    assert result.exit_code == 2
+    assert str(token) in result.stderr
+    assert message in result.stderr
+
+
+@both_clients
+def test_tls_errors_name_the_remedy(
+    authority: trustme.CA, detect: Callable[..., Detections]
+) -> None:
+    untrusting = Credentials(root_certificate=trustme.CA().cert_pem.bytes())
+    trusting = Credentials(root_certificate=authority.cert_pem.bytes())
+    with stub_server(StubDetector(), server_credentials(authority)) as address:
+        with pytest.raises(UnreachableError, match="--root-certificate"):
+            detect(address, credentials=untrusting, retries=0)
+        by_number = address.replace("localhost", "127.0.0.1")
+        with pytest.raises(UnreachableError, match="host name"):
+            detect(by_number, credentials=trusting, retries=0)
+        with pytest.raises(UnreachableError, match="--tls"):
+            detect(address, retries=0)
+        with pytest.raises(UnreachableError, match=r"invalid.*--root-certificate"):
+            detect(address, retries=0, credentials=Credentials(root_certificate=b"no certificate"))
+    with (
+        stub_server(StubDetector()) as address,
+        pytest.raises(UnreachableError, match="TLS"),
+    ):
+        detect(address, credentials=trusting, retries=0)

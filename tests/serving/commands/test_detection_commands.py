@@ -1,0 +1,192 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+from PIL import Image
+
+from maskrcnn_trt.serving.commands.client import client
+from maskrcnn_trt.serving.commands.predict import predict
+
+Encode = Callable[..., bytes]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, picture: Encode) -> Path:
+    """Create a folder with two images, one of them rotated by its EXIF data, and a text file."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    (folder / "012.jpg").write_bytes(picture(1))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (folder / "cat.png").write_bytes(picture(2, codec="PNG", exif=exif))
+    (folder / "notes.txt").write_text("no picture")
+    return folder
+
+
+def run(command: object, *words: object) -> Result:
+    return CliRunner().invoke(command, [str(word) for word in words])  # type: ignore[arg-type]
+
+
+def pixels_of(path: Path) -> NDArray[np.uint8]:
+    with Image.open(path) as image:
+        return np.array(image)
+
+
+def test_client_and_predict_write_equal_files(
+    bundle: Path, address: str, folder: Path, tmp_path: Path
+) -> None:
+    outputs = tmp_path / "client", tmp_path / "predict"
+    words = (folder, "--score-threshold", 0.2)
+    for result in (
+        run(client, address, *words, "-o", outputs[0]),
+        run(predict, bundle, *words, "-o", outputs[1]),
+    ):
+        assert result.exit_code == 0, result.output
+        assert "detections in 2 images" in result.stdout
+    names = {path.name for path in outputs[0].iterdir()}
+    assert names == {"012.png", "cat.png", "detections.json"}
+    for name in names:
+        assert (outputs[0] / name).read_bytes() == (outputs[1] / name).read_bytes()
+    records = json.loads((outputs[0] / "detections.json").read_text())
+    assert {record["image_id"] for record in records} == {12, "cat"}
+    assert pixels_of(outputs[0] / "cat.png").shape == (200, 120, 3)
+    drawn, source = pixels_of(outputs[0] / "012.png"), pixels_of(folder / "012.jpg")
+    assert drawn.shape == source.shape
+    assert (drawn != source).any()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_arrays_agree_with_the_coco_results(address: str, folder: Path, tmp_path: Path) -> None:
+    coco_mask = pytest.importorskip("pycocotools.mask")
+    formats = ("--format", "coco", "--format", "numpy")
+    result = run(client, address, folder, "-o", tmp_path, "--score-threshold", 0.2, *formats)
+    assert result.exit_code == 0, result.output
+    assert not list(tmp_path.glob("*.png"))
+    records = json.loads((tmp_path / "detections.json").read_text())
+    for image_id, stem in ((12, "012"), ("cat", "cat")):
+        own = [record for record in records if record["image_id"] == image_id]
+        with np.load(tmp_path / f"{stem}.npz") as arrays:
+            assert len(own) == len(arrays["scores"]) > 0
+            assert arrays["masks"].shape == (len(own), *arrays["size"])
+            assert arrays["class_names"].shape == arrays["labels"].shape == (len(own),)
+            for index, record in enumerate(own):
+                assert record["score"] == arrays["scores"][index]
+                assert record["category_id"] == arrays["category_ids"][index]
+                x, y, width, height = record["bbox"]
+                corners = arrays["boxes"][index]
+                np.testing.assert_allclose((x, y, x + width, y + height), corners, atol=1e-3)
+                mask = coco_mask.decode(record["segmentation"])
+                np.testing.assert_array_equal(mask != 0, arrays["masks"][index])
+
+
+def test_arrays_without_detections_keep_their_shapes(
+    address: str, folder: Path, tmp_path: Path
+) -> None:
+    words = ("-o", tmp_path, "--score-threshold", 1, "--format", "numpy")
+    assert run(client, address, folder / "012.jpg", *words).exit_code == 0
+    with np.load(tmp_path / "012.npz") as arrays:
+        assert arrays["boxes"].shape == (0, 4)
+        assert arrays["masks"].shape == (0, *arrays["size"])
+        assert arrays["class_names"].shape == (0,)
+
+
+def test_invalid_image_does_not_affect_the_others(
+    bundle: Path, address: str, folder: Path, tmp_path: Path
+) -> None:
+    (folder / "bad.jpg").write_bytes(b"no image")
+    for number, source in enumerate(((client, address), (predict, bundle))):
+        output = tmp_path / str(number)
+        result = run(*source, folder, "-o", output)
+        assert result.exit_code == 1
+        assert "bad.jpg: " in result.stderr
+        assert "1 of 3 images failed" in result.stderr
+        assert (output / "cat.png").exists()
+        assert not (output / "bad.png").exists()
+
+
+def test_unreadable_files_do_not_affect_the_others(
+    bundle: Path, address: str, folder: Path, tmp_path: Path
+) -> None:
+    (folder / "gone.jpg").symlink_to(tmp_path / "nowhere")
+    (folder / "album.jpg").mkdir()
+    for number, source in enumerate(((client, address), (predict, bundle))):
+        output = tmp_path / str(number)
+        result = run(*source, folder, "-o", output, "--score-threshold", 0.2)
+        assert result.exit_code == 1
+        reasons = "Is a directory", "No such file or directory"
+        failures = [
+            f"{folder / name}: the file cannot be read ({reason})"
+            for name, reason in zip(("album.jpg", "gone.jpg"), reasons, strict=True)
+        ]
+        assert "\n".join(failures) in result.stderr
+        summary = "\n  ".join(["Error: 2 of 4 images failed:", *failures])
+        assert result.stderr.endswith(f"{summary}\n")
+        assert "detections in 2 images" in result.stdout
+        assert (output / "cat.png").exists()
+        results = json.loads((output / "detections.json").read_text())
+        assert {record["image_id"] for record in results} == {12, "cat"}
+
+
+def test_summary_names_the_first_failures(bundle: Path, folder: Path, tmp_path: Path) -> None:
+    for number in range(5):
+        (folder / f"bad{number}.jpg").write_bytes(b"")
+    result = run(predict, bundle, folder, "-o", tmp_path / "detections", "--format", "coco")
+    assert result.exit_code == 1
+    _, _, summary = result.stderr.partition("Error: ")
+    first, *named, last = summary.splitlines()
+    assert first == "5 of 7 images failed:"
+    assert [line.split(":")[0] for line in named] == [f"  {folder}/bad{n}.jpg" for n in range(3)]
+    assert last == "  and 2 more"
+
+
+def test_output_into_the_input_folder_is_rejected(
+    bundle: Path, folder: Path, tmp_path: Path
+) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "linked.jpg").symlink_to(folder / "012.jpg")
+    for source, *words in (
+        (predict, bundle, folder, "-o", folder),
+        (client, "localhost:1", folder, "-o", folder / ".." / "pictures"),
+        (client, "localhost:1", links, "-o", links),
+        (client, "localhost:1", links, "-o", folder),
+    ):
+        result = run(source, *words)
+        assert result.exit_code == 2
+        assert "--output" in result.stderr
+    assert {path.name for path in folder.iterdir()} == {"012.jpg", "cat.png", "notes.txt"}
+    assert run(predict, bundle, folder, "-o", folder, "--format", "coco").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["cat.jpg", "12.jpg", "0012.webp"])
+def test_images_with_equal_ids_are_rejected(
+    bundle: Path, folder: Path, picture: Encode, tmp_path: Path, name: str
+) -> None:
+    (folder / name).write_bytes(picture())
+    result = run(predict, bundle, folder, "-o", tmp_path / "detections")
+    assert result.exit_code == 2
+    image_id = "cat" if name == "cat.jpg" else 12
+    assert f"{folder / name} " in result.stderr
+    assert f"would both be image {image_id} in the results" in result.stderr
+
+
+def test_output_addresses_require_ray(
+    bundle: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for source in ((predict, bundle), (client, "localhost:1")):
+        result = run(*source, folder, "-o", "s3://bucket/detections")
+        assert result.exit_code == 2
+        assert "s3://bucket/detections" in result.stderr
+        assert "--ray" in result.stderr
+    assert not list(tmp_path.glob("s3*"))
+
+
+def test_folder_without_images_is_rejected(bundle: Path, tmp_path: Path) -> None:
+    result = run(predict, bundle, tmp_path)
+    assert result.exit_code == 2
+    assert "no image found" in result.stderr

@@ -1,0 +1,158 @@
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import faulty_engines as actions
+import numpy as np
+import pytest
+from faulty_engines import ActionEngine
+from server_load import wait_until
+
+from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
+from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.serving.backends.loading import load_backend
+from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
+from maskrcnn_trt.serving.engines.worker_pool import (
+    WorkerProcess,
+    WorkerResources,
+    assign_resources,
+    start_workers,
+)
+from maskrcnn_trt.serving.errors import BackendDownError, BackendError
+from maskrcnn_trt.serving.steps.preprocessing import prepare_image
+
+Encode = Callable[..., bytes]
+Process = WorkerProcess[Any, Any]
+
+ALL_CORES = frozenset(os.sched_getaffinity(0))
+
+
+def start(engine: Any, cores: frozenset[int] = ALL_CORES, hang_timeout_s: float = 60) -> Process:
+    return WorkerProcess(engine, WorkerResources({"WORKER_TEST": "set"}, cores), hang_timeout_s)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Process]:
+    process = start(ActionEngine())
+    process.load()
+    yield process
+    process.close()
+    assert process.exited.result().endswith("ended: exit status 0")
+
+
+def test_outputs_equal_those_of_the_backend(bundle: Path, picture: Encode) -> None:
+    manifest = read_manifest(bundle)
+    backend = load_backend(bundle, manifest, "fp32")
+    images = [
+        prepare_image(picture(i), manifest.preprocessing, backend.buckets, 10**6) for i in range(3)
+    ]
+    expected = backend.infer(
+        images[0].bucket,
+        np.stack([image.pixels for image in images]),
+        np.array([image.size for image in images]),
+    )
+    loader = BundleLoader(bundle, manifest, "fp32", "onnxruntime", 4)
+    (process,) = start_workers(loader, assign_resources(1), 60)
+    process.load()
+    process.warm_up(4)
+    results = process.compute(images)
+    process.compute(images[:1])  # reuses the memory of the previous results
+    process.close()
+    assert process.info.buckets == backend.buckets
+    for row, result in enumerate(results):
+        for own, whole in zip(result, expected, strict=True):
+            np.testing.assert_allclose(own, whole[row : row + 1], rtol=0, atol=1e-4)
+
+
+def test_garbage_collections_skip_a_warm_engine() -> None:
+    process = start(ActionEngine())
+    process.load()
+    cold = process.compute([actions.tracked_objects])[0]
+    process.warm_up(1)
+    assert process.compute([actions.tracked_objects])[0] < cold / 10
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (ImageError("damaged"), ImageError, "^damaged$"),
+        (BundleError("damaged"), BundleError, "^damaged$"),
+        (BackendError("does not compute"), BackendError, "^does not compute$"),
+        (ZeroDivisionError("no"), BackendError, "ZeroDivisionError: no$"),
+        (SystemExit(1), BackendError, "SystemExit: 1$"),
+    ],
+)
+def test_errors_fail_their_batch_only(
+    worker: Process, error: BaseException, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        worker.compute([partial(actions.raise_error, error)])
+    assert type(caught.value) is kind
+    assert worker.compute([partial(abs, -1)]) == [1]
+
+
+def test_log_records_reach_the_server(worker: Process, caplog: pytest.LogCaptureFixture) -> None:
+    worker.compute([actions.log_twice])
+    with pytest.raises(BackendError):
+        worker.compute([partial(actions.raise_error, ValueError("odd"))])
+    wait_until(lambda: "ValueError: odd" in caplog.text)
+    records = [(record.name, record.getMessage()) for record in caplog.records]
+    assert ("maskrcnn_trt.serving.trial", "loud enough") in records
+    assert "too quiet" not in caplog.text
+
+
+def test_cores_and_environment() -> None:
+    core = min(ALL_CORES)
+    process = start(ActionEngine(), frozenset({core}))
+    process.load()
+    cores, variable = process.compute([actions.thread_cores, partial(os.getenv, "WORKER_TEST")])
+    process.close()
+    assert cores == {core}
+    assert variable == "set"
+
+
+def test_stop_signals_do_not_end_a_worker(worker: Process) -> None:
+    (pid,) = worker.compute([os.getpid])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(pid, number)
+    assert worker.compute([os.getpid]) == [pid]
+
+
+@pytest.mark.parametrize(
+    ("load", "kind", "words"),
+    [
+        (partial(actions.raise_error, BundleError("no model")), BundleError, "^no model$"),
+        (
+            partial(actions.raise_error, OSError("no disk")),
+            BackendError,
+            "OSError: no disk",
+        ),
+        (actions.kill_itself, BackendError, r"process \d+ ended: Killed;"),
+        (partial(os._exit, 3), BackendError, "ended: exit status 3; .* log"),
+    ],
+)
+def test_load_failures_name_the_reason(load: Any, kind: type[Exception], words: str) -> None:
+    process = start(ActionEngine(load))
+    with pytest.raises(kind, match=words):
+        process.load()
+    process.exited.result()
+
+
+@pytest.mark.parametrize("action", [actions.kill_itself, actions.hang])
+def test_a_process_that_ends_or_hangs_can_be_replaced(action: Any) -> None:
+    process = start(ActionEngine(), hang_timeout_s=1)
+    process.load()
+    with pytest.raises(BackendDownError, match=r"worker process .* ended"):
+        process.compute([action])
+    assert process.exited.result().endswith("ended: Killed")
+    with pytest.raises(BackendDownError):
+        process.compute([os.getpid])
+    process.close()
+    successor = process.successor()
+    successor.load()
+    assert successor.compute([partial(abs, -1)]) == [1]
+    successor.close()

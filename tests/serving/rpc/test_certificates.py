@@ -1,0 +1,261 @@
+"""TLS with and without client certificates, over real connections."""
+
+import asyncio
+import contextlib
+import datetime
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from maskrcnn_trt.serving.client import AsyncDetectorClient, Credentials
+from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.errors import AccessError, ServingError, UnreachableError
+from maskrcnn_trt.serving.rpc.certificates import server_credentials
+from maskrcnn_trt.serving.server import detection_server
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+def write_identity(authority: trustme.CA, name: str, folder: Path) -> tuple[Path, Path]:
+    """Write a certificate and its key to files."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    issued = authority.issue_cert(name, "127.0.0.1")
+    certificate.write_bytes(issued.cert_chain_pems[0].bytes())
+    key.write_bytes(issued.private_key_pem.bytes())
+    return certificate, key
+
+
+@pytest.fixture
+def identity(authority: trustme.CA, tmp_path: Path) -> dict[str, Any]:
+    """Settings of the server's certificate and key."""
+    certificate, key = write_identity(authority, "localhost", tmp_path)
+    return {"tls_certificate": certificate, "tls_key": key}
+
+
+@contextlib.asynccontextmanager
+async def served(bundle: Path, **settings: Any) -> AsyncIterator[str]:
+    config = ServeConfig(host="localhost", port=0, drain_delay_s=0, **settings)
+    async with detection_server(bundle, config) as address:
+        yield address
+
+
+def triton_connects(address: str, **credentials: Any) -> bool:
+    """Return whether Triton's client gets a response over TLS."""
+    files = {name: str(path) for name, path in credentials.items()}
+    with InferenceServerClient(address, ssl=True, **files) as client:
+        try:
+            return bool(client.is_server_ready(client_timeout=20))
+        except InferenceServerException:
+            return False
+
+
+async def client_connects(address: str, **credentials: Any) -> bool:
+    """Return whether our client gets a response over TLS."""
+    async with AsyncDetectorClient(
+        address, retries=0, credentials=Credentials(**credentials)
+    ) as client:
+        try:
+            await client.model()
+        except UnreachableError:
+            return False
+        return True
+
+
+def test_clients_connect_with_tls_and_token(
+    bundle: Path,
+    authority: trustme.CA,
+    identity: dict[str, Path],
+    tmp_path: Path,
+    picture: Callable[..., bytes],
+) -> None:
+    root, tokens = tmp_path / "root.pem", tmp_path / "tokens"
+    root.write_bytes(authority.cert_pem.bytes())
+    tokens.write_text("s3cret\n")
+
+    async def run() -> None:
+        async with served(bundle, token_file=tokens, **identity) as address:
+            for token in ("s3cret", "wrong"):
+                credentials = Credentials(root_certificate=root.read_bytes(), token=token)
+                async with AsyncDetectorClient(address, credentials=credentials) as client:
+                    if token == "wrong":
+                        with pytest.raises(AccessError, match="no valid token"):
+                            await client.detect(picture())
+                    else:
+                        assert len(await client.detect(picture()))
+            assert await asyncio.to_thread(triton_connects, address, root_certificates=root)
+            async with AsyncDetectorClient(address, retries=0) as client:
+                with pytest.raises(UnreachableError, match="requires TLS"):
+                    await client.model()
+
+    asyncio.run(run())
+
+
+def test_clients_need_a_certificate_of_the_authority(
+    bundle: Path, authority: trustme.CA, identity: dict[str, Path], tmp_path: Path
+) -> None:
+    root = tmp_path / "root.pem"
+    root.write_bytes(authority.cert_pem.bytes())
+    known = write_identity(authority, "known", tmp_path)
+    unknown = write_identity(trustme.CA(), "unknown", tmp_path)
+
+    async def run() -> None:
+        async with served(bundle, tls_client_ca=root, **identity) as address:
+            for identity_files, expected in ((known, True), (unknown, False), (None, False)):
+                ours: dict[str, Any] = {"root_certificate": root.read_bytes()}
+                tritons: dict[str, Any] = {"root_certificates": root}
+                if identity_files:
+                    certificate, key = identity_files
+                    ours |= {"certificate": certificate.read_bytes(), "key": key.read_bytes()}
+                    tritons |= {"certificate_chain": certificate, "private_key": key}
+                assert await client_connects(address, **ours) is expected
+                reached = await asyncio.to_thread(triton_connects, address, **tritons)
+                assert reached is expected
+
+    asyncio.run(run())
+
+
+def test_new_certificate_applies_to_new_connections(
+    bundle: Path,
+    authority: trustme.CA,
+    identity: dict[str, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    successor = trustme.CA()
+    old, new = authority.cert_pem.bytes(), successor.cert_pem.bytes()
+
+    async def run() -> None:
+        credentials = Credentials(root_certificate=old)
+        async with (
+            served(bundle, **identity) as address,
+            AsyncDetectorClient(address, credentials=credentials) as client,
+        ):
+            await client.model()
+            identity["tls_key"].write_bytes(b"half a key")
+            assert await client_connects(address, root_certificate=old)
+            assert "stays in use" in caplog.text
+            write_identity(successor, "localhost", tmp_path)
+            assert not await client_connects(address, root_certificate=old)
+            assert await client_connects(address, root_certificate=new)
+            await client.model()  # over the existing connection
+
+    asyncio.run(run())
+
+
+def encrypted(key: bytes) -> bytes:
+    return serialization.load_pem_private_key(key, None).private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"password"),
+    )
+
+
+Key = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey
+
+
+def write_self_signed(key: Key, identity: dict[str, Path]) -> bytes:
+    """Give the server a key and a self-signed certificate. Return the certificate as PEM."""
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    builder = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    )
+    digest = None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256()
+    certificate = builder.sign(key, digest).public_bytes(serialization.Encoding.PEM)
+    identity["tls_certificate"].write_bytes(certificate)
+    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    identity["tls_key"].write_bytes(key.private_bytes(*pem, serialization.NoEncryption()))
+    return certificate
+
+
+@pytest.mark.parametrize("curve", [ec.SECP256R1(), ec.SECP384R1(), None])
+def test_supported_key_algorithms(
+    bundle: Path, identity: dict[str, Path], curve: ec.EllipticCurve | None
+) -> None:
+    key = ec.generate_private_key(curve) if curve else rsa.generate_private_key(65537, 2048)
+    root = write_self_signed(key, identity)
+
+    async def run() -> None:
+        async with served(bundle, **identity) as address:
+            assert await client_connects(address, root_certificate=root)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("curve", [ec.SECP256K1(), ec.SECP521R1(), None])
+def test_unsupported_key_algorithms_raise(
+    bundle: Path,
+    authority: trustme.CA,
+    identity: dict[str, Path],
+    caplog: pytest.LogCaptureFixture,
+    curve: ec.EllipticCurve | None,
+) -> None:
+    key = ec.generate_private_key(curve) if curve else ed25519.Ed25519PrivateKey.generate()
+
+    async def run() -> None:
+        async with served(bundle, **identity) as address:
+            write_self_signed(key, identity)
+            assert await client_connects(address, root_certificate=authority.cert_pem.bytes())
+
+    asyncio.run(run())
+    with pytest.raises(ServingError, match=r"RSA, P-256 or P-384") as caught:
+        server_credentials(ServeConfig(**identity))
+    assert str(identity["tls_certificate"]) in str(caught.value)
+    assert f"stays in use: {caught.value}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("setting", "content", "message"),
+    [
+        ("tls_certificate", None, "tls_certificate .*faulty: No such file"),
+        ("tls_key", None, "tls_key .*faulty: No such file"),
+        ("tls_client_ca", None, "tls_client_ca .*faulty: No such file"),
+        ("tls_certificate", "no PEM", "faulty .*PEM"),
+        ("tls_key", "no PEM", "faulty .*PEM"),
+        ("tls_key", "of another", "KEY_VALUES_MISMATCH"),
+        ("tls_key", "encrypted", "tls_key is encrypted; .*openssl pkey"),
+        ("tls_client_ca", "no PEM", "faulty contains no certificate"),
+        ("tls_client_ca", "", "faulty contains no certificate"),
+    ],
+)
+def test_invalid_files_raise(
+    authority: trustme.CA,
+    identity: dict[str, Path],
+    tmp_path: Path,
+    setting: str,
+    content: str | None,
+    message: str,
+) -> None:
+    path = tmp_path / "faulty"
+    if content == "of another":
+        path = write_identity(authority, "other", tmp_path)[1]
+    elif content == "encrypted":
+        path.write_bytes(encrypted(identity["tls_key"].read_bytes()))
+    elif content is not None:
+        path.write_text(content)
+    config = ServeConfig(**(identity | {setting: path}))
+    with pytest.raises(ServingError, match=message) as caught:
+        server_credentials(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_dependent_settings(tmp_path: Path) -> None:
+    assert server_credentials(ServeConfig()) is None
+    for names in (["tls_certificate"], ["tls_key"], ["tls_key", "tls_client_ca"]):
+        with pytest.raises(ValueError, match="tls_certificate and tls_key"):
+            ServeConfig(**dict.fromkeys(names, tmp_path))
+    with pytest.raises(ValueError, match="tls_client_ca needs"):
+        ServeConfig(tls_client_ca=tmp_path)

@@ -1,0 +1,139 @@
+"""Limits on connections."""
+
+import asyncio
+import contextlib
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+import raw_http2 as http2
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from in_process_server import gets_detections, served
+
+from maskrcnn_trt.serving.rpc import listener
+
+Encode = Callable[..., bytes]
+
+
+def test_concurrent_calls_per_connection_are_limited(bundle: Path) -> None:
+    async def run() -> None:
+        async with served(bundle, queue_size=4000) as address:
+            with http2.connect(address) as connection:
+                for stream in range(1, 4001, 2):
+                    connection.sendall(http2.call(stream))
+                connection.sendall(http2.frame(http2.PING, payload=b"all sent"))
+                frames = await asyncio.to_thread(http2.frames_until, connection, http2.RST_STREAM)
+                refused = http2.REFUSED_STREAM.to_bytes(4)
+                assert [f for f in frames if f[0] == http2.RST_STREAM and f[2] == refused]
+                assert frames[-1][1] > 2 * 999
+
+    asyncio.run(run())
+
+
+def test_pending_calls_are_limited(bundle: Path, picture: Encode) -> None:
+    async def run() -> None:
+        async with served(bundle, queue_size=1) as address:
+            with grpc.insecure_channel(address) as channel:
+                await asyncio.to_thread(grpc.channel_ready_future(channel).result)
+                detect = channel.unary_unary(http2.DETECT)
+                calls = [detect.future(b"garbage") for _ in range(600)]
+                time.sleep(2)  # blocks the server, which runs in this thread
+                ended = [call.code() for call in calls if call.done()]
+                assert 600 - 512 <= len(ended) <= 600 - 256
+                assert set(ended) == {grpc.StatusCode.CANCELLED}
+                seen = [await asyncio.to_thread(call.code) for call in calls]
+                assert seen.count(grpc.StatusCode.CANCELLED) == len(ended)
+            assert await gets_detections(address, picture())
+
+    asyncio.run(run())
+
+
+def test_connections_are_limited(bundle: Path, picture: Encode) -> None:
+    async def run() -> None:
+        async with served(bundle, max_connections=3) as address:
+            with contextlib.ExitStack() as open_connections:
+                for _ in range(3):
+                    open_connections.enter_context(http2.connect(address))
+                await asyncio.sleep(0.2)
+                with http2.connect(address) as one_more:
+                    assert await asyncio.to_thread(http2.is_closed, one_more)
+            # The server notices with a delay that the others have disconnected.
+            assert await gets_detections(address, picture(), wait=True)
+
+    asyncio.run(run())
+
+
+def test_connections_are_limited_by_open_files(
+    bundle: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with served(bundle, max_connections=100_000_000):
+            pass
+
+    soft, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        pytest.skip("open files are not limited")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
+    try:
+        asyncio.run(run())
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert f"{hard} files" in caplog.text
+
+
+def test_client_with_too_many_pings_is_disconnected(bundle: Path, picture: Encode) -> None:
+    async def run() -> None:
+        async with served(bundle) as address:
+            with http2.connect(address) as connection, contextlib.suppress(ConnectionError):
+                for _ in range(10):
+                    connection.sendall(http2.frame(http2.PING, payload=b"8 octets"))
+                frames = await asyncio.to_thread(http2.frames_until, connection, http2.GOAWAY)
+                assert frames[-1][2].endswith(b"too_many_pings")
+            assert await gets_detections(address, picture())
+
+    asyncio.run(run())
+
+
+def test_idle_client_is_pinged(bundle: Path) -> None:
+    async def run() -> None:
+        async with served(bundle, keepalive_s=1) as address:
+            with http2.connect(address) as silent:
+                pings = await asyncio.to_thread(http2.frames_until, silent, http2.PING)
+                assert pings[-1][2]
+
+    asyncio.run(run())
+
+
+def test_unresponsive_connections_are_closed(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_PING_TIMEOUT_MS", 500)
+    monkeypatch.setattr(listener, "_HANDSHAKE_MS", 500)
+
+    async def run() -> None:
+        async with served(bundle, keepalive_s=1) as address:
+            for opened in (
+                http2.connect,
+                http2.open_socket,
+            ):  # after and before the HTTP/2 handshake
+                with opened(address) as silent:
+                    assert await asyncio.to_thread(http2.is_closed, silent)
+
+    asyncio.run(run())
+
+
+def test_old_connections_are_ended_and_clients_reconnect(bundle: Path, picture: Encode) -> None:
+    async def run() -> None:
+        async with served(bundle, max_connection_age_s=0.5, stop_grace_s=5) as address:
+            with http2.connect(address) as connection:
+                await asyncio.to_thread(http2.frames_until, connection, http2.GOAWAY)
+            async with grpc.aio.insecure_channel(address) as channel:
+                for _ in range(6):
+                    await HealthStub(channel).Check(HealthCheckRequest())
+                    await asyncio.sleep(0.2)
+            assert await gets_detections(address, picture())
+
+    asyncio.run(run())

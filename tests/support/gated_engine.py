@@ -1,0 +1,82 @@
+"""Engine that blocks its batches while a gate is closed.
+
+The test and the engine run in different processes and communicate through files in a folder.
+"""
+
+import asyncio
+import contextlib
+import pickle
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
+
+
+class Gate:
+    """Gate that is open at first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._closed = folder / "closed"
+        self._fault = folder / "fault"
+        self._count = folder / "count"
+
+    def open(self) -> None:
+        self._closed.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._closed.touch()
+
+    def break_with(self, fault: BaseException | None) -> None:
+        """Raise an error in all further batches. None: stop raising."""
+        self._fault.write_bytes(pickle.dumps(fault))
+
+    @property
+    def count(self) -> int:
+        """Number of batches that reached the gate; the warm-up counts as one."""
+        return self._count.stat().st_size if self._count.exists() else 0
+
+    async def comes_to(self, number: int) -> None:
+        """Wait until `count` is at least `number`."""
+        async with asyncio.timeout(60):
+            while self.count < number:
+                await asyncio.sleep(0.01)
+
+    def pass_through(self) -> None:
+        with self._count.open("ab") as file:
+            file.write(b".")
+        while self._closed.exists():
+            time.sleep(0.01)
+        with contextlib.suppress(FileNotFoundError):
+            fault = pickle.loads(self._fault.read_bytes())
+            if fault is not None:
+                raise fault
+
+
+class GatedLoader:
+    """Loader of a bundle's engine behind a gate."""
+
+    def __init__(self, gate: Gate, *arguments: Any) -> None:
+        self._gate = gate
+        self._loader = BundleLoader(*arguments)
+
+    def load(self) -> "GatedEngine":
+        return GatedEngine(self._gate, self._loader.load())
+
+
+class GatedEngine:
+    def __init__(self, gate: Gate, engine: Any) -> None:
+        self._gate = gate
+        self._engine = engine
+        self.info = engine.info
+        self.close = engine.close
+
+    def warm_up(self, max_batch: int) -> None:
+        self._gate.pass_through()
+        self._engine.warm_up(max_batch)
+
+    def compute(self, items: Sequence[Any]) -> Sequence[Any]:
+        self._gate.pass_through()
+        results: Sequence[Any] = self._engine.compute(items)
+        return results

@@ -1,0 +1,65 @@
+"""Runs of `detect_many` by both clients, until they end or raise."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+
+from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
+from maskrcnn_trt.serving.errors import ClientError
+
+
+class Run(NamedTuple):
+    outcomes: list[Any]
+    # The error that ended the run. None: it ended with the last image.
+    error: ClientError | None
+
+
+Report = Callable[[Any], None]
+
+
+def _detect_many(
+    report: Report, address: str, images: Iterable[Any], concurrency: int, **options: Any
+) -> None:
+    with DetectorClient(address, **options) as client:
+        for outcome in client.detect_many(images, concurrency=concurrency):
+            report(outcome)
+
+
+def _detect_many_async(
+    report: Report, address: str, images: Iterable[Any], concurrency: int, **options: Any
+) -> None:
+    async def run() -> None:
+        async with AsyncDetectorClient(address, **options) as client:
+            async for outcome in client.detect_many(images, concurrency=concurrency):
+                report(outcome)
+
+    asyncio.run(run())
+
+
+def _run(
+    detect_many: Callable[..., None],
+    address: str,
+    images: Iterable[Any],
+    *,
+    concurrency: int = 8,
+    into: list[Any] | None = None,
+    **options: Any,
+) -> Run:
+    """Detect in images, and append the outcomes to `into` while they arrive."""
+    outcomes = [] if into is None else into
+    try:
+        detect_many(outcomes.append, address, images, concurrency, **options)
+    except ClientError as error:
+        return Run(outcomes, error)
+    return Run(outcomes, None)
+
+
+# Runs a test with `run` by the sync and by the async client.
+both_runs = pytest.mark.parametrize(
+    "run",
+    [partial(_run, _detect_many), partial(_run, _detect_many_async)],
+    ids=["sync", "async"],
+)

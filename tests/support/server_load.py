@@ -1,0 +1,126 @@
+"""Servers in separate processes, and clients that keep them under load."""
+
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
+
+Process = subprocess.Popen[str]
+
+
+@contextlib.contextmanager
+def starting_server(bundle: Path, log: Path, *options: str) -> Iterator[Process]:
+    """Start a server that leads a process group and logs to a file."""
+    command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0", *options]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def server_process(bundle: Path, log: Path, *options: str) -> Iterator[tuple[Process, str]]:
+    """Start a server, wait until it is ready, and yield its process and address."""
+    with starting_server(bundle, log, *options) as process:
+        assert process.stdout is not None
+        match = re.search(r"Ready at (\S+:\d+)", process.stdout.readline())
+        assert match, log.read_text()
+        yield process, match[1]
+
+
+def memory_of(pid: int) -> int:
+    """Return the anonymous memory of a process in bytes."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    match = re.search(r"Anonymous:\s+(\d+) kB", text)
+    assert match
+    return int(match[1]) << 10
+
+
+def peak_memory_of(pid: int) -> int:
+    """Return the peak memory of a process in bytes."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert match
+    return int(match[1]) << 10
+
+
+def worker_pids(server: int) -> set[int]:
+    """Return the process IDs of a server's workers."""
+    return {
+        int(folder.name)
+        for folder in Path("/proc").glob("[0-9]*")
+        if _is_worker(folder) and _parent_of(folder) == server
+    }
+
+
+def _is_worker(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return b"run_worker" in (folder / "cmdline").read_bytes()
+    return False
+
+
+def _parent_of(folder: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+class Load:
+    """Load from threads that send requests without a pause, each in one precision."""
+
+    def __init__(self, stub: Any, image: bytes, precisions: Sequence[str] = ("fp32",) * 3) -> None:
+        self.completed = 0
+        self.failures: list[grpc.RpcError] = []
+        self._stub = stub
+        self._image = image
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._send_requests, args=(precision,))
+            for precision in precisions
+        ]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait_for_responses(self) -> None:
+        """Wait for ten more responses."""
+        enough = self.completed + 10
+        wait_until(lambda: self.completed >= enough)
+
+    def _send_requests(self, precision: str) -> None:
+        while not self._stopping.is_set():
+            request = pb.DetectRequest(image=self._image, precision=precision)
+            try:
+                assert self._stub.Detect(request, timeout=60).detections
+                self.completed += 1
+            except grpc.RpcError as error:
+                self.failures.append(error)
+                time.sleep(0.05)
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,88 @@
+"""Small models of every backbone that give detections with random weights."""
+
+import torch
+from torch import Tensor
+
+from maskrcnn_trt.model.config.schema import ModelConfig
+from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.targets import Targets
+
+BACKBONES = [
+    (name, features) for name in ("resnet50", "resnet101") for features in ("fpn", "c4", "c5")
+]
+NORMS = ("frozen_bn", "bn", "gn")
+HEIGHT, WIDTH = 64, 96
+
+
+def small_config(name: str, features: str, norm: str, **changes: object) -> ModelConfig:
+    """Return a configuration with few proposals and narrow heads; `changes` update sections."""
+    pyramid = features == "fpn"
+    pool = 14 if features == "c4" else 7
+    values = {
+        "num_classes": 3,
+        "backbone": {
+            "name": name,
+            "features": features,
+            "norm": norm,
+            "fpn_channels": 32,
+            "fpn_norm": "gn" if norm == "gn" and pyramid else "none",
+        },
+        "anchors": {"sizes": [8, 16, 32, 64, 128]},
+        "rpn": {
+            "pre_nms_top_n_train": 40,
+            "pre_nms_top_n_test": 40,
+            "post_nms_top_n_train": 20,
+            "post_nms_top_n_test": 20,
+            "sampling": {"batch_size_per_image": 64},
+        },
+        "roi": {
+            "sampling": {"batch_size_per_image": 16},
+            "box_pool": pool,
+            "mask_pool": 14,
+            "sampling_ratio": 2 if pyramid else 0,
+            "box_head_dim": 32,
+            "mask_head_dim": 32,
+            "mask_head_depth": 1,
+            "nms_candidates": 60,
+            "max_detections": 10,
+            "score_threshold": 0.2,
+            "mask_crop_size": None,
+        },
+    }
+    for section, change in changes.items():
+        values[section] = values[section] | change if isinstance(change, dict) else change
+    return ModelConfig.model_validate(values)
+
+
+def random_model(config: ModelConfig) -> MaskRCNN:
+    """Return a model with random weights, moderate features and clearly different scores."""
+    torch.manual_seed(0)
+    model = MaskRCNN(config)
+    with torch.no_grad():
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("bn3.weight"):
+                value.fill_(0.2)
+        model.rpn.head.cls_logits.weight.mul_(30)
+        model.roi_heads.box_predictor.cls_score.weight.mul_(10)
+        # Large deltas, so that detections differ from their anchors.
+        model.roi_heads.box_predictor.bbox_pred.weight.mul_(10)
+    return model
+
+
+def noise_images() -> tuple[Tensor, Tensor]:
+    """Return two smooth images [2, 3, H, W] uint8, and their different sizes [2, 2]."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(2, 3, 5, 7, generator=generator) * 255
+    images = torch.nn.functional.interpolate(coarse, (HEIGHT, WIDTH), mode="bilinear")
+    return images.to(torch.uint8), torch.tensor([[HEIGHT, WIDTH], [50, 80]])
+
+
+def ground_truth() -> Targets:
+    """Return two instances for the first image and one for the second."""
+    boxes = torch.tensor([[[4, 6, 40, 50], [50, 10, 90, 40]], [[10, 5, 60, 45], [0, 0, 0, 0]]])
+    labels = torch.tensor([[1, 3], [2, 0]])
+    masks = torch.zeros(2, 2, HEIGHT, WIDTH, dtype=torch.uint8)
+    for image in range(2):
+        for row, (x1, y1, x2, y2) in enumerate(boxes[image].tolist()):
+            masks[image, row, y1 : (y1 + y2) // 2, x1:x2] = 1
+    return Targets(boxes.float(), labels, masks)

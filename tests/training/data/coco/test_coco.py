@@ -1,0 +1,180 @@
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from coco_folder import HEIGHT, WIDTH, annotation, ring_segmentation, valid_content, write_folder
+from pycocotools.coco import COCO
+
+from maskrcnn_trt.model.bundle.manifest import Category
+from maskrcnn_trt.training.config import DatasetConfig
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
+from maskrcnn_trt.training.data.coco.mask_targets import mask_from_segmentation
+
+
+def test_index_holds_what_the_file_says(tmp_path: Path) -> None:
+    dataset = CocoDataset(write_folder(tmp_path, valid_content()), on_broken="refuse")
+    assert dataset.categories == (Category(id=7, name="square"), Category(id=30, name="thing"))
+    assert [record.id for record in dataset.records] == [2, 5, 8, 9, 11]
+    assert [len(record.instances) for record in dataset.records] == [1, 2, 3, 1, 0]
+    assert [len(record.objects) for record in dataset.records] == [1, 2, 2, 0, 0]
+    assert [instance.label for instance in dataset.records[1].instances] == [1, 2]
+    assert dataset.records[0].instances[0].area == 1200
+
+
+# pycocotools 2.0.11 with numpy 2
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_masks_equal_those_of_pycocotools(tmp_path: Path) -> None:
+    config = write_folder(tmp_path, valid_content())
+    reference = COCO(config.annotations)
+    for record in CocoDataset(config).records:
+        for instance in record.instances:
+            size = (record.height, record.width)
+            mask = mask_from_segmentation(instance.segmentation, size, size)
+            expected = reference.annToMask(reference.anns[instance.annotation_id])
+            np.testing.assert_array_equal(mask, expected)
+
+
+def test_ground_truth_is_the_file_with_new_annotation_ids(tmp_path: Path) -> None:
+    content = valid_content()
+    dataset = CocoDataset(write_folder(tmp_path, content))
+    truth = dataset.ground_truth()
+    key = {"key": lambda entry: (entry["image_id"], entry["bbox"], entry["iscrowd"])}
+    assert [a["id"] for a in truth["annotations"]] == [1, 2, 3, 4, 5, 6, 7]
+    for ours, theirs in zip(
+        sorted(truth["annotations"], **key), sorted(content["annotations"], **key), strict=True
+    ):
+        for name in ("image_id", "category_id", "bbox", "iscrowd"):
+            assert ours[name] == theirs[name]
+        assert ours["area"] == theirs.get("area", 1200)
+    some = dataset.ground_truth([8, 11])
+    assert [image["id"] for image in some["images"]] == [8, 11]
+    assert {a["image_id"] for a in some["annotations"]} == {8}
+
+
+_SHORT_RUNS = {"size": [HEIGHT, WIDTH], "counts": [100, 50]}
+_OTHER_SIZE = {**ring_segmentation(compressed=True), "size": [WIDTH, HEIGHT]}
+_CUT_RUNS = {"size": [HEIGHT, WIDTH], "counts": ring_segmentation(compressed=True)["counts"][:-3]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"category_id": 99}, "unknown category"),
+        ({"category_id": [7]}, "unknown category"),
+        ({"image_id": 99}, "unknown image"),
+        ({"image_id": None}, "unknown image"),
+        ({"bbox": [10, 20, 0, 40]}, "box without area inside the image"),
+        ({"bbox": [40, 20, -30, 40]}, "box without area inside the image"),
+        ({"bbox": [WIDTH, 20, 30, 40]}, "box without area inside the image"),
+        ({"bbox": [10, 20, 30]}, "box is not four numbers"),
+        ({"bbox": [10, 20, 30, float("nan")]}, "box is not four numbers"),
+        ({"bbox": None}, "box is not four numbers"),
+        ({"segmentation": []}, "no segmentation"),
+        ({"segmentation": None}, "no segmentation"),
+        ({"segmentation": [[10, 20, 40, 20]]}, "polygon of fewer than three points"),
+        ({"segmentation": [[10, 20, 40, 20, 40, 60, 10]]}, "polygon of fewer than three points"),
+        ({"segmentation": [["a"] * 6]}, "polygon is not a list of numbers"),
+        ({"segmentation": "a"}, "segmentation is neither polygons nor RLE"),
+        ({"segmentation": _SHORT_RUNS}, "RLE is damaged"),
+        ({"segmentation": {**_SHORT_RUNS, "counts": "!!"}}, "RLE is damaged"),
+        ({"segmentation": {**_SHORT_RUNS, "counts": None}}, "RLE is damaged"),
+        ({"segmentation": {**_SHORT_RUNS, "counts": [-1, 2]}}, "RLE is damaged"),
+        ({"segmentation": {**_SHORT_RUNS, "counts": ["a"]}}, "RLE is damaged"),
+        ({"segmentation": _CUT_RUNS}, "RLE is damaged"),
+        ({"segmentation": _OTHER_SIZE}, "RLE of another size than the image"),
+    ],
+)
+def test_invalid_annotations_are_skipped_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], reason: str
+) -> None:
+    content = valid_content()
+    content["annotations"].append({**annotation(77, 5), **changes})
+    config = write_folder(tmp_path, content)
+    with caplog.at_level(logging.WARNING):
+        dataset = CocoDataset(config)
+    assert dataset.faults == {f"annotations: {reason}": ("77",)}
+    assert [len(record.instances) for record in dataset.records] == [1, 2, 3, 1, 0]
+    assert f"1 annotations: {reason} (77)" in caplog.text
+    with pytest.raises(DataError, match=rf"{reason} \(77\).*data\.on_broken=skip"):
+        CocoDataset(config, on_broken="refuse")
+
+
+def test_rings_of_two_points_are_dropped_from_valid_polygons(tmp_path: Path) -> None:
+    content = valid_content()
+    content["annotations"][0]["segmentation"].append([1, 2, 3, 4])
+    dataset = CocoDataset(write_folder(tmp_path, content), on_broken="refuse")
+    assert len(dataset.records[1].instances[0].segmentation) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"file_name": "none.jpg"}, "file missing"),
+        ({"width": None}, "no height and width"),
+        ({"height": 0}, "no height and width"),
+        ({"id": "five"}, "no integer id or no file name"),
+        ({"id": 8}, "duplicate id"),
+    ],
+)
+def test_invalid_images_are_skipped_or_refused(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    config = write_folder(tmp_path, valid_content())
+    content = valid_content()
+    content["images"][-1] |= changes
+    config.annotations.write_text(json.dumps(content))
+    dataset = CocoDataset(config)
+    assert next(iter(dataset.faults)) == f"images: {reason}"
+    assert [record.id for record in dataset.records] == [5, 8, 9, 11]
+    with pytest.raises(DataError, match=reason):
+        CocoDataset(config, on_broken="refuse")
+
+
+def test_many_faults_make_a_short_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = valid_content()
+    content["annotations"] += [annotation(n, 5, category_id=1) for n in range(100, 200)]
+    CocoDataset(write_folder(tmp_path, content))
+    assert "100 annotations: unknown category (100, 101, 102, 103, 104, ...)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "not in COCO format: it has no array 'images'"),
+        ('{"images": []}', "not in COCO format: it has no array 'annotations'"),
+        (
+            '{"images": [1], "annotations": [], "categories": []}',
+            "'images' is not an array of objects",
+        ),
+        ('{"images": [], "annotations": [], "categories": []}', "has no categories"),
+        (
+            '{"images": [], "annotations": [], "categories": [{"id": 1}]}',
+            "a category without an integer id and a name",
+        ),
+        (
+            '{"images": [], "annotations": [], "categories": '
+            '[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]}',
+            "two categories with id 1",
+        ),
+        (
+            '{"images": [], "annotations": [], "categories": [{"id": 1, "name": "a"}]}',
+            "lists no valid image",
+        ),
+    ],
+)
+def test_files_in_another_format_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "instances.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        CocoDataset(DatasetConfig(images=tmp_path, annotations=path))
+
+
+def test_missing_folder_and_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere .*`maskrcnn data`"):
+        CocoDataset(DatasetConfig(images=tmp_path / "nowhere", annotations=tmp_path / "a.json"))
+    with pytest.raises(DataError, match=r"a\.json: No such file"):
+        CocoDataset(DatasetConfig(images=tmp_path, annotations=tmp_path / "a.json"))

@@ -1,0 +1,75 @@
+"""Image files that are listed twice, duplicated, unlisted or damaged."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from coco_folder import HEIGHT, WIDTH, valid_content, write_folder, write_image
+
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset, ImageRecord
+from maskrcnn_trt.training.data.inspect.file_checks import (
+    suspicious_files,
+    undecodable_files,
+    unlisted_files,
+)
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> tuple[ImageRecord, ...]:
+    return CocoDataset(write_folder(tmp_path, valid_content())).records
+
+
+def test_valid_files_are_not_suspicious(tmp_path: Path, records: tuple[ImageRecord, ...]) -> None:
+    assert suspicious_files(records) == []
+    assert undecodable_files(records) == []
+    assert unlisted_files([tmp_path], [record.path for record in records]) == []
+
+
+def test_copies_and_second_listings_are_found(
+    tmp_path: Path, records: tuple[ImageRecord, ...]
+) -> None:
+    (tmp_path / "9.jpg").write_bytes((tmp_path / "5.jpg").read_bytes())
+    # of equal size and with an equal end
+    (tmp_path / "11.jpg").write_bytes(b"?" + (tmp_path / "5.jpg").read_bytes()[1:])
+    found = suspicious_files([*records, replace(records[0])])
+    assert [(s.subject, s.reason) for s in found] == [
+        (f"{tmp_path / '2.png'}", "file listed more than once"),
+        (f"{tmp_path / '9.jpg'}: as {tmp_path / '5.jpg'}", "file with the content of another"),
+    ]
+
+
+def test_large_files_with_equal_size_and_end_are_distinguished(
+    tmp_path: Path, records: tuple[ImageRecord, ...]
+) -> None:
+    for number, record in enumerate(records):
+        record.path.write_bytes(bytes([number % 3]) + bytes(10_000))
+    found = suspicious_files(records)
+    assert [s.subject for s in found] == [
+        f"{records[3].path}: as {records[0].path}",
+        f"{records[4].path}: as {records[1].path}",
+    ]
+
+
+def test_files_that_cannot_be_decoded_are_named(
+    tmp_path: Path, records: tuple[ImageRecord, ...]
+) -> None:
+    (tmp_path / "5.jpg").write_bytes((tmp_path / "5.jpg").read_bytes()[:300])
+    write_image(tmp_path / "8.jpg", WIDTH + 8, HEIGHT)
+    (tmp_path / "11.jpg").unlink()
+    seen = []
+    found = undecodable_files(records, lambda: seen.append(1))
+    assert len(seen) == len(records)
+    details = {s.record.path.name: s.detail for s in found}
+    assert list(details) == ["5.jpg", "8.jpg", "11.jpg"]
+    assert "truncated" in details["5.jpg"].lower()
+    assert "168x128 pixels, but annotated as 128x160" in details["8.jpg"]
+    assert details["11.jpg"] == "No such file or directory"
+    assert suspicious_files(records) == []
+
+
+def test_unlisted_images_are_found_at_any_depth(tmp_path: Path) -> None:
+    for name in ("a.jpg", "b.JPEG", "c.txt", "deep/down/d.png", "deep/e.webp"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = unlisted_files([tmp_path, tmp_path], [tmp_path / "a.jpg", tmp_path / "deep/e.webp"])
+    assert found == [tmp_path / "b.JPEG", tmp_path / "deep/down/d.png"]

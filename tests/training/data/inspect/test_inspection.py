@@ -1,0 +1,176 @@
+"""Reports of a hand-made data set, compared with counts of its content."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from coco_folder import annotation, valid_content, write_folder
+from PIL import Image
+
+from maskrcnn_trt import cli
+from maskrcnn_trt.training.config import DatasetConfig
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset
+from maskrcnn_trt.training.data.inspect.report import DatasetReport, LoadedSplit, inspect_splits
+
+
+def inspect(**configs: DatasetConfig) -> DatasetReport:
+    splits = {name: LoadedSplit(config, CocoDataset(config)) for name, config in configs.items()}
+    return inspect_splits(splits, min_size=128, max_size=160)
+
+
+def write_layout(folder: Path, **contents: dict[str, Any]) -> None:
+    """Write a folder with splits in the layout of `maskrcnn data inspect DIR`."""
+    (folder / "annotations").mkdir(parents=True)
+    for split, content in contents.items():
+        (folder / split).mkdir()
+        write_folder(folder / split, content)
+        (folder / split / "instances.json").rename(folder / "annotations" / f"{split}.json")
+
+
+def content_with_findings() -> dict[str, Any]:
+    content = valid_content()
+    content["categories"].append({"id": 31, "name": "[/unicorn] :car:"})
+    content["annotations"] += [
+        annotation(70, 5, category_id=99),
+        annotation(71, 11),
+        annotation(72, 11),
+        annotation(73, 11, area=5, bbox=[60, 20, 30, 40]),
+    ]
+    return content
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run the command in this process. Return exit code, standard output and standard error."""
+
+    def call(*args: object) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["maskrcnn", "data", "inspect", *map(str, args)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_counts_are_those_of_the_file(tmp_path: Path) -> None:
+    split = inspect(train=write_folder(tmp_path, valid_content())).splits["train"]
+    assert (split.images, split.images_without_objects) == (5, 2)
+    assert (split.objects, split.crowds) == (5, 2)
+    assert split.orientations == {"landscape": 4, "portrait": 1, "square": 0}
+    assert split.resizing == {"enlarged": 0, "reduced": 0, "unchanged": 5}
+    assert split.object_sizes == {"small": 0, "medium": 5, "large": 0}
+    square, thing = split.classes
+    assert (square.name, square.id, square.objects, square.crowds, square.images) == (
+        *("square", 7, 3, 2, 3),
+    )
+    assert (thing.name, thing.objects, thing.images) == ("thing", 2, 2)
+    assert split.faults == {}
+    assert split.suspicions == {}
+
+
+def test_distributions_are_of_the_images(tmp_path: Path) -> None:
+    content = {**valid_content(), "annotations": []}
+    sizes = [(8 * n, 16 * n) for n in range(1, 12)]
+    content["images"] = [
+        {"id": n, "file_name": f"{n}.png", "height": height, "width": width}
+        for n, (height, width) in enumerate(sizes)
+    ]
+    content["annotations"] = [annotation(n, 10, bbox=[0, 0, 20, 30]) for n in range(7)]
+    config = write_folder(tmp_path, content)
+    split = inspect_splits(
+        {"train": LoadedSplit(config, CocoDataset(config))}, min_size=40, max_size=1000
+    ).splits["train"]
+    heights = split.distributions["height"]
+    assert (heights.min, heights.p10, heights.p50, heights.p90, heights.max) == (8, 16, 48, 80, 88)
+    aspects = split.distributions["aspect"]
+    assert (aspects.min, aspects.max) == (2, 2)
+    assert split.distributions["objects"].max == 7
+    assert split.resizing == {"enlarged": 4, "reduced": 6, "unchanged": 1}
+
+
+def test_images_in_two_splits_and_unlisted_ones_are_reported(tmp_path: Path) -> None:
+    write_layout(tmp_path, train=valid_content(), val=valid_content())
+    (tmp_path / "train" / "6.png").touch()
+    configs = {
+        split: DatasetConfig(
+            images=tmp_path / split, annotations=tmp_path / "annotations" / f"{split}.json"
+        )
+        for split in ("train", "val")
+    }
+    files = inspect(**configs).files
+    assert len(files["file with the content of another"]) == 5
+    assert files["file that is not listed"] == (str(tmp_path / "train" / "6.png"),)
+
+
+def test_images_that_are_listed_but_broken_are_not_called_unlisted(tmp_path: Path) -> None:
+    config = write_folder(tmp_path, valid_content())
+    content = valid_content()
+    content["images"][0]["height"] = 0
+    config.annotations.write_text(json.dumps(content))
+    report = inspect(train=config)
+    assert report.files == {}
+    assert report.splits["train"].faults == {"images: no height and width": ("11.jpg",)}
+
+
+def test_command_prints_and_writes_the_report(call: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    write_layout(folder, train=content_with_findings(), val=valid_content())
+    (folder / "val" / "5.jpg").write_bytes(b"no picture")
+    report, grid = tmp_path / "out" / "report.json", tmp_path / "out" / "samples.png"
+    code, printed, _ = call(folder, "--decode", "--json", report, "-o", grid, "--samples", 5)
+    assert not code
+    lines = [" ".join(line.replace("│", " ").split()) for line in printed.splitlines()]
+    assert "[/unicorn] :car: 0 (0.0 %) not listed none in train, none in val" in lines
+    assert "train invalid annotations: unknown category 1 70" in lines
+    assert "train nearly the same box and class as another 1 72" in lines
+    assert any("invalid image file 1" in line and "5.jpg" in line for line in lines)
+    content = json.loads(report.read_text())
+    assert content["splits"]["train"]["faults"] == {"annotations: unknown category": ["70"]}
+    assert content["splits"]["train"]["suspicions"]["area does not fit the segmentation"] == ["73"]
+    assert content["splits"]["val"]["suspicions"] == {}
+    with Image.open(grid) as image:
+        assert image.format == "PNG"
+        assert image.width > 1000
+        assert np.asarray(image.convert("L")).std() > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [({}, "no invalid or suspicious entries"), ({"annotations": []}, "none in instances")],
+)
+def test_command_accepts_images_and_annotations(
+    call: Any, tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    config = write_folder(tmp_path, {**valid_content(), **changes})
+    code, printed, _ = call("--images", config.images, "--annotations", config.annotations)
+    assert not code
+    assert text in printed
+
+
+@pytest.mark.parametrize("options", [(), ("--images",), ("DIR", "--images")])
+def test_command_needs_a_folder_or_both_options(
+    call: Any, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    args = [
+        part
+        for option in options
+        for part in ((tmp_path,) if option == "DIR" else (option, tmp_path))
+    ]
+    code, _, error = call(*args)
+    assert code == 2
+    assert "give either DIR, or both --images and --annotations" in error
+
+
+def test_invalid_data_sets_are_errors(call: Any, tmp_path: Path) -> None:
+    code, _, error = call(tmp_path)
+    assert code == 1
+    assert f"{tmp_path} has no annotations/*.json" in error
+    write_layout(tmp_path, train=valid_content())
+    (tmp_path / "annotations" / "train.json").write_text("{")
+    code, _, error = call(tmp_path)
+    assert code == 1
+    assert "train.json is not JSON" in error

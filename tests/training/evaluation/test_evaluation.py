@@ -1,0 +1,259 @@
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from torchvision.models.detection.roi_heads import paste_masks_in_image
+from torchvision.models.detection.transform import resize_boxes
+
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
+from maskrcnn_trt.model.config.schema import (
+    AnchorConfig,
+    BackboneConfig,
+    ModelConfig,
+    RoiConfig,
+    RpnConfig,
+)
+from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.masks import rle_from_mask
+from maskrcnn_trt.training.config import DataConfig, DatasetConfig, TrainConfig
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset
+from maskrcnn_trt.training.data.coco.mask_targets import mask_from_segmentation
+from maskrcnn_trt.training.data.loading.loader import eval_loader
+from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_dataset
+from maskrcnn_trt.training.distributed import Worker
+from maskrcnn_trt.training.evaluation.detections import ImageDetections
+from maskrcnn_trt.training.evaluation.evaluator import CocoEvaluator, evaluate_model
+
+CLASSES = ("circle", "ring", "star")
+NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+CPU = torch.device("cpu")
+ALONE = Worker(0, 1, CPU)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("synthetic")
+    config = SyntheticConfig(train=1, val=12, width=160, height=128, seed=2, classes=CLASSES)
+    draw_dataset(folder, config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(folder: Path) -> CocoDataset:
+    return CocoDataset(_dataset_config(folder))
+
+
+def _dataset_config(folder: Path) -> DatasetConfig:
+    return DatasetConfig(images=folder / "val", annotations=folder / "annotations/val.json")
+
+
+def _evaluator(dataset: CocoDataset) -> CocoEvaluator:
+    """Return an evaluator for a model with the classes of the data set."""
+    return CocoEvaluator(dataset, dataset.categories, ALONE)
+
+
+def _train_config(folder: Path) -> TrainConfig:
+    """Return a configuration with inputs of three quarters of the image size."""
+    buckets = (ShapeBucket(96, 128), ShapeBucket(128, 96))
+    dataset = _dataset_config(folder)
+    return TrainConfig(
+        data=DataConfig(train=dataset, min_size=96, max_size=128, buckets=buckets, workers=0)
+    )
+
+
+def _detections(dataset: CocoDataset, number: int, noise: float) -> ImageDetections:
+    """Return the ground truth of an image with random shifts, omissions and wrong classes."""
+    rng = np.random.default_rng(number)
+    record = dataset.records[number]
+    size = (record.height, record.width)
+    boxes, labels, masks = [], [], []
+    for instance in record.objects:
+        shift = rng.integers(-2, 3, 2) * noise
+        mask = np.roll(
+            mask_from_segmentation(instance.segmentation, size, size), shift.astype(int), (0, 1)
+        )
+        box = np.add(instance.clipped_box(*size), shift[[1, 0, 1, 0]])
+        if rng.random() < 1 - 0.2 * noise:
+            boxes.append(box)
+            masks.append(rle_from_mask(mask))
+            labels.append(instance.label if rng.random() < 1 - 0.2 * noise else 1)
+    return ImageDetections(
+        boxes=np.array(boxes, np.float32).reshape(-1, 4),
+        scores=rng.random(len(boxes), np.float32),
+        labels=np.array(labels, np.int64),
+        masks=masks,
+    )
+
+
+def _reference(annotations: Path, results: Path, iou_type: str) -> COCOeval:
+    """Evaluate written results with pycocotools."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(annotations)
+        evaluation = COCOeval(truth, truth.loadRes(str(results)), iou_type)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return evaluation
+
+
+def test_metrics_equal_pycocotools(folder: Path, dataset: CocoDataset, tmp_path: Path) -> None:
+    evaluator = _evaluator(dataset)
+    for number, record in enumerate(dataset.records):
+        evaluator.add(record.id, _detections(dataset, number, noise=1))
+    metrics = evaluator.evaluate(tmp_path / "results")
+    assert 0.1 < metrics["segm/AP"] < metrics["segm/AP50"] < 0.95
+    for iou_type in ("bbox", "segm"):
+        results = tmp_path / "results" / f"{iou_type}.json"
+        expected = _reference(folder / "annotations/val.json", results, iou_type)
+        ours = [metrics[f"{iou_type}/{name}"] for name in NAMES]
+        np.testing.assert_allclose(ours, expected.stats, atol=1e-12)
+        by_class = [metrics[f"{iou_type}/AP/{name}"] for name in CLASSES]
+        precision = expected.eval["precision"][..., 0, -1]
+        np.testing.assert_allclose(by_class, precision.mean(axis=(0, 1)), atol=1e-12)
+
+
+def test_ground_truth_itself_is_perfect(dataset: CocoDataset) -> None:
+    evaluator = _evaluator(dataset)
+    for number, record in enumerate(dataset.records):
+        evaluator.add(record.id, _detections(dataset, number, noise=0))
+    metrics = evaluator.evaluate()
+    assert metrics["bbox/AP"] == pytest.approx(1)
+    assert metrics["segm/AP"] == pytest.approx(1)
+
+
+def test_detections_in_crowds_are_not_counted(dataset: CocoDataset, tmp_path: Path) -> None:
+    content = json.loads(Path(dataset.name).read_text())
+    crowd, *others = sorted(content["annotations"], key=lambda a: (-a["iscrowd"], -a["area"]))
+    if not crowd["iscrowd"]:
+        crowd["iscrowd"] = 1
+    content["annotations"] = [crowd, *(a for a in others if a["image_id"] != crowd["image_id"])]
+    path = tmp_path / "crowd.json"
+    path.write_text(json.dumps(content))
+    images = Path(dataset.name).parent.parent / "val"
+    crowded = CocoDataset(DatasetConfig(images=images, annotations=path))
+    evaluator = _evaluator(crowded)
+    for number, record in enumerate(crowded.records):
+        evaluator.add(record.id, _detections(crowded, number, noise=0))
+    x, y, width, height = crowd["bbox"]
+    record = next(r for r in crowded.records if r.id == crowd["image_id"])
+    mask = mask_from_segmentation(
+        record.instances[0].segmentation, *[(record.height, record.width)] * 2
+    )
+    inside = ImageDetections(
+        boxes=np.array([[x, y, x + width / 2, y + height]], np.float32),
+        scores=np.ones(1, np.float32),
+        labels=np.array([record.instances[0].label]),
+        masks=[rle_from_mask(mask)],
+    )
+    evaluator.add(record.id, inside)
+    metrics = evaluator.evaluate()
+    assert metrics["bbox/AP"] == pytest.approx(1)
+    assert metrics["segm/AP"] == pytest.approx(1)
+
+
+NOTHING = ImageDetections(
+    np.zeros((0, 4), np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64), []
+)
+
+
+def test_no_detections_are_zero(dataset: CocoDataset, tmp_path: Path) -> None:
+    evaluator = _evaluator(dataset)
+    for record in dataset.records:
+        evaluator.add(record.id, NOTHING)
+    metrics = evaluator.evaluate(tmp_path)
+    assert metrics["bbox/AP"] == metrics["segm/AP50"] == metrics["segm/AP/ring"] == 0
+    assert json.loads((tmp_path / "bbox.json").read_text()) == []
+    assert json.loads((tmp_path / "segm.json").read_text()) == []
+
+
+@pytest.fixture(scope="module")
+def model() -> MaskRCNN:
+    """Model with random weights that detects something everywhere."""
+    torch.manual_seed(0)
+    return MaskRCNN(
+        ModelConfig(
+            num_classes=len(CLASSES),
+            backbone=BackboneConfig(name="resnet18", norm="bn", frozen_stages=0, fpn_channels=32),
+            anchors=AnchorConfig(sizes=(16, 32, 64, 128, 256)),
+            rpn=RpnConfig(pre_nms_top_n_test=50, post_nms_top_n_test=20),
+            roi=RoiConfig(
+                box_head_dim=32, mask_head_dim=32, mask_head_depth=1, max_detections=8,
+                score_threshold=0.2,
+            ),
+        )
+    )  # fmt: skip
+
+
+def test_model_is_evaluated_in_source_pixels(
+    folder: Path, dataset: CocoDataset, model: MaskRCNN, tmp_path: Path
+) -> None:
+    batches = eval_loader(dataset, _train_config(folder))
+    model.train()
+    model.backbone.body.eval()
+    evaluator = _evaluator(dataset)
+    evaluate_model(model, batches, evaluator, CPU)
+    assert model.training
+    assert model.rpn.training
+    assert not model.backbone.body.bn1.training
+    assert set(evaluator.evaluate(tmp_path)) >= {"bbox/AP", "segm/AP"}
+    boxes = json.loads((tmp_path / "bbox.json").read_text())
+    masks = json.loads((tmp_path / "segm.json").read_text())
+    expected = _results_by_torchvision(model.eval(), eval_loader(dataset, _train_config(folder)))
+    assert len(boxes) == len(masks) == len(expected) > len(dataset)
+    for box, mask, (image_id, label, score, bbox, segmentation) in zip(
+        boxes, masks, expected, strict=True
+    ):
+        category = dataset.categories[label - 1].id
+        assert (box["image_id"], box["category_id"]) == (image_id, category)
+        assert (mask["image_id"], mask["category_id"]) == (image_id, category)
+        assert box["score"] == mask["score"] == score
+        assert box["bbox"] == pytest.approx(bbox, abs=1e-4)
+        assert mask["segmentation"]["size"] == segmentation["size"]
+        areas = coco_mask.area([mask["segmentation"], segmentation])
+        overlap = coco_mask.iou([mask["segmentation"]], [segmentation], [0])[0, 0]
+        assert overlap > 0.999 or not areas.any()
+
+
+@torch.inference_mode()
+def _results_by_torchvision(model: MaskRCNN, batches: Any) -> list[tuple[Any, ...]]:
+    results = []
+    for batch in batches:
+        found = model.detect(batch.images, batch.image_sizes)
+        for n, image_id in enumerate(batch.image_ids.tolist()):
+            count = int(found.num_detections[n])
+            source = tuple(batch.source_sizes[n].tolist())
+            boxes = resize_boxes(found.boxes[n, :count], batch.image_sizes[n].tolist(), source)
+            pasted = paste_masks_in_image(found.masks[n, :count, None], boxes, source)
+            for box, label, score, mask in zip(
+                boxes.tolist(), found.labels[n].tolist(), found.scores[n].tolist(), pasted,
+                strict=False,
+            ):  # fmt: skip
+                runs = coco_mask.encode(np.asfortranarray((mask[0] > 0.5).numpy(), np.uint8))
+                x1, y1, x2, y2 = box
+                results.append((image_id, label, score, [x1, y1, x2 - x1, y2 - y1], runs))
+    return sorted(results, key=lambda result: result[0])
+
+
+def test_lower_precision_is_evaluated(
+    folder: Path, dataset: CocoDataset, model: MaskRCNN, tmp_path: Path
+) -> None:
+    batches = eval_loader(dataset, _train_config(folder))
+    exact, rough = tmp_path / "exact", tmp_path / "rough"
+    for out, autocast in ((exact, None), (rough, torch.bfloat16)):
+        evaluator = _evaluator(dataset)
+        evaluate_model(model, batches, evaluator, CPU, autocast)
+        assert evaluator.evaluate(out, measure=False) == {}
+    first, second = (
+        [result["score"] for result in json.loads((out / "segm.json").read_text())]
+        for out in (exact, rough)
+    )
+    assert first != second
+    assert np.mean(first) == pytest.approx(np.mean(second), abs=0.05)

@@ -1,0 +1,225 @@
+"""The command `maskrcnn eval` on a real checkpoint, in one process and in two."""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from tiny_run import load_tiny, measure, start
+
+from maskrcnn_trt.benchmarks.accuracy import evaluate
+from maskrcnn_trt.cli import main
+from maskrcnn_trt.training.config import ConfigError, EvaluationConfig
+from maskrcnn_trt.training.evaluation.validation import (
+    ExpectationError,
+    check_expected,
+    reached_targets,
+)
+
+NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+
+
+@pytest.fixture(scope="module")
+def annotations(
+    tiny_config: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Annotation file with two thirds of the model's detections, so that 0 < AP < 1."""
+    folder = tmp_path_factory.mktemp("truth")
+    measure(tiny_checkpoint, tiny_config, folder, "evaluation.skip_eval=true")
+    boxes, masks = (
+        json.loads((folder / "inference" / f"{iou_type}.json").read_text())
+        for iou_type in ("bbox", "segm")
+    )
+    content = json.loads((tiny_config.parent / "annotations/val.json").read_text())
+    content["annotations"] = [
+        {**box, **mask, "id": number, "iscrowd": 0, "area": float(area)}
+        for number, (box, mask) in enumerate(zip(boxes, masks, strict=True), start=1)
+        if number % 3 and (area := coco_mask.area(mask["segmentation"]))
+    ]
+    path = folder / "val.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def _evaluate(*args: object) -> Any:
+    return CliRunner().invoke(evaluate, [str(arg) for arg in args])
+
+
+def _by_hand(annotations: Path, results: Path, iou_type: str) -> tuple[COCOeval, str]:
+    """Evaluate with pycocotools. Return the evaluation and its printed summary."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(annotations)
+        evaluation = COCOeval(truth, truth.loadRes(str(results)), iou_type)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        with contextlib.redirect_stdout(printed):
+            evaluation.summarize()
+    return evaluation, printed.getvalue()
+
+
+@pytest.mark.slow
+def test_eval_equals_pycocotools_by_hand(
+    tiny_config: Path, tiny_checkpoint: Path, annotations: Path, tmp_path: Path
+) -> None:
+    """In one process, and in two that share five images. Only one of the two prints the error."""
+    common = [
+        f"data.val.annotations={annotations}", "evaluation.images_per_batch=2",
+        "evaluation.expected={segm/AP: 1}",
+    ]  # fmt: skip
+    args = ("eval", str(tiny_checkpoint), str(tiny_config), *common)
+    together = start(*args, f"output_dir={tmp_path / 'together'}", processes=2)
+    alone = _evaluate(tiny_checkpoint, tiny_config, *common, f"output_dir={tmp_path / 'alone'}")
+    printed_together, errors = together.communicate()
+    assert isinstance(alone.exception, ExpectationError)
+    assert together.returncode == 1
+    assert errors.decode().count("Error: segm/AP is ") == 1
+    ours, theirs = tmp_path / "alone/inference", tmp_path / "together/inference"
+    measured = torch.load(ours / "coco_results.pth", weights_only=True)
+    assert measured == torch.load(theirs / "coco_results.pth", weights_only=True)
+    for iou_type in ("bbox", "segm"):
+        name = f"{iou_type}.json"
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+        expected, printed = _by_hand(annotations, ours / name, iou_type)
+        assert 0.05 < expected.stats[0] < 0.95
+        values = [measured[iou_type][name] for name in NAMES]
+        np.testing.assert_allclose(values, expected.stats, atol=1e-6, rtol=0)
+        assert printed in alone.stdout
+    expected_text = alone.stdout.replace(f"{tmp_path}/alone", f"{tmp_path}/together")
+    assert printed_together.decode() == expected_text
+
+
+def test_predictions_equal_the_json_files(
+    tiny_config: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    measure(tiny_checkpoint, tiny_config, tmp_path)
+    folder = tmp_path / "inference"
+    predictions = torch.load(folder / "predictions.pth", weights_only=True)
+    assert [image["image_id"] for image in predictions] == [1, 2, 3, 4, 5]
+    categories = json.loads((tiny_config.parent / "annotations/val.json").read_text())["categories"]
+    ids = sorted(category["id"] for category in categories)
+    found = [
+        (image["image_id"], ids[label - 1], score, box, mask)
+        for image in predictions
+        for label, score, box, mask in zip(
+            image["labels"].tolist(), image["scores"].tolist(), image["boxes"].tolist(),
+            image["masks"], strict=True,
+        )
+    ]  # fmt: skip
+    boxes, masks = (json.loads((folder / name).read_text()) for name in ("bbox.json", "segm.json"))
+    assert len(found) == len(boxes) > 0
+    for (image_id, category, score, (x1, y1, x2, y2), rle), box, mask in zip(
+        found, boxes, masks, strict=True
+    ):
+        assert (image_id, category, score) == (
+            box["image_id"], box["category_id"], box["score"],
+        )  # fmt: skip
+        assert box["bbox"] == [x1, y1, x2 - x1, y2 - y1]
+        assert rle == mask["segmentation"]
+
+
+def test_skip_eval_writes_detections_only(
+    tiny_config: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    args = (tiny_checkpoint, tiny_config, f"output_dir={tmp_path}")
+    assert _evaluate(*args).exit_code == 0
+    printed = _evaluate(*args, "evaluation.skip_eval=true").stdout
+    assert str(tmp_path / "inference") in printed
+    assert "AP" not in printed
+    assert {path.name for path in (tmp_path / "inference").iterdir()} == {
+        "bbox.json", "segm.json", "predictions.pth",
+    }  # fmt: skip
+
+
+def test_an_unreadable_image_is_ignored(
+    tiny_config: Path, tiny_checkpoint: Path, annotations: Path, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    content = json.loads(annotations.read_text())
+    for path in (tiny_config.parent / "val").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    broken = content["images"][0]
+    (tmp_path / broken["file_name"]).write_bytes(b"\xff\xd8 no image")
+    settings = f"data.val={{images: {tmp_path}, annotations: {annotations}}}"
+    metrics = measure(tiny_checkpoint, tiny_config, tmp_path, settings)
+    assert "4 of the 5 images" in caplog.text
+    content["images"].remove(broken)
+    content["annotations"] = [a for a in content["annotations"] if a["image_id"] != broken["id"]]
+    rest = tmp_path / "rest.json"
+    rest.write_text(json.dumps(content))
+    expected, _ = _by_hand(rest, tmp_path / "inference" / "segm.json", "segm")
+    assert [metrics[f"segm/{name}"] for name in NAMES] == pytest.approx(expected.stats, abs=1e-6)
+
+
+def test_metrics_are_written_before_the_expectation_fails(
+    tiny_config: Path, tiny_checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    args = [tiny_checkpoint, tiny_config, f"output_dir={tmp_path}"]
+    args.append("evaluation.expected={bbox/AP: 1, segm/AP/ring: 0}")
+    monkeypatch.setattr(sys, "argv", ["maskrcnn", "eval", *map(str, args)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    output = capsys.readouterr()
+    assert end.value.code == 1
+    error = output.err.splitlines()[-1]
+    assert error.startswith("Error: bbox/AP is 0.")
+    assert "bbox/AP 1.0, segm/AP/ring 0.0" in error
+    assert "maxDets=100" in output.out
+    assert (tmp_path / "inference" / "coco_results.pth").is_file()
+
+
+@pytest.mark.parametrize(
+    ("value", "fails"), [(0.38, False), (0.3765, False), (0.3755, True), (-1.0, True)]
+)
+def test_expected_has_a_tolerance(value: float, fails: bool) -> None:
+    settings = EvaluationConfig(expected={"bbox/AP": 0.377}, tolerance=0.001)
+    with pytest.raises(ExpectationError) if fails else contextlib.nullcontext():
+        check_expected(settings, {"bbox/AP": value})
+
+
+def test_an_expected_class_must_be_measured() -> None:
+    settings = EvaluationConfig(expected={"segm/AP/unicorn": 0})
+    with pytest.raises(ExpectationError, match="segm/AP/unicorn was not computed"):
+        check_expected(settings, {"segm/AP": 0.3})
+
+
+@pytest.mark.parametrize(
+    ("targets", "reached"),
+    [
+        ({}, False),
+        ({"min_bbox_ap": 0.3}, True),
+        ({"min_bbox_ap": 0.31}, False),
+        ({"min_mask_ap": 0.2}, True),
+        ({"min_bbox_ap": 0.3, "min_mask_ap": 0.2}, True),
+        ({"min_bbox_ap": 0.3, "min_mask_ap": 0.21}, False),
+    ],
+)
+def test_targets_must_all_be_reached(targets: dict[str, float], reached: bool) -> None:
+    settings = EvaluationConfig(per_epoch=True, **targets)
+    assert bool(reached_targets(settings, {"bbox/AP": 0.3, "segm/AP": 0.2})) == reached
+    assert not reached_targets(settings, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ("{expected: {bbox/mAP: 0.3}}", "'bbox/mAP'.*bbox/M and segm/M"),
+        ("{expected: {segm/AP: 0.3}, skip_eval: true}", "skip_eval.*expected={}"),
+        ("{min_mask_ap: 0.3}", "min_mask_ap .*per_epoch=true"),
+    ],
+)
+def test_contradictory_settings_are_refused(
+    tiny_config: Path, tmp_path: Path, settings: str, pattern: str
+) -> None:
+    with pytest.raises(ConfigError, match=pattern):
+        load_tiny(tiny_config, tmp_path, f"evaluation={settings}")

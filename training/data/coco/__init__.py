@@ -1,0 +1,1 @@
+"""Read data sets in COCO format: annotation files, masks and folder layouts."""

@@ -1,0 +1,57 @@
+"""Rasterize polygons and COCO RLE to mask targets at the resolution of the model input."""
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from pycocotools import mask as coco_mask
+
+from ....model.masks import Rle, mask_from_rle
+
+# Polygon as x1, y1, x2, y2, ... of three or more vertices, in pixels of the original image.
+Ring = NDArray[np.float64]
+
+# Polygons of one object, or its mask as COCO RLE.
+Segmentation = tuple[Ring, ...] | Rle
+
+# Box xyxy in pixels of the original image.
+Region = tuple[float, float, float, float]
+
+# Scaled coordinates are clipped to this multiple of the mask's longer side.
+_CLIP_FACTOR = 100
+
+
+def mask_from_segmentation(
+    segmentation: Segmentation,
+    source: tuple[int, int],
+    target: tuple[int, int],
+    region: Region | None = None,
+) -> NDArray[np.uint8]:
+    """Rasterize an object's segmentation to a mask of a given size.
+
+    Args:
+        segmentation: Polygons or RLE in pixels of the original image.
+        source: Height and width of the original image.
+        target: Height h and width w of the mask.
+        region: Non-empty box inside the image that the mask covers. None: the whole image.
+
+    Returns:
+        Mask `[h, w]` of 0 and 1.
+    """
+    height, width = target
+    left, top, right, bottom = region or (0, 0, source[1], source[0])
+    if isinstance(segmentation, Rle):
+        # The image is resized with the same filter, so that mask and image stay aligned.
+        image = Image.fromarray(mask_from_rle(segmentation) * np.uint8(255))
+        bilinear = Image.Resampling.BILINEAR
+        resized = image.resize((width, height), bilinear, box=(left, top, right, bottom))
+        return (np.asarray(resized) >= 128).astype(np.uint8)
+    # Vertices are scaled before they are rasterized, so that edges stay sharp.
+    scale = np.array([width / (right - left), height / (bottom - top)])
+    # Rasterizing takes time proportional to the edge length, which is huge for a tiny region.
+    limit = _CLIP_FACTOR * max(target)
+    rings = [
+        ((ring.reshape(-1, 2) - (left, top)) * scale).clip(-limit, limit).ravel()
+        for ring in segmentation
+    ]
+    union = coco_mask.merge(coco_mask.frPyObjects(rings, height, width))
+    return mask_from_rle(Rle(height, width, union["counts"]))

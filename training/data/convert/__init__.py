@@ -1,0 +1,1 @@
+"""Convert data sets of other formats to COCO format."""

@@ -1,0 +1,77 @@
+"""Commands `maskrcnn data convert ...`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from .conversion import ForeignDataset
+
+_FOLDER = click.argument(
+    "folder", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="DIR"
+)
+_OUT = click.argument("out", type=click.Path(path_type=Path, file_okay=False), metavar="OUT")
+_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing files in OUT.")
+
+
+@click.group()
+def convert() -> None:
+    """Convert annotations of another format to COCO files.
+
+    Writes train.json and val.json to OUT. Images are not copied: the command prints the options
+    with which `maskrcnn train` finds them.
+    """
+
+
+@convert.command()
+@_FOLDER
+@_OUT
+@_OVERWRITE
+def cityscapes(folder: Path, out: Path, overwrite: bool) -> None:
+    """Convert the fine annotations of Cityscapes.
+
+    DIR contains gtFine and leftImg8bit. The 8 classes of the instance segmentation benchmark keep
+    their ids. Groups such as cargroup become crowds.
+    """
+    from .cityscapes import cityscapes as read_folder
+
+    _convert(read_folder, folder, out, overwrite)
+
+
+@convert.command()
+@_FOLDER
+@_OUT
+@_OVERWRITE
+def voc(folder: Path, out: Path, overwrite: bool) -> None:
+    """Convert the segmented images of Pascal VOC.
+
+    DIR is a folder such as VOCdevkit/VOC2012. Objects marked as difficult become crowds: training
+    and evaluation ignore them.
+    """
+    from .voc import voc as read_folder
+
+    _convert(read_folder, folder, out, overwrite)
+
+
+def _convert(
+    read_folder: "Callable[[Path], ForeignDataset]", folder: Path, out: Path, overwrite: bool
+) -> None:
+    from rich.progress import Progress
+
+    from .conversion import write_coco_files
+
+    dataset = read_folder(folder)
+    with Progress() as progress:
+        total = sum(len(split.sources) for split in dataset.splits.values())
+        task = progress.add_task("converting", total=total)
+        written = write_coco_files(
+            dataset, out, overwrite=overwrite, on_image=lambda: progress.advance(task)
+        )
+    for name, file in written.items():
+        click.echo(
+            f"{file.path}: {file.images} images, {file.objects} objects, {file.crowds} crowds; "
+            f"use it with data.{name}.annotations={file.path} "
+            f"data.{name}.images={dataset.splits[name].images}"
+        )

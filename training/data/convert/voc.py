@@ -1,0 +1,142 @@
+"""Convert the instance segmentations of Pascal VOC to COCO format."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+from xml.etree import ElementTree
+
+import numpy as np
+from pycocotools import mask as coco_mask
+
+from ....model.bundle.manifest import Category
+from ..coco.dataset import DataError
+from .conversion import ConvertedImage, ForeignDataset, SourceSplit
+from .label_maps import LabelledObject, annotations_from_label_map, read_label_map
+
+# In the order of their values in `SegmentationClass`.
+CATEGORIES = tuple(
+    Category(id=id_, name=name)
+    for id_, name in enumerate(
+        (
+            *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair"),
+            *("cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant"),
+            *("sheep", "sofa", "train", "tvmonitor"),
+        ),
+        start=1,
+    )
+)
+
+_SPLITS = ("train", "val")
+# Number of pixel values, and the value of pixels that belong to no object.
+_VALUES, _VOID = 256, 255
+# Minimum IoU to match a box of the XML file to a segmented object.
+_MATCH_IOU = 0.5
+
+
+class _AnnotatedBox(NamedTuple):
+    name: str
+    # x, y, width, height in pixels.
+    bbox: tuple[float, float, float, float]
+    is_difficult: bool
+
+
+class _PlainTreeBuilder(ElementTree.TreeBuilder):
+    """XML tree builder that raises ValueError for a document type declaration."""
+
+    # It could declare entities that expand exponentially ("billion laughs").
+    def doctype(self, name: str, pubid: str | None, system: str | None) -> NoReturn:
+        raise ValueError("it has a DOCTYPE declaration, which VOC files never have")
+
+
+def voc(folder: Path) -> ForeignDataset:
+    """Find the annotations of Pascal VOC in a folder such as `VOC2012`.
+
+    Each pixel value in `SegmentationObject` is an object. Its class is the most frequent value at
+    these pixels in `SegmentationClass`. An object that the XML file in `Annotations` marks as
+    difficult becomes a crowd.
+
+    Raises:
+        DataError: The folder has no list of images with segmentations.
+    """
+    splits = {}
+    for name in _SPLITS:
+        listing = folder / "ImageSets" / "Segmentation" / f"{name}.txt"
+        if listing.is_file():
+            stems = listing.read_text().split()
+            sources = tuple(folder / "Annotations" / f"{stem}.xml" for stem in stems)
+            splits[name] = SourceSplit(folder / "JPEGImages", sources)
+    if not splits:
+        raise DataError(
+            f"{folder} has no ImageSets/Segmentation/train.txt or val.txt; pass the folder VOC2012 "
+            "inside VOCdevkit"
+        )
+    return ForeignDataset(CATEGORIES, splits, partial(_image_from, folder))
+
+
+def _image_from(folder: Path, source: Path) -> ConvertedImage:
+    object_path = folder / "SegmentationObject" / f"{source.stem}.png"
+    class_path = folder / "SegmentationClass" / f"{source.stem}.png"
+    objects_HW, classes_HW = (
+        read_label_map(path, ("P", "L")) for path in (object_path, class_path)
+    )
+    if objects_HW.shape != classes_HW.shape:
+        raise DataError(f"{object_path} and {class_path} have different sizes")
+    pairs = np.bincount((objects_HW * _VALUES + classes_HW).ravel(), minlength=_VALUES**2)
+    votes = pairs.reshape(_VALUES, _VALUES)[:_VOID, 1 : len(CATEGORIES) + 1]
+    objects = {
+        int(value): LabelledObject(int(votes[value].argmax()) + 1)
+        for value in np.flatnonzero(votes.any(axis=1))
+        if value > 0
+    }
+    annotations = annotations_from_label_map(objects_HW, objects)
+    boxes = _boxes_from(source)
+    for annotation in annotations:
+        # VOC's difficult objects and COCO's crowds have the same meaning: ignored in training, and
+        # in evaluation neither required nor counted as false positives.
+        annotation["iscrowd"] = int(_is_difficult(annotation, boxes))
+    height, width = objects_HW.shape
+    return ConvertedImage(f"{source.stem}.jpg", height, width, annotations)
+
+
+def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:
+    """Whether the XML box that matches an annotation is marked as difficult."""
+    name = CATEGORIES[annotation["category_id"] - 1].name
+    same_class = [box for box in boxes if box.name == name]
+    if not same_class:
+        return False
+    overlaps = coco_mask.iou(
+        np.array([annotation["bbox"]], np.float64),
+        np.array([box.bbox for box in same_class], np.float64),
+        [0] * len(same_class),
+    )[0]
+    best = int(overlaps.argmax())
+    return bool(overlaps[best] >= _MATCH_IOU) and same_class[best].is_difficult
+
+
+def _boxes_from(path: Path) -> list[_AnnotatedBox]:
+    try:
+        parser = ElementTree.XMLParser(target=_PlainTreeBuilder())
+        root = ElementTree.fromstring(path.read_bytes(), parser)
+        return [_box_from(element) for element in root.iter("object")]
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist") from None
+    except (ElementTree.ParseError, ValueError, LookupError) as error:
+        raise DataError(f"{path} is not a VOC annotation file: {error}") from None
+
+
+def _box_from(element: ElementTree.Element) -> _AnnotatedBox:
+    left, top, right, bottom = (
+        float(_text_of(element, f"bndbox/{side}")) for side in ("xmin", "ymin", "xmax", "ymax")
+    )
+    # VOC counts pixels from 1 and includes the last row and column in the box.
+    bbox = (left - 1, top - 1, right - left + 1, bottom - top + 1)
+    is_difficult = element.findtext("difficult", "0").strip() == "1"
+    return _AnnotatedBox(_text_of(element, "name"), bbox, is_difficult)
+
+
+def _text_of(element: ElementTree.Element, path: str) -> str:
+    text = element.findtext(path)
+    if text is None:
+        raise ValueError(f"an object has no {path}")
+    return text.strip()

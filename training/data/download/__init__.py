@@ -1,0 +1,1 @@
+"""Download, verify and extract COCO."""

@@ -1,0 +1,226 @@
+"""Commands `maskrcnn data download`, `verify` and `extract`."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Column, Table
+
+from ....model.config.option_types import FiniteRange
+from .coco_archives import BASE_URL, Edition, Part
+
+if TYPE_CHECKING:
+    from .local_files import ByteProgress
+
+_EDITIONS = ("coco2014", "coco2017")
+_PARTS = ("train", "val", "annotations")
+
+
+def _base_url_from_text(context: click.Context, parameter: click.Parameter, text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise click.BadParameter(f"{text!r} does not begin with http:// or https://")
+    return text.rstrip("/")
+
+
+def _md5s_from_path(
+    context: click.Context, parameter: click.Parameter, path: Path | None
+) -> dict[str, str]:
+    """Parse a file with output of `md5sum`. Return MD5 by file name."""
+    md5s = {}
+    for line in path.read_text(errors="replace").splitlines() if path else ():
+        match = re.fullmatch(r"([0-9a-fA-F]{32}) [ *](?:.*/)?([^/]+)", line)
+        if match is None:
+            raise click.BadParameter(f"{path}: {line!r} does not have md5sum's form `MD5  FILE`")
+        md5s[match[2]] = match[1].lower()
+    return md5s
+
+
+def _coco_arguments(command: Callable[..., None]) -> Callable[..., None]:
+    for decorate in (
+        click.option(
+            "--part",
+            "parts",
+            multiple=True,
+            type=click.Choice(_PARTS),
+            help="Only this part. Repeat it for several parts. Default: all parts.",
+        ),
+        click.argument("root", type=click.Path(path_type=Path, file_okay=False), metavar="DIR"),
+        click.argument("edition", type=click.Choice(_EDITIONS)),
+    ):
+        command = decorate(command)
+    return command
+
+
+_CHECKSUMS = click.option(
+    "--checksums",
+    "md5s",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    callback=_md5s_from_path,
+    help="File with md5sum's output, for archives of a mirror that differ from the published ones.",
+)
+
+
+@click.command()
+@_coco_arguments
+@click.option("--extract", "and_extract", is_flag=True, help="Extract the archives.")
+@click.option(
+    "--base-url",
+    default=BASE_URL,
+    show_default=True,
+    callback=_base_url_from_text,
+    help="URL of a mirror of COCO with the same paths.",
+)
+@_CHECKSUMS
+@click.option(
+    "--timeout",
+    type=FiniteRange(0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="Reconnect if the server sends little or no data for this many seconds.",
+)
+@click.option(
+    "--retries",
+    type=click.IntRange(0),
+    default=5,
+    show_default=True,
+    help="Retries after consecutive failed attempts. The pause before them starts at 1 s and "
+    "doubles.",
+)
+def download(
+    edition: Edition,
+    root: Path,
+    parts: tuple[Part, ...],
+    and_extract: bool,
+    base_url: str,
+    md5s: dict[str, str],
+    timeout: float,
+    retries: int,
+) -> None:
+    """Download the archives of COCO into DIR.
+
+    An archive is named NAME.partial until it is complete and its MD5 correct. If the command is
+    interrupted, run it again to resume. The archives of either edition have 20.4 GB; the extracted
+    files need as much again.
+
+    maskrcnn-benchmark trains on train2014 and valminusminival2014 and tests on minival2014. These
+    are the images of train2017 and val2017, so use coco2017.
+    """
+    from .coco_archives import coco_archives
+    from .download import RetryPolicy, download_file
+
+    archives = coco_archives(edition, parts, md5s)
+    root.mkdir(parents=True, exist_ok=True)
+    with _progress_bars() as show:
+        for archive in archives.values():
+            download_file(
+                f"{base_url}/{archive.address}",
+                archive.archive_in(root),
+                md5=archive.md5,
+                size=archive.size,
+                policy=RetryPolicy(timeout=timeout, retries=retries),
+                on_progress=show,
+            )
+    for archive in archives.values():
+        click.echo(f"{archive.archive_in(root)} is complete; MD5 {archive.md5}")
+    if and_extract:
+        _extract(edition, root, parts)
+
+
+@click.command()
+@_coco_arguments
+def extract(edition: Edition, root: Path, parts: tuple[Part, ...]) -> None:
+    """Extract the downloaded archives of COCO in DIR.
+
+    Creates DIR/train2017, DIR/val2017 and DIR/annotations (for coco2014, DIR/train2014 etc.). If
+    they exist, only missing and altered files are extracted. The archives are not deleted.
+    """
+    _extract(edition, root, parts)
+
+
+def _extract(edition: Edition, root: Path, parts: tuple[Part, ...]) -> None:
+    from .coco_archives import coco_archives
+    from .extraction import extract_archive
+
+    counts = {}
+    with _progress_bars() as show:
+        for archive in coco_archives(edition, parts).values():
+            folder = archive.folder_in(root)
+            counts[folder] = extract_archive(archive.archive_in(root), folder, show)
+    for folder, count in counts.items():
+        click.echo(f"{folder} is complete; extracted files: {count}")
+
+
+@click.command()
+@_coco_arguments
+@_CHECKSUMS
+@click.option(
+    "--images", "decode", is_flag=True, help="Decode the images of folders without an archive."
+)
+@click.pass_context
+def verify(
+    context: click.Context,
+    edition: Edition,
+    root: Path,
+    parts: tuple[Part, ...],
+    md5s: dict[str, str],
+    decode: bool,
+) -> None:
+    """Check the downloaded archives and extracted folders of COCO in DIR.
+
+    Archives are compared with the published checksums, and folders with their archives or, if these
+    were deleted, with the annotations. If a check fails, the command prints how to repair the
+    archive or folder, and exits with code 1.
+    """
+    from .coco_archives import coco_archives
+    from .verification import verify_part
+
+    results = []
+    with _progress_bars() as show:
+        for part, archive in coco_archives(edition, parts, md5s).items():
+            results += verify_part(edition, part, archive, root, decode=decode, on_progress=show)
+    table = Table("part")
+    table.add_column("state", overflow="fold")
+    for result in results:
+        table.add_row(result.path.name, result.fault or "intact")
+    # No markup, because paths may contain brackets.
+    Console(markup=False, emoji=False, highlight=False).print(table)
+    faulty = [result for result in results if result.fault is not None]
+    for result in faulty:
+        click.echo(f"{result.path}: repair it with\n  {result.remedy}")
+    if faulty:
+        context.exit(1)
+
+
+@contextmanager
+def _progress_bars() -> "Iterator[ByteProgress]":
+    """Yield a function that shows the progress of each step as a bar on standard error."""
+    # On a narrow terminal, only the bars become narrower.
+    columns = (
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(),
+        DownloadColumn(table_column=Column(no_wrap=True)),
+        TransferSpeedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+    )
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+
+        def show(step: str, done: int, total: int | None) -> None:
+            if step not in tasks:
+                tasks[step] = progress.add_task(step)
+            progress.update(tasks[step], completed=done, total=total)
+
+        yield show

@@ -1,0 +1,268 @@
+"""Resumable download of one file over HTTP."""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_exponential,
+)
+
+from ..coco.dataset import DataError
+from .local_files import (
+    ByteProgress,
+    PartialFile,
+    RemoteVersion,
+    check_free_space,
+    exclusive_lock,
+    md5_of,
+    no_progress,
+)
+
+logger = logging.getLogger(__name__)
+
+# A failed attempt that received this many bytes or more does not count as a retry.
+_MIN_ATTEMPT_BYTES = 1 << 20
+# Longest pause before a retry, in seconds.
+_MAX_PAUSE = 60.0
+# HTTP status codes after which a retry may succeed.
+_RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """Timeouts and retries of a download."""
+
+    # Maximum retries after consecutive failed attempts that received less than 1 MiB each.
+    retries: int = 5
+    # Seconds before the first retry. The pause doubles before each further retry.
+    pause: float = 1.0
+    # If no data arrive for this many seconds, the attempt fails.
+    timeout: float = 30.0
+    # If fewer bytes per second arrive over `timeout` seconds, the attempt fails.
+    min_speed: float = 1024.0
+
+
+class _AttemptError(Exception):
+    """An attempt failed for a reason that may be temporary."""
+
+
+_TRANSIENT = (httpx.TransportError, _AttemptError)
+
+
+def download_file(
+    url: str,
+    path: Path,
+    *,
+    md5: str,
+    size: int | None = None,
+    policy: RetryPolicy = RetryPolicy(),
+    on_progress: ByteProgress = no_progress,
+) -> None:
+    """Download a file, or check its MD5 if it exists.
+
+    The content is written to `NAME.partial`, which is renamed if its MD5 is correct. After a
+    failure, the next call resumes the partial file if the server supports range requests and the
+    remote file has not changed.
+
+    Args:
+        url: HTTP or HTTPS URL.
+        path: File to create in an existing folder.
+        md5: Expected MD5 as hexadecimal digits.
+        size: Expected size in bytes, checked before the download. None: unknown.
+        policy: Timeouts and retries.
+        on_progress: See `ByteProgress`.
+
+    Raises:
+        DataError: The download failed, or the file has another size or MD5.
+    """
+    with exclusive_lock(path):
+        if path.exists():
+            actual = md5_of(path, f"checking {path.name}", on_progress)
+            if actual != md5:
+                raise DataError(
+                    f"{path} exists but is not the published file: its MD5 is {actual}, not {md5}; "
+                    "delete it to download it again"
+                )
+            return
+        partial = PartialFile(path)
+        _Download(url, partial, size, policy, on_progress).run()
+        actual = md5_of(partial.path, f"checking {path.name}", on_progress)
+        if actual != md5:
+            partial.remove()
+            raise DataError(
+                f"{url} is not the published file: its MD5 is {actual}, not {md5}; the downloaded "
+                "copy was deleted. Try again or use a mirror (--base-url); to trust this file, "
+                "pass its MD5 with --checksums"
+            )
+        partial.publish(path)
+
+
+@dataclass(frozen=True)
+class _Download:
+    """Downloads the missing bytes of a partial file, with retries."""
+
+    url: str
+    partial: PartialFile
+    size: int | None
+    policy: RetryPolicy
+    on_progress: ByteProgress
+
+    def run(self) -> None:
+        """Make attempts until the file is complete. Raise DataError if no retries are left."""
+        retrying = Retrying(
+            retry=retry_if_exception_type(_TRANSIENT),
+            stop=stop_after_attempt(1 + self.policy.retries),
+            wait=wait_exponential(self.policy.pause, max=_MAX_PAUSE),
+            before_sleep=self._log_retry,
+            reraise=True,
+        )
+        try:
+            # httpx takes proxies from environment variables such as HTTP_PROXY.
+            with httpx.Client(follow_redirects=True, timeout=self.policy.timeout) as client:
+                while not retrying(self._advance, client):
+                    time.sleep(self.policy.pause)
+        except (*_TRANSIENT, httpx.TooManyRedirects, httpx.InvalidURL) as error:
+            raise DataError(f"{self.url}: {_reason(error)}; {self._remedy()}") from error
+        except OSError as error:
+            raise DataError(
+                f"cannot write {self.partial.path}: {error.strerror}; {self._remedy()}"
+            ) from error
+
+    def _log_retry(self, state: RetryCallState) -> None:
+        assert state.outcome is not None
+        assert state.next_action is not None
+        error, pause = state.outcome.exception(), state.next_action.sleep
+        assert error is not None
+        logger.warning("%s: %s; trying again in %.0f s", self.url, _reason(error), pause)
+
+    def _remedy(self) -> str:
+        size = self.partial.size
+        if not size:
+            return "no data were received; try again, or use a mirror (--base-url)"
+        return f"{size} bytes are kept; run the same command again to resume"
+
+    def _advance(self, client: httpx.Client) -> bool:
+        """Make one attempt. Return whether the file is complete.
+
+        A failed attempt returns False if it received `_MIN_ATTEMPT_BYTES`; otherwise it raises.
+        """
+        before, version = self.partial.size, self.partial.version
+        if before and before == version.total:
+            return True
+        try:
+            self._attempt(client, before, version)
+        except _TRANSIENT:
+            if self.partial.size - before < _MIN_ATTEMPT_BYTES:
+                raise
+            return False
+        return True
+
+    def _attempt(self, client: httpx.Client, start: int, version: RemoteVersion) -> None:
+        headers = {"Accept-Encoding": "identity"}
+        if start and version != RemoteVersion():
+            headers["Range"] = f"bytes={start}-"
+            if version.validator is not None:
+                headers["If-Range"] = version.validator
+        with client.stream("GET", self.url, headers=headers) as response:
+            self._check_status(response)
+            sent, first = _version_of(response), _first_byte(response)
+            if first == 0:
+                self._restart(start, version, sent)
+            elif first != start or not version.agrees_with(sent):
+                self.partial.remove()
+                raise _AttemptError("the server sent another range or version than requested")
+            total = sent.total
+            if total is not None:
+                check_free_space(self.partial.path, total - self.partial.size)
+            step = f"downloading {self.partial.path.stem}"
+            with self.partial.path.open("ab") as file:
+                for chunk in _with_min_speed(response.iter_raw(), self.policy):
+                    file.write(chunk)
+                    self.on_progress(step, file.tell(), total)
+        if total is not None and self.partial.size != total:
+            raise _AttemptError(f"the server sent {self.partial.size} of {total} bytes")
+
+    def _check_status(self, response: httpx.Response) -> None:
+        status = f"{response.status_code} {response.reason_phrase}".strip()
+        if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+            self.partial.remove()
+            raise _AttemptError("the file on the server is shorter than the partial download")
+        if response.status_code in _RETRYABLE:
+            raise _AttemptError(f"the server answered {status}")
+        if response.status_code not in (httpx.codes.OK, httpx.codes.PARTIAL_CONTENT):
+            raise DataError(
+                f"{self.url}: the server answered {status}; check the address, or give a mirror "
+                "with --base-url"
+            )
+
+    def _restart(self, start: int, version: RemoteVersion, sent: RemoteVersion) -> None:
+        """Empty the partial file, because the server sends the file from its first byte.
+
+        Raises:
+            DataError: The file on the server does not have the expected size.
+        """
+        if self.size is not None and sent.total not in (None, self.size):
+            raise DataError(
+                f"{self.url} has {sent.total} bytes, the published file {self.size}; use a mirror "
+                "(--base-url), or, to trust this file, pass its MD5 with --checksums"
+            )
+        if start:
+            same = version != RemoteVersion() and version.agrees_with(sent)
+            reason = "cannot resume downloads" if same else "now has another version of the file"
+            logger.warning("%s: restarting from the first byte: the server %s", self.url, reason)
+        self.partial.restart(sent)
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _version_of(response: httpx.Response) -> RemoteVersion:
+    etag = response.headers.get("ETag")
+    # HTTP forbids weak entity tags in If-Range, because they do not guarantee equal bytes.
+    strong = etag if etag is not None and not etag.startswith("W/") else None
+    if response.status_code == httpx.codes.PARTIAL_CONTENT:
+        length = response.headers.get("Content-Range", "").rpartition("/")[2]
+    else:
+        length = response.headers.get("Content-Length", "")
+    return RemoteVersion(
+        etag=strong,
+        last_modified=response.headers.get("Last-Modified"),
+        total=int(length) if length.isdecimal() else None,
+    )
+
+
+def _first_byte(response: httpx.Response) -> int:
+    """Return the offset in the remote file of a response's first byte.
+
+    Raises:
+        _AttemptError: The response is partial, but its header Content-Range is missing or invalid.
+    """
+    if response.status_code != httpx.codes.PARTIAL_CONTENT:
+        return 0
+    unit, _, rest = response.headers.get("Content-Range", "").partition(" ")
+    first = rest.partition("-")[0]
+    if unit != "bytes" or not first.isdecimal():
+        raise _AttemptError("the server sent a part of the file without a valid Content-Range")
+    return int(first)
+
+
+def _with_min_speed(chunks: Iterable[bytes], policy: RetryPolicy) -> Iterator[bytes]:
+    """Yield chunks. Raise _AttemptError if they arrive more slowly than `policy.min_speed`."""
+    since, received = time.monotonic(), 0
+    for chunk in chunks:
+        yield chunk
+        received += len(chunk)
+        seconds = time.monotonic() - since
+        if seconds >= policy.timeout:
+            if received < policy.min_speed * seconds:
+                raise _AttemptError(f"the server sent {received} bytes in {seconds:.0f} s")
+            since, received = time.monotonic(), 0

@@ -1,0 +1,131 @@
+"""Extract zip archives: only missing and altered files, and only into one folder."""
+
+import shutil
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from ..coco.dataset import DataError
+from .local_files import ByteProgress, check_free_space, exclusive_lock, no_progress
+
+
+def missing_members(
+    archive: Path, folder: Path, on_progress: ByteProgress = no_progress
+) -> list[str]:
+    """Return the names of archive members that are missing or altered in the extracted folder.
+
+    Args:
+        archive: Existing zip file with one top-level folder.
+        folder: Extracted copy of that folder, with the same name.
+        on_progress: See `ByteProgress`.
+
+    Raises:
+        DataError: The archive cannot be read, or has members outside its top-level folder.
+    """
+    with _opened(archive) as source:
+        missing = _missing(source, archive, folder, on_progress)
+        return [member.filename for member in missing]
+
+
+def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_progress) -> int:
+    """Extract the members of an archive that are missing or altered in a folder.
+
+    Files are written to a hidden folder, and moved if all are complete and their CRCs correct. A
+    crash therefore leaves no partial file in `folder`.
+
+    Args:
+        archive: Zip file with one top-level folder of the same name as `folder`.
+        folder: Folder to create or complete. Other files in it are kept.
+        on_progress: See `ByteProgress`.
+
+    Returns:
+        Number of extracted files.
+
+    Raises:
+        DataError: The archive cannot be read, has members outside its top-level folder, or does not
+            fit on the disk.
+    """
+    with _opened(archive) as source, exclusive_lock(folder):
+        members = _missing(source, archive, folder, on_progress)
+        if not members:
+            return 0
+        done, total = 0, sum(member.file_size for member in members)
+        check_free_space(folder, total)
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            for member in members:
+                source.extract(member, partial)  # raises BadZipFile if the CRC differs
+                done += member.file_size
+                on_progress(f"extracting {archive.name}", done, total)
+        except OSError as error:
+            raise DataError(
+                f"cannot extract {archive} into {folder.parent}: {error.strerror}"
+            ) from error
+        else:
+            _move(partial / folder.name, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return len(members)
+
+
+@contextmanager
+def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a zip file. In the block, errors of `zipfile` are converted to `DataError`."""
+    if not archive.exists():
+        raise DataError(f"{archive} does not exist; download it with `maskrcnn data download`")
+    try:
+        with zipfile.ZipFile(archive) as source:
+            yield source
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise DataError(
+            f"{archive} is damaged ({error}); delete it and download it again"
+        ) from None
+    except RuntimeError as error:
+        # `zipfile` raises this for encryption and for unknown compression methods.
+        raise DataError(
+            f"{archive} is encrypted, or compressed with a method that Python does not support; "
+            "published COCO archives are neither; delete it and download it again"
+        ) from error
+
+
+def _missing(
+    source: zipfile.ZipFile, archive: Path, folder: Path, on_progress: ByteProgress
+) -> list[zipfile.ZipInfo]:
+    members = [member for member in source.infolist() if not member.is_dir()]
+    for member in members:
+        path = PurePosixPath(member.filename)
+        if path.parts[:1] != (folder.name,) or ".." in path.parts or "\\" in member.filename:
+            raise DataError(
+                f"{archive} contains {member.filename!r}, which is outside of {folder.name}/; it "
+                "is not a published COCO archive, and nothing was extracted"
+            )
+    if not folder.exists():
+        return members
+    missing, done, total = [], 0, sum(member.file_size for member in members)
+    for member in members:
+        if not _is_intact(folder.parent / member.filename, member):
+            missing.append(member)
+        done += member.file_size
+        on_progress(f"comparing {folder.name}", done, total)
+    return missing
+
+
+def _is_intact(path: Path, member: zipfile.ZipInfo) -> bool:
+    if not path.is_file() or path.stat().st_size != member.file_size:
+        return False
+    return zlib.crc32(path.read_bytes()) == member.CRC
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move a folder, or its files into the target folder if that exists."""
+    if not target.exists():
+        source.rename(target)
+        return
+    for path in source.rglob("*"):
+        if path.is_file():
+            destination = target / path.relative_to(source)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(destination)

@@ -1,0 +1,136 @@
+"""Locks, free disk space, checksums and partial files of downloads."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from ....model.config.schema import FrozenConfig
+from ..coco.dataset import DataError
+
+_CHUNK_BYTES = 1 << 20
+
+# Progress callback. Arguments: step such as `checking val2017.zip`, bytes done, bytes in total
+# (None: unknown).
+ByteProgress = Callable[[str, int, int | None], object]
+
+
+def no_progress(step: str, done: int, total: int | None) -> None:
+    """Ignore the progress."""
+
+
+@contextmanager
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Hold a lock on the creation of a file or folder, against other processes, in the block.
+
+    Raises:
+        DataError: Another process holds the lock.
+    """
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise DataError(f"another process is creating {path}; wait until it has ended") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_free_space(path: Path, needed: int) -> None:
+    """Check the free disk space for a new file or folder.
+
+    Args:
+        path: File or folder to create in an existing folder.
+        needed: Required space in bytes.
+
+    Raises:
+        DataError: The disk has less free space.
+    """
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise DataError(
+            f"{path} needs {needed / 1e9:.1f} GB more, but its disk has only {free / 1e9:.1f} GB "
+            "free; free some space, or choose another folder"
+        )
+
+
+def md5_of(path: Path, step: str, on_progress: ByteProgress) -> str:
+    """Return the MD5 of a file as hexadecimal digits.
+
+    Args:
+        path: Path of an existing file.
+        step: First argument of `on_progress`.
+        on_progress: See `ByteProgress`.
+    """
+    digest, size = hashlib.md5(usedforsecurity=False), path.stat().st_size
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            on_progress(step, file.tell(), size)
+    return digest.hexdigest()
+
+
+class RemoteVersion(FrozenConfig):
+    """Version of a remote file, from HTTP headers. None: the server did not send the header."""
+
+    etag: str | None = None
+    """Strong entity tag: equal tags guarantee equal bytes."""
+    last_modified: str | None = None
+    """Header Last-Modified."""
+    total: int | None = None
+    """Size of the whole file in bytes."""
+
+    @property
+    def validator(self) -> str | None:
+        """Value for the header If-Range. None: the server sent neither ETag nor Last-Modified."""
+        return self.etag or self.last_modified
+
+    def agrees_with(self, other: "RemoteVersion") -> bool:
+        """Whether the two versions differ in no header that the server sent for both."""
+        pairs = ((getattr(self, key), getattr(other, key)) for key in RemoteVersion.model_fields)
+        return all(mine == theirs or None in (mine, theirs) for mine, theirs in pairs)
+
+
+class PartialFile:
+    """Partially downloaded file `NAME.partial`, with its `RemoteVersion` in `NAME.partial.json`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.with_name(f"{path.name}.partial")
+        self._version_path = path.with_name(f"{path.name}.partial.json")
+
+    @property
+    def size(self) -> int:
+        """Number of bytes downloaded so far."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    @property
+    def version(self) -> RemoteVersion:
+        """Version of the remote file that was downloaded. Empty if it was not recorded."""
+        try:
+            return RemoteVersion.model_validate_json(self._version_path.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return RemoteVersion()
+
+    def restart(self, version: RemoteVersion) -> None:
+        """Empty the partial file, then record the version of the remote file."""
+        # In this order, a crash in between cannot leave bytes with another version.
+        self.path.write_bytes(b"")
+        self._version_path.write_text(version.model_dump_json())
+
+    def publish(self, path: Path) -> None:
+        """Flush the partial file to the disk and rename it to `path`."""
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+        self.path.replace(path)
+        self.remove()
+
+    def remove(self) -> None:
+        """Delete the partial file and its version file."""
+        self.path.unlink(missing_ok=True)
+        self._version_path.unlink(missing_ok=True)

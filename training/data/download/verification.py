@@ -1,0 +1,166 @@
+"""Verify downloaded COCO archives and their extracted folders."""
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....model.images import ImageError, decode_image
+from ..coco.dataset import DataError
+from .coco_archives import CocoArchive, Edition, Part, annotations_in
+from .extraction import missing_members
+from .local_files import ByteProgress, md5_of, no_progress
+
+# Number of file names in a message.
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """Result of checking one archive or one extracted folder."""
+
+    # Archive or folder that was checked.
+    path: Path
+    # Description of the damage. None: intact.
+    fault: str | None
+    # Shell command that repairs the archive or folder.
+    remedy: str
+
+
+def verify_part(
+    edition: Edition,
+    part: Part,
+    archive: CocoArchive,
+    root: Path,
+    *,
+    decode: bool = False,
+    on_progress: ByteProgress = no_progress,
+) -> list[VerificationResult]:
+    """Check those of a part's archive and extracted folder that exist.
+
+    The archive must have the published size and MD5. The files in the folder must have the CRCs in
+    the archive or, if that does not exist or is damaged, all annotated images must exist and not be
+    empty.
+
+    Args:
+        edition: Edition of COCO.
+        part: Part of the edition.
+        archive: Published archive of the part.
+        root: Folder of the data set.
+        decode: Also decode images that cannot be compared with an archive.
+        on_progress: See `ByteProgress`.
+
+    Returns:
+        One result for the archive and one for the folder, if they exist. If neither exists, one
+        result that says so.
+    """
+    path, folder = archive.archive_in(root), archive.folder_in(root)
+    download = _download_command(edition, part, root)
+    results, archive_is_intact = [], False
+    if path.exists():
+        fault = _archive_fault(path, archive, on_progress)
+        archive_is_intact = fault is None
+        remedy = f"rm {shlex.quote(str(path))} && {download}"
+        results.append(VerificationResult(path, fault, remedy))
+    if folder.exists() and archive_is_intact:
+        fault = _difference_fault(path, folder, on_progress)
+        extract = ["maskrcnn", "data", "extract", edition, str(root), "--part", part]
+        results.append(VerificationResult(folder, fault, shlex.join(extract)))
+    elif folder.exists() and part == "annotations":
+        results.append(VerificationResult(folder, _annotations_fault(edition, root), download))
+    elif folder.exists():
+        try:
+            sizes = _image_sizes(annotations_in(root, folder.name))
+        except DataError as error:
+            remedy = _download_command(edition, "annotations", root)
+            results.append(VerificationResult(folder, f"cannot be checked: {error}", remedy))
+        else:
+            fault = _images_fault(folder, sizes, decode, on_progress)
+            results.append(VerificationResult(folder, fault, download))
+    return results or [VerificationResult(folder, "does not exist", download)]
+
+
+def _download_command(edition: Edition, part: Part, root: Path) -> str:
+    arguments = [edition, str(root), "--part", part, "--extract"]
+    return shlex.join(["maskrcnn", "data", "download", *arguments])
+
+
+def _archive_fault(path: Path, archive: CocoArchive, on_progress: ByteProgress) -> str | None:
+    size = path.stat().st_size
+    if archive.size is not None and size != archive.size:
+        return f"{size} bytes; the published file has {archive.size}"
+    md5 = md5_of(path, f"checking {path.name}", on_progress)
+    return None if md5 == archive.md5 else f"MD5 {md5}; the published file has {archive.md5}"
+
+
+def _difference_fault(archive: Path, folder: Path, on_progress: ByteProgress) -> str | None:
+    try:
+        members = missing_members(archive, folder, on_progress)
+    except DataError as error:
+        return str(error)
+    return _fault_of_files("missing or altered", members)
+
+
+def _annotations_fault(edition: Edition, root: Path) -> str | None:
+    year = edition.removeprefix("coco")
+    for split in ("train", "val"):
+        try:
+            _image_sizes(annotations_in(root, f"{split}{year}"))
+        except DataError as error:
+            return str(error)
+    return None
+
+
+def _images_fault(
+    folder: Path, sizes: Mapping[str, tuple[int, int]], decode: bool, on_progress: ByteProgress
+) -> str | None:
+    lengths = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
+    missing = [name for name in sizes if not lengths.get(name)]
+    if missing or not decode:
+        return _fault_of_files("missing or empty", missing)
+    broken, done, total = [], 0, sum(lengths[name] for name in sizes)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outcomes = pool.map(lambda name: _is_valid_image(folder / name, sizes[name]), sizes)
+        for name, is_valid in zip(sizes, outcomes, strict=True):
+            broken += [] if is_valid else [name]
+            done += lengths[name]
+            on_progress(f"decoding {folder.name}", done, total)
+    return _fault_of_files("unreadable or of another size than annotated", broken)
+
+
+def _image_sizes(annotations: Path) -> Mapping[str, tuple[int, int]]:
+    """Read the height and width of each image, by file name, from a COCO annotation file.
+
+    Raises:
+        DataError: The file cannot be read, or is not a complete COCO file.
+    """
+    try:
+        content: dict[str, list[dict[str, Any]]] = json.loads(annotations.read_bytes())
+        sizes = {i["file_name"]: (i["height"], i["width"]) for i in content["images"]}
+        is_complete = bool(sizes and content["annotations"] and content["categories"])
+    except OSError as error:
+        raise DataError(f"{annotations}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        is_complete = False
+    if not is_complete:
+        raise DataError(f"{annotations} is not a complete COCO instances file")
+    return sizes
+
+
+def _is_valid_image(image: Path, size: tuple[int, int]) -> bool:
+    try:
+        return decode_image(image.read_bytes(), apply_orientation=False).shape[:2] == size
+    except (ImageError, OSError):
+        return False
+
+
+def _fault_of_files(fault: str, names: Sequence[str]) -> str | None:
+    if not names:
+        return None
+    files = "1 file" if len(names) == 1 else f"{len(names)} files"
+    more = ", ..." if len(names) > _NAMES_SHOWN else ""
+    return f"{files} {fault}: {', '.join(names[:_NAMES_SHOWN])}{more}"

@@ -1,0 +1,1 @@
+"""Inspect data sets: statistics, invalid entries and suspicious annotations."""

@@ -1,0 +1,142 @@
+"""Command `maskrcnn data inspect`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from ...config import DatasetConfig
+    from .report import DatasetReport
+
+
+@click.command()
+@click.argument(
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="[DIR]",
+    required=False,
+)
+@click.option(
+    "--images",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder of the images, if the data set does not have the layout of DIR.",
+)
+@click.option(
+    "--annotations",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="COCO instances file of the images in --images.",
+)
+@click.option("--decode", is_flag=True, help="Also decode each image (some milliseconds each).")
+@click.option(
+    "--min-size",
+    type=click.IntRange(32),
+    default=800,
+    show_default=True,
+    help="Shorter side of the model input, as in data.min_size.",
+)
+@click.option(
+    "--max-size",
+    type=click.IntRange(32),
+    default=1333,
+    show_default=True,
+    help="Longest side of the model input, as in data.max_size.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write the report, with all findings, to this file.",
+)
+@click.option(
+    "-o",
+    "--output",
+    "grid_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw sample images with annotations into this PNG file, suspicious ones first.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1, 100),
+    default=16,
+    show_default=True,
+    help="Number of sample images.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Seed for the choice of sample images.",
+)
+def inspect(
+    folder: Path | None,
+    images: Path | None,
+    annotations: Path | None,
+    decode: bool,
+    min_size: int,
+    max_size: int,
+    json_path: Path | None,
+    grid_path: Path | None,
+    samples: int,
+    seed: int,
+) -> None:
+    """Print statistics of a data set, and report invalid and suspicious entries.
+
+    DIR contains annotations/[instances_]SPLIT.json and the images of each split in SPLIT/. The exit
+    code is 0 even if there are such entries.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.text import Text
+
+    from ..coco.dataset import CocoDataset
+    from .report import LoadedSplit, inspect_splits
+    from .report_tables import tables_from
+
+    splits = {}
+    for name, config in _splits_in(folder, images, annotations).items():
+        with Console(stderr=True).status(Text(f"reading {config.annotations}")):
+            splits[name] = LoadedSplit(config, CocoDataset(config))
+    datasets = [split.dataset for split in splits.values()]
+    with Progress(disable=not decode) as progress:
+        task = progress.add_task("decoding", total=sum(map(len, datasets)))
+        report = inspect_splits(
+            splits,
+            min_size=min_size,
+            max_size=max_size,
+            decode=decode,
+            on_image=lambda: progress.advance(task),
+        )
+    # No markup, because names of classes and files may contain brackets.
+    Console(markup=False, emoji=False).print(*tables_from(report), sep="\n")
+    if json_path is not None:
+        _write_json(report, json_path)
+        click.echo(f"wrote the report with all findings to {json_path}")
+    if grid_path is not None:
+        from .sample_grid import choose_samples, draw_samples
+
+        draw_samples(choose_samples(datasets, report.suspicions, samples, seed), grid_path)
+        click.echo(f"wrote sample images to {grid_path}")
+
+
+def _splits_in(
+    folder: Path | None, images: Path | None, annotations: Path | None
+) -> "dict[str, DatasetConfig]":
+    from ...config import DatasetConfig
+    from ..coco.splits import find_splits
+
+    if folder is not None and images is None and annotations is None:
+        return find_splits(folder)
+    if folder is None and images is not None and annotations is not None:
+        return {annotations.stem: DatasetConfig(images=images, annotations=annotations)}
+    raise click.UsageError("give either DIR, or both --images and --annotations")
+
+
+def _write_json(report: "DatasetReport", path: Path) -> None:
+    from dataclasses import asdict
+
+    splits = {name: asdict(split) for name, split in report.splits.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"splits": splits, "files": report.files}, indent=2) + "\n")

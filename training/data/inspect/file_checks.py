@@ -1,0 +1,105 @@
+"""Find image files that are duplicated, not listed in the annotations, or undecodable."""
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ....model.images import IMAGE_SUFFIXES, ImageError
+from ..coco.dataset import ImageRecord
+from .annotation_checks import Suspicion
+
+# Length of the end of a file that is compared before its whole content.
+_TAIL_BYTES = 4096
+
+
+def suspicious_files(records: Sequence[ImageRecord]) -> list[Suspicion]:
+    """Find image files that are listed more than once, and files with equal content."""
+    first_by_path: dict[Path, ImageRecord] = {}
+    suspicions = [
+        Suspicion("file listed more than once", record)
+        for record in records
+        if first_by_path.setdefault(record.path, record) is not record
+    ]
+    for first, *others in _equal_files(first_by_path):
+        suspicions += [
+            Suspicion("file with the content of another", first_by_path[path], detail=f"as {first}")
+            for path in others
+        ]
+    return suspicions
+
+
+def undecodable_files(
+    records: Sequence[ImageRecord], on_image: Callable[[], object] = lambda: None
+) -> list[Suspicion]:
+    """Find image files that cannot be decoded or do not have the annotated size.
+
+    `on_image` is called after each image.
+    """
+    # Imported here, because `read_image` needs torch, which takes seconds to import.
+    from ..loading.batch_reader import read_image
+
+    def fault_of(record: ImageRecord) -> str | None:
+        try:
+            read_image(record)
+        except ImageError as error:
+            return str(error).removeprefix(f"{record.path}: ")
+        return None
+
+    suspicions = []
+    # Threads suffice, because decoders release the GIL.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for record, fault in zip(records, pool.map(fault_of, records), strict=True):
+            on_image()
+            if fault is not None:
+                suspicions.append(Suspicion("invalid image file", record, detail=fault))
+    return suspicions
+
+
+def unlisted_files(folders: Iterable[Path], listed: Iterable[Path]) -> list[Path]:
+    """Find image files in folders, at any depth, that are not in `listed`. Sort them by path."""
+    files = {
+        Path(parent, name)
+        for folder in folders
+        for parent, _, names in os.walk(folder)
+        for name in names
+        if Path(name).suffix.lower() in IMAGE_SUFFIXES
+    }
+    return sorted(files.difference(listed))
+
+
+def _equal_files(paths: Iterable[Path]) -> list[list[Path]]:
+    """Return groups of two or more files with equal content."""
+    groups = [list(paths)]
+    # Each key is more expensive than the previous one, but is computed for fewer files.
+    for key in (_size_of, _tail_of, _digest_of):
+        groups = [part for group in groups for part in _group_by(group, key) if len(part) > 1]
+    return groups
+
+
+def _group_by(paths: Iterable[Path], key: Callable[[Path], Hashable]) -> Iterable[list[Path]]:
+    groups: dict[Hashable, list[Path]] = defaultdict(list)
+    for path in paths:
+        try:
+            groups[key(path)].append(path)
+        except OSError:
+            # `undecodable_files` reports unreadable files.
+            continue
+    return groups.values()
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _tail_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        return file.read()
+
+
+def _digest_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

@@ -1,0 +1,207 @@
+"""Compute a data set's report: statistics, invalid entries and suspicious annotations."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....model.images import resized_size
+from ...config import DatasetConfig
+from ..coco.dataset import CocoDataset
+from .annotation_checks import Suspicion, suspicious_annotations
+from .file_checks import suspicious_files, undecodable_files, unlisted_files
+
+# COCO's upper area limits of small and of medium objects, in square pixels.
+_SMALL, _MEDIUM = 32**2, 96**2
+
+
+class LoadedSplit(NamedTuple):
+    """Paths of a data set's split, and its loaded annotations."""
+
+    config: DatasetConfig
+    dataset: CocoDataset
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Minimum, 10 %, 50 % and 90 % quantile, and maximum of a quantity."""
+
+    min: float
+    p10: float
+    p50: float
+    p90: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCount:
+    """Numbers of a class's annotations in a split."""
+
+    id: int
+    name: str
+    objects: int
+    crowds: int
+    # Images with at least one object of the class.
+    images: int
+
+
+# The fields of a report are keys of the JSON file that `maskrcnn data inspect --json` writes.
+@dataclass(frozen=True, slots=True)
+class SplitReport:
+    """Statistics, and invalid and suspicious entries, of a split. Counts are of valid entries."""
+
+    image_folder: str
+    annotation_file: str
+    images: int
+    images_without_objects: int
+    objects: int
+    crowds: int
+    # Images by "landscape", "portrait" and "square".
+    orientations: Mapping[str, int]
+    # Images by the effect of resizing: "enlarged", "reduced" and "unchanged".
+    resizing: Mapping[str, int]
+    # Quantiles over the images of "width", "height", "aspect" (width / height) and "objects".
+    distributions: Mapping[str, Quantiles]
+    # Objects by COCO's size classes "small", "medium" and "large".
+    object_sizes: Mapping[str, int]
+    # By descending number of objects.
+    classes: tuple[ClassCount, ...]
+    # Annotation ids and file names of invalid entries, by reason.
+    faults: Mapping[str, tuple[str, ...]]
+    # Ids of suspicious annotations, by reason.
+    suspicions: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetReport:
+    """Statistics, and invalid and suspicious entries, of a data set."""
+
+    # By name of the split.
+    splits: Mapping[str, SplitReport]
+    # Paths of invalid and suspicious image files of all splits, by reason.
+    files: Mapping[str, tuple[str, ...]]
+    # All suspicious annotations and files, for the sample grid.
+    suspicions: tuple[Suspicion, ...] = field(repr=False)
+
+
+def inspect_splits(
+    splits: Mapping[str, LoadedSplit],
+    *,
+    min_size: int,
+    max_size: int,
+    decode: bool = False,
+    on_image: Callable[[], object] = lambda: None,
+) -> DatasetReport:
+    """Compute the statistics of a data set and check its annotations and files.
+
+    Args:
+        splits: Splits by name.
+        min_size: Shorter side of resized images in pixels, as in `data.min_size`.
+        max_size: Upper limit of their longer side in pixels, as in `data.max_size`.
+        decode: Also decode each image, which takes some milliseconds per image.
+        on_image: Called after each decoded image.
+    """
+    records = [record for split in splits.values() for record in split.dataset.records]
+    of_files = suspicious_files(records)
+    if decode:
+        of_files += undecodable_files(records, on_image)
+    files = _subjects_by_reason(of_files)
+    if unlisted := _unlisted_in(splits.values()):
+        files["file that is not listed"] = tuple(map(str, unlisted))
+    of_annotations = {
+        name: suspicious_annotations(split.dataset.records) for name, split in splits.items()
+    }
+    return DatasetReport(
+        splits={
+            name: _inspect_split(split, of_annotations[name], min_size, max_size)
+            for name, split in splits.items()
+        },
+        files=files,
+        suspicions=(*of_files, *chain.from_iterable(of_annotations.values())),
+    )
+
+
+def _unlisted_in(splits: Iterable[LoadedSplit]) -> list[Path]:
+    folders, listed = set(), set()
+    for config, dataset in splits:
+        folders.add(config.images)
+        listed |= {record.path for record in dataset.records}
+        for reason, names in dataset.faults.items():
+            if reason.startswith("images:"):
+                listed |= {config.images / name for name in names}
+    return unlisted_files(folders, listed)
+
+
+def _inspect_split(
+    split: LoadedSplit, suspicions: Iterable[Suspicion], min_size: int, max_size: int
+) -> SplitReport:
+    config, dataset = split
+    records = dataset.records
+    heights = np.array([record.height for record in records])
+    widths = np.array([record.width for record in records])
+    resized = np.array([resized_size(r.height, r.width, min_size, max_size)[0] for r in records])
+    counts = np.array([len(record.objects) for record in records])
+    areas = np.array([o.area for record in records for o in record.objects])
+    return SplitReport(
+        image_folder=str(config.images),
+        annotation_file=str(config.annotations),
+        images=len(records),
+        images_without_objects=int((counts == 0).sum()),
+        objects=int(counts.sum()),
+        crowds=sum(instance.is_crowd for record in records for instance in record.instances),
+        orientations=_counts(
+            landscape=widths > heights, portrait=widths < heights, square=widths == heights
+        ),
+        resizing=_counts(
+            enlarged=resized > heights, reduced=resized < heights, unchanged=resized == heights
+        ),
+        distributions={
+            "width": _quantiles(widths),
+            "height": _quantiles(heights),
+            "aspect": _quantiles(widths / heights),
+            "objects": _quantiles(counts),
+        },
+        object_sizes=_counts(
+            small=areas < _SMALL,
+            medium=(areas >= _SMALL) & (areas < _MEDIUM),
+            large=areas >= _MEDIUM,
+        ),
+        classes=_class_counts(dataset),
+        faults=dataset.faults,
+        suspicions=_subjects_by_reason(suspicions),
+    )
+
+
+def _counts(**cases: NDArray[np.bool_]) -> dict[str, int]:
+    return {name: int(is_case.sum()) for name, is_case in cases.items()}
+
+
+def _quantiles(values: NDArray[Any]) -> Quantiles:
+    return Quantiles(*np.percentile(values, (0, 10, 50, 90, 100), method="inverted_cdf").tolist())
+
+
+def _class_counts(dataset: CocoDataset) -> tuple[ClassCount, ...]:
+    objects: Counter[int] = Counter()
+    crowds: Counter[int] = Counter()
+    images: Counter[int] = Counter()
+    for record in dataset.records:
+        for instance in record.instances:
+            (crowds if instance.is_crowd else objects)[instance.label] += 1
+        images.update({instance.label for instance in record.objects})
+    classes = (
+        ClassCount(category.id, category.name, objects[label], crowds[label], images[label])
+        for label, category in enumerate(dataset.categories, start=1)
+    )
+    return tuple(sorted(classes, key=lambda c: (-c.objects, c.id)))
+
+
+def _subjects_by_reason(suspicions: Iterable[Suspicion]) -> dict[str, tuple[str, ...]]:
+    subjects: dict[str, list[str]] = defaultdict(list)
+    for suspicion in suspicions:
+        subjects[suspicion.reason].append(suspicion.subject)
+    return {reason: tuple(names) for reason, names in subjects.items()}

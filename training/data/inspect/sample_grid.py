@@ -1,0 +1,180 @@
+"""Draw a grid of sample images with annotations: suspicious ones first, then random ones."""
+
+import math
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Polygon, Rectangle
+from numpy.typing import ArrayLike, NDArray
+
+from ....model.bundle.manifest import Category
+from ....model.images import ImageError
+from ....model.masks import Rle, mask_from_rle
+from ..coco.annotations import Instance
+from ..coco.dataset import CocoDataset, ImageRecord
+from ..loading.batch_reader import read_image
+from .annotation_checks import Suspicion
+
+_COLUMNS = 4
+_CELL_INCHES = 4.0
+_TITLE_CHARACTERS = 50
+# Opacity of masks.
+_OPACITY = 0.35
+# Height of a class name relative to the image.
+_NAME_HEIGHT = 0.05
+# Side of the shown square around a suspicious object, relative to the object.
+_VIEW = 6.0
+# Lower and upper limit of that side, relative to the longer side of the image.
+_MIN_VIEW, _MAX_VIEW = 0.25, 1.1
+# Coordinates are clipped to this multiple of the image's longer side.
+_CLIP_FACTOR = 10
+# Hue difference between consecutive labels, so that nearby labels have distinct colours.
+_GOLDEN_RATIO = 0.618034
+
+
+class GridSample(NamedTuple):
+    """Image to draw in a cell of the grid."""
+
+    record: ImageRecord
+    categories: tuple[Category, ...]
+    # Reason for which the image was chosen. None: chosen at random.
+    suspicion: Suspicion | None = None
+
+
+def choose_samples(
+    datasets: Sequence[CocoDataset], suspicions: Sequence[Suspicion], count: int, seed: int
+) -> list[GridSample]:
+    """Choose sample images: up to half of them suspicious, the others at random.
+
+    Reasons for suspicion are taken in rotation, so that rare reasons appear too.
+
+    Args:
+        datasets: Splits of a data set.
+        suspicions: Suspicious annotations and files of these splits.
+        count: Maximum number of samples.
+        seed: Seed of the random choice.
+    """
+    by_path = {record.path: d.categories for d in datasets for record in d.records}
+    pool = [(record, d.categories) for d in datasets for record in d.records]
+    by_reason: dict[str, list[Suspicion]] = defaultdict(list)
+    for suspicion in suspicions:
+        by_reason[suspicion.reason].append(suspicion)
+    rng = np.random.default_rng(seed)
+    shuffled = [[group[n] for n in rng.permutation(len(group))] for group in by_reason.values()]
+    suspicious = [
+        GridSample(suspicion.record, by_path[suspicion.record.path], suspicion)
+        for suspicion in islice(_round_robin(shuffled), math.ceil(count / 2))
+    ]
+    order = rng.permutation(len(pool))[: count - len(suspicious)]
+    return [*suspicious, *(GridSample(*pool[n]) for n in order)]
+
+
+def draw_samples(samples: Sequence[GridSample], path: Path) -> None:
+    """Draw images with masks, boxes and class names as a grid into a PNG file.
+
+    A suspicious annotation has a red box, and the reason is the title. Crowds have dashed boxes.
+
+    Args:
+        samples: Images to draw, at least one.
+        path: PNG file to write. Its folder is created if it does not exist.
+    """
+    rows = math.ceil(len(samples) / _COLUMNS)
+    size = (_COLUMNS * _CELL_INCHES, rows * _CELL_INCHES)
+    figure = Figure(figsize=size, layout="constrained")
+    cells = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
+    for cell, sample in zip(cells, samples, strict=False):
+        _draw_sample(cell, sample)
+    for cell in cells:
+        cell.axis("off")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=100)
+
+
+def _round_robin(groups: Sequence[Sequence[Suspicion]]) -> Iterator[Suspicion]:
+    for index in range(max(map(len, groups), default=0)):
+        yield from (group[index] for group in groups if index < len(group))
+
+
+def _draw_sample(axes: Axes, sample: GridSample) -> None:
+    record, categories, suspicion = sample
+    suspect = suspicion.instance if suspicion else None
+    title = record.path.name
+    if suspect is not None:
+        title += f", annotation {suspect.annotation_id}"
+    if suspicion is not None:
+        title = ": ".join(filter(None, (suspicion.reason, suspicion.detail, title)))
+    colour = "black" if suspicion is None else "red"
+    axes.set_title(_wrapped(title), fontsize=9, color=colour, parse_math=False)
+    try:
+        image = read_image(record)
+    except ImageError as error:
+        text = _wrapped(str(error))
+        axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes, parse_math=False)
+        return
+    instances = sorted(record.instances, key=lambda instance: -instance.area)
+    for instance in instances:
+        if isinstance(instance.segmentation, Rle):
+            covered = mask_from_rle(instance.segmentation) != 0
+            paint = 255 * _OPACITY * np.array(_colour_of(instance))
+            image[covered] = (1 - _OPACITY) * image[covered] + paint
+    axes.imshow(image, extent=(0, record.width, record.height, 0))
+    for instance in instances:
+        _draw_instance(axes, record, instance, categories[instance.label - 1].name)
+    if suspect is not None:
+        _show_surroundings(axes, record, suspect)
+
+
+def _draw_instance(axes: Axes, record: ImageRecord, instance: Instance, name: str) -> None:
+    colour = _colour_of(instance)
+    if not isinstance(instance.segmentation, Rle):
+        for ring in instance.segmentation:
+            corners = _clipped(record, ring).reshape(-1, 2)
+            axes.add_patch(Polygon(corners, facecolor=colour, alpha=_OPACITY))
+    _draw_box(
+        axes, record, instance, edgecolor=colour, linestyle="--" if instance.is_crowd else "-"
+    )
+    left, top = _clipped(record, instance.bbox[:2])
+    patch = {"facecolor": [(1 + part) / 2 for part in colour], "linewidth": 0, "pad": 0.5}
+    anchor = "bottom" if top > _NAME_HEIGHT * record.height else "top"
+    axes.text(left, top, name, fontsize=7, va=anchor, bbox=patch, clip_on=True, parse_math=False)
+
+
+def _draw_box(axes: Axes, record: ImageRecord, instance: Instance, **style: Any) -> None:
+    x, y, width, height = instance.bbox
+    left, top, right, bottom = _clipped(record, (x, y, x + width, y + height))
+    axes.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, **style))
+
+
+def _clipped(record: ImageRecord, coordinates: ArrayLike) -> NDArray[np.float64]:
+    # Matplotlib fails with an overflow on huge coordinates.
+    limit = _CLIP_FACTOR * max(record.height, record.width)
+    return np.clip(np.asarray(coordinates, np.float64), -limit, limit)
+
+
+def _colour_of(instance: Instance) -> tuple[float, float, float]:
+    red, green, blue, _ = mpl.colormaps["hsv"](instance.label * _GOLDEN_RATIO % 1)
+    return red, green, blue
+
+
+def _show_surroundings(axes: Axes, record: ImageRecord, suspect: Instance) -> None:
+    """Draw a red box around the suspicious instance and zoom in on it."""
+    _draw_box(axes, record, suspect, edgecolor="red", linewidth=2)
+    # Zoom to the clipped box, because a suspicious box may extend far beyond the image.
+    left, top, right, bottom = suspect.clipped_box(record.height, record.width)
+    longest = max(record.height, record.width)
+    view = max(_VIEW * max(right - left, bottom - top), _MIN_VIEW * longest)
+    half = min(view, _MAX_VIEW * longest) / 2
+    x, y = (left + right) / 2, (top + bottom) / 2
+    axes.set(xlim=(x - half, x + half), ylim=(y + half, y - half))
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _TITLE_CHARACTERS)

@@ -1,0 +1,1 @@
+"""Load batches: sampling, decoding, augmentation and prefetching to the GPU."""

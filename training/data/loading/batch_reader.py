@@ -1,0 +1,177 @@
+"""Read the images of a batch, resize and flip them, and build their ground truth."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from ....model.images import ImageError, decode_image, resize_image, resized_size, smallest_bucket
+from ...config import DataConfig
+from ..coco.annotations import Instance
+from ..coco.dataset import CocoDataset, DataError, ImageRecord
+from ..coco.mask_targets import Region, mask_from_segmentation
+from .batches import Batch, EncodedBatch, Sample, batch_from_samples
+from .encoded_images import EncodedImage, encoded_image
+from .sampling import BatchPlan
+
+
+class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
+    """PyTorch `Dataset` whose index is a `BatchPlan` and whose items are batches.
+
+    If `data.on_broken` is "skip", an unreadable image is replaced by the next image of its shape
+    bucket in training, and omitted in evaluation.
+
+    Attributes:
+        records: Images that `BatchPlan.indices` refers to.
+        buckets: Index of each image's shape bucket in `data.buckets`.
+    """
+
+    def __init__(
+        self,
+        dataset: CocoDataset,
+        config: DataConfig,
+        seed: int,
+        *,
+        training: bool,
+        mask_crop_size: int | None = None,
+    ) -> None:
+        """Select the images that can be read.
+
+        Args:
+            dataset: Data set that contains the images.
+            config: Section `data` of the configuration.
+            seed: Seed of random flips and of `Sample.seed`.
+            training: True: include ground truth, flip at random and, unless `data.keep_empty` is
+                set, drop images without objects. False: read all images as they are.
+            mask_crop_size: Side in pixels of ground-truth masks cropped to their boxes. None: masks
+                have the size of the input.
+
+        Raises:
+            DataError: `training` is True, and no image has objects.
+        """
+        self._config = config
+        self._seed = seed
+        self._training = training
+        self._mask_crop_size = mask_crop_size
+        keep_empty = config.keep_empty or not training
+        self.records = tuple(r for r in dataset.records if keep_empty or r.objects)
+        if not self.records:
+            raise DataError(
+                f"{dataset.name} has no image with an annotated object; to train on images without "
+                "objects, set data.keep_empty=true"
+            )
+        self.buckets = tuple(map(self._bucket_of, self.records))
+
+    def __getitem__(self, plan: BatchPlan) -> Batch | EncodedBatch | DataError:
+        """Read the images of a batch. Return the batch, or an error for the caller to raise."""
+        # DataLoader would add the worker's traceback to the message of a raised error.
+        samples: list[Sample] = []
+        skipped: list[str] = []
+        for position, planned in enumerate(plan.indices, start=plan.position):
+            for index in self._candidates(planned):
+                try:
+                    samples.append(self._read(index, plan.iteration, position))
+                    break
+                except ImageError as error:
+                    if self._config.on_broken == "refuse":
+                        return DataError(f"{error}; to skip such files, set data.on_broken=skip")
+                    skipped.append(str(error))
+        if self._training and len(samples) < len(plan.indices):
+            return DataError(f"cannot read any image of shape bucket {plan.bucket}: {skipped[0]}")
+        bucket = self._config.buckets[plan.bucket]
+        return batch_from_samples(
+            samples,
+            bucket,
+            targets=self._training,
+            mask_crop_size=self._mask_crop_size,
+            skipped=skipped,
+        )
+
+    def _candidates(self, index: int) -> Iterator[int]:
+        """Yield the index of an image and, in training, of the images that may replace it."""
+        yield index
+        if self._training:
+            for other in chain(range(index + 1, len(self.records)), range(index)):
+                if self.buckets[other] == self.buckets[index]:
+                    yield other
+
+    def _read(self, index: int, iteration: int, position: int) -> Sample:
+        # Seeded by the position in the global batch, so that the result is independent of the
+        # number of data loader workers, ranks and accumulation steps.
+        rng = np.random.default_rng([self._seed, iteration, position])
+        flip = bool(rng.random() < self._config.flip_probability) and self._training
+        seed = int(rng.integers(2**31))
+        record = self.records[index]
+        height, width = size = self._input_size(record)
+        image = self._image_of(record, size, flip=flip)
+        objects = record.objects if self._training else ()
+        source = (record.height, record.width)
+        regions = [instance.clipped_box(*source) for instance in objects]
+        scale = np.array([width / record.width, height / record.height] * 2)
+        boxes = np.array(regions).reshape(-1, 4) * scale
+        masks = self._masks_of(objects, regions, source, size)
+        if flip:
+            masks = masks[:, :, ::-1]
+            boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
+        labels = np.array([o.label for o in objects], np.int64)
+        return Sample(record.id, source, size, image, boxes.astype(np.float32), labels, masks, seed)
+
+    def _image_of(
+        self, record: ImageRecord, size: tuple[int, int], *, flip: bool
+    ) -> NDArray[np.uint8] | EncodedImage:
+        """Return the resized pixels [h, w, 3], or the JPEG file if the device will decode it."""
+        if self._config.decode == "device":
+            encoded = encoded_image(record, size, flip=flip)
+            if encoded is not None:
+                return encoded
+        image = resize_image(read_image(record), *size)
+        return image[:, ::-1] if flip else image
+
+    def _masks_of(
+        self,
+        objects: Sequence[Instance],
+        regions: Sequence[Region],
+        source: tuple[int, int],
+        target: tuple[int, int],
+    ) -> NDArray[np.uint8]:
+        """Return masks [n, h, w] of size `target`, or [n, S, S] cropped to `regions`."""
+        size = self._mask_crop_size
+        shape = (size, size) if size else target
+        masks = np.zeros((len(objects), *shape), np.uint8)
+        for mask, instance, region in zip(masks, objects, regions, strict=True):
+            crop = region if size else None
+            mask[:] = mask_from_segmentation(instance.segmentation, source, shape, crop)
+        return masks
+
+    def _input_size(self, record: ImageRecord) -> tuple[int, int]:
+        config = self._config
+        return resized_size(record.height, record.width, config.min_size, config.max_size)
+
+    def _bucket_of(self, record: ImageRecord) -> int:
+        buckets = self._config.buckets
+        return buckets.index(smallest_bucket(*self._input_size(record), buckets))
+
+
+def read_image(record: ImageRecord) -> NDArray[np.uint8]:
+    """Decode an image file to RGB `[H, W, 3]`, with the EXIF orientation that was annotated.
+
+    Raises:
+        ImageError: The file cannot be read or decoded, or does not have the annotated size.
+    """
+    try:
+        data = record.path.read_bytes()
+        # Some annotation tools apply the EXIF orientation. The annotated size shows whether it was.
+        for apply_orientation in (False, True):
+            image = decode_image(data, apply_orientation=apply_orientation)
+            if image.shape[:2] == (record.height, record.width):
+                return image
+    except OSError as error:
+        raise ImageError(f"{record.path}: {error.strerror}") from None
+    except ImageError as error:
+        raise ImageError(f"{record.path}: {error}") from None
+    raise ImageError(
+        f"{record.path}: the image is {image.shape[0]}x{image.shape[1]} pixels, but annotated as "
+        f"{record.height}x{record.width}"
+    )

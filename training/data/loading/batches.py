@@ -1,0 +1,189 @@
+"""Batches of images with their ground truth, padded to one shape bucket."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....model.bundle.spec import ShapeBucket
+from ....model.images import pad_to_bucket
+from ....model.targets import Targets
+from .encoded_images import EncodedImage, decode_images
+
+
+class Sample(NamedTuple):
+    """Resized image with n objects, before padding."""
+
+    image_id: int
+    # Height and width of the original image.
+    source_size: tuple[int, int]
+    # Height h and width w of the resized image.
+    size: tuple[int, int]
+    # [h, w, 3] RGB, or a JPEG file that the device will decode.
+    image: NDArray[np.uint8] | EncodedImage
+    # [n, 4] xyxy in pixels of the resized image.
+    boxes: NDArray[np.float32]
+    # [n]; 1 is the first class.
+    labels: NDArray[np.int64]
+    # [n, h, w], or [n, S, S] if masks are cropped to the boxes; 0 or 1.
+    masks: NDArray[np.uint8]
+    # Seed of the model's random sampling for this image.
+    seed: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B images padded to one shape bucket (H, W), with their ground truth."""
+
+    # [B, 3, H, W] uint8 RGB, zero-padded at the right and the bottom.
+    images: Tensor
+    # [B, 2] int64: height and width of the resized images before padding.
+    image_sizes: Tensor
+    # Ground truth in pixels of the resized images. None in evaluation.
+    targets: Targets | None
+    # [B] int64.
+    image_ids: Tensor
+    # [B, 2] int64: height and width of the original images.
+    source_sizes: Tensor
+    # [B] int64: seeds of the model's random sampling.
+    seeds: Tensor
+    # One error message for each file that could not be read.
+    skipped: tuple[str, ...] = field(default=(), kw_only=True)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
+        """Return a copy with all tensors on a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """Return a copy in page-locked memory, from which a GPU can copy asynchronously."""
+        return self._map(Tensor.pin_memory)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the tensors' GPU memory allocated until work queued on a CUDA stream is done."""
+
+        def record(tensor: Tensor) -> Tensor:
+            tensor.record_stream(stream)
+            return tensor
+
+        self._map(record)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        targets = self.targets
+        return Batch(
+            images=function(self.images),
+            image_sizes=function(self.image_sizes),
+            targets=None if targets is None else Targets(*map(function, targets)),
+            image_ids=function(self.image_ids),
+            source_sizes=function(self.source_sizes),
+            seeds=function(self.seeds),
+            skipped=self.skipped,
+        )
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """Batch with JPEG files that the device will decode."""
+
+    # The batch without pixels: `rest.images` is [B, 3, 0, 0].
+    rest: Batch
+    # JPEG file of each image, or its pixels [3, h, w] uint8 if the device cannot decode it.
+    images: tuple[EncodedImage | Tensor, ...]
+    bucket: ShapeBucket
+
+    @property
+    def image_ids(self) -> Tensor:
+        """Ids of the images, [B] int64."""
+        return self.rest.image_ids
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """One error message for each file that could not be read."""
+        return self.rest.skipped
+
+    def pin_memory(self) -> "EncodedBatch":
+        """Return a copy in page-locked memory, except for the JPEG files."""
+        # The JPEG decoder reads files from pageable memory.
+        images = (i if isinstance(i, EncodedImage) else i.pin_memory() for i in self.images)
+        return replace(self, rest=self.rest.pin_memory(), images=tuple(images))
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
+        """Return the batch on a device, with the images decoded, resized, flipped and padded there.
+
+        Raises:
+            DataError: A JPEG file is damaged.
+        """
+        padded = torch.zeros(len(self.images), 3, *self.bucket, dtype=torch.uint8, device=device)
+        encoded = [image for image in self.images if isinstance(image, EncodedImage)]
+        decoded = iter(decode_images(encoded, device))
+        for target, image in zip(padded, self.images, strict=True):
+            pixels = next(decoded) if isinstance(image, EncodedImage) else image.to(device)
+            target[:, : pixels.shape[1], : pixels.shape[2]] = pixels
+        return replace(self.rest.to(device, non_blocking=non_blocking), images=padded)
+
+
+def batch_from_samples(
+    samples: Sequence[Sample],
+    bucket: ShapeBucket,
+    *,
+    targets: bool,
+    mask_crop_size: int | None = None,
+    skipped: Sequence[str] = (),
+) -> Batch | EncodedBatch:
+    """Pad samples to the size of a shape bucket and stack them.
+
+    Args:
+        samples: Samples no larger than the bucket. An empty sequence gives an empty batch.
+        bucket: Height and width of the batch.
+        targets: Include the ground truth.
+        mask_crop_size: Side S of the masks if they are cropped to their boxes. None: they are not.
+        skipped: One error message for each file that could not be read.
+
+    Returns:
+        A `Batch`, or an `EncodedBatch` if any image is an `EncodedImage`.
+    """
+    mask_size = (mask_crop_size, mask_crop_size) if mask_crop_size else bucket
+    batch = Batch(
+        images=torch.zeros(len(samples), 3, 0, 0, dtype=torch.uint8),
+        image_sizes=_integers([s.size for s in samples]).reshape(-1, 2),
+        targets=_targets_from(samples, mask_size) if targets else None,
+        image_ids=_integers([s.image_id for s in samples]),
+        source_sizes=_integers([s.source_size for s in samples]).reshape(-1, 2),
+        seeds=_integers([s.seed for s in samples]),
+        skipped=tuple(skipped),
+    )
+    images = [sample.image for sample in samples]
+    if any(isinstance(image, EncodedImage) for image in images):
+        return EncodedBatch(batch, tuple(map(_chw_tensor_from, images)), bucket)
+    padded = np.zeros((len(samples), 3, *bucket), np.uint8)
+    for target, image in zip(padded, images, strict=True):
+        assert not isinstance(image, EncodedImage)
+        target[:] = pad_to_bucket(image, bucket)
+    return replace(batch, images=torch.from_numpy(padded))
+
+
+def _chw_tensor_from(image: NDArray[np.uint8] | EncodedImage) -> Tensor | EncodedImage:
+    if isinstance(image, EncodedImage):
+        return image
+    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
+
+
+def _integers(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _targets_from(samples: Sequence[Sample], mask_size: tuple[int, int]) -> Targets:
+    # At least one row of padding, because the model does not support empty tensors.
+    rows = max(1, *(len(sample.labels) for sample in samples))
+    boxes = np.zeros((len(samples), rows, 4), np.float32)
+    labels = np.zeros((len(samples), rows), np.int64)
+    masks = np.zeros((len(samples), rows, *mask_size), np.uint8)
+    for number, sample in enumerate(samples):
+        n, height, width = sample.masks.shape
+        boxes[number, :n] = sample.boxes
+        labels[number, :n] = sample.labels
+        masks[number, :n, :height, :width] = sample.masks
+    return Targets(*map(torch.from_numpy, (boxes, labels, masks)))

@@ -1,0 +1,60 @@
+"""Decode, resize and flip JPEG files on the device."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....model.device_images import decode_jpegs, resize_pixels, tensor_from_bytes
+from ....model.images import ImageError, read_header
+from ..coco.dataset import DataError, ImageRecord
+
+
+class EncodedImage(NamedTuple):
+    """Content of a JPEG file, with the size and flip to apply after decoding."""
+
+    # Path, for messages.
+    name: str
+    # [n] uint8: the n bytes of the file.
+    data: Tensor
+    # Height and width after resizing.
+    size: tuple[int, int]
+    # Whether to flip horizontally.
+    flip: bool
+
+
+def encoded_image(record: ImageRecord, size: tuple[int, int], *, flip: bool) -> EncodedImage | None:
+    """Read an image file to decode it on the device later.
+
+    Returns:
+        None if the file is unreadable, not a plain JPEG, or not of the annotated size.
+    """
+    try:
+        data = record.path.read_bytes()
+        header = read_header(data, apply_orientation=False)
+    except (OSError, ImageError):
+        # The caller then calls `read_image`, which raises an error with the reason.
+        return None
+    if not header.is_plain_jpeg or header.size != (record.height, record.width):
+        return None
+    return EncodedImage(str(record.path), tensor_from_bytes(data), size, flip)
+
+
+def decode_images(images: Sequence[EncodedImage], device: torch.device) -> list[Tensor]:
+    """Decode, resize and flip images on a device. Return [3, h, w] uint8 RGB per image.
+
+    Raises:
+        DataError: A file is damaged.
+    """
+    results = []
+    decoded = decode_jpegs([image.data for image in images], device)
+    for image, pixels in zip(images, decoded, strict=True):
+        if isinstance(pixels, ImageError):
+            raise DataError(
+                f"{image.name} cannot be decoded ({pixels}); to skip such files, set "
+                "data.decode=workers"
+            )
+        resized = resize_pixels(pixels, image.size)
+        results.append(resized.flip(2) if image.flip else resized)
+    return results

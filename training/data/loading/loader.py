@@ -1,0 +1,157 @@
+"""Data loaders for training and evaluation."""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.data import DataLoader
+
+from ...config import DataConfig, TrainConfig
+from ..coco.dataset import CocoDataset, DataError
+from .batch_reader import BatchReader
+from .batches import Batch, EncodedBatch
+from .sampling import BatchPlan, GlobalBatches, TrainSampler, eval_plans
+
+logger = logging.getLogger(__name__)
+
+
+class BatchLoader:
+    """Iterable over the batches of a sequence of `BatchPlan`s. Skipped files are logged."""
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        plans: TrainSampler | list[BatchPlan],
+        config: DataConfig,
+        *,
+        pin_memory: bool,
+    ) -> None:
+        self._length = len(plans)
+        self._skipped: set[str] = set()
+        self._batches: DataLoader[Batch | EncodedBatch | DataError] = DataLoader(
+            reader,
+            sampler=plans,
+            batch_size=None,
+            num_workers=config.workers,
+            pin_memory=pin_memory,
+            worker_init_fn=_initialise_worker,
+            # DataLoader draws a number from this generator at each start. Drawing it from the
+            # global generator would make a resumed run differ from an uninterrupted one.
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Batch | EncodedBatch]:
+        """Yield batches.
+
+        Raises:
+            DataError: A file is unreadable and `data.on_broken` is "refuse", or a data-loading
+                process died.
+        """
+        try:
+            for batch in self._batches:
+                if isinstance(batch, DataError):
+                    raise batch
+                self._log_skipped(batch.skipped)
+                if len(batch.image_ids):
+                    yield batch
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            raise DataError(
+                "a data-loading worker died, probably because memory ran out; lower data.workers, "
+                "or add memory (in a container, raise --shm-size)"
+            ) from error
+
+    def _log_skipped(self, reasons: Sequence[str]) -> None:
+        for reason in reasons:
+            if reason not in self._skipped:
+                self._skipped.add(reason)
+                logger.warning("skipped %s (skipped files so far: %d)", reason, len(self._skipped))
+
+
+class TrainLoader(BatchLoader):
+    """Iterable over the training batches of one rank.
+
+    Attributes:
+        iterations_per_epoch: Number of iterations in which each image is used once.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        batches: GlobalBatches,
+        sampler: TrainSampler,
+        config: DataConfig,
+        *,
+        pin_memory: bool,
+    ) -> None:
+        super().__init__(reader, sampler, config, pin_memory=pin_memory)
+        self.iterations_per_epoch = batches.batches_per_epoch
+
+
+def train_loader(
+    dataset: CocoDataset,
+    config: TrainConfig,
+    *,
+    first_iteration: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    pin_memory: bool = False,
+) -> TrainLoader:
+    """Create the loader of one rank's training batches, from `first_iteration` to the last.
+
+    The loader yields `solver.accumulate` batches per iteration.
+
+    Raises:
+        DataError: There is no image to train on, or `solver.images_per_batch` is not divisible by
+            the number of ranks times `solver.accumulate`.
+    """
+    solver = config.solver
+    if solver.images_per_batch % (world_size * solver.accumulate):
+        raise DataError(
+            f"solver.images_per_batch {solver.images_per_batch} is not divisible by {world_size} "
+            f"ranks times solver.accumulate {solver.accumulate}"
+        )
+    reader = BatchReader(
+        dataset,
+        config.data,
+        config.seed,
+        training=True,
+        mask_crop_size=config.model.roi.mask_crop_size,
+    )
+    batches = GlobalBatches(reader.buckets, solver.images_per_batch, config.seed)
+    sampler = TrainSampler(
+        batches,
+        range(first_iteration, solver.max_iterations),
+        parts=solver.accumulate,
+        rank=rank,
+        world_size=world_size,
+    )
+    return TrainLoader(reader, batches, sampler, config.data, pin_memory=pin_memory)
+
+
+def eval_loader(
+    dataset: CocoDataset,
+    config: TrainConfig,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    pin_memory: bool = False,
+) -> BatchLoader:
+    """Create the loader of one rank's evaluation batches, without ground truth.
+
+    Each image is loaded by exactly one rank.
+    """
+    reader = BatchReader(dataset, config.data, config.seed, training=False)
+    plans = eval_plans(
+        reader.buckets, config.evaluation.images_per_batch, rank=rank, world_size=world_size
+    )
+    return BatchLoader(reader, plans, config.data, pin_memory=pin_memory)
+
+
+def _initialise_worker(_: int) -> None:
+    # Threads in the worker processes would compete for cores, which the processes already use.
+    torch.set_num_threads(1)

@@ -1,0 +1,1 @@
+"""Generate synthetic data sets: images of textured shapes with COCO annotations."""

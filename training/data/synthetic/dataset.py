@@ -1,0 +1,199 @@
+"""Generate synthetic data sets in COCO format."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from contourpy import FillType, contour_generator
+from filelock import FileLock
+from numpy.typing import NDArray
+from PIL import Image
+from pycocotools import mask as coco_mask
+from pydantic import Field, field_validator
+
+from ....model.config.schema import FrozenConfig
+from ....model.masks import Rle, coco_from_rle
+from ...config import DatasetConfig, TrainConfig
+from .scenes import SceneObject, draw_scene
+from .shapes import OUTLINES
+
+_JPEG_QUALITY = 90
+# Smaller visible pieces of an object get no polygon.
+_MIN_PIECE_PIXELS = 4
+# Number of images for `--use-synthetic-data`.
+_BENCHMARK_TRAIN_IMAGES, _BENCHMARK_VAL_IMAGES = 64, 8
+_MIN_SIDE = 64
+
+
+class SyntheticConfig(FrozenConfig):
+    """Settings of a synthetic data set. Equal settings give byte-identical files."""
+
+    train: int = Field(1000, ge=1)
+    """Number of training images."""
+    val: int = Field(200, ge=1)
+    """Number of validation images."""
+    width: int = Field(320, ge=64)
+    """Width of the images in pixels. Every second image has width and height swapped."""
+    height: int = Field(256, ge=64)
+    """Height of the images in pixels."""
+    seed: int = Field(0, ge=0)
+    """Seed of all random choices."""
+    classes: tuple[str, ...] = tuple(OUTLINES)
+    """Shapes to draw, in the order of their category ids."""
+
+    @field_validator("classes")
+    @classmethod
+    def _check_classes(cls, classes: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [name for name in classes if name not in OUTLINES]
+        if unknown or not classes or len(set(classes)) < len(classes):
+            raise ValueError(f"classes must be distinct shapes from {', '.join(OUTLINES)}")
+        return classes
+
+
+def draw_dataset(
+    folder: Path,
+    config: SyntheticConfig,
+    *,
+    workers: int = 1,
+    on_image: Callable[[], object] = lambda: None,
+) -> None:
+    """Draw a data set and write it to `train/`, `val/` and `annotations/` of a folder.
+
+    Args:
+        folder: Output folder. It is created if it does not exist.
+        config: Settings of the data set.
+        workers: Number of processes. The files do not depend on it.
+        on_image: Called after each image.
+    """
+    (folder / "annotations").mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", config.train), ("val", config.val)):
+        (folder / split).mkdir(exist_ok=True)
+        images, annotations = [], []
+        draw = partial(_draw_image, folder, config, split)
+        for image, image_annotations in _imap(draw, count, workers):
+            images.append(image)
+            annotations += image_annotations
+            on_image()
+        content = {
+            "info": {"description": "Synthetic shapes", "seed": config.seed},
+            "images": images,
+            "annotations": [{"id": n, **a} for n, a in enumerate(annotations, start=1)],
+            "categories": [{"id": n, "name": c} for n, c in enumerate(config.classes, start=1)],
+        }
+        (folder / "annotations" / f"{split}.json").write_text(json.dumps(content))
+
+
+def with_synthetic_data(config: TrainConfig) -> TrainConfig:
+    """Return a configuration with synthetic data sets, to measure training speed.
+
+    The images, of `data.max_size` by `data.min_size` pixels, are drawn into `output_dir` unless
+    they exist. If several processes call this, one draws and the others wait.
+    """
+    data = config.data
+    drawn = SyntheticConfig(
+        train=_BENCHMARK_TRAIN_IMAGES,
+        val=_BENCHMARK_VAL_IMAGES,
+        width=max(_MIN_SIDE, data.max_size),
+        height=max(_MIN_SIDE, data.min_size),
+    )
+    folder = config.output_dir / f"synthetic-{drawn.width}x{drawn.height}"
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    with FileLock(config.output_dir / ".synthetic.lock"):
+        if not folder.exists():
+            partial_folder = folder.with_name(f".{folder.name}.partial")
+            draw_dataset(partial_folder, drawn, workers=os.cpu_count() or 1)
+            partial_folder.rename(folder)
+    sets = {"train": _split_of(folder, "train"), "val": data.val and _split_of(folder, "val")}
+    return config.model_copy(update={"data": data.model_copy(update=sets)})
+
+
+def _split_of(folder: Path, split: str) -> DatasetConfig:
+    return DatasetConfig(
+        images=folder / split, annotations=folder / "annotations" / f"{split}.json"
+    )
+
+
+# Entry of the list `images` of a COCO file, and its entries of `annotations`.
+_Drawn = tuple[dict[str, Any], list[dict[str, Any]]]
+
+
+def _imap(draw: Callable[[int], _Drawn], count: int, workers: int) -> Iterator[_Drawn]:
+    if workers == 1:
+        yield from map(draw, range(count))
+        return
+    # "spawn", because a fork would copy locks that other threads hold. The workers ignore SIGINT,
+    # because the main process handles it and ends the pool.
+    with get_context("spawn").Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        yield from pool.imap(draw, range(count), chunksize=8)
+
+
+def _draw_image(folder: Path, config: SyntheticConfig, split: str, index: int) -> _Drawn:
+    """Draw and save one image. Return its COCO entries; the annotations have no `id` yet."""
+    rng = np.random.default_rng([config.seed, split == "val", index])
+    sides = (config.height, config.width)
+    height, width = sides if index % 2 == 0 else sides[::-1]
+    scene = draw_scene(rng, height, width, config.classes)
+    name = f"{index:06d}.jpg"
+    Image.fromarray(scene.image).save(folder / split / name, quality=_JPEG_QUALITY)
+    image = {"id": index + 1, "file_name": name, "height": height, "width": width}
+    annotations = [annotation_from_object(scene_object) for scene_object in scene.objects]
+    return image, [{"image_id": index + 1, **annotation} for annotation in annotations]
+
+
+def annotation_from_object(scene_object: SceneObject) -> dict[str, Any]:
+    """Return the COCO annotation of an object's visible part, without `id` and `image_id`.
+
+    Crowds and objects with holes get an RLE, others one polygon per visible piece.
+    """
+    height, width = scene_object.visible.shape
+    rings = _rings_from_coverage(scene_object.visible)
+    segmentation: Any
+    if scene_object.is_crowd or not rings:
+        mask = np.asfortranarray(scene_object.visible > 0.5, np.uint8)
+        rle = coco_mask.encode(mask)
+        segmentation = coco_from_rle(Rle(height, width, rle["counts"]))
+    else:
+        segmentation = [ring.ravel().tolist() for ring in rings]
+        rle = coco_mask.merge(coco_mask.frPyObjects(segmentation, height, width))
+    return {
+        "category_id": scene_object.label,
+        "bbox": coco_mask.toBbox(rle).tolist(),
+        "area": int(coco_mask.area(rle)),
+        "iscrowd": int(scene_object.is_crowd),
+        "segmentation": segmentation,
+    }
+
+
+# Output of contourpy: points `[N, 2]` per piece, and offsets at which its border and holes begin.
+_Pieces = tuple[list[NDArray[np.float64]], list[NDArray[np.uint32]]]
+
+
+def _rings_from_coverage(coverage: NDArray[np.float32]) -> list[NDArray[np.float64]]:
+    """Trace the outline `[N, 2]` in pixels of each visible piece. Empty if a piece has holes."""
+    height, width = coverage.shape
+    rows, columns = (np.flatnonzero(coverage.any(axis)) for axis in (1, 0))
+    top, left = rows[0], columns[0]
+    # Edge padding makes the outlines of truncated objects reach the image border.
+    padded = np.pad(coverage, 1, mode="edge")[top : rows[-1] + 3, left : columns[-1] + 3]
+    generator = contour_generator(z=padded, fill_type=FillType.OuterOffset)
+    pieces, offsets = cast(_Pieces, generator.filled(0.5, np.inf))
+    rings = []
+    for piece, offset in zip(pieces, offsets, strict=True):
+        if len(offset) > 2:
+            return []
+        # Padded sample i is the centre of pixel i - 1. The last point repeats the first.
+        ring = np.add(piece[:-1], [left - 0.5, top - 0.5]).clip(0, [width, height]).round(1)
+        if _area(ring) >= _MIN_PIECE_PIXELS:
+            rings.append(ring)
+    return rings
+
+
+def _area(ring: NDArray[np.float64]) -> float:
+    x, y = ring.T
+    return float(abs(x @ np.roll(y, 1) - y @ np.roll(x, 1))) / 2

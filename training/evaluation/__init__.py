@@ -1,0 +1,1 @@
+"""Evaluate models with COCO metrics, during and after training."""

@@ -1,0 +1,142 @@
+"""COCO evaluation of a model, with the images distributed over all ranks."""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from ...model.bundle.manifest import Category
+from ...model.mask_rcnn import MaskRCNN
+from ..config import EvaluatorName
+from ..data.coco.dataset import CocoDataset
+from ..data.loading.batches import Batch, EncodedBatch
+from ..data.loading.device_batches import prefetch_batches
+from ..distributed import Worker
+from .coco_metrics import IOU_TYPES, coco_metrics
+from .detections import ImageDetections, image_detections_from
+from .result_files import coco_results_from, write_detections, write_metrics
+
+logger = logging.getLogger(__name__)
+
+
+class CocoEvaluator:
+    """Collects this rank's detections and evaluates those of all ranks against the ground truth."""
+
+    def __init__(
+        self,
+        dataset: CocoDataset,
+        categories: Sequence[Category],
+        worker: Worker,
+        evaluator: EvaluatorName = "pycocotools",
+    ) -> None:
+        """Create an evaluator that has no detections yet.
+
+        Args:
+            dataset: Data set with the ground truth.
+            categories: Classes of the model by label; label 1 is the first. Classes that the data
+                set lacks are not evaluated.
+            worker: Rank of this process.
+            evaluator: Library that computes the metrics.
+        """
+        self._dataset = dataset
+        self._categories = categories
+        self._worker = worker
+        self._evaluator = evaluator
+        self._detections: list[tuple[int, ImageDetections]] = []
+
+    def add(self, image_id: int, detections: ImageDetections) -> None:
+        """Add the detections of one image. Images that are never added are not evaluated."""
+        self._detections.append((image_id, detections))
+
+    def evaluate(self, folder: Path | None = None, *, measure: bool = True) -> dict[str, float]:
+        """Compute metrics over the images of all ranks. Every rank must call this method.
+
+        Args:
+            folder: Folder for files with detections and metrics. None: write no files.
+            measure: Compute metrics. False: only write the detections.
+
+        Returns:
+            Box and mask metrics by name, the same on all ranks. Empty if `measure` is False.
+        """
+        gathered = self._worker.gather(self._detections)
+        metrics: dict[str, float] = {}
+        if self._worker.is_main:
+            # Sorted by image id, so that the files do not depend on the number of ranks.
+            detections = sorted(
+                (pair for part in gathered for pair in part), key=lambda pair: pair[0]
+            )
+            metrics = self._evaluate(detections, folder, measure=measure)
+        shared: dict[str, float] = self._worker.from_main(metrics)
+        return shared
+
+    def _evaluate(
+        self, detections: list[tuple[int, ImageDetections]], folder: Path | None, *, measure: bool
+    ) -> dict[str, float]:
+        results = coco_results_from(detections, self._categories)
+        if folder is not None:
+            write_detections(folder, detections, results)
+        if not measure:
+            return {}
+        image_ids = {image_id for image_id, _ in detections}
+        if len(image_ids) < len(self._dataset):
+            logger.warning(
+                "evaluated only %d of the %d images of %s, because the others could not be read",
+                len(image_ids),
+                len(self._dataset),
+                self._dataset.name,
+            )
+        ground_truth = self._dataset.ground_truth(image_ids)
+        categories = self._dataset.categories
+        metrics: dict[str, float] = {}
+        for iou_type in IOU_TYPES:
+            metrics |= coco_metrics(
+                ground_truth, results[iou_type], iou_type, categories, self._evaluator
+            )
+        if folder is not None:
+            write_metrics(folder, metrics)
+        return metrics
+
+
+@torch.inference_mode()
+def evaluate_model(
+    model: MaskRCNN,
+    batches: Iterable[Batch | EncodedBatch],
+    evaluator: CocoEvaluator,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+) -> None:
+    """Run a model on batches and add its detections to an evaluator.
+
+    Args:
+        model: Model to evaluate. Its training or evaluation mode is restored afterwards.
+        batches: Batches of this rank.
+        evaluator: Evaluator to add the detections to.
+        device: Device of the model.
+        autocast: Data type for autocast. None: no autocast.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    threads, paste = os.cpu_count() or 1, model.config.mask_paste
+    pending: deque[Future[list[tuple[int, ImageDetections]]]] = deque()
+    # Threads paste the masks of a batch while the model computes the next ones. The number of
+    # pending batches is limited, because the outputs of a fast model would fill the memory.
+    with ThreadPoolExecutor(threads) as pool:
+        for batch in prefetch_batches(device, batches):
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                detections = model(batch.images, batch.image_sizes)
+            pending.append(pool.submit(image_detections_from, detections, batch, paste))
+            while len(pending) > 2 * threads:
+                _add(evaluator, pending.popleft())
+        while pending:
+            _add(evaluator, pending.popleft())
+    for module, mode in modes.items():
+        module.training = mode
+
+
+def _add(evaluator: CocoEvaluator, pasted: Future[list[tuple[int, ImageDetections]]]) -> None:
+    for image_id, detections in pasted.result():
+        evaluator.add(image_id, detections)

@@ -1,0 +1,124 @@
+"""Evaluate on the validation set, and check early-stopping targets and expected metrics."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import Progress
+
+from ...model.bundle.manifest import Category
+from ...model.mask_rcnn import MaskRCNN
+from ..classes import check_categories
+from ..config import ConfigError, EvaluationConfig, TrainConfig
+from ..data.coco.dataset import CocoDataset
+from ..data.loading.loader import eval_loader
+from ..distributed import Worker
+from ..reporting import with_progress
+from ..trainer import AUTOCAST_DTYPES
+from .coco_metrics import IOU_TITLES, IOU_TYPES, summary_lines
+from .evaluator import CocoEvaluator, evaluate_model
+from .result_files import RESULTS_FOLDER
+
+logger = logging.getLogger(__name__)
+
+
+class ExpectationError(Exception):
+    """A metric is below its value in `evaluation.expected`, or was not computed."""
+
+
+class Validation:
+    """Evaluates models on the validation set `data.val`."""
+
+    def __init__(self, config: TrainConfig, categories: Sequence[Category], worker: Worker) -> None:
+        """Read the annotations of the validation set.
+
+        Args:
+            config: Configuration of the run.
+            categories: Classes of the models by label; label 1 is the first.
+            worker: Rank of this process.
+
+        Raises:
+            ConfigError: `data.val` is not set, or has categories that the models lack.
+            DataError: The data set is missing or invalid.
+        """
+        if config.data.val is None:
+            raise ConfigError("no validation set; set data.val.images and data.val.annotations")
+        self._dataset = CocoDataset(config.data.val, config.data.on_broken)
+        check_categories(self._dataset, categories)
+        self._config = config
+        self._categories = categories
+        self._worker = worker
+
+    @property
+    def folder(self) -> Path:
+        """Folder for files with detections and metrics."""
+        return self._config.output_dir / RESULTS_FOLDER
+
+    def measure(self, model: MaskRCNN, progress: Progress) -> dict[str, float]:
+        """Evaluate a model, and write files with detections and metrics. Every rank must call this.
+
+        Args:
+            model: Model to evaluate. It is not changed.
+            progress: Progress bars from `terminal_progress`.
+
+        Returns:
+            Metrics by name, the same on all ranks. Empty if `evaluation.skip_eval` is set.
+        """
+        config, worker = self._config, self._worker
+        evaluator = CocoEvaluator(
+            self._dataset, self._categories, worker, config.evaluation.evaluator
+        )
+        loader = eval_loader(
+            self._dataset,
+            config,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            pin_memory=worker.device.type == "cuda",
+        )
+        batches = with_progress(loader, len(loader), progress, "evaluating")
+        autocast = AUTOCAST_DTYPES.get(config.precision)
+        evaluate_model(model, batches, evaluator, worker.device, autocast)
+        return evaluator.evaluate(self.folder, measure=not config.evaluation.skip_eval)
+
+
+def log_metrics(metrics: dict[str, float]) -> None:
+    """Log box and mask metrics as pycocotools prints them."""
+    for iou_type in IOU_TYPES if metrics else ():
+        logger.info("%s AP and AR", IOU_TITLES[iou_type])
+        for line in summary_lines(metrics, iou_type):
+            logger.info(line)
+
+
+def reached_targets(settings: EvaluationConfig, metrics: dict[str, float]) -> str | None:
+    """Check metrics against the early-stopping targets `min_bbox_ap` and `min_mask_ap`.
+
+    Returns:
+        Text for the log, if all targets that are set are reached. None: a target is not reached, or
+        none is set.
+    """
+    all_targets = {"bbox/AP": settings.min_bbox_ap, "segm/AP": settings.min_mask_ap}
+    targets = {name: target for name, target in all_targets.items() if target is not None}
+    if not targets or any(metrics.get(name, -1) < target for name, target in targets.items()):
+        return None
+    return " and ".join(
+        f"{name} {metrics[name]:.4f} is at least {target}" for name, target in targets.items()
+    )
+
+
+def check_expected(settings: EvaluationConfig, metrics: dict[str, float]) -> None:
+    """Check metrics against `evaluation.expected`.
+
+    Raises:
+        ExpectationError: A metric is missing, or is lower by more than `evaluation.tolerance`.
+    """
+    misses = [
+        f"{name} is {metrics[name]:.4f}" if name in metrics else f"{name} was not computed"
+        for name in settings.expected
+        if metrics.get(name, -1) < settings.expected[name] - settings.tolerance
+    ]
+    if misses:
+        expected = ", ".join(f"{name} {value}" for name, value in settings.expected.items())
+        raise ExpectationError(
+            f"{', '.join(misses)}, but evaluation.expected requires {expected} with a tolerance of "
+            f"{settings.tolerance}"
+        )
