@@ -1,29 +1,16 @@
 """Commands `maskrcnn data download`, `verify` and `extract`."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Column, Table
+from rich.table import Table
 
 from ....model.config.option_types import FiniteRange
+from ....model.download.progress import progress_bars
 from .coco_archives import BASE_URL, Edition, Part
-
-if TYPE_CHECKING:
-    from .local_files import ByteProgress
 
 _EDITIONS = ("coco2014", "coco2017")
 _PARTS = ("train", "val", "annotations")
@@ -118,17 +105,22 @@ def download(
     maskrcnn-benchmark trains on train2014 and valminusminival2014 and tests on minival2014. These
     are the images of train2017 and val2017, so use coco2017.
     """
+    from ....model.download.http_download import Remedies, RetryPolicy, download_file
+    from ....model.download.local_files import Checksum
     from .coco_archives import coco_archives
-    from .download import RetryPolicy, download_file
 
     archives = coco_archives(edition, parts, md5s)
+    remedies = Remedies(
+        unreachable="use a mirror (--base-url)", trust="pass its MD5 with --checksums"
+    )
     root.mkdir(parents=True, exist_ok=True)
-    with _progress_bars() as show:
+    with progress_bars() as show:
         for archive in archives.values():
             download_file(
                 f"{base_url}/{archive.address}",
                 archive.archive_in(root),
-                md5=archive.md5,
+                checksum=Checksum("md5", archive.md5),
+                remedies=remedies,
                 size=archive.size,
                 policy=RetryPolicy(timeout=timeout, retries=retries),
                 on_progress=show,
@@ -155,7 +147,7 @@ def _extract(edition: Edition, root: Path, parts: tuple[Part, ...]) -> None:
     from .extraction import extract_archive
 
     counts = {}
-    with _progress_bars() as show:
+    with progress_bars() as show:
         for archive in coco_archives(edition, parts).values():
             folder = archive.folder_in(root)
             counts[folder] = extract_archive(archive.archive_in(root), folder, show)
@@ -188,7 +180,7 @@ def verify(
     from .verification import verify_part
 
     results = []
-    with _progress_bars() as show:
+    with progress_bars() as show:
         for part, archive in coco_archives(edition, parts, md5s).items():
             results += verify_part(edition, part, archive, root, decode=decode, on_progress=show)
     table = Table("part")
@@ -202,25 +194,3 @@ def verify(
         click.echo(f"{result.path}: repair it with\n  {result.remedy}")
     if faulty:
         context.exit(1)
-
-
-@contextmanager
-def _progress_bars() -> "Iterator[ByteProgress]":
-    """Yield a function that shows the progress of each step as a bar on standard error."""
-    # On a narrow terminal, only the bars become narrower.
-    columns = (
-        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-        BarColumn(),
-        DownloadColumn(table_column=Column(no_wrap=True)),
-        TransferSpeedColumn(table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(table_column=Column(no_wrap=True)),
-    )
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-
-        def show(step: str, done: int, total: int | None) -> None:
-            if step not in tasks:
-                tasks[step] = progress.add_task(step)
-            progress.update(tasks[step], completed=done, total=total)
-
-        yield show

@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
+from ....model.download.local_files import (
+    ByteProgress,
+    check_free_space,
+    exclusive_lock,
+    no_progress,
+)
 from ..coco.dataset import DataError
-from .local_files import ByteProgress, check_free_space, exclusive_lock, no_progress
 
 
 def missing_members(
@@ -44,8 +49,8 @@ def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_
         Number of extracted files.
 
     Raises:
-        DataError: The archive cannot be read, has members outside its top-level folder, or does not
-            fit on the disk.
+        DataError: The archive cannot be read, or has members outside its top-level folder.
+        DownloadError: The disk is too small, or another process extracts the archive.
     """
     with _opened(archive) as source, exclusive_lock(folder):
         members = _missing(source, archive, folder, on_progress)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ....model.download.local_files import ByteProgress, Checksum, no_progress
 from ....model.images import ImageError, decode_image
 from ..coco.dataset import DataError
 from .coco_archives import CocoArchive, Edition, Part, annotations_in
 from .extraction import missing_members
-from .local_files import ByteProgress, md5_of, no_progress
 
 # Number of file names in a message.
 _NAMES_SHOWN = 3
@@ -93,8 +93,9 @@ def _archive_fault(path: Path, archive: CocoArchive, on_progress: ByteProgress) 
     size = path.stat().st_size
     if archive.size is not None and size != archive.size:
         return f"{size} bytes; the published file has {archive.size}"
-    md5 = md5_of(path, f"checking {path.name}", on_progress)
-    return None if md5 == archive.md5 else f"MD5 {md5}; the published file has {archive.md5}"
+    expected = Checksum("md5", archive.md5)
+    actual = expected.of(path, f"checking {path.name}", on_progress)
+    return None if actual == expected else f"{actual}; the published file has {archive.md5}"
 
 
 def _difference_fault(archive: Path, folder: Path, on_progress: ByteProgress) -> str | None:

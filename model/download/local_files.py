@@ -5,13 +5,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from ....model.config.schema import FrozenConfig
-from ..coco.dataset import DataError
+from ..config.schema import FrozenConfig
 
 _CHUNK_BYTES = 1 << 20
 
@@ -20,22 +21,58 @@ _CHUNK_BYTES = 1 << 20
 ByteProgress = Callable[[str, int, int | None], object]
 
 
+class DownloadError(Exception):
+    """A file cannot be downloaded or created, or is not the expected one."""
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """Expected hash of a file, as hexadecimal digits. The last ones may be missing."""
+
+    algorithm: Literal["md5", "sha256"]
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.algorithm.upper().replace('SHA', 'SHA-')} {self.digest}"
+
+    def of(self, path: Path, step: str, on_progress: ByteProgress) -> "Checksum":
+        """Return the hash of a file, with as many digits as this one.
+
+        Args:
+            path: Path of an existing file.
+            step: First argument of `on_progress`.
+            on_progress: See `ByteProgress`.
+        """
+        digest, size = hashlib.new(self.algorithm, usedforsecurity=False), path.stat().st_size
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                on_progress(step, file.tell(), size)
+        return Checksum(self.algorithm, digest.hexdigest()[: len(self.digest)])
+
+
 def no_progress(step: str, done: int, total: int | None) -> None:
     """Ignore the progress."""
 
 
 @contextmanager
-def exclusive_lock(path: Path) -> Iterator[None]:
+def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock on the creation of a file or folder, against other processes, in the block.
 
+    Args:
+        path: File or folder to create in an existing folder.
+        wait: Wait until no other process holds the lock.
+
     Raises:
-        DataError: Another process holds the lock.
+        DownloadError: Another process holds the lock, and `wait` is False.
     """
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
-        lock.acquire(blocking=False)
+        lock.acquire(blocking=wait)
     except Timeout:
-        raise DataError(f"another process is creating {path}; wait until it has ended") from None
+        raise DownloadError(
+            f"another process is creating {path}; wait until it has ended"
+        ) from None
     try:
         yield
     finally:
@@ -50,30 +87,14 @@ def check_free_space(path: Path, needed: int) -> None:
         needed: Required space in bytes.
 
     Raises:
-        DataError: The disk has less free space.
+        DownloadError: The disk has less free space.
     """
     free = shutil.disk_usage(path.parent).free
     if needed > free:
-        raise DataError(
+        raise DownloadError(
             f"{path} needs {needed / 1e9:.1f} GB more, but its disk has only {free / 1e9:.1f} GB "
             "free; free some space, or choose another folder"
         )
-
-
-def md5_of(path: Path, step: str, on_progress: ByteProgress) -> str:
-    """Return the MD5 of a file as hexadecimal digits.
-
-    Args:
-        path: Path of an existing file.
-        step: First argument of `on_progress`.
-        on_progress: See `ByteProgress`.
-    """
-    digest, size = hashlib.md5(usedforsecurity=False), path.stat().st_size
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            on_progress(step, file.tell(), size)
-    return digest.hexdigest()
 
 
 class RemoteVersion(FrozenConfig):

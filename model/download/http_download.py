@@ -15,14 +15,14 @@ from tenacity import (
     wait_exponential,
 )
 
-from ..coco.dataset import DataError
 from .local_files import (
     ByteProgress,
+    Checksum,
+    DownloadError,
     PartialFile,
     RemoteVersion,
     check_free_space,
     exclusive_lock,
-    md5_of,
     no_progress,
 )
 
@@ -50,6 +50,16 @@ class RetryPolicy:
     min_speed: float = 1024.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Remedies:
+    """Parts of error messages that say what the user can do."""
+
+    # If the server does not respond or has no such file, as in `use a mirror (--mirror)`.
+    unreachable: str
+    # To accept a file of another checksum, as in `pass its checksum with --checksums`.
+    trust: str
+
+
 class _AttemptError(Exception):
     """An attempt failed for a reason that may be temporary."""
 
@@ -61,48 +71,61 @@ def download_file(
     url: str,
     path: Path,
     *,
-    md5: str,
+    checksum: Checksum | None,
+    remedies: Remedies,
     size: int | None = None,
     policy: RetryPolicy = RetryPolicy(),
+    wait: bool = False,
     on_progress: ByteProgress = no_progress,
 ) -> None:
-    """Download a file, or check its MD5 if it exists.
+    """Download a file, or check its checksum if it exists.
 
-    The content is written to `NAME.partial`, which is renamed if its MD5 is correct. After a
+    The content is written to `NAME.partial`, which is renamed if its checksum is correct. After a
     failure, the next call resumes the partial file if the server supports range requests and the
     remote file has not changed.
 
     Args:
         url: HTTP or HTTPS URL.
         path: File to create in an existing folder.
-        md5: Expected MD5 as hexadecimal digits.
+        checksum: Expected checksum. None: unknown.
+        remedies: Parts of the error messages.
         size: Expected size in bytes, checked before the download. None: unknown.
         policy: Timeouts and retries.
+        wait: If another process downloads the file, wait for it.
         on_progress: See `ByteProgress`.
 
     Raises:
-        DataError: The download failed, or the file has another size or MD5.
+        DownloadError: The download failed, or the file has another size or checksum.
     """
-    with exclusive_lock(path):
+    with exclusive_lock(path, wait=wait):
         if path.exists():
-            actual = md5_of(path, f"checking {path.name}", on_progress)
-            if actual != md5:
-                raise DataError(
-                    f"{path} exists but is not the published file: its MD5 is {actual}, not {md5}; "
-                    "delete it to download it again"
+            actual = _mismatch(path, checksum, path, on_progress)
+            if actual:
+                raise DownloadError(
+                    f"{path} exists but is not the published file: {actual}; delete it to download "
+                    f"it again, or, to trust this file, {remedies.trust}"
                 )
             return
         partial = PartialFile(path)
-        _Download(url, partial, size, policy, on_progress).run()
-        actual = md5_of(partial.path, f"checking {path.name}", on_progress)
-        if actual != md5:
+        _Download(url, partial, size, policy, remedies, on_progress).run()
+        actual = _mismatch(partial.path, checksum, path, on_progress)
+        if actual:
             partial.remove()
-            raise DataError(
-                f"{url} is not the published file: its MD5 is {actual}, not {md5}; the downloaded "
-                "copy was deleted. Try again or use a mirror (--base-url); to trust this file, "
-                "pass its MD5 with --checksums"
+            raise DownloadError(
+                f"{url} is not the published file: {actual}; the downloaded copy was deleted. Try "
+                f"again, or {remedies.unreachable}; to trust this file, {remedies.trust}"
             )
         partial.publish(path)
+
+
+def _mismatch(
+    file: Path, checksum: Checksum | None, path: Path, on_progress: ByteProgress
+) -> str | None:
+    """Return how a file's checksum differs from the expected one. None: it does not."""
+    if checksum is None:
+        return None
+    actual = checksum.of(file, f"checking {path.name}", on_progress)
+    return None if actual == checksum else f"its {actual} is not {checksum.digest}"
 
 
 @dataclass(frozen=True)
@@ -113,10 +136,11 @@ class _Download:
     partial: PartialFile
     size: int | None
     policy: RetryPolicy
+    remedies: Remedies
     on_progress: ByteProgress
 
     def run(self) -> None:
-        """Make attempts until the file is complete. Raise DataError if no retries are left."""
+        """Make attempts until the file is complete. Raise DownloadError if no retries are left."""
         retrying = Retrying(
             retry=retry_if_exception_type(_TRANSIENT),
             stop=stop_after_attempt(1 + self.policy.retries),
@@ -130,9 +154,9 @@ class _Download:
                 while not retrying(self._advance, client):
                     time.sleep(self.policy.pause)
         except (*_TRANSIENT, httpx.TooManyRedirects, httpx.InvalidURL) as error:
-            raise DataError(f"{self.url}: {_reason(error)}; {self._remedy()}") from error
+            raise DownloadError(f"{self.url}: {_reason(error)}; {self._remedy()}") from error
         except OSError as error:
-            raise DataError(
+            raise DownloadError(
                 f"cannot write {self.partial.path}: {error.strerror}; {self._remedy()}"
             ) from error
 
@@ -146,7 +170,7 @@ class _Download:
     def _remedy(self) -> str:
         size = self.partial.size
         if not size:
-            return "no data were received; try again, or use a mirror (--base-url)"
+            return f"no data were received; try again, or {self.remedies.unreachable}"
         return f"{size} bytes are kept; run the same command again to resume"
 
     def _advance(self, client: httpx.Client) -> bool:
@@ -198,21 +222,21 @@ class _Download:
         if response.status_code in _RETRYABLE:
             raise _AttemptError(f"the server answered {status}")
         if response.status_code not in (httpx.codes.OK, httpx.codes.PARTIAL_CONTENT):
-            raise DataError(
-                f"{self.url}: the server answered {status}; check the address, or give a mirror "
-                "with --base-url"
+            raise DownloadError(
+                f"{self.url}: the server answered {status}; check the address, or "
+                f"{self.remedies.unreachable}"
             )
 
     def _restart(self, start: int, version: RemoteVersion, sent: RemoteVersion) -> None:
         """Empty the partial file, because the server sends the file from its first byte.
 
         Raises:
-            DataError: The file on the server does not have the expected size.
+            DownloadError: The file on the server does not have the expected size.
         """
         if self.size is not None and sent.total not in (None, self.size):
-            raise DataError(
-                f"{self.url} has {sent.total} bytes, the published file {self.size}; use a mirror "
-                "(--base-url), or, to trust this file, pass its MD5 with --checksums"
+            raise DownloadError(
+                f"{self.url} has {sent.total} bytes, the published file {self.size}; "
+                f"{self.remedies.unreachable}, or, to trust this file, {self.remedies.trust}"
             )
         if start:
             same = version != RemoteVersion() and version.agrees_with(sent)

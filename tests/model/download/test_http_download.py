@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from faulty_server import Fault, Site, serving
 
-from maskrcnn_trt.training.data.coco.dataset import DataError
-from maskrcnn_trt.training.data.download.download import RetryPolicy, download_file
-from maskrcnn_trt.training.data.download.local_files import exclusive_lock
+from maskrcnn_trt.model.download.http_download import Remedies, RetryPolicy, download_file
+from maskrcnn_trt.model.download.local_files import Checksum, DownloadError, exclusive_lock
 
 CONTENT = np.random.default_rng(0).bytes(50_000)
 OTHER = np.random.default_rng(1).bytes(50_000)
 POLICY = RetryPolicy(retries=2, pause=0.001, timeout=5)
+REMEDIES = Remedies(unreachable="use --base-url", trust="use --checksums")
 
 
-def md5(content: bytes) -> str:
-    return hashlib.md5(content).hexdigest()
+def md5(content: bytes) -> Checksum:
+    return Checksum("md5", hashlib.md5(content).hexdigest())
 
 
 @pytest.fixture
@@ -41,7 +41,14 @@ def download(
     policy: RetryPolicy = POLICY,
     **options: int,
 ) -> None:
-    download_file(f"{site.url}/file.zip", path, md5=md5(content), policy=policy, **options)
+    download_file(
+        f"{site.url}/file.zip",
+        path,
+        checksum=md5(content),
+        remedies=REMEDIES,
+        policy=policy,
+        **options,
+    )
 
 
 def visible(folder: Path) -> set[str]:
@@ -56,7 +63,7 @@ def assert_complete(path: Path, content: bytes = CONTENT) -> None:
 def interrupt(site: Site, path: Path, cut_after: int = 20_000) -> None:
     """Leave a partial file behind, as a download that used up its retries."""
     site.faults.append(Fault(cut_after=cut_after))
-    with pytest.raises(DataError, match=f"{cut_after} bytes are kept"):
+    with pytest.raises(DownloadError, match=f"{cut_after} bytes are kept"):
         download(site, path, policy=RetryPolicy(retries=0))
     assert visible(path.parent) == {"file.zip.partial", "file.zip.partial.json"}
 
@@ -66,7 +73,8 @@ def test_a_file_arrives_with_its_progress(site: Site, path: Path):
     download_file(
         f"{site.url}/file.zip",
         path,
-        md5=md5(CONTENT),
+        checksum=md5(CONTENT),
+        remedies=REMEDIES,
         size=len(CONTENT),
         on_progress=lambda *progress: seen.append(progress),
     )
@@ -163,14 +171,26 @@ def test_wrong_checksum_leaves_nothing(site: Site, path: Path, lengths: bool):
     site.lengths = lengths
     site.faults = [Fault(cut_after=0 if lengths else 30_000)]
     site.files["file.zip"] = OTHER
-    with pytest.raises(DataError, match=r"MD5 .*--checksums"):
+    with pytest.raises(DownloadError, match=r"MD5 .*--checksums"):
         download(site, path)
     assert visible(path.parent) == set()
 
 
+@pytest.mark.parametrize("algorithm", ["md5", "sha256"])
+def test_the_first_digits_of_a_checksum_suffice(site: Site, path: Path, algorithm: str):
+    digest = hashlib.new(algorithm, CONTENT).hexdigest()[:8]
+    url = f"{site.url}/file.zip"
+    wrong = Checksum(algorithm, "0" * 8)
+    with pytest.raises(DownloadError, match=f"{digest} is not 00000000"):
+        download_file(url, path, checksum=wrong, remedies=REMEDIES, policy=POLICY)
+    right = Checksum(algorithm, digest)
+    download_file(url, path, checksum=right, remedies=REMEDIES, policy=POLICY)
+    assert_complete(path)
+
+
 def test_another_size_is_refused_before_it_is_downloaded(site: Site, path: Path):
     site.always = Fault(silent_after=0)
-    with pytest.raises(DataError, match=r"50000 bytes.* 60000"):
+    with pytest.raises(DownloadError, match=r"50000 bytes.* 60000"):
         download(site, path, size=60_000)
     assert visible(path.parent) == set()
 
@@ -178,7 +198,7 @@ def test_another_size_is_refused_before_it_is_downloaded(site: Site, path: Path)
 @pytest.mark.parametrize("status", [403, 404])
 def test_client_errors_are_not_retried(site: Site, path: Path, status: int):
     site.faults = [Fault(status=status)]
-    with pytest.raises(DataError, match=rf"{status} .*--base-url"):
+    with pytest.raises(DownloadError, match=rf"{status} .*--base-url"):
         download(site, path)
     assert len(site.requested_ranges) == 1
 
@@ -192,7 +212,7 @@ def test_server_errors_are_retried(site: Site, path: Path, caplog: pytest.LogCap
 
 def test_retries_end(site: Site, path: Path):
     site.always = Fault(status=503)
-    with pytest.raises(DataError, match="503 Service Unavailable"):
+    with pytest.raises(DownloadError, match="503 Service Unavailable"):
         download(site, path)
     assert len(site.requested_ranges) == 3
 
@@ -206,7 +226,7 @@ def test_a_silent_connection_is_replaced(site: Site, path: Path):
 
 def test_slow_connections_end(site: Site, path: Path):
     site.always = Fault(trickle=True)
-    with pytest.raises(DataError, match=r"\d+ bytes in \d+ s; \d+ bytes are kept"):
+    with pytest.raises(DownloadError, match=r"\d+ bytes in \d+ s; \d+ bytes are kept"):
         download(site, path, policy=RetryPolicy(retries=1, pause=0.001, timeout=0.3))
     assert len(site.requested_ranges) == 2
     assert CONTENT.startswith((path.parent / "file.zip.partial").read_bytes())
@@ -215,13 +235,13 @@ def test_slow_connections_end(site: Site, path: Path):
 def test_a_refused_connection_is_an_error(path: Path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(DataError, match=r"refused; .*--base-url"):
+    with pytest.raises(DownloadError, match=r"refused; .*--base-url"):
         download(Site({}, url=f"http://127.0.0.1:{port}"), path)
 
 
 def test_a_file_that_does_not_fit_on_the_disk_is_refused(site: Site, path: Path):
     site.always = Fault(announced=10**17)
-    with pytest.raises(DataError, match=r"needs 100000000\.0 GB more"):
+    with pytest.raises(DownloadError, match=r"needs 100000000\.0 GB more"):
         download(site, path)
     assert site.bytes_sent <= len(CONTENT)
     assert not path.exists()
@@ -236,13 +256,13 @@ def test_an_existing_file_is_not_downloaded_again(site: Site, path: Path):
 
 def test_an_existing_other_file_is_not_replaced(site: Site, path: Path):
     path.write_bytes(OTHER)
-    with pytest.raises(DataError, match=r"MD5 .*delete it"):
+    with pytest.raises(DownloadError, match=r"MD5 .*delete it"):
         download(site, path)
     assert_complete(path, OTHER)
 
 
 def test_a_file_has_one_writer(site: Site, path: Path):
-    with exclusive_lock(path), pytest.raises(DataError, match="another process"):
+    with exclusive_lock(path), pytest.raises(DownloadError, match="another process"):
         download(site, path)
     download(site, path)
     assert_complete(path)

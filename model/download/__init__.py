@@ -1,0 +1,1 @@
+"""Resumable downloads over HTTP, with checksums and progress bars."""
