@@ -10,7 +10,6 @@ from torchvision.ops import clip_boxes_to_image, remove_small_boxes
 
 from maskrcnn_trt.plugins.box_deltas import decode_boxes, encode_boxes
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WEIGHTS = [(1.0, 1.0), (10.0, 5.0)]
 SIZES = torch.tensor([[100, 150], [60, 40], [211, 211]])
 # `log` and `exp` of different libraries differ in the last bit: by some thousandths of a pixel if
@@ -37,7 +36,6 @@ def all_of(batch: int, count: int) -> Tensor:
     return torch.arange(count).expand(batch, count)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("shape", [(20,), (2, 300), (0,), (2, 0), (1, 1, 3)])
 def test_encoding_equals_torchvision(
@@ -50,7 +48,6 @@ def test_encoding_equals_torchvision(
     torch.testing.assert_close(deltas.view(-1, 4), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("scale", [1.0, 20.0], ids=["usual", "beyond the growth limit"])
 def test_decoding_equals_torchvision(
@@ -66,7 +63,6 @@ def test_decoding_equals_torchvision(
         assert large[image].nonzero()[:, 0].tolist() == kept.tolist()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_indices_select_deltas_and_references(shared: bool, device: str) -> None:
     deltas, references = random_deltas(3, 40, 5), random_boxes(1 if shared else 3, 40)
@@ -88,38 +84,33 @@ def test_indices_select_deltas_and_references(shared: bool, device: str) -> None
             torch.testing.assert_close(box[None], expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+def decode_first(device: str, deltas: Tensor, references: Tensor, inclusive: bool, least: float):
+    """Decode one delta per reference, with weights of one."""
+    batch, count = references.shape[:2]
+    indices = all_of(batch, count)
+    return decode_on(device, deltas, references, indices, SIZES[:batch], 1.0, 1.0, inclusive, least)
+
+
 def test_inclusive_boxes_keep_the_border_pixel(device: str) -> None:
     references = torch.tensor([[[-30.0, 10, -20, 20], [300, 10, 340, 20], [10, 10, 20, 20]]])
-    boxes, large = decode_on(
-        device, torch.zeros(1, 3, 1, 4), references, all_of(1, 3), SIZES[:1], 1.0, 1.0, True, 0.0
-    )
+    boxes, large = decode_first(device, torch.zeros(1, 3, 1, 4), references, True, 0.0)
     assert boxes.tolist() == [[[0, 10, 1, 20], [149, 10, 150, 20], [10, 10, 20, 20]]]
     assert large.all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_empty_and_undefined_boxes_are_never_large(device: str) -> None:
     outside, inside = [-30.0, 10, -20, 20], [10.0, 10, 20, 20]
     references = torch.tensor([[outside, inside, inside, inside]])
     deltas = torch.zeros(1, 4, 1, 4)
     deltas[0, 1, 0, 2], deltas[0, 2, 0, 0], deltas[0, 3, 0, 3] = -math.inf, math.nan, math.nan
-    boxes, large = decode_on(
-        device, deltas, references, all_of(1, 4), SIZES[:1], 1.0, 1.0, False, 0.0
-    )
+    boxes, large = decode_first(device, deltas, references, False, 0.0)
     assert not large.any()
     assert boxes.isnan().sum(dim=-1).tolist() == [[0, 0, 2, 2]]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("batch", "chosen"), [(2, 0), (0, 2)])
-def test_empty_batch(batch: int, chosen: int, device: str) -> None:
-    deltas, references = torch.zeros(batch, 3, 1, 4), torch.zeros(batch, 3, 4)
-    boxes, large = decode_on(
-        device, deltas, references, all_of(batch, chosen), SIZES[:batch], 1.0, 1.0, False, 1.0
-    )
-    assert boxes.shape == (batch, chosen, 4)
-    assert large.shape == (batch, chosen)
+    for batch, count in ((2, 0), (0, 2)):
+        boxes, large = decode_first(
+            device, torch.zeros(batch, count, 1, 4), torch.zeros(batch, count, 4), False, 1.0
+        )
+        assert (boxes.shape, large.shape) == ((batch, count, 4), (batch, count))
 
 
 @pytest.mark.gpu
@@ -134,7 +125,6 @@ def test_wrong_arguments_are_rejected_on_a_gpu() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     boxes = random_boxes(2, 5).to(device)
     torch.library.opcheck(encode_boxes, (boxes, boxes, 1.0, 1.0))

@@ -7,14 +7,11 @@ from torchvision.ops import box_iou as torchvision_iou
 
 from maskrcnn_trt.plugins.box_iou import box_iou
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def iou_on(device: str, boxes: Tensor, others: Tensor) -> Tensor:
     return box_iou(boxes.to(device), others.to(device)).cpu()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize(
     ("batch", "rows", "columns"),
@@ -29,14 +26,12 @@ def test_equals_torchvision(batch: int, rows: int, columns: int, shared: bool, d
         assert torch.equal(own, torchvision_iou(own_boxes, own_others))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_iou_of_degenerate_boxes(device: str) -> None:
     iou = iou_on(device, ODD_BOXES[None], ODD_BOXES[None])[0]
     assert torch.equal(iou, torch.from_numpy(iou_by_definition(ODD_BOXES, ODD_BOXES)))
     assert iou.isfinite().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_any_memory_layout(device: str) -> None:
     boxes, others = random_boxes(2, 6), random_boxes(2, 9)
     strided = boxes.transpose(0, 1).contiguous().transpose(0, 1)
@@ -55,7 +50,6 @@ def test_wrong_arguments_are_rejected_on_a_gpu() -> None:
         box_iou(boxes.double(), boxes)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     inputs = random_boxes(2, 5).to(device), random_boxes(1, 7).to(device)
     torch.library.opcheck(box_iou, inputs)

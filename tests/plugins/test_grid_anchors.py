@@ -7,8 +7,6 @@ from torchvision.models.detection.image_list import ImageList
 
 from maskrcnn_trt.plugins.grid_anchors import grid_anchors
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def torchvision_anchors(
     sizes: list[tuple[int, ...]], input_size: tuple[int, int], grids: list[tuple[int, int]]
@@ -20,7 +18,6 @@ def torchvision_anchors(
     return torch.stack(generator.cell_anchors), anchors
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("sizes", "input_size", "grids"),
     [
@@ -47,7 +44,6 @@ def test_equals_torchvision(
     assert torch.equal(anchors.cpu(), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_map_without_cells(device: str) -> None:
     cells = torch.arange(16.0).view(2, 2, 4).to(device)
     anchors = grid_anchors(cells, [4, 4, 8, 8], [0, 5, 1, 1])
@@ -61,7 +57,6 @@ def test_too_many_maps_are_rejected_on_a_gpu() -> None:
         grid_anchors(torch.zeros(6, 1, 4).cuda(), [1, 1] * 6, [2, 2] * 6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     cells = torch.rand(2, 3, 4).to(device)
     torch.library.opcheck(grid_anchors, (cells, [4, 4, 8, 8], [3, 5, 2, 3]))

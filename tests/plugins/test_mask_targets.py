@@ -1,5 +1,6 @@
 """Mask targets from pixels and from run lengths agree, on every device."""
 
+from collections.abc import Iterable
 from itertools import groupby
 
 import numpy as np
@@ -11,8 +12,6 @@ from torch import Tensor
 from torchvision.ops import roi_align
 
 from maskrcnn_trt.plugins.mask_targets import mask_targets_from_crops, mask_targets_from_rle
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 # Masks [B, G, H, W], boxes [B, K, 4] and matched [B, K].
 Case = tuple[Tensor, Tensor, Tensor]
@@ -117,38 +116,30 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
+def on(device: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.to(device) for tensor in tensors]
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_crop_targets_equal_the_definition(case: str, device: str) -> None:
+def test_targets_equal_the_definition(case: str, device: str) -> None:
     side = 14 if case == "far boxes" else 28
-    arguments = [tensor.to(device) for tensor in CASES[case]]
-    targets = mask_targets_from_crops(*arguments, side)
-    assert targets.dtype == torch.float32
+    crops = mask_targets_from_crops(*on(device, CASES[case]), side)
+    runs = mask_targets_from_rle(*on(device, rle_arguments(CASES[case])), side)
+    assert crops.dtype == torch.float32
     expected = targets_by_definition(CASES[case], side)
-    torch.testing.assert_close(targets.cpu(), expected, atol=3e-5, rtol=0)
+    torch.testing.assert_close(crops.cpu(), expected, atol=3e-5, rtol=0)
+    torch.testing.assert_close(runs.cpu(), expected.flatten(0, 1), atol=3e-5, rtol=0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", CASES)
-def test_rle_targets_equal_the_definition(case: str, device: str) -> None:
-    side = 14 if case == "far boxes" else 28
-    arguments = [tensor.to(device) for tensor in rle_arguments(CASES[case])]
-    targets = mask_targets_from_rle(*arguments, side)
-    expected = targets_by_definition(CASES[case], side).flatten(0, 1)
-    torch.testing.assert_close(targets.cpu(), expected, atol=3e-5, rtol=0)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_crop_targets_equal_torchvision(device: str) -> None:
     masks, boxes, matched = CASES["crops"]
     planes = matched + masks.shape[1] * torch.arange(len(masks))[:, None]
     rois = torch.cat([planes.flatten()[:, None], boxes.flatten(0, 1)], dim=1)
     expected = roi_align(masks.flatten(0, 1)[:, None].float(), rois, 28)[:, 0]
-    targets = mask_targets_from_crops(masks.to(device), boxes.to(device), matched.to(device), 28)
+    targets = mask_targets_from_crops(*on(device, CASES["crops"]), 28)
     torch.testing.assert_close(targets.cpu().flatten(0, 1), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_runs_of_several_sizes(device: str) -> None:
     cases = [random_case((1, 1, 10 + 7 * n, 50 - 9 * n), 3, seed=n) for n in range(4)]
     runs = [runs_from_masks(masks[0]) for masks, _, _ in cases]
@@ -160,12 +151,11 @@ def test_runs_of_several_sizes(device: str) -> None:
         torch.cat([boxes[0] for _, boxes, _ in cases]),
         torch.arange(4).repeat_interleave(3),
     )
-    targets = mask_targets_from_rle(*(tensor.to(device) for tensor in arguments), 28)
+    targets = mask_targets_from_rle(*on(device, arguments), 28)
     expected = torch.cat([targets_by_definition(case, 28)[0] for case in cases])
     torch.testing.assert_close(targets.cpu(), expected, atol=3e-5, rtol=0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("runs", [[], [0], [500], [100, 0, 0, 50], [0, 0, 0, 7, 0]])
 def test_runs_that_end_early_leave_background(runs: list[int], device: str) -> None:
     mask = np.repeat(np.arange(len(runs)) % 2, runs)
@@ -178,35 +168,31 @@ def test_runs_that_end_early_leave_background(runs: list[int], device: str) -> N
         torch.tensor(BOXES),
         torch.zeros(len(BOXES), dtype=torch.int64),
     )
-    targets = mask_targets_from_rle(*(tensor.to(device) for tensor in arguments), 28)
+    targets = mask_targets_from_rle(*on(device, arguments), 28)
     torch.testing.assert_close(targets.cpu(), expected, atol=3e-5, rtol=0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     for case in ("no RoI", "crops"):
-        crops = [tensor.to(device) for tensor in CASES[case]]
-        torch.library.opcheck(mask_targets_from_crops, (*crops, 28))
-        runs = [tensor.to(device) for tensor in rle_arguments(CASES[case])]
+        torch.library.opcheck(mask_targets_from_crops, (*on(device, CASES[case]), 28))
+        runs = on(device, rle_arguments(CASES[case]))
         torch.library.opcheck(mask_targets_from_rle, (*runs, 28))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reach", [1e9, 1e30, 3e38])
 def test_too_large_boxes_give_zeros(reach: float, device: str) -> None:
     case = one_mask(FULL, [[-reach, -reach, reach, reach], [10, 10, reach, 30], [0, -reach, 9, 9]])
-    crops = [tensor.to(device) for tensor in case]
-    assert not mask_targets_from_crops(*crops, 28).any()
-    runs = [tensor.to(device) for tensor in rle_arguments(case)]
-    assert not mask_targets_from_rle(*runs, 28).any()
+    assert not mask_targets_from_crops(*on(device, case), 28).any()
+    assert not mask_targets_from_rle(*on(device, rle_arguments(case)), 28).any()
 
 
 @pytest.mark.gpu
 def test_huge_boxes_on_a_gpu() -> None:
     case = one_mask(FULL, [[-1e6, -1e6, 1e6, 1e6], [-20, 10, 1e5, 20], [-3e3, 10, 1e4, 20]])
     expected = targets_by_definition(case, 28)[0]
-    crops, runs = [tensor.cuda() for tensor in case], [t.cuda() for t in rle_arguments(case)]
-    for targets in (mask_targets_from_crops(*crops, 28)[0], mask_targets_from_rle(*runs, 28)):
+    crops = mask_targets_from_crops(*on("cuda", case), 28)[0]
+    runs = mask_targets_from_rle(*on("cuda", rle_arguments(case)), 28)
+    for targets in (crops, runs):
         torch.testing.assert_close(targets.cpu(), expected, atol=1e-4, rtol=0)
 
 

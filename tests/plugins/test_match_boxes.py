@@ -9,7 +9,6 @@ from torchvision.ops import box_iou
 
 from maskrcnn_trt.plugins.match_boxes import match_boxes
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RPN, ROI = (0.7, 0.3, True), (0.5, 0.5, False)
 Rule = tuple[float, float, bool]
 Matches = tuple[Tensor, Tensor, Tensor]
@@ -59,7 +58,6 @@ def random_labels(batch: int, count: int) -> Tensor:
     return labels
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", [RPN, (0.7, 0.3, False), ROI, (0.6, 0.0, True), (0.0, 0.0, True)])
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize(
@@ -75,7 +73,6 @@ def test_equals_the_definition(
     assert_equal(matches, match_by_definition(boxes, labels, candidates, rule))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", [RPN, ROI])
 def test_degenerate_boxes_match_by_the_definition(rule: Rule, device: str) -> None:
     boxes, labels = ODD_BOXES[None], torch.ones(1, len(ODD_BOXES), dtype=torch.int64)
@@ -84,7 +81,6 @@ def test_degenerate_boxes_match_by_the_definition(rule: Rule, device: str) -> No
     assert_equal(matches, match_by_definition(boxes, labels, candidates, rule))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", [RPN, ROI])
 def test_equals_torchvision(rule: Rule, device: str) -> None:
     boxes, candidates = random_boxes(1, 9, seed=4), random_boxes(1, 500, seed=5)
@@ -99,7 +95,6 @@ def test_equals_torchvision(rule: Rule, device: str) -> None:
     assert torch.equal(target[positive], expected[positive])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_ties_match_the_first_box(device: str) -> None:
     box = torch.tensor([0.0, 0, 10, 10])
     labels = torch.tensor([[0, 3, 3]])
@@ -131,7 +126,6 @@ def test_wrong_arguments_are_rejected_on_a_gpu() -> None:
         match_boxes(boxes, labels, boxes, *RPN)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", [RPN, ROI])
 @pytest.mark.parametrize("count", [0, 6])
 def test_opcheck(count: int, rule: Rule, device: str) -> None:

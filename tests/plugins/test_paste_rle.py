@@ -15,7 +15,6 @@ from maskrcnn_trt.model.masks import MaskPaste, rles_from_probabilities
 from maskrcnn_trt.plugins.paste_rle import paste_rle
 from maskrcnn_trt.plugins.run_lengths import coco_strings
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RULES = get_args(MaskPaste)
 CAPACITY = 8192
 
@@ -101,7 +100,6 @@ def serving_strings(name: str, paste: MaskPaste) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("paste", RULES)
 @pytest.mark.parametrize("case", CASES)
 def test_runs_equal_serving(case: str, paste: MaskPaste, device: str) -> None:
@@ -115,7 +113,6 @@ def test_runs_equal_serving(case: str, paste: MaskPaste, device: str) -> None:
     assert strings == serving_strings(case, paste)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["random", "full masks at borders", "large image"])
 def test_runs_equal_torchvision_and_pycocotools(case: str, device: str) -> None:
     masks, boxes, sizes = CASES[case]
@@ -129,7 +126,6 @@ def test_runs_equal_torchvision_and_pycocotools(case: str, device: str) -> None:
     assert strings == [rle["counts"] for rle in expected]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("capacity", [0, 1, 2, 5, 100])
 def test_num_runs_include_runs_beyond_the_capacity(capacity: int, device: str) -> None:
     arguments = [tensor.to(device) for tensor in CASES["random"]]
@@ -140,7 +136,6 @@ def test_num_runs_include_runs_beyond_the_capacity(capacity: int, device: str) -
     assert torch.equal(counts, all_counts[:, :capacity])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("paste", RULES)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38, 2.0**24 + 2])
 def test_boxes_out_of_range_give_empty_masks(value: float, paste: str, device: str) -> None:
@@ -153,7 +148,6 @@ def test_boxes_out_of_range_give_empty_masks(value: float, paste: str, device: s
     assert counts.tolist() == [[2000, 0]] * 4
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_float16_masks_equal_float32(device: str) -> None:
     masks, boxes, sizes = (tensor.to(device) for tensor in CASES["random"])
     found = paste_rle(masks.half(), boxes, sizes, CAPACITY)
@@ -161,7 +155,6 @@ def test_float16_masks_equal_float32(device: str) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("paste", RULES)
 def test_threshold_is_exclusive(paste: str, device: str) -> None:
     masks, boxes, sizes = (
@@ -176,7 +169,6 @@ def test_unknown_rule_is_rejected() -> None:
         paste_rle(*CASES["random"], CAPACITY, 0.5, "bicubic")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["no mask", "several sizes"])
 def test_opcheck(case: str, device: str) -> None:
     arguments = [tensor.to(device) for tensor in CASES[case]]

@@ -12,7 +12,6 @@ from maskrcnn_trt.plugins.polygon_mask_targets import mask_targets_from_polygons
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 Ring = NDArray[np.float32]
 # Rings [n, 2] of each instance, boxes and matched.
@@ -112,7 +111,6 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("side", [14, 28, 40])
 @pytest.mark.parametrize("case", CASES)
 def test_targets_equal_pycocotools(case: str, side: int, device: str) -> None:
@@ -121,7 +119,6 @@ def test_targets_equal_pycocotools(case: str, side: int, device: str) -> None:
     assert torch.equal(targets.cpu(), targets_by_definition(CASES[case], side))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_roi_of_target_size_equals_the_image_mask(device: str) -> None:
     rng = np.random.default_rng(4)
     rings = list(rng.uniform([17, 9], [45, 37], (20, 7, 2)).astype(np.float32))
@@ -132,7 +129,6 @@ def test_roi_of_target_size_equals_the_image_mask(device: str) -> None:
     np.testing.assert_array_equal(targets.cpu().numpy(), whole[9:37, 17:45].transpose(2, 0, 1))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["no RoI", "no instance", "several rings"])
 def test_opcheck(case: str, device: str) -> None:
     torch.library.opcheck(mask_targets_from_polygons, (*arguments_of(CASES[case], device), 28))

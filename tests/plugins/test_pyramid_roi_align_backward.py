@@ -4,7 +4,6 @@ import pytest
 import torch
 from pooling_cases import (
     DEFAULT,
-    DEVICES,
     FORMATS,
     HEIGHT,
     IMPLEMENTATIONS,
@@ -50,7 +49,6 @@ def test_gradient_has_the_dtype_of_the_features() -> None:
         torch.testing.assert_close(half.grad.float(), single.grad, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("mode", ["default", "adaptive, aligned"])
 def test_gradients_equal_finite_differences(
@@ -76,11 +74,7 @@ def test_gradients_equal_finite_differences(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("batch", "side"), [(0, 7), (1, 7), (3, 14), (16, 2)])
 def test_equals_the_cpu_on_a_gpu(
-    dtype: torch.dtype,
-    batch: int,
-    side: int,
-    channels: int,
-    memory_format: torch.memory_format,
+    dtype: torch.dtype, batch: int, side: int, channels: int, memory_format: torch.memory_format
 ) -> None:
     """Forward and backward agree for various channels, types, layouts, batches and sizes."""
     rois = random_rois(batch, 10)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from maskrcnn_trt.plugins.resize_pad import resize_pad
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEIGHT, WIDTH = 120, 200
 
 
@@ -38,7 +37,6 @@ def assert_within_a_level(own: Tensor, expected: Tensor) -> None:
     assert (own.cpu().int() - expected.int()).abs().max() <= 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_images_match_pillow(device: str) -> None:
     sources = [(48, 64), (120, 200), (333, 517), (7, 900), (1, 1), (200, 3), (500, 100)]
     sizes = [(90, 120), (120, 200), (77, 120), (1, 128), (5, 9), (120, 2), (20, 4)]
@@ -49,13 +47,14 @@ def test_images_match_pillow(device: str) -> None:
     assert_within_a_level(own, padded_by_pillow(images, sizes))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_image_of_the_target_size_is_copied(device: str) -> None:
+def test_unscaled_and_empty_images(device: str) -> None:
+    """An image of its target size is copied. One without pixels is black."""
     image = chw(noise(HEIGHT, WIDTH)).to(device)
-    assert torch.equal(resize_pad([image], [HEIGHT, WIDTH], HEIGHT, WIDTH)[0], image)
+    own = resize_pad([image[:, :0, :0], image], [HEIGHT, WIDTH] * 2, HEIGHT, WIDTH)
+    assert not own[0].any()
+    assert torch.equal(own[1], image)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_any_strides(device: str) -> None:
     image = noise(60, 41)
     channels_last = torch.from_numpy(image).to(device).permute(2, 0, 1)
@@ -64,40 +63,32 @@ def test_any_strides(device: str) -> None:
     assert_within_a_level(own, padded_by_pillow([image] * 2, [(90, 61)] * 2))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_image_without_pixels_is_black(device: str) -> None:
-    image = chw(noise(30, 40)).to(device)
-    own = resize_pad([image[:, :0, :0], image], [30, 40] * 2, HEIGHT, WIDTH)
-    assert not own[0].any()
-    assert torch.equal(own[1, :, :30, :40], image)
+BLACK = torch.zeros(3, 4, 5, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("images", "sizes", "message"),
+    ("image", "sizes", "message"),
     [
-        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [4], "two sizes per image"),
-        ([torch.zeros(3, 4, 5)], [4, 5], "torch.uint8"),
-        ([torch.zeros(1, 4, 5, dtype=torch.uint8)], [4, 5], r"shape \[3, \*, \*\]"),
-        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [0, 0], "resized to 0x0"),
-        ([torch.zeros(3, 4, 5, dtype=torch.uint8)], [4, WIDTH + 1], "resized to 4x201"),
+        (BLACK, [4], "two sizes per image"),
+        (BLACK.float(), [4, 5], "torch.uint8"),
+        (BLACK[:1], [4, 5], r"shape \[3, \*, \*\]"),
+        (BLACK, [0, 0], "resized to 0x0"),
+        (BLACK, [4, WIDTH + 1], "resized to 4x201"),
     ],
 )
 def test_invalid_sizes_are_rejected(
-    images: list[Tensor], sizes: list[int], message: str, device: str
+    image: Tensor, sizes: list[int], message: str, device: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        resize_pad([image.to(device) for image in images], sizes, HEIGHT, WIDTH)
+        resize_pad([image.to(device)], sizes, HEIGHT, WIDTH)
 
 
 @pytest.mark.gpu
 def test_images_of_several_devices_are_rejected() -> None:
-    image = torch.zeros(3, 4, 5, dtype=torch.uint8)
     with pytest.raises(ValueError, match="one device"):
-        resize_pad([image.cuda(), image], [4, 5] * 2, HEIGHT, WIDTH)
+        resize_pad([BLACK.cuda(), BLACK], [4, 5] * 2, HEIGHT, WIDTH)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     images = [chw(noise(*size)).to(device) for size in [(30, 40), (50, 20)]]
     arguments = (images, [60, 80, 100, 40], HEIGHT, WIDTH)

@@ -80,11 +80,7 @@ def test_roi_align(
 
 
 def run_plugin(
-    trt: ModuleType,
-    name: str,
-    inputs: dict[str, Tensor],
-    attributes: dict[str, Any],
-    folder: Path,
+    trt: ModuleType, name: str, inputs: dict[str, Tensor], attributes: dict[str, Any], folder: Path
 ) -> Tensor:
     """Build an engine of one plugin and run it in a process without the plugin."""
     files = [str(folder / file) for file in ("plugin.plan", "inputs.pt", "output.pt")]
@@ -104,11 +100,7 @@ def plan_of(
     typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(typed if int(trt.__version__.split(".")[0]) < 11 else 0)
     config, profile = builder.create_builder_config(), builder.create_optimization_profile()
-    types = {
-        torch.float32: trt.float32,
-        torch.float16: trt.float16,
-        torch.int64: trt.int64,
-    }
+    types = {torch.float32: trt.float32, torch.float16: trt.float16, torch.int64: trt.int64}
     tensors = []
     for tensor_name, tensor in inputs.items():
         batch, *shape = tensor.shape

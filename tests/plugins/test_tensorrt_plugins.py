@@ -132,14 +132,6 @@ def test_roi_align_launch_equals_the_torch_operation(
     assert kernel_parameters(ptx) == "P" * (len(maps) + 1) + "I" * (1 + 2 * len(maps)) + "P"
 
 
-def test_too_many_boxes_are_rejected(trt: ModuleType, builder_of: MakeBuilder) -> None:
-    builder = builder_of("NmsKeep", NMS)
-    types, shapes = (trt.float32, trt.int64), [(1, 20000, 4), (1, 20000)]
-    builder.output(types, shapes)
-    with pytest.raises(ValueError, match="at most 16384 boxes per set, not 20000"):
-        builder.kernel((*types, trt.int32), [*shapes, (1, 20000)], ["LINEAR"] * 3)
-
-
 def test_channels_that_need_padding_use_linear_format(
     trt: ModuleType, builder_of: MakeBuilder
 ) -> None:
@@ -151,10 +143,17 @@ def test_channels_that_need_padding_use_linear_format(
     assert {name for _, formats in taken for name in formats} == {"LINEAR"}
 
 
-def test_missing_scale_is_rejected(trt: ModuleType, builder_of: MakeBuilder) -> None:
+def test_missing_scales_and_too_many_boxes_are_rejected(
+    trt: ModuleType, builder_of: MakeBuilder
+) -> None:
     builder = builder_of("PyramidRoIAlign", {**POOLING, "spatial_scales": [0.25, 0.125]})
     with pytest.raises(ValueError, match="4 feature maps have 2 spatial_scales"):
         builder.output([trt.float32] * 5, [*MAPS, ROIS])
+    builder = builder_of("NmsKeep", NMS)
+    types, shapes = (trt.float32, trt.int64), [(1, 20000, 4), (1, 20000)]
+    builder.output(types, shapes)
+    with pytest.raises(ValueError, match="at most 16384 boxes per set, not 20000"):
+        builder.kernel((*types, trt.int32), [*shapes, (1, 20000)], ["LINEAR"] * 3)
 
 
 @pytest.mark.parametrize("features", ["fpn", "c4"])
@@ -191,28 +190,21 @@ def test_plugins_can_be_added_to_a_network_by_hand(
     assert isinstance(plugin, trt.IPluginV3QuickAOTBuild)
 
 
-def test_plugins_use_existing_names_of_tensorrt(trt: ModuleType) -> None:
+def test_plugins_and_readme_use_existing_names_of_tensorrt(trt: ModuleType, tmp_path: Path) -> None:
     source = Path(tensorrt_plugins.__file__)
     process = Path(__file__).parents[1] / "support" / "plan_process.py"
-    assert missing_names(source, "trtp", import_module("tensorrt.plugin")) == []
-    for path in (source, process, Path(__file__).with_name("test_tensorrt_plugin_engines.py")):
+    readme = tmp_path / "code.py"
+    blocks = re.findall(r"```python\n(.*?)```", (source.parents[1] / "README.md").read_text(), re.S)
+    readme.write_text("\n".join(blocks))
+    for path in (source, readme):
+        assert missing_names(path, "trtp", import_module("tensorrt.plugin")) == []
+    engines = Path(__file__).with_name("test_tensorrt_plugin_engines.py")
+    for path in (source, readme, process, engines):
         assert missing_names(path, "trt", trt) == []
-
-
-def test_readme_uses_existing_names_of_tensorrt(trt: ModuleType, tmp_path: Path) -> None:
-    readme = Path(tensorrt_plugins.__file__).parents[1].joinpath("README.md").read_text()
-    path = tmp_path / "code.py"
-    path.write_text("\n".join(re.findall(r"```python\n(.*?)```", readme, re.DOTALL)))
-    assert missing_names(path, "trt", trt) == []
-    assert missing_names(path, "trtp", import_module("tensorrt.plugin")) == []
-    (imported,) = re.findall(r"tensorrt\.plugins import (.*)", path.read_text())
+    (imported,) = re.findall(r"tensorrt\.plugins import (.*)", readme.read_text())
     assert all(hasattr(tensorrt_plugins, name) for name in imported.split(", "))
-
-
-def test_missing_names_are_detected(tmp_path: Path) -> None:
-    source = tmp_path / "module.py"
-    source.write_text("trt.Bulider(trt.BuilderFlag.TF32, trt.BuilderFlag.FP8X)")
-    assert missing_names(source, "trt", load_tensorrt()) == ["trt.BuilderFlag.FP8X", "trt.Bulider"]
+    readme.write_text("trt.Bulider(trt.BuilderFlag.TF32, trt.BuilderFlag.FP8X)")
+    assert missing_names(readme, "trt", trt) == ["trt.BuilderFlag.FP8X", "trt.Bulider"]
 
 
 def test_bindings_load_beside_tensorrt_rtx() -> None:

@@ -26,7 +26,6 @@ class Mode(NamedTuple):
 
 
 DEFAULT = Mode()
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FORMATS = [torch.contiguous_format, torch.channels_last]
 MODES = {
     "default": DEFAULT,

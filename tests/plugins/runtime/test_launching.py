@@ -55,17 +55,11 @@ def test_launch_uses_the_gpu_of_the_tensors() -> None:
     assert torch.equal(keep.cpu(), expected_keep())
 
 
-@two_gpus
-def test_tensors_of_two_gpus_are_rejected() -> None:
+@pytest.mark.parametrize("other", ["cpu", pytest.param("cuda:1", marks=two_gpus)])
+def test_tensors_of_two_devices_are_rejected(other: str) -> None:
     boxes = random_boxes(1, 5)
-    with pytest.raises(ValueError, match="takes tensors of one device, not of cuda:0, cuda:1"):
-        box_iou(boxes.to("cuda:0"), boxes.to("cuda:1"))
-
-
-def test_tensors_of_cpu_and_gpu_are_rejected() -> None:
-    boxes = random_boxes(1, 5)
-    with pytest.raises(ValueError, match="box_iou takes tensors of one device, not of cpu, cuda"):
-        box_iou(boxes.to("cuda:0"), boxes)
+    with pytest.raises(ValueError, match="box_iou takes tensors of one device, not of c"):
+        box_iou(boxes.to("cuda:0"), boxes.to(other))
 
 
 def test_launch_from_a_new_thread() -> None:
@@ -83,18 +77,14 @@ def test_an_empty_grid_does_nothing() -> None:
 def test_driver_errors_are_reported() -> None:
     boxes, classes = one_set()
     keep = torch.empty(1, 500, dtype=torch.bool, device="cuda")
-    launch = nms_keep_launch(1, 500)._replace(block=(2048, 1, 1))
-    with pytest.raises(KernelError, match=r"nms_keep cannot be launched as .*2048.*: invalid"):
-        launch_kernel(KERNEL, launch, [boxes, classes], [keep])
-    launch_kernel(KERNEL, nms_keep_launch(1, 500), [boxes, classes], [keep])
-    assert torch.equal(keep.cpu(), expected_keep())
-
-
-def test_missing_kernel_is_reported() -> None:
-    keep = torch.empty(1, 500, dtype=torch.bool, device="cuda")
+    good = nms_keep_launch(1, 500)
     misnamed = Kernel(KERNEL.source, "nms_drop", KERNEL.constants)
     with pytest.raises(KernelError, match=r"nms_drop cannot be loaded on cuda:0: .*not found"):
-        launch_kernel(misnamed, nms_keep_launch(1, 500), one_set(), [keep])
+        launch_kernel(misnamed, good, [boxes, classes], [keep])
+    with pytest.raises(KernelError, match=r"nms_keep cannot be launched as .*2048.*: invalid"):
+        launch_kernel(KERNEL, good._replace(block=(2048, 1, 1)), [boxes, classes], [keep])
+    launch_kernel(KERNEL, good, [boxes, classes], [keep])
+    assert torch.equal(keep.cpu(), expected_keep())
 
 
 def captured(function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
