@@ -30,7 +30,7 @@ _NEVER = "3600000"
 def returned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the servers' allocator return freed messages to the system at once.
 
-    By default, glibc keeps blocks of up to 32 MiB in the heaps of its arenas after the first was freed.
+    By default, once a block was freed, glibc keeps blocks of that size (up to 32 MiB) in its heaps.
     """
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.setenv(name, "65536")
