@@ -1,6 +1,5 @@
 """Validate and convert the annotations in a COCO file."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,13 @@ import numpy as np
 from pycocotools import mask as coco_mask
 
 from ....model.masks import Rle, coco_from_rle, mask_from_rle
-from .mask_targets import Region, Segmentation, mask_from_segmentation
+from .mask_targets import Region, Ring, Segmentation, mask_from_segmentation
+from .numbers import id_from, integer_from
+
+# Larger coordinates are invalid, in multiples of the image's longer side. The memory and time that
+# pycocotools needs for a polygon are proportional to its extent.
+_MAX_EXTENT = 10
+_FAR = "coordinates far outside the image"
 
 
 class InvalidAnnotationError(ValueError):
@@ -20,7 +25,7 @@ class InvalidAnnotationError(ValueError):
 class Instance:
     """Annotated object, or annotated crowd (a region of many objects)."""
 
-    annotation_id: int
+    annotation_id: int | str
     # 1 is the first class.
     label: int
     # x, y, width, height in pixels, as annotated: it may extend beyond the image.
@@ -38,8 +43,11 @@ class Instance:
 
 
 def instance_from_annotation(
-    annotation: Mapping[str, Any], height: int, width: int, label_by_category: Mapping[int, int]
-) -> Instance:
+    annotation: Mapping[str, Any],
+    height: int,
+    width: int,
+    label_by_category: Mapping[int, int],
+) -> tuple[Instance, bool]:
     """Validate one entry of a COCO file's list `annotations` and convert it.
 
     Args:
@@ -48,28 +56,44 @@ def instance_from_annotation(
         width: Width of its image in pixels.
         label_by_category: Label (1 is the first class) by category id.
 
+    Returns:
+        The instance, and whether all its polygons are valid. Invalid ones are left out.
+
     Raises:
         InvalidAnnotationError: The category, box or segmentation is invalid.
     """
-    category = annotation.get("category_id")
+    category = id_from(annotation.get("category_id"))
     if not isinstance(category, int) or category not in label_by_category:
         raise InvalidAnnotationError("unknown category")
-    bbox = _bbox_from(annotation.get("bbox"))
+    limit = float(_MAX_EXTENT * max(height, width))
+    bbox = _bbox_from(annotation.get("bbox"), limit)
     left, top, right, bottom = _clip(bbox, height, width)
     if right <= left or bottom <= top:
         raise InvalidAnnotationError("box without area inside the image")
-    segmentation = _segmentation_from(annotation.get("segmentation"), height, width)
+    value = annotation.get("segmentation")
+    is_complete = True
+    segmentation: Segmentation
+    if not value:
+        raise InvalidAnnotationError("no segmentation")
+    if isinstance(value, dict):
+        segmentation = _rle_from(value, height, width)
+    elif isinstance(value, list):
+        segmentation, is_complete = _polygons_from(value, limit)
+    else:
+        raise InvalidAnnotationError("segmentation is neither polygons nor RLE")
     area = annotation.get("area")
     if not isinstance(area, int | float):
         area = mask_from_segmentation(segmentation, (height, width), (height, width)).sum()
-    return Instance(
-        annotation_id=annotation.get("id", -1),
+    name = annotation.get("id", -1)
+    instance = Instance(
+        annotation_id=name if isinstance(name, int) else str(name),
         label=label_by_category[category],
         bbox=bbox,
         area=float(area),
-        is_crowd=bool(annotation.get("iscrowd", 0)),
+        is_crowd=_is_crowd(annotation.get("iscrowd")),
         segmentation=segmentation,
     )
+    return instance, is_complete
 
 
 def coco_from_segmentation(segmentation: Segmentation) -> list[list[float]] | dict[str, Any]:
@@ -79,11 +103,20 @@ def coco_from_segmentation(segmentation: Segmentation) -> list[list[float]] | di
     return [ring.tolist() for ring in segmentation]
 
 
-def _bbox_from(value: Any) -> tuple[float, float, float, float]:
+def _is_crowd(value: Any) -> bool:
+    number = 0 if value is None else integer_from(int(value) if value in (True, False) else value)
+    if number not in (0, 1):
+        raise InvalidAnnotationError("iscrowd is neither 0 nor 1")
+    return number == 1
+
+
+def _bbox_from(value: Any, limit: float) -> tuple[float, float, float, float]:
     if not isinstance(value, list) or len(value) != 4:
         raise InvalidAnnotationError("box is not four numbers")
-    if not all(isinstance(side, int | float) and math.isfinite(side) for side in value):
+    if not all(isinstance(side, int | float) and side == side for side in value):
         raise InvalidAnnotationError("box is not four numbers")
+    if max(map(abs, value)) > limit:
+        raise InvalidAnnotationError(_FAR)
     return (value[0], value[1], value[2], value[3])
 
 
@@ -97,24 +130,51 @@ def _clip(bbox: tuple[float, float, float, float], height: int, width: int) -> R
     )
 
 
-def _segmentation_from(value: Any, height: int, width: int) -> Segmentation:
-    if not value:
-        raise InvalidAnnotationError("no segmentation")
-    if isinstance(value, dict):
-        return _rle_from(value, height, width)
-    if not isinstance(value, list):
-        raise InvalidAnnotationError("segmentation is neither polygons nor RLE")
+def _polygons_from(value: list[Any], limit: float) -> tuple[tuple[Ring, ...], bool]:
+    """Return the valid polygons of a segmentation, and whether these are all."""
+    rings, reasons = [], []
+    for points in _point_lists(value):
+        try:
+            rings.append(_ring_from(points, limit))
+        except InvalidAnnotationError as error:
+            reasons.append(error)
+    if not rings:
+        raise reasons[0]
+    return tuple(rings), not reasons
+
+
+def _point_lists(value: list[Any]) -> list[Any]:
+    """Return the polygons of a segmentation, each as a list of numbers or of pairs of numbers."""
+    first = value[0]
+    # Some programs write the only polygon without the list around it.
+    if isinstance(first, int | float) or (len(value) > 2 and _is_pair(first)):
+        return [value]
+    return value
+
+
+def _is_pair(value: Any) -> bool:
+    numbers = isinstance(value, list) and len(value) == 2
+    return numbers and all(isinstance(part, int | float) for part in value)
+
+
+def _ring_from(points: Any, limit: float) -> Ring:
     try:
-        rings = [np.array(ring, dtype=np.float64) for ring in value]
+        ring = np.array(points, dtype=np.float64)
     except (TypeError, ValueError):
         raise InvalidAnnotationError("polygon is not a list of numbers") from None
-    # Rings of one or two points cover nothing, and pycocotools reads four numbers as a box.
-    usable = tuple(r for r in rings if r.ndim == 1 and r.size >= 6 and r.size % 2 == 0)
-    if not usable:
+    except OverflowError:
+        raise InvalidAnnotationError(_FAR) from None
+    if ring.ndim == 2 and ring.shape[1] == 2:
+        ring = ring.ravel()
+    # A ring of one or two points covers nothing, and pycocotools reads four numbers as a box.
+    if ring.ndim != 1 or ring.size < 6 or ring.size % 2:
         raise InvalidAnnotationError("polygon of fewer than three points")
-    if not all(np.isfinite(ring).all() for ring in usable):
+    low, high = ring.min(), ring.max()
+    if np.isnan(low):
         raise InvalidAnnotationError("polygon is not a list of numbers")
-    return usable
+    if low < -limit or high > limit:
+        raise InvalidAnnotationError(_FAR)
+    return ring
 
 
 def _rle_from(value: Mapping[str, Any], height: int, width: int) -> Rle:

@@ -2,21 +2,17 @@
 
 import json
 import logging
-import os
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ....model.bundle.manifest import Category
 from ...config import DatasetConfig
-from .annotations import (
-    Instance,
-    InvalidAnnotationError,
-    coco_from_segmentation,
-    instance_from_annotation,
-)
+from .annotations import Instance, coco_from_segmentation
+from .entries import Findings, index_annotations, index_images
+from .numbers import integer_from
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +22,15 @@ _REMEDY = "give the path of an existing data set, or create one with `maskrcnn d
 
 class DataError(Exception):
     """A data set, or one of its files, is missing or invalid."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceContent:
+    """Annotations of a split, converted to the content of a COCO annotation file."""
+
+    content: dict[str, list[Any]]
+    # Names of the source's entries that were left out, by reason.
+    faults: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +59,15 @@ class CocoDataset:
         categories: Categories by ascending id. Label 1 is `categories[0]`.
         records: Valid images by ascending id.
         faults: Annotation ids or file names of the invalid entries, by reason.
+        repairs: Names of the entries that are used, but not as they are in the file, by reason.
         skipped_images: Number of invalid entries of the list `images`.
     """
 
     def __init__(
-        self, config: DatasetConfig, on_broken: Literal["skip", "refuse"] = "skip"
+        self,
+        config: DatasetConfig,
+        on_broken: Literal["skip", "refuse"] = "skip",
+        source: SourceContent | None = None,
     ) -> None:
         """Read and validate the annotation file.
 
@@ -66,28 +75,32 @@ class CocoDataset:
             config: Paths of the image folder and the annotation file.
             on_broken: "skip": skip invalid entries and images whose file is missing, and log a
                 warning with their number. "refuse": raise `DataError` for them.
+            source: Content of the annotation file, if it is not in COCO format. None: read it.
 
         Raises:
             DataError: The folder or file is missing, the file is not in COCO format, it has no
                 valid image, or, with "refuse", an entry is invalid.
         """
         self.name = str(config.annotations)
-        content = _read_annotation_file(config)
-        self.categories = _categories_from(content["categories"], self.name)
-        faults: dict[str, list[str]] = defaultdict(list)
-        images = _images_from(content["images"], config.images, faults)
-        self.skipped_images = len(content["images"]) - len(images)
-        listed = {e["id"] for e in content["images"] if isinstance(e.get("id"), int)}
+        if not config.images.is_dir():
+            raise DataError(f"image folder {config.images} does not exist; {_REMEDY}")
+        content = source.content if source else read_coco_file(config.annotations)
+        faults: Findings = defaultdict(list)
+        repairs: Findings = defaultdict(list)
+        faults.update({r: [*names] for r, names in (source.faults if source else {}).items()})
+        self.categories = _categories_from(content["categories"], self.name, repairs)
+        images = index_images(content["images"], config.images, faults, repairs)
+        self.skipped_images = len(content["images"]) - len(images.valid)
         labels = {category.id: label for label, category in enumerate(self.categories, start=1)}
-        instances = _instances_from(content["annotations"], images, listed, labels, faults)
+        instances = index_annotations(content["annotations"], images, labels, faults, repairs)
         self.faults: Mapping[str, tuple[str, ...]] = {r: tuple(ids) for r, ids in faults.items()}
-        if faults:
-            self._report(on_broken)
-        if not images:
+        self.repairs: Mapping[str, tuple[str, ...]] = {r: tuple(ids) for r, ids in repairs.items()}
+        self._report(on_broken)
+        if not images.valid:
             raise DataError(f"{self.name} lists no valid image")
         self.records = tuple(
-            ImageRecord(id_, path, height, width, tuple(instances[id_]))
-            for id_, (path, height, width) in sorted(images.items())
+            ImageRecord(image.id, image.path, image.height, image.width, tuple(instances[image.id]))
+            for image in sorted(images.valid.values(), key=lambda image: image.id)
         )
 
     def __len__(self) -> int:
@@ -126,97 +139,76 @@ class CocoDataset:
         }
 
     def _report(self, on_broken: Literal["skip", "refuse"]) -> None:
-        reasons = "; ".join(
-            f"{len(ids)} {reason} ({', '.join(ids[:_IDS_SHOWN])}"
-            f"{', ...' if len(ids) > _IDS_SHOWN else ''})"
-            for reason, ids in self.faults.items()
-        )
-        if on_broken == "refuse":
+        if self.faults and on_broken == "refuse":
             raise DataError(
-                f"{self.name} has invalid entries: {reasons}; repair them, or skip them with "
-                "data.on_broken=skip"
+                f"{self.name} has invalid entries: {summary_of(self.faults)}; repair them, or skip "
+                "them with data.on_broken=skip"
             )
-        logger.warning("%s: skipped invalid entries: %s", self.name, reasons)
+        if self.faults:
+            logger.warning("%s: skipped invalid entries: %s", self.name, summary_of(self.faults))
+        if self.repairs:
+            logger.warning("%s: repaired entries: %s", self.name, summary_of(self.repairs))
 
 
-def _read_annotation_file(config: DatasetConfig) -> dict[str, list[Any]]:
-    if not config.images.is_dir():
-        raise DataError(f"image folder {config.images} does not exist; {_REMEDY}")
+def summary_of(findings: Mapping[str, Sequence[str]]) -> str:
+    """Return the number of entries by reason, with the names of the first ones."""
+    return "; ".join(
+        f"{len(ids)} {reason} ({', '.join(ids[:_IDS_SHOWN])}"
+        f"{', ...' if len(ids) > _IDS_SHOWN else ''})"
+        for reason, ids in findings.items()
+    )
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        DataError: The file cannot be read or is not JSON.
+    """
     try:
-        content: dict[str, list[Any]] = json.loads(config.annotations.read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
-        raise DataError(f"cannot read {config.annotations}: {error.strerror}; {_REMEDY}") from None
+        raise DataError(f"cannot read {path}: {error.strerror}; {_REMEDY}") from None
+    except RecursionError:
+        raise DataError(f"{path} is nested too deeply to be an annotation file") from None
     except ValueError as error:
-        raise DataError(f"{config.annotations} is not JSON: {error}") from None
+        raise DataError(f"{path} is not JSON: {error}") from None
+
+
+def read_coco_file(path: Path) -> dict[str, list[Any]]:
+    """Read a COCO annotation file, and check that it has the three lists.
+
+    Raises:
+        DataError: The file cannot be read, or is not in COCO format.
+    """
+    content: dict[str, list[Any]] = read_json(path)
     for key in ("images", "annotations", "categories"):
         if not isinstance(content, dict) or not isinstance(content.get(key), list):
-            raise DataError(f"{config.annotations} is not in COCO format: it has no array {key!r}")
+            raise DataError(f"{path} is not in COCO format: it has no array {key!r}")
         if not all(isinstance(entry, dict) for entry in content[key]):
-            raise DataError(
-                f"{config.annotations} is not in COCO format: {key!r} is not an array of objects"
-            )
+            raise DataError(f"{path} is not in COCO format: {key!r} is not an array of objects")
     return content
 
 
-def _categories_from(entries: list[dict[str, Any]], name: str) -> tuple[Category, ...]:
-    by_id = {}
+def _categories_from(
+    entries: list[dict[str, Any]], name: str, repairs: Findings
+) -> tuple[Category, ...]:
+    names: dict[int, str] = {}
     for entry in entries:
-        id_, title = entry.get("id"), entry.get("name")
-        if not isinstance(id_, int) or not isinstance(title, str):
+        id_, title = integer_from(entry.get("id")), entry.get("name")
+        if id_ is None or not isinstance(title, str):
             raise DataError(f"{name} has a category without an integer id and a name: {entry}")
-        if id_ in by_id:
+        if id_ in names:
             raise DataError(f"{name} has two categories with id {id_}")
-        by_id[id_] = Category(id=id_, name=title)
-    if not by_id:
+        names[id_] = title
+    if not names:
         raise DataError(f"{name} has no categories")
-    return tuple(by_id[id_] for id_ in sorted(by_id))
-
-
-def _images_from(
-    entries: list[dict[str, Any]], folder: Path, faults: dict[str, list[str]]
-) -> dict[int, tuple[Path, int, int]]:
-    """Return path, height and width of each valid image by id. Add the invalid ones to `faults`."""
-    # One listing instead of a `stat` per file saves minutes on a network file system.
-    present = {entry.name for entry in os.scandir(folder)}
-    images: dict[int, tuple[Path, int, int]] = {}
-    for entry in entries:
-        id_, name = entry.get("id"), entry.get("file_name")
-        height, width = entry.get("height"), entry.get("width")
-        if not isinstance(id_, int) or not isinstance(name, str):
-            faults["images: no integer id or no file name"].append(str(name or id_))
-        elif id_ in images:
-            faults["images: duplicate id"].append(name)
-        elif not (isinstance(height, int) and isinstance(width, int) and min(height, width) > 0):
-            faults["images: no height and width"].append(name)
-        elif name not in present and not (folder / name).is_file():
-            faults["images: file missing"].append(name)
-        else:
-            images[id_] = (folder / name, height, width)
-    return images
-
-
-def _instances_from(
-    entries: list[dict[str, Any]],
-    images: Mapping[int, tuple[Path, int, int]],
-    listed: Set[int],
-    labels: Mapping[int, int],
-    faults: dict[str, list[str]],
-) -> Mapping[int, list[Instance]]:
-    """Return the valid instances by image id. Add invalid annotations of valid images to `faults`.
-
-    `listed` contains the ids of all images in the file, `images` only the valid ones.
-    """
-    instances: dict[int, list[Instance]] = defaultdict(list)
-    for entry in entries:
-        image_id, name = entry.get("image_id"), str(entry.get("id", "without id"))
-        if not isinstance(image_id, int) or image_id not in listed:
-            faults["annotations: unknown image"].append(name)
-        elif image_id in images:
-            _, height, width = images[image_id]
-            try:
-                instance = instance_from_annotation(entry, height, width, labels)
-            except InvalidAnnotationError as error:
-                faults[f"annotations: {error}"].append(name)
-            else:
-                instances[image_id].append(instance)
-    return instances
+    frequency = Counter(names.values())
+    for title, count in frequency.items():
+        if count > 1:
+            # Metrics are stored by class name, so equal names would be merged.
+            repairs["categories: name of several ids; the id is added to it"].append(title)
+    return tuple(
+        Category(id=id_, name=title if frequency[title] == 1 else f"{title} ({id_})")
+        for id_, title in sorted(names.items())
+    )

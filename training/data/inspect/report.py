@@ -73,6 +73,8 @@ class SplitReport:
     classes: tuple[ClassCount, ...]
     # Annotation ids and file names of invalid entries, by reason.
     faults: Mapping[str, tuple[str, ...]]
+    # Names of entries that are used, but not as they are in the file, by reason.
+    repairs: Mapping[str, tuple[str, ...]]
     # Ids of suspicious annotations, by reason.
     suspicions: Mapping[str, tuple[str, ...]]
 
@@ -173,6 +175,7 @@ def _inspect_split(
         ),
         classes=_class_counts(dataset),
         faults=dataset.faults,
+        repairs=dataset.repairs,
         suspicions=_subjects_by_reason(suspicions),
     )
 

@@ -91,7 +91,7 @@ def _findings(report: DatasetReport) -> Table:
     for name, split in report.splits.items():
         for reason, subjects in split.faults.items():
             table.add_row(name, f"invalid {reason}", *_examples(subjects), style="red")
-        for reason, subjects in split.suspicions.items():
+        for reason, subjects in (*split.repairs.items(), *split.suspicions.items()):
             table.add_row(name, reason, *_examples(subjects))
     for reason, subjects in report.files.items():
         table.add_row("files", reason, *_examples(subjects))

@@ -77,6 +77,11 @@ _CUT_RUNS = {"size": [HEIGHT, WIDTH], "counts": ring_segmentation(compressed=Tru
         ({"segmentation": [[10, 20, 40, 20]]}, "polygon of fewer than three points"),
         ({"segmentation": [[10, 20, 40, 20, 40, 60, 10]]}, "polygon of fewer than three points"),
         ({"segmentation": [["a"] * 6]}, "polygon is not a list of numbers"),
+        ({"segmentation": [[10, 20, 1e300, 20, 40, 60]]}, "coordinates far outside the image"),
+        ({"segmentation": [[10, 20, 2147483647, 20, 40, 60]]}, "coordinates far outside the image"),
+        ({"segmentation": [[10, 20, 10**400, 20, 40, 60]]}, "coordinates far outside the image"),
+        ({"bbox": [10, 20, 1e300, 40]}, "coordinates far outside the image"),
+        ({"iscrowd": "yes"}, "iscrowd is neither 0 nor 1"),
         ({"segmentation": "a"}, "segmentation is neither polygons nor RLE"),
         ({"segmentation": _SHORT_RUNS}, "RLE is damaged"),
         ({"segmentation": {**_SHORT_RUNS, "counts": "!!"}}, "RLE is damaged"),
@@ -102,11 +107,95 @@ def test_invalid_annotations_are_skipped_or_refused(
         CocoDataset(config, on_broken="refuse")
 
 
-def test_rings_of_two_points_are_dropped_from_valid_polygons(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ring", [[1, 2, 3, 4], [], ["a"] * 6, [float("nan")] * 6, [1e300, 0] * 3, {}, 7, None]
+)
+def test_invalid_polygons_beside_valid_ones_are_left_out_and_counted(
+    tmp_path: Path, ring: Any
+) -> None:
     content = valid_content()
-    content["annotations"][0]["segmentation"].append([1, 2, 3, 4])
+    content["annotations"][0]["segmentation"].append(ring)
     dataset = CocoDataset(write_folder(tmp_path, content), on_broken="refuse")
     assert len(dataset.records[1].instances[0].segmentation) == 1
+    assert list(dataset.repairs.values()) == [("0",)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"segmentation": [10, 20, 40, 20, 40, 60, 10, 60]},
+        {"segmentation": [[10, 20], [40, 20], [40, 60], [10, 60]]},
+        {"segmentation": [[[10, 20], [40, 20], [40, 60], [10, 60]]]},
+        {"iscrowd": "0"},
+        {"iscrowd": False},
+        {"category_id": "7"},
+        {"image_id": "5"},
+        {"image_id": 5.0},
+    ],
+)
+def test_other_spellings_of_a_valid_annotation_mean_the_same(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    content = valid_content()
+    content["annotations"] = [annotation(77, 5), {**annotation(78, 5), **changes}]
+    dataset = CocoDataset(write_folder(tmp_path, content), on_broken="refuse")
+    first, second = ({**entry, "id": 0} for entry in dataset.ground_truth([5])["annotations"])
+    assert first == second
+    assert not dataset.repairs
+
+
+@pytest.mark.parametrize("size", [(float(HEIGHT), float(WIDTH)), (str(HEIGHT), str(WIDTH))])
+def test_sizes_may_be_floats_or_strings(tmp_path: Path, size: tuple[Any, Any]) -> None:
+    config = write_folder(tmp_path, valid_content())
+    content = valid_content()
+    content["images"][1] |= dict(zip(("height", "width"), size, strict=True))
+    config.annotations.write_text(json.dumps(content))
+    record = CocoDataset(config, on_broken="refuse").records[1]
+    assert (record.height, record.width) == (HEIGHT, WIDTH)
+    assert isinstance(record.height, int)
+
+
+def test_ids_may_be_strings(tmp_path: Path) -> None:
+    config = write_folder(tmp_path, valid_content())
+    content = valid_content()
+    for image in content["images"]:
+        image["id"] = f"img-{image['id']}"
+    for entry in content["annotations"]:
+        entry["image_id"] = f"img-{entry['image_id']}"
+    config.annotations.write_text(json.dumps(content))
+    dataset = CocoDataset(config, on_broken="refuse")
+    assert [len(r.instances) for r in sorted(dataset.records, key=lambda r: int(r.path.stem))] == [
+        *(1, 2, 3, 1, 0)
+    ]
+    assert len({record.id for record in dataset.records}) == 5
+    assert len(dataset.repairs["images: id is not an integer; replaced by a number"]) == 5
+
+
+def test_all_annotations_with_the_same_id_are_used(tmp_path: Path) -> None:
+    content = valid_content()
+    content["annotations"] = [annotation(1, 5), annotation(1, 5, category_id=30)]
+    dataset = CocoDataset(write_folder(tmp_path, content))
+    assert [instance.label for instance in dataset.records[1].instances] == [1, 2]
+    assert list(dataset.repairs.values()) == [("1",)]
+
+
+def test_classes_of_the_same_name_stay_apart(tmp_path: Path) -> None:
+    content = valid_content()
+    content["categories"] = [{"id": 7, "name": "cat"}, {"id": 30, "name": "cat"}]
+    dataset = CocoDataset(write_folder(tmp_path, content))
+    assert [category.name for category in dataset.categories] == ["cat (7)", "cat (30)"]
+    assert list(dataset.repairs.values()) == [("cat",)]
+
+
+def test_polygons_with_absurd_coordinates_do_not_reach_pycocotools(tmp_path: Path) -> None:
+    content = valid_content()
+    content["annotations"] = [
+        annotation(n, 5, segmentation=[[10, 20, x, 20, 40, 60], [10, 20, 40, 20, 40, 60]])
+        for n, x in enumerate((1e300, -1e300, 2147483647, -2147483648, 1599, 1601))
+    ]
+    truth = CocoDataset(write_folder(tmp_path, content)).ground_truth()
+    rings = [len(entry["segmentation"]) for entry in truth["annotations"]]
+    assert rings == [1, 1, 1, 1, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +204,8 @@ def test_rings_of_two_points_are_dropped_from_valid_polygons(tmp_path: Path) -> 
         ({"file_name": "none.jpg"}, "file missing"),
         ({"width": None}, "no height and width"),
         ({"height": 0}, "no height and width"),
-        ({"id": "five"}, "no integer id or no file name"),
+        ({"id": None}, "no id or no file name"),
+        ({"height": 100_000, "width": 100_000}, "more than 64000000 pixels"),
         ({"id": 8}, "duplicate id"),
     ],
 )
@@ -144,6 +234,7 @@ def test_many_faults_make_a_short_message(tmp_path: Path, caplog: pytest.LogCapt
     ("content", "message"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
         ("[]", "not in COCO format: it has no array 'images'"),
         ('{"images": []}', "not in COCO format: it has no array 'annotations'"),
         (

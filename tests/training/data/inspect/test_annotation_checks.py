@@ -114,10 +114,10 @@ def test_many_masks_are_measured(tmp_path: Path) -> None:
     assert wrong == ["0"]
 
 
-def test_absurd_coordinates_are_suspicious(tmp_path: Path) -> None:
-    outline = [-1e200, 20, 1e200, 20, 1e200, 1e200]
-    absurd = annotation(77, 11, bbox=[-1e308, 20, 1.5e308, 40], segmentation=[outline])
-    assert ("77", "box or outline sticks out of the image") in found_with(tmp_path, absurd)
+def test_boxes_and_outlines_much_larger_than_the_image_are_suspicious(tmp_path: Path) -> None:
+    outline = [-1500, 20, 1500, 20, 1500, 1500]
+    large = annotation(77, 11, bbox=[-1500, 20, 1600, 40], segmentation=[outline])
+    assert ("77", "box or outline sticks out of the image") in found_with(tmp_path, large)
 
 
 def test_run_lengths_are_measured_as_polygons_are(tmp_path: Path) -> None:

@@ -1,0 +1,128 @@
+"""Validate and index the images and annotations that a COCO file lists."""
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ....model.bundle.spec import MAX_PIXELS
+from .annotations import Instance, InvalidAnnotationError, instance_from_annotation
+from .numbers import id_from, integer_from
+
+# Names of entries by reason, such as "images: file missing".
+Findings = dict[str, list[str]]
+
+
+class ImageEntry(NamedTuple):
+    """Valid entry of the list `images`."""
+
+    # The id in the file if it is an integer, else a new one.
+    id: int
+    path: Path
+    # Size in pixels.
+    height: int
+    width: int
+
+
+class ImageIndex(NamedTuple):
+    """Images of a COCO file by the id in the file."""
+
+    valid: Mapping[int | str, ImageEntry]
+    # Ids of all entries, valid or not.
+    listed: frozenset[int | str]
+
+
+def index_images(
+    entries: list[dict[str, Any]], folder: Path, faults: Findings, repairs: Findings
+) -> ImageIndex:
+    """Validate the entries of the list `images`.
+
+    Args:
+        entries: The list.
+        folder: Image folder.
+        faults: Receives the file names of invalid entries.
+        repairs: Receives the file names of entries that are used with a new id.
+    """
+    # One listing instead of a `stat` per file saves minutes on a network file system.
+    present = {entry.name for entry in os.scandir(folder)}
+    keys = [id_from(entry.get("id")) for entry in entries]
+    ids = _integer_ids(keys)
+    valid: dict[int | str, ImageEntry] = {}
+    for key, entry in zip(keys, entries, strict=True):
+        name = entry.get("file_name")
+        height, width = integer_from(entry.get("height")), integer_from(entry.get("width"))
+        if key is None or not isinstance(name, str):
+            faults["images: no id or no file name"].append(str(name or key))
+        elif key in valid:
+            faults["images: duplicate id"].append(name)
+        elif height is None or width is None or min(height, width) <= 0:
+            faults["images: no height and width"].append(name)
+        elif height * width > MAX_PIXELS:
+            faults[f"images: more than {MAX_PIXELS} pixels"].append(name)
+        elif (path := _existing(folder, name, present)) is None:
+            faults["images: file missing"].append(name)
+        else:
+            valid[key] = ImageEntry(ids[key], path, height, width)
+            if isinstance(key, str):
+                repairs["images: id is not an integer; replaced by a number"].append(name)
+    return ImageIndex(valid, frozenset(key for key in keys if key is not None))
+
+
+def index_annotations(
+    entries: list[dict[str, Any]],
+    images: ImageIndex,
+    labels: Mapping[int, int],
+    faults: Findings,
+    repairs: Findings,
+) -> Mapping[int, list[Instance]]:
+    """Validate the entries of the list `annotations`. Return the valid ones by image id.
+
+    Args:
+        entries: The list.
+        images: Result of `index_images`. Annotations of its invalid images are ignored.
+        labels: Label (1 is the first class) by category id.
+        faults: Receives the ids of invalid entries.
+        repairs: Receives the ids of entries of which a part is left out, or with a duplicate id.
+    """
+    instances: dict[int, list[Instance]] = defaultdict(list)
+    seen: set[str] = set()
+    for entry in entries:
+        key, name = id_from(entry.get("image_id")), str(entry.get("id", "without id"))
+        if key not in images.listed:
+            faults["annotations: unknown image"].append(name)
+            continue
+        image = images.valid.get(key)
+        if image is None:
+            continue
+        try:
+            instance, is_complete = instance_from_annotation(
+                entry, image.height, image.width, labels
+            )
+        except InvalidAnnotationError as error:
+            faults[f"annotations: {error}"].append(name)
+            continue
+        instances[image.id].append(instance)
+        if not is_complete:
+            repairs["annotations: invalid polygon beside valid ones; left out"].append(name)
+        if "id" in entry and name in seen:
+            repairs["annotations: duplicate id; all are used"].append(name)
+        seen.add(name)
+    return instances
+
+
+def _integer_ids(keys: Sequence[int | str | None]) -> dict[int | str, int]:
+    """Return integer ids: integers are kept, strings get new ones in order of appearance."""
+    integers = [key for key in keys if isinstance(key, int)]
+    strings = dict.fromkeys(key for key in keys if isinstance(key, str))
+    free = max((0, *integers)) + 1
+    return {key: key for key in integers} | {s: n for n, s in enumerate(strings, start=free)}
+
+
+def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
+    """Return the path of an image file in a folder with the files `present`. None: missing."""
+    # Programs on Windows write backslashes.
+    for candidate in (name, name.replace("\\", "/")):
+        if candidate in present or (folder / candidate).is_file():
+            return folder / candidate
+    return None
