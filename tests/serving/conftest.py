@@ -1,19 +1,15 @@
 """Fixtures: encoded images, a server in this process on a real socket, and an S3 store."""
 
-import asyncio
-import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gated_engine import Gate, GatedLoader
+from gated_engine import Gate, gated_engines
+from in_process_server import served_in_thread
 from PIL import Image
 
 Encode = Callable[..., bytes]
@@ -40,47 +36,19 @@ def picture() -> Encode:
     return encode
 
 
-@contextlib.contextmanager
-def _server_in_thread(bundle: Path) -> Iterator[str]:
-    from maskrcnn_trt.serving.config import ServeConfig
-    from maskrcnn_trt.serving.server import detection_server
-
-    ready: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-
-    async def serve() -> None:
-        stop = asyncio.Event()
-        config = ServeConfig(port=0, max_batch=4, max_message_mb=2)
-        async with detection_server(bundle, config) as address:
-            ready.set_result((address, asyncio.get_running_loop(), stop))
-            await stop.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    address, loop, stop = ready.result(timeout=60)
-    try:
-        yield address
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-
-
 # Per module: its background work and log lines would disturb the tests of other modules.
 @pytest.fixture(scope="module")
 def address(bundle: Path) -> Iterator[str]:
     """Address of a running server of the tiny bundle."""
-    with _server_in_thread(bundle) as address:
+    with served_in_thread(bundle, max_delay_ms=2, max_batch=4, max_message_mb=2) as address:
         yield address
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gate]:
+def gate(tmp_path: Path) -> Iterator[Gate]:
     """Gate in front of the engine of every server in the test."""
-    from maskrcnn_trt.serving.pipeline import served_model
-
-    gate = Gate(tmp_path)
-    monkeypatch.setattr(served_model, "BundleLoader", partial(GatedLoader, gate))
-    yield gate
-    gate.open()
+    with gated_engines(tmp_path) as gate:
+        yield gate
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +55,35 @@ class Gate:
                 raise fault
 
 
-class GatedLoader:
+@contextlib.contextmanager
+def gated_engines(folder: Path) -> Iterator[Gate]:
+    """Put a gate in front of the engine of every server that starts within the context."""
+    # Lazy imports: the worker processes import this module too.
+    import pytest
+
+    from maskrcnn_trt.serving.pipeline import served_model
+
+    gate = Gate(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served_model, "BundleLoader", partial(_GatedLoader, gate))
+        try:
+            yield gate
+        finally:
+            gate.open()
+
+
+class _GatedLoader:
     """Loader of a bundle's engine behind a gate."""
 
     def __init__(self, gate: Gate, *arguments: Any) -> None:
         self._gate = gate
         self._loader = BundleLoader(*arguments)
 
-    def load(self) -> "GatedEngine":
-        return GatedEngine(self._gate, self._loader.load())
+    def load(self) -> "_GatedEngine":
+        return _GatedEngine(self._gate, self._loader.load())
 
 
-class GatedEngine:
+class _GatedEngine:
     def __init__(self, gate: Gate, engine: Any) -> None:
         self._gate = gate
         self._engine = engine

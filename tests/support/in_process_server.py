@@ -1,7 +1,10 @@
 """Server in the test process, and clients with connections of their own."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,32 @@ async def served(bundle: Path, **settings: Any) -> AsyncIterator[str]:
     settings = {"max_delay_ms": 0, "drain_delay_s": 0, "stop_grace_s": 0} | settings
     async with detection_server(bundle, ServeConfig(port=0, **settings)) as address:
         yield address
+
+
+@contextlib.contextmanager
+def served_in_thread(bundle: Path, **settings: Any) -> Iterator[str]:
+    """Serve a bundle like `served` from another thread, for tests that share the server."""
+    ready: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        try:
+            async with served(bundle, **settings) as address:
+                ready.set_result((address, asyncio.get_running_loop(), stop))
+                await stop.wait()
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    address, loop, stop = ready.result()
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
 
 
 @contextlib.asynccontextmanager

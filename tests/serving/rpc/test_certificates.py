@@ -1,25 +1,25 @@
 """TLS with and without client certificates, over real connections."""
 
-import asyncio
-import contextlib
 import datetime
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import trustme
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from in_process_server import served_in_thread
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from maskrcnn_trt.serving.client import AsyncDetectorClient, Credentials
+from maskrcnn_trt.serving.client import Credentials, DetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import AccessError, ServingError, UnreachableError
 from maskrcnn_trt.serving.rpc.certificates import server_credentials
-from maskrcnn_trt.serving.server import detection_server
+
+TOKEN = "s3cret"
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +36,40 @@ def write_identity(authority: trustme.CA, name: str, folder: Path) -> tuple[Path
     return certificate, key
 
 
+def settings_of(identity: tuple[Path, Path]) -> dict[str, Any]:
+    return {"tls_certificate": identity[0], "tls_key": identity[1]}
+
+
 @pytest.fixture
 def identity(authority: trustme.CA, tmp_path: Path) -> dict[str, Any]:
     """Settings of the server's certificate and key."""
-    certificate, key = write_identity(authority, "localhost", tmp_path)
-    return {"tls_certificate": certificate, "tls_key": key}
+    return settings_of(write_identity(authority, "localhost", tmp_path))
 
 
-@contextlib.asynccontextmanager
-async def served(bundle: Path, **settings: Any) -> AsyncIterator[str]:
-    config = ServeConfig(host="localhost", port=0, drain_delay_s=0, **settings)
-    async with detection_server(bundle, config) as address:
-        yield address
+class Server(NamedTuple):
+    """Running server with TLS and the token TOKEN, and the files of its certificate and key."""
+
+    address: str
+    identity: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def running(
+    bundle: Path, authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("identity")
+    identity = settings_of(write_identity(authority, "localhost", folder))
+    (folder / "tokens").write_text(TOKEN)
+    settings = {"host": "localhost", "token_file": folder / "tokens", **identity}
+    with served_in_thread(bundle, **settings) as address:
+        yield Server(address, identity)
+
+
+@pytest.fixture
+def server(running: Server, authority: trustme.CA) -> Server:
+    """Return the shared server with a certificate of the authority."""
+    write_identity(authority, "localhost", running.identity["tls_key"].parent)
+    return running
 
 
 def triton_connects(address: str, **credentials: Any) -> bool:
@@ -60,45 +82,38 @@ def triton_connects(address: str, **credentials: Any) -> bool:
             return False
 
 
-async def client_connects(address: str, **credentials: Any) -> bool:
+def client_connects(address: str, **credentials: Any) -> bool:
     """Return whether our client gets a response over TLS."""
-    async with AsyncDetectorClient(
-        address, retries=0, credentials=Credentials(**credentials)
-    ) as client:
+    both = Credentials(token=TOKEN, **credentials)
+    with DetectorClient(address, retries=0, credentials=both) as client:
         try:
-            await client.model()
+            client.model()
         except UnreachableError:
             return False
         return True
 
 
 def test_clients_connect_with_tls_and_token(
-    bundle: Path,
-    authority: trustme.CA,
-    identity: dict[str, Path],
-    tmp_path: Path,
-    picture: Callable[..., bytes],
+    server: Server, authority: trustme.CA, tmp_path: Path, picture: Callable[..., bytes]
 ) -> None:
-    root, tokens = tmp_path / "root.pem", tmp_path / "tokens"
+    root = tmp_path / "root.pem"
     root.write_bytes(authority.cert_pem.bytes())
-    tokens.write_text("s3cret\n")
-
-    async def run() -> None:
-        async with served(bundle, token_file=tokens, **identity) as address:
-            for token in ("s3cret", "wrong"):
-                credentials = Credentials(root_certificate=root.read_bytes(), token=token)
-                async with AsyncDetectorClient(address, credentials=credentials) as client:
-                    if token == "wrong":
-                        with pytest.raises(AccessError, match="no valid token"):
-                            await client.detect(picture())
-                    else:
-                        assert len(await client.detect(picture()))
-            assert await asyncio.to_thread(triton_connects, address, root_certificates=root)
-            async with AsyncDetectorClient(address, retries=0) as client:
-                with pytest.raises(UnreachableError, match="requires TLS"):
-                    await client.model()
-
-    asyncio.run(run())
+    known, unknown = (
+        Credentials(root_certificate=root.read_bytes(), token=token) for token in (TOKEN, "wrong")
+    )
+    with DetectorClient(server.address, credentials=known) as client:
+        assert len(client.detect(picture()))
+    with (
+        DetectorClient(server.address, credentials=unknown) as client,
+        pytest.raises(AccessError, match="no valid token"),
+    ):
+        client.detect(picture())
+    assert triton_connects(server.address, root_certificates=root)
+    with (
+        DetectorClient(server.address, retries=0) as client,
+        pytest.raises(UnreachableError, match="requires TLS"),
+    ):
+        client.model()
 
 
 def test_clients_need_a_certificate_of_the_authority(
@@ -108,49 +123,33 @@ def test_clients_need_a_certificate_of_the_authority(
     root.write_bytes(authority.cert_pem.bytes())
     known = write_identity(authority, "known", tmp_path)
     unknown = write_identity(trustme.CA(), "unknown", tmp_path)
-
-    async def run() -> None:
-        async with served(bundle, tls_client_ca=root, **identity) as address:
-            for identity_files, expected in ((known, True), (unknown, False), (None, False)):
-                ours: dict[str, Any] = {"root_certificate": root.read_bytes()}
-                tritons: dict[str, Any] = {"root_certificates": root}
-                if identity_files:
-                    certificate, key = identity_files
-                    ours |= {"certificate": certificate.read_bytes(), "key": key.read_bytes()}
-                    tritons |= {"certificate_chain": certificate, "private_key": key}
-                assert await client_connects(address, **ours) is expected
-                reached = await asyncio.to_thread(triton_connects, address, **tritons)
-                assert reached is expected
-
-    asyncio.run(run())
+    with served_in_thread(bundle, host="localhost", tls_client_ca=root, **identity) as address:
+        for identity_files, expected in ((known, True), (unknown, False), (None, False)):
+            ours: dict[str, Any] = {"root_certificate": root.read_bytes()}
+            tritons: dict[str, Any] = {"root_certificates": root}
+            if identity_files:
+                certificate, key = identity_files
+                ours |= {"certificate": certificate.read_bytes(), "key": key.read_bytes()}
+                tritons |= {"certificate_chain": certificate, "private_key": key}
+            assert client_connects(address, **ours) is expected
+            assert triton_connects(address, **tritons) is expected
 
 
 def test_new_certificate_applies_to_new_connections(
-    bundle: Path,
-    authority: trustme.CA,
-    identity: dict[str, Path],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    server: Server, authority: trustme.CA, caplog: pytest.LogCaptureFixture
 ) -> None:
     successor = trustme.CA()
     old, new = authority.cert_pem.bytes(), successor.cert_pem.bytes()
-
-    async def run() -> None:
-        credentials = Credentials(root_certificate=old)
-        async with (
-            served(bundle, **identity) as address,
-            AsyncDetectorClient(address, credentials=credentials) as client,
-        ):
-            await client.model()
-            identity["tls_key"].write_bytes(b"half a key")
-            assert await client_connects(address, root_certificate=old)
-            assert "stays in use" in caplog.text
-            write_identity(successor, "localhost", tmp_path)
-            assert not await client_connects(address, root_certificate=old)
-            assert await client_connects(address, root_certificate=new)
-            await client.model()  # over the existing connection
-
-    asyncio.run(run())
+    credentials = Credentials(root_certificate=old, token=TOKEN)
+    with DetectorClient(server.address, credentials=credentials) as client:
+        client.model()
+        server.identity["tls_key"].write_bytes(b"half a key")
+        assert client_connects(server.address, root_certificate=old)
+        assert "stays in use" in caplog.text
+        write_identity(successor, "localhost", server.identity["tls_key"].parent)
+        assert not client_connects(server.address, root_certificate=old)
+        assert client_connects(server.address, root_certificate=new)
+        client.model()  # over the existing connection
 
 
 def encrypted(key: bytes) -> bytes:
@@ -181,40 +180,26 @@ def write_self_signed(key: Key, identity: dict[str, Path]) -> bytes:
     return certificate
 
 
-@pytest.mark.parametrize("curve", [ec.SECP256R1(), ec.SECP384R1(), None])
-def test_supported_key_algorithms(
-    bundle: Path, identity: dict[str, Path], curve: ec.EllipticCurve | None
-) -> None:
-    key = ec.generate_private_key(curve) if curve else rsa.generate_private_key(65537, 2048)
-    root = write_self_signed(key, identity)
-
-    async def run() -> None:
-        async with served(bundle, **identity) as address:
-            assert await client_connects(address, root_certificate=root)
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("curve", [ec.SECP256K1(), ec.SECP521R1(), None])
-def test_unsupported_key_algorithms_raise(
-    bundle: Path,
-    authority: trustme.CA,
-    identity: dict[str, Path],
-    caplog: pytest.LogCaptureFixture,
-    curve: ec.EllipticCurve | None,
-) -> None:
-    key = ec.generate_private_key(curve) if curve else ed25519.Ed25519PrivateKey.generate()
-
-    async def run() -> None:
-        async with served(bundle, **identity) as address:
-            write_self_signed(key, identity)
-            assert await client_connects(address, root_certificate=authority.cert_pem.bytes())
-
-    asyncio.run(run())
-    with pytest.raises(ServingError, match=r"RSA, P-256 or P-384") as caught:
-        server_credentials(ServeConfig(**identity))
-    assert str(identity["tls_certificate"]) in str(caught.value)
-    assert f"stays in use: {caught.value}" in caplog.text
+def test_key_algorithms(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    for key in (
+        ec.generate_private_key(ec.SECP256R1()),
+        ec.generate_private_key(ec.SECP384R1()),
+        rsa.generate_private_key(65537, 2048),
+    ):
+        root = write_self_signed(key, server.identity)
+        assert client_connects(server.address, root_certificate=root)
+    for unsupported in (
+        ec.generate_private_key(ec.SECP256K1()),
+        ec.generate_private_key(ec.SECP521R1()),
+        ed25519.Ed25519PrivateKey.generate(),
+    ):
+        write_self_signed(unsupported, server.identity)
+        assert client_connects(server.address, root_certificate=root)
+        with pytest.raises(ServingError, match=r"RSA, P-256 or P-384") as caught:
+            server_credentials(ServeConfig(**server.identity))
+        assert str(server.identity["tls_certificate"]) in str(caught.value)
+        assert f"stays in use: {caught.value}" in caplog.text
+        caplog.clear()
 
 
 @pytest.mark.parametrize(

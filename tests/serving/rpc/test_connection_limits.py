@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -12,26 +12,52 @@ import pytest
 import raw_http2 as http2
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from in_process_server import gets_detections, served
+from in_process_server import gets_detections, served, served_in_thread
 
 from maskrcnn_trt.serving.rpc import listener
 
 Encode = Callable[..., bytes]
 
 
-def test_concurrent_calls_per_connection_are_limited(bundle: Path) -> None:
-    async def run() -> None:
-        async with served(bundle, queue_size=4000) as address:
-            with http2.connect(address) as connection:
-                for stream in range(1, 4001, 2):
-                    connection.sendall(http2.call(stream))
-                connection.sendall(http2.frame(http2.PING, payload=b"all sent"))
-                frames = await asyncio.to_thread(http2.frames_until, connection, http2.RST_STREAM)
-                refused = http2.REFUSED_STREAM.to_bytes(4)
-                assert [f for f in frames if f[0] == http2.RST_STREAM and f[2] == refused]
-                assert frames[-1][1] > 2 * 999
+@pytest.fixture(scope="module")
+def address(bundle: Path) -> Iterator[str]:
+    """Address of a server with more slots than calls per connection."""
+    with served_in_thread(bundle, queue_size=4000) as address:
+        yield address
 
-    asyncio.run(run())
+
+def test_concurrent_calls_per_connection_are_limited(address: str) -> None:
+    with http2.connect(address) as connection:
+        for stream in range(1, 4001, 2):
+            connection.sendall(http2.call(stream))
+        connection.sendall(http2.frame(http2.PING, payload=b"all sent"))
+        frames = http2.frames_until(connection, http2.RST_STREAM)
+        refused = http2.REFUSED_STREAM.to_bytes(4)
+        assert [f for f in frames if f[0] == http2.RST_STREAM and f[2] == refused]
+        assert frames[-1][1] > 2 * 999
+
+
+def test_client_with_too_many_pings_is_disconnected(address: str) -> None:
+    with http2.connect(address) as connection, contextlib.suppress(ConnectionError):
+        for _ in range(10):
+            connection.sendall(http2.frame(http2.PING, payload=b"8 octets"))
+        frames = http2.frames_until(connection, http2.GOAWAY)
+        assert frames[-1][2].endswith(b"too_many_pings")
+
+
+def test_unresponsive_connections_are_pinged_and_closed(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "_PING_TIMEOUT_MS", 500)
+    monkeypatch.setattr(listener, "_HANDSHAKE_MS", 500)
+    with (
+        served_in_thread(bundle, keepalive_s=1) as address,
+        http2.open_socket(address) as before_handshake,
+        http2.connect(address) as silent,
+    ):
+        assert http2.frames_until(silent, http2.PING)[-1][2]
+        assert http2.is_closed(silent)
+        assert http2.is_closed(before_handshake)
 
 
 def test_pending_calls_are_limited(bundle: Path, picture: Encode) -> None:
@@ -70,59 +96,16 @@ def test_connections_are_limited(bundle: Path, picture: Encode) -> None:
 def test_connections_are_limited_by_open_files(
     bundle: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        async with served(bundle, max_connections=100_000_000):
-            pass
-
     soft, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         pytest.skip("open files are not limited")
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
     try:
-        asyncio.run(run())
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+        with served_in_thread(bundle, max_connections=100_000_000):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert f"{hard} files" in caplog.text
-
-
-def test_client_with_too_many_pings_is_disconnected(bundle: Path, picture: Encode) -> None:
-    async def run() -> None:
-        async with served(bundle) as address:
-            with http2.connect(address) as connection, contextlib.suppress(ConnectionError):
-                for _ in range(10):
-                    connection.sendall(http2.frame(http2.PING, payload=b"8 octets"))
-                frames = await asyncio.to_thread(http2.frames_until, connection, http2.GOAWAY)
-                assert frames[-1][2].endswith(b"too_many_pings")
-            assert await gets_detections(address, picture())
-
-    asyncio.run(run())
-
-
-def test_idle_client_is_pinged(bundle: Path) -> None:
-    async def run() -> None:
-        async with served(bundle, keepalive_s=1) as address:
-            with http2.connect(address) as silent:
-                pings = await asyncio.to_thread(http2.frames_until, silent, http2.PING)
-                assert pings[-1][2]
-
-    asyncio.run(run())
-
-
-def test_unresponsive_connections_are_closed(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "_PING_TIMEOUT_MS", 500)
-    monkeypatch.setattr(listener, "_HANDSHAKE_MS", 500)
-
-    async def run() -> None:
-        async with served(bundle, keepalive_s=1) as address:
-            for opened in (
-                http2.connect,
-                http2.open_socket,
-            ):  # after and before the HTTP/2 handshake
-                with opened(address) as silent:
-                    assert await asyncio.to_thread(http2.is_closed, silent)
-
-    asyncio.run(run())
 
 
 def test_old_connections_are_ended_and_clients_reconnect(bundle: Path, picture: Encode) -> None:
