@@ -37,6 +37,8 @@ class ServeFields(FrozenConfig):
     """Address to listen on. 0.0.0.0: all IPv4 addresses; `::`: all addresses."""
     port: int = Field(8500, ge=0, le=65535)
     """Port to listen on. 0: a free port."""
+    http_port: int | None = Field(None, ge=0, le=65535)
+    """Port of the HTTP API and of the page in a browser. 0: a free port. None: no HTTP."""
     precision: tuple[Precision, ...] = ()
     """Precisions to serve. Requests choose one of them; the first is the default. None: the first
     precision that the bundle has for the backend."""
@@ -69,7 +71,7 @@ class ServeFields(FrozenConfig):
     a time, including those being received. Until it is decoded, a request takes several times its
     size."""
     max_connections: int = Field(4096, ge=1)
-    """Maximum number of connections. Further ones are closed."""
+    """Maximum number of connections per port. Further ones are closed."""
     max_connection_age_s: float | None = Field(None, gt=0, le=DAY_S)
     """Age in seconds at which a client must reconnect, so that load balancers can redistribute
     clients. None: no limit."""
@@ -122,6 +124,12 @@ class ServeConfig(ServeFields):
     """Settings of the server, with checks across settings."""
 
     @property
+    def ports(self) -> dict[str, int]:
+        """Ports to listen on, by setting. 0: a free port."""
+        ports = {name: getattr(self, name) for name in ("port", "http_port", "metrics_port")}
+        return {name: port for name, port in ports.items() if port is not None}
+
+    @property
     def images_per_request(self) -> int:
         """Maximum number of images per request. Each needs an admission slot."""
         return min(self.max_batch, self.queue_size)
@@ -145,11 +153,13 @@ class ServeConfig(ServeFields):
 
     @model_validator(mode="after")
     def _check_ports(self) -> "ServeConfig":
-        if self.port == self.metrics_port != 0:
-            raise ValueError(
-                f"port and metrics_port are both {self.port}; use different ports, or 0 for a free "
-                "one"
-            )
+        settings: dict[int, str] = {}
+        for name, port in self.ports.items():
+            other = settings.setdefault(port, name) if port else name
+            if other != name:
+                raise ValueError(
+                    f"{other} and {name} are both {port}; use different ports, or 0 for a free one"
+                )
         return self
 
 

@@ -1,14 +1,15 @@
-"""Mapping of exceptions to gRPC status codes and messages."""
+"""Mapping of exceptions to gRPC status codes and messages, and of these codes to HTTP."""
 
 import logging
 from bisect import bisect_right
 from collections.abc import Awaitable
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 
 from ..model.images import ImageError
+from .call_context import CallContext
 from .errors import (
     BackendDownError,
     ExpiredError,
@@ -40,6 +41,18 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
     UnloadedError: grpc.StatusCode.UNAVAILABLE,
 }
 
+_HTTP_STATUS: dict[grpc.StatusCode, int] = {
+    grpc.StatusCode.OK: 200,
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 503,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+
 # Maximum size of a status message in percent-encoded bytes. gRPC clients accept about 8 KiB of
 # metadata per call; above that they report a connection error instead of the status.
 _MAX_MESSAGE_BYTES = 2048
@@ -53,6 +66,11 @@ def status_from_error(error: Exception) -> grpc.StatusCode:
     return next(
         (_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), grpc.StatusCode.INTERNAL
     )
+
+
+def http_status_from_status(status: grpc.StatusCode) -> int:
+    """Return the HTTP status code for a gRPC status code; 500 if it has none."""
+    return _HTTP_STATUS.get(status, 500)
 
 
 def status_and_message(error: Exception) -> tuple[grpc.StatusCode, str]:
@@ -69,7 +87,7 @@ def status_and_message(error: Exception) -> tuple[grpc.StatusCode, str]:
     return status, truncate_message(message)
 
 
-async def abort_on_error(response: Awaitable[T], context: grpc.aio.ServicerContext[Any, Any]) -> T:
+async def abort_on_error(response: Awaitable[T], context: CallContext) -> T:
     """Await `response`. If it raises, abort the gRPC call with the error's status and message."""
     try:
         return await response

@@ -1,4 +1,4 @@
-"""The server: load a bundle, listen on a port, reload on SIGHUP, drain on SIGTERM."""
+"""The server: load a bundle, listen on its ports, reload on SIGHUP, drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -27,10 +27,10 @@ from .pipeline.pipeline import Pipeline
 from .prometheus.collectors import LoopLag
 from .prometheus.endpoint import add_server_metrics, metrics_server
 from .rpc.access_control import AccessInterceptor, AccessPolicy
-from .rpc.certificates import server_credentials
+from .rpc.certificates import server_credentials, server_ssl_context
 from .rpc.detector_service import DetectorService, add_detector_service
 from .rpc.health import HealthService
-from .rpc.listener import add_reflection, listening_server
+from .rpc.listener import add_reflection, allowed_connections, listening_server
 
 _log = logging.getLogger(__name__)
 
@@ -97,9 +97,10 @@ async def detection_server(
     Raises:
         BundleError: the bundle is missing or damaged, or lacks a precision of `config`.
         BackendError: the backend does not run on this machine or with the configured batch sizes.
-        ServingError: the server cannot listen on its address, or a certificate, key or token file
-            is invalid.
+        ServingError: the server cannot listen on its address, a certificate, key or token file is
+            invalid, or a package of an extra is missing.
     """
+    _check_http_packages(config)
     # Invalid token and certificate files are reported at once, not after the model has loaded.
     policy, credentials = AccessPolicy(config), server_credentials(config)
     telemetry, lag = Telemetry(load_tracer(config.tracing)), LoopLag()
@@ -112,8 +113,7 @@ async def detection_server(
         access = AccessInterceptor(policy, config, pipeline)
         server, port = listening_server(config, credentials, telemetry.tracer, access)
         detector, inference, health = _add_services(server, pipeline, config)
-        await server.start()
-        try:
+        async with _accepting(server, detector, inference, pipeline, access, config) as stop:
             # Before the task groups below, which would wrap its exception in an ExceptionGroup.
             await pipeline.model.warm_up()
             reload = reload or asyncio.Event()
@@ -132,9 +132,60 @@ async def detection_server(
                     detector.stop_reading()
                     inference.stop_reading()
                     access.stop()
-                    await server.stop(config.stop_grace_s)
+                    await stop(config.stop_grace_s)
+
+
+@contextlib.asynccontextmanager
+async def _accepting(
+    server: grpc.aio.Server,
+    detector: DetectorService,
+    inference: InferenceService,
+    pipeline: Pipeline,
+    access: AccessInterceptor,
+    config: ServeConfig,
+) -> AsyncIterator[Callable[[float], Coroutine[Any, Any, None]]]:
+    """Accept requests over gRPC and, if `config.http_port` is set, over HTTP within the context.
+
+    Yields:
+        Function that rejects new requests, and waits up to its argument in seconds for others.
+    """
+    if config.http_port is None:
+        await server.start()
+        try:
+            yield server.stop
         finally:
             await server.stop(None)
+        return
+    from .http.app import http_app
+    from .http.endpoint import Transport
+    from .http.listener import HttpServer
+
+    transport = Transport(access, pipeline.telemetry.tracer, config)
+    app = http_app(detector, inference, pipeline, transport)
+    http = HttpServer(app, config, allowed_connections(config))
+
+    async def stop(grace_s: float) -> None:
+        await asyncio.gather(server.stop(grace_s), http.stop(grace_s))
+
+    async with http.running(server_ssl_context(config)):
+        await server.start()
+        try:
+            yield stop
+        finally:
+            await server.stop(None)
+
+
+def _check_http_packages(config: ServeConfig) -> None:
+    """Raise ServingError if `config.http_port` is set and the extra `http` is not installed."""
+    if config.http_port is None:
+        return
+    try:
+        from .http import app, listener  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ServingError(
+            f"http_port needs {error.name}, which is not installed; "
+            'install it with pip install "maskrcnn-trt[http]"'
+        ) from None
 
 
 def _add_services(

@@ -139,8 +139,7 @@ def _setting_results(config: ServeConfig, sources: Mapping[str, str]) -> list[Ch
 
 
 def _limit_results(config: ServeConfig) -> list[CheckResult]:
-    ports = {"port": config.port, "metrics_port": config.metrics_port}
-    results = [_port_result(name, config.host, p) for name, p in ports.items() if p is not None]
+    results = [_port_result(name, config.host, port) for name, port in config.ports.items()]
     cores = available_cores()
     memory, requests = available_memory(), most_request_bytes(config)
     return [
@@ -223,9 +222,8 @@ def _backend_results(
 
 
 def _trial_results(bundle: Path, config: ServeConfig) -> list[CheckResult]:
-    metrics_port = None if config.metrics_port is None else 0
     # Port 0 means any free port, because another server may use the configured ports.
-    changes = {"port": 0, "metrics_port": metrics_port, "drain_delay_s": 0.0}
+    changes = {"drain_delay_s": 0.0, **dict.fromkeys(config.ports, 0)}
     begin = time.monotonic()
     with _warnings() as warnings:
         try:

@@ -1,4 +1,4 @@
-"""Tracing of gRPC calls and images with OpenTelemetry (package extra `tracing`)."""
+"""Tracing of requests and images with OpenTelemetry (package extra `tracing`)."""
 
 import asyncio
 import time
@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import grpc
 
+from ..call_context import CallContext
 from ..detections import Timing
 from ..errors import ServingError
 
@@ -24,13 +25,11 @@ _SERVER_ERRORS: Final = frozenset(
     }
 )
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
 
 class Tracer:
     """Interface of tracers. This base class records nothing."""
 
-    def call(self, method: str, context: Context) -> AbstractContextManager[None]:
+    def call(self, method: str, context: CallContext) -> AbstractContextManager[None]:
         """Trace the gRPC call that is handled within the context.
 
         Args:
@@ -38,6 +37,21 @@ class Tracer:
             context: gRPC context of the call.
         """
         return nullcontext()
+
+    def http_request(
+        self, method: str, route: str, context: CallContext
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        """Trace the HTTP request that is handled within the context.
+
+        Args:
+            method: HTTP method.
+            route: Template of the path, such as `/v2/models/{model}/infer`.
+            context: Context of the request.
+
+        Yields:
+            Function to be called with the status code of the response.
+        """
+        return nullcontext(lambda status: None)
 
     def image(self) -> AbstractContextManager[Callable[[Timing], None]]:
         """Trace the image that is processed within the context; yield a recorder of its timing."""
@@ -65,7 +79,7 @@ def load_tracer(tracing: bool) -> Tracer:
 
 
 class OpenTelemetryTracer(Tracer):
-    """Tracer that exports a span per call, with child spans per image and per stage.
+    """Tracer that exports a span per request, with child spans per image and per stage.
 
     Spans continue the trace in the client's metadata (W3C `traceparent`). The exporter is
     configured by OpenTelemetry's `OTEL_...` environment variables.
@@ -87,7 +101,7 @@ class OpenTelemetryTracer(Tracer):
         self._error_status = partial(Status, StatusCode.ERROR)
 
     @contextmanager
-    def call(self, method: str, context: Context) -> Iterator[None]:
+    def call(self, method: str, context: CallContext) -> Iterator[None]:
         """Record a span with the attributes of OpenTelemetry's conventions for gRPC."""
         service, _, name = method.removeprefix("/").rpartition("/")
         attributes = {
@@ -96,14 +110,7 @@ class OpenTelemetryTracer(Tracer):
             "rpc.method": name,
             "network.peer.address": context.peer(),
         }
-        with self._tracer.start_as_current_span(
-            f"{service}/{name}",
-            self._extract(dict(context.invocation_metadata() or ())),
-            self._server_kind,
-            attributes,
-            record_exception=False,
-            set_status_on_exception=False,
-        ) as span:
+        with self._server_span(f"{service}/{name}", context, attributes) as span:
             try:
                 yield
             except asyncio.CancelledError:
@@ -114,6 +121,38 @@ class OpenTelemetryTracer(Tracer):
                 self._set_status(span, code, context.details())
                 raise
             self._set_status(span, grpc.StatusCode.OK)
+
+    @contextmanager
+    def http_request(
+        self, method: str, route: str, context: CallContext
+    ) -> Iterator[Callable[[int], None]]:
+        """Record a span with the attributes of OpenTelemetry's conventions for HTTP."""
+        attributes = {
+            "http.request.method": method,
+            "http.route": route,
+            "network.peer.address": context.peer(),
+        }
+        with self._server_span(f"{method} {route}", context, attributes) as span:
+
+            def record(status: int) -> None:
+                span.set_attribute("http.response.status_code", status)
+                if status >= 500:
+                    span.set_status(self._error_status(context.details()))
+
+            yield record
+
+    def _server_span(
+        self, name: str, context: CallContext, attributes: dict[str, str]
+    ) -> AbstractContextManager[Any]:
+        """Start a span that continues the trace in the client's metadata."""
+        return self._tracer.start_as_current_span(
+            name,
+            self._extract(dict(context.invocation_metadata() or ())),
+            self._server_kind,
+            attributes,
+            record_exception=False,
+            set_status_on_exception=False,
+        )
 
     @contextmanager
     def image(self) -> Iterator[Callable[[Timing], None]]:

@@ -85,7 +85,7 @@ def decode_input(images: ImageInput) -> Sequence[SourceImage]:
         return list(pixels_from_tensor(tensor, raw))
     if raw is None:
         return list(tensor.contents.bytes_contents)
-    return _split_raw(tensor, raw, images.count)
+    return split_raw(tensor.name, raw, images.count)
 
 
 def _only_input(request: pb.ModelInferRequest) -> tuple[InputTensor, bytes | None]:
@@ -208,8 +208,17 @@ def _typed_contents(tensor: InputTensor) -> Sequence[Any]:
     return values
 
 
-def _split_raw(tensor: InputTensor, raw: bytes, count: int) -> list[bytes]:
-    """Split raw contents of datatype BYTES into `count` strings."""
+def split_raw(name: str, raw: bytes, count: int) -> list[bytes]:
+    """Split raw contents of datatype BYTES into `count` strings.
+
+    Args:
+        name: Name of the tensor, for error messages.
+        raw: Raw contents: each string after its length in 4 bytes.
+        count: Number of strings.
+
+    Raises:
+        InvalidRequestError: the contents do not consist of `count` strings.
+    """
     strings: list[bytes] = []
     end = 0
     for _ in range(count):
@@ -217,13 +226,13 @@ def _split_raw(tensor: InputTensor, raw: bytes, count: int) -> list[bytes]:
         end = start + int.from_bytes(raw[start - _LENGTH_BYTES : start], "little")
         if end > len(raw):
             raise InvalidRequestError(
-                f"the raw contents of input {tensor.name!r} end within element {len(strings)} of "
+                f"the raw contents of input {name!r} end within element {len(strings)} of "
                 f"{count}; each element must follow its length, a little-endian 4-byte number"
             )
         strings.append(raw[start:end])
     if end < len(raw):
         raise InvalidRequestError(
-            f"the raw contents of input {tensor.name!r} have {len(raw) - end} bytes more than the "
+            f"the raw contents of input {name!r} have {len(raw) - end} bytes more than the "
             f"{count} elements of its shape"
         )
     return strings

@@ -200,7 +200,7 @@ def add_outputs(
         if name == "masks":
             rows = [_rle_counts(own, manifest) for own in detections]
             shape = (len(rows), *dims)
-            contents = _serialised_strings(row + [b""] * (dims[0] - len(row)) for row in rows)
+            contents = serialised_strings(row + [b""] * (dims[0] - len(row)) for row in rows)
         else:
             padded = np.zeros((len(detections), *dims), _DTYPES[datatype])
             for row, own in zip(padded, detections, strict=True):
@@ -219,7 +219,7 @@ _VALUES: Final[Mapping[str, Callable[[Detections], Any]]] = {
 }
 
 
-def _serialised_strings(rows: Iterable[Sequence[bytes]]) -> bytes:
+def serialised_strings(rows: Iterable[Iterable[bytes]]) -> bytes:
     """Return raw contents of datatype BYTES: each string after its length in 4 bytes."""
     return b"".join(len(text).to_bytes(4, "little") + text for row in rows for text in row)
 

@@ -10,6 +10,7 @@ import grpc
 from ...model.bundle.manifest import MODEL_VERSION, BundleError
 from ...protos.inference import open_inference_pb2 as pb
 from ...protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
+from ..call_context import CallContext
 from ..config import ServeConfig
 from ..errors import (
     BackendError,
@@ -28,16 +29,15 @@ from .responses import model_config, model_metadata, server_metadata
 
 _READY = "READY"
 
-_Context = grpc.aio.ServicerContext[Any, Any]
 _StreamContext = grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse]
-_Method = Callable[["InferenceService", Any, _Context], Awaitable[Any]]
+_Method = Callable[["InferenceService", Any, CallContext], Awaitable[Any]]
 
 
 def _aborting(method: _Method) -> _Method:
     """Decorate a method: if it raises, the call is aborted with the exception's gRPC status."""
 
     @functools.wraps(method)
-    def call(self: "InferenceService", request: Any, context: _Context) -> Awaitable[Any]:
+    def call(self: "InferenceService", request: Any, context: CallContext) -> Awaitable[Any]:
         return abort_on_error(method(self, request, context), context)
 
     return call
@@ -65,19 +65,19 @@ class InferenceService(GRPCInferenceServiceServicer):
             task.cancel()
 
     async def ServerLive(  # noqa: N802 (named by the protocol)
-        self, request: pb.ServerLiveRequest, context: _Context
+        self, request: pb.ServerLiveRequest, context: CallContext
     ) -> pb.ServerLiveResponse:
         """Return whether the server responds."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(  # noqa: N802
-        self, request: pb.ServerReadyRequest, context: _Context
+        self, request: pb.ServerReadyRequest, context: CallContext
     ) -> pb.ServerReadyResponse:
         """Return whether the server can process inference requests."""
         return pb.ServerReadyResponse(ready=self._health.is_serving)
 
     async def ModelReady(  # noqa: N802
-        self, request: pb.ModelReadyRequest, context: _Context
+        self, request: pb.ModelReadyRequest, context: CallContext
     ) -> pb.ModelReadyResponse:
         """Return whether a model can process inference requests; false for an unknown model."""
         is_version = request.version in ("", MODEL_VERSION)
@@ -85,14 +85,14 @@ class InferenceService(GRPCInferenceServiceServicer):
         return pb.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(  # noqa: N802
-        self, request: pb.ServerMetadataRequest, context: _Context
+        self, request: pb.ServerMetadataRequest, context: CallContext
     ) -> pb.ServerMetadataResponse:
         """Describe the server."""
         return server_metadata()
 
     @_aborting
     async def ModelMetadata(  # noqa: N802
-        self, request: pb.ModelMetadataRequest, context: _Context
+        self, request: pb.ModelMetadataRequest, context: CallContext
     ) -> pb.ModelMetadataResponse:
         """Describe a model's tensors and classes."""
         self._precision_of(request.name, request.version)
@@ -100,7 +100,7 @@ class InferenceService(GRPCInferenceServiceServicer):
 
     @_aborting
     async def ModelConfig(  # noqa: N802
-        self, request: pb.ModelConfigRequest, context: _Context
+        self, request: pb.ModelConfigRequest, context: CallContext
     ) -> pb.ModelConfigResponse:
         """Describe the configuration of a model, such as its batch size and instances."""
         self._precision_of(request.name, request.version)
@@ -108,7 +108,7 @@ class InferenceService(GRPCInferenceServiceServicer):
 
     @_aborting
     async def ModelStatistics(  # noqa: N802
-        self, request: pb.ModelStatisticsRequest, context: _Context
+        self, request: pb.ModelStatisticsRequest, context: CallContext
     ) -> pb.ModelStatisticsResponse:
         """Return the request statistics of one model, or of all if the request names none."""
         if request.name:
@@ -120,7 +120,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         )
 
     async def RepositoryIndex(  # noqa: N802
-        self, request: pb.RepositoryIndexRequest, context: _Context
+        self, request: pb.RepositoryIndexRequest, context: CallContext
     ) -> pb.RepositoryIndexResponse:
         """List the models and their states."""
         models = map(self._model_index, self._pipeline.model.names)
@@ -143,7 +143,7 @@ class InferenceService(GRPCInferenceServiceServicer):
 
     @_aborting
     async def RepositoryModelLoad(  # noqa: N802
-        self, request: pb.RepositoryModelLoadRequest, context: _Context
+        self, request: pb.RepositoryModelLoadRequest, context: CallContext
     ) -> pb.RepositoryModelLoadResponse:
         """Reload the bundle from its path. If that fails, the served model does not change."""
         _reject_unknown(request.parameters, "RepositoryModelLoad has no parameters")
@@ -156,7 +156,7 @@ class InferenceService(GRPCInferenceServiceServicer):
 
     @_aborting
     async def RepositoryModelUnload(  # noqa: N802
-        self, request: pb.RepositoryModelUnloadRequest, context: _Context
+        self, request: pb.RepositoryModelUnloadRequest, context: CallContext
     ) -> pb.RepositoryModelUnloadResponse:
         """Reject new requests, drain the in-flight ones, and end the worker processes."""
         precision = self._precision_of(request.model_name, "")
@@ -203,7 +203,7 @@ class InferenceService(GRPCInferenceServiceServicer):
 
     @_aborting
     def ModelInfer(  # noqa: N802
-        self, request: pb.ModelInferRequest, context: _Context
+        self, request: pb.ModelInferRequest, context: CallContext
     ) -> Awaitable[pb.ModelInferResponse]:
         """Detect objects in the images of a request."""
         return self._response_to(context.peer(), request)

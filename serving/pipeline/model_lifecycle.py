@@ -38,7 +38,8 @@ class ModelLifecycle:
         """
         # Model for new requests.
         self.model = ServedModel(bundle, config)
-        self._bundle = bundle
+        # Folder of the bundle, as given; it may be a link that changes.
+        self.bundle = bundle
         self._config = config
         self._metrics = metrics
         # Held during `reload` and `unload`.
@@ -62,7 +63,7 @@ class ModelLifecycle:
         Raises:
             BundleError: the bundle is missing.
         """
-        return read_manifest(self._bundle).model_name
+        return read_manifest(self.bundle).model_name
 
     async def reload(self) -> None:
         """Load the bundle again, and replace the served model once the new one is warm.
@@ -117,7 +118,7 @@ class ModelLifecycle:
                 return await self._load()
 
     async def _load(self) -> ServedModel:
-        model = await in_daemon_thread(ServedModel, self._bundle, self._config)
+        model = await in_daemon_thread(ServedModel, self.bundle, self._config)
         try:
             await model.load()
             await model.warm_up()

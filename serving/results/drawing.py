@@ -1,11 +1,13 @@
 """Drawing of detections onto their image."""
 
 import colorsys
+from io import BytesIO
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from ...model.images import decode_image
 from ...model.masks import mask_from_rle
 from ..detections import Detections
 
@@ -21,6 +23,22 @@ def colour_from_label(label: int) -> Colour:
     """Return a bright RGB colour for a label. Neighbouring labels get distinct hues."""
     red, green, blue = colorsys.hsv_to_rgb(label * _GOLDEN_RATIO % 1, 0.85, 1)
     return round(red * 255), round(green * 255), round(blue * 255)
+
+
+def annotated_png(data: bytes, detections: Detections) -> bytes:
+    """Return a PNG of an image with its detections drawn onto it.
+
+    Args:
+        data: Encoded image.
+        detections: Detections of that image. Only RLE masks are drawn.
+
+    Raises:
+        ImageError: invalid image, or it has more pixels than the image of `detections`.
+    """
+    image = decode_image(data, max_pixels=detections.height * detections.width)
+    file = BytesIO()
+    Image.fromarray(draw_detections(image, detections)).save(file, "PNG")
+    return file.getvalue()
 
 
 def draw_detections(image: NDArray[np.uint8], detections: Detections) -> NDArray[np.uint8]:

@@ -13,17 +13,16 @@ from typing import Any, NoReturn
 
 import click
 import numpy as np
-from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
 from ...model.atomic_files import atomic_write
-from ...model.images import IMAGE_SUFFIXES, ImageError, decode_image
+from ...model.images import IMAGE_SUFFIXES, ImageError
 from ..config import ReportFormat
 from ..detections import Detections
 from ..errors import ClientError, image_error_from_os_error
 from .coco_json import arrays_from_detections, coco_results, image_id_from_path
-from .drawing import draw_detections
+from .drawing import annotated_png
 
 RESULTS_NAME = "detections.json"
 
@@ -144,7 +143,8 @@ class _Report:
             _write(self._folder / f"{path.stem}.npz", file.getvalue())
         if "pictures" in self._formats:
             try:
-                annotated = _annotated_png(path, outcome)
+                # If the file was replaced, it must not have more pixels than before.
+                annotated = annotated_png(path.read_bytes(), outcome)
             except (OSError, ImageError) as error:  # the input file was replaced or deleted
                 return f"the annotated image was not drawn: {_failure_message(error)}"
             _write(self._folder / f"{path.stem}.png", annotated)
@@ -218,12 +218,3 @@ def _failure_summary(failures: Sequence[str], images: int) -> str:
     more = len(failures) - _FAILURES_SHOWN
     shown = [*failures[:_FAILURES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
     return "\n  ".join([f"{len(failures)} of {images} images failed:", *shown])
-
-
-def _annotated_png(path: Path, detections: Detections) -> bytes:
-    """Return a PNG of an image with its detections drawn onto it."""
-    # `max_pixels` is the size of the image that was computed, as the file may have been replaced.
-    image = decode_image(path.read_bytes(), max_pixels=detections.height * detections.width)
-    file = BytesIO()
-    Image.fromarray(draw_detections(image, detections)).save(file, "PNG")
-    return file.getvalue()

@@ -1,4 +1,4 @@
-"""Access control of gRPC calls: bearer tokens, model control rights, limits on open calls."""
+"""Access control of calls: bearer tokens, model control rights, limits on open calls."""
 
 import asyncio
 import hashlib
@@ -8,17 +8,18 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import unquote
 
 import grpc
 
+from ..call_context import CallContext
 from ..config import ServeConfig
 from ..credential_files import ReloadOnChange, read_tokens
 from ..errors import ForbiddenError, QueueFullError, ServingError, UnauthenticatedError
 from ..grpc_status import status_and_message
 from ..pipeline.pipeline import Pipeline
-from .message_reader import MESSAGES_PER_SLOT, CallContext, PendingMessages, call_handler
+from .message_reader import MESSAGES_PER_SLOT, PendingMessages, call_handler
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ _LAST_MESSAGES_S = 2.0
 
 Metadata = Iterable[tuple[str, str | bytes]]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+T = TypeVar("T")
 
 
 def is_public(method: str) -> bool:
@@ -173,19 +176,12 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if handler is None:  # unknown method: gRPC responds with UNIMPLEMENTED
             return handler
         method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
-        pending = self._public_messages if is_public(method) else self._messages
-        handle = call_handler(handler, pending, self._timeout_s)
+        handle = call_handler(handler, self.pending_messages(method), self._timeout_s)
 
         # gRPC's request iterator (the first argument) is not used, because it keeps a reference to
         # each message until it yields the next one.
         async def checked(_: object, context: CallContext) -> Any:
-            try:
-                self._policy.check(method, metadata, context.peer())
-                await self._admit(method, context)
-                return await handle(context)
-            except ServingError as error:
-                self._metrics.count_rejected_call(error)
-                await context.abort(*status_and_message(error))
+            return await self.run(method, metadata, context, handle)
 
         # All methods are registered as request-streaming. In a unary method gRPC would read the
         # request before it calls the handler, wait for slow clients without a limit, and log a
@@ -197,6 +193,33 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         )
         return adapt(checked, None, handler.response_serializer)
 
+    def pending_messages(self, method: str) -> PendingMessages:
+        """Return the limit on the messages of `method` that are being received."""
+        return self._public_messages if is_public(method) else self._messages
+
+    async def run(
+        self,
+        method: str,
+        metadata: Metadata,
+        context: CallContext,
+        handle: Callable[[CallContext], Awaitable[T]],
+    ) -> T:
+        """Check that a client may call a method now, then handle the call.
+
+        Args:
+            method: Full method name, as `/package.Service/Method`.
+            metadata: Metadata that the client sent.
+            context: Context of the call. It is aborted if `handle` or a check raises ServingError.
+            handle: Function that reads the request and computes the response.
+        """
+        try:
+            self._policy.check(method, metadata, context.peer())
+            await self._admit(method, context)
+            return await handle(context)
+        except ServingError as error:
+            self._metrics.count_rejected_call(error)
+            await context.abort(*status_and_message(error))
+
     async def _admit(self, method: str, context: CallContext) -> None:
         """Count the call as open until it ends. Raise QueueFullError if too many are open."""
         peer = context.peer()
@@ -205,8 +228,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             return
         calls = self._pipeline.call_admission
         calls.reserve(peer)
-        # In grpc's stubs the callback has no argument.
-        context.add_done_callback(lambda _: calls.release(peer))  # type: ignore[arg-type]
+        context.add_done_callback(lambda _: calls.release(peer))
         if method in _DETECTION_METHODS:
             # Rejects the call before its message, which can be large, is received.
             try:
@@ -227,7 +249,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             if not self._public_calls[peer]:
                 del self._public_calls[peer]
 
-        context.add_done_callback(end)  # type: ignore[arg-type]  # see `_admit`
+        context.add_done_callback(end)
 
 
 _Digests = ReloadOnChange[tuple[bytes, ...]]

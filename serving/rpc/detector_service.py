@@ -1,12 +1,16 @@
 """gRPC service maskrcnn.v1.Detector."""
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import grpc
 
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
+from ..call_context import CallContext
 from ..config import ServeConfig
+from ..detections import ResponseEncoder, TimedResponse
 from ..grpc_status import abort_on_error, status_and_message
 from ..messages import (
     encode_detections,
@@ -21,8 +25,7 @@ from .streams import Admission, Streams
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
 
-_DetectContext = grpc.aio.ServicerContext[pb.DetectRequest, bytes]
-_ModelContext = grpc.aio.ServicerContext[pb.GetModelRequest, pb.GetModelResponse]
+_StreamContext = grpc.aio.ServicerContext[pb.DetectRequest, bytes]
 
 
 class DetectorService:
@@ -43,7 +46,7 @@ class DetectorService:
         self.stop_reading = self._streams.stop
 
     def Detect(  # noqa: N802 (named by the protocol)
-        self, request: pb.DetectRequest, context: _DetectContext
+        self, request: pb.DetectRequest, context: CallContext
     ) -> Awaitable[bytes]:
         """Detect objects in one image."""
         peer = context.peer()
@@ -51,14 +54,14 @@ class DetectorService:
         return abort_on_error(self._response_to(peer, request, admission), context)
 
     async def DetectStream(  # noqa: N802
-        self, requests: AsyncIterator[pb.DetectRequest], context: _DetectContext
+        self, requests: AsyncIterator[pb.DetectRequest], context: _StreamContext
     ) -> None:
         """Detect objects in the images of a stream, in several of them concurrently."""
         respond = partial(self._stream_response_to, context.peer())
         await self._streams.process(requests, respond, context)
 
     async def GetModel(  # noqa: N802
-        self, request: pb.GetModelRequest, context: _ModelContext
+        self, request: pb.GetModelRequest, context: CallContext
     ) -> pb.GetModelResponse:
         """Describe the served model."""
         model = self._pipeline.model
@@ -81,6 +84,34 @@ class DetectorService:
     async def _response_to(
         self, peer: str, request: pb.DetectRequest, admission: Admission
     ) -> bytes:
+        request_id = request.id
+        detecting = self.detect(peer, request, admission, encode_detections)
+        del request
+        return response_bytes(await detecting, request_id)
+
+    async def detect(
+        self,
+        peer: str,
+        request: pb.DetectRequest,
+        admission: Admission,
+        encoder: ResponseEncoder,
+        finish: Callable[[Any], Any] | None = None,
+    ) -> TimedResponse[Any]:
+        """Detect objects in the image of a request.
+
+        Args:
+            peer: Client address, as `context.peer()` returns it.
+            request: The request.
+            admission: Context manager that holds an admission slot.
+            encoder: Encodes the detections, in a thread or in the worker process.
+            finish: Converts the encoder's result further, in a thread of this process. It counts
+                as encoding. None: no conversion.
+
+        Raises:
+            InvalidRequestError: an option is out of range.
+            ExpiredError: the request exceeded its time limit.
+            ImageError, ServingError: see `Pipeline.detect`.
+        """
         model = self._pipeline.model
         name = model.manifest.model_name
         if request.HasField("precision"):
@@ -95,15 +126,24 @@ class DetectorService:
                         source=request.image,
                         options=options,
                         scheduling=scheduling,
-                        encoder=encode_detections,
+                        encoder=encoder,
                     ),
                     model,
                 )
-                request_id = request.id
                 del request
                 response = await detecting
+                if finish is not None:
+                    response = await self._finished(peer, response, finish)
             timings.append(response.timing)
-            return response_bytes(response, request_id)
+            return response
+
+    async def _finished(
+        self, peer: str, response: TimedResponse[Any], finish: Callable[[Any], Any]
+    ) -> TimedResponse[Any]:
+        timed = await self._pipeline.threads.run(peer, finish, response.value)
+        timing = response.timing
+        elapsed_us = round(1e6 * (timed.waited_s + timed.elapsed_s))
+        return TimedResponse(timed.value, replace(timing, encode_us=timing.encode_us + elapsed_us))
 
 
 def add_detector_service(service: DetectorService, server: grpc.aio.Server) -> None:

@@ -15,7 +15,7 @@ from ..config import ServeConfig, address_of
 from ..errors import ServingError
 from ..messages import REQUEST_ID_KEY
 from ..monitoring.logs import name_call
-from ..monitoring.tracing import Context, Tracer
+from ..monitoring.tracing import Tracer
 from .access_control import AccessInterceptor
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _CLIENT_PING_MS = 10_000
 _OTHER_FILES = 256
 
 _Handler = Any
-_Behaviour = Callable[[Any, Context], Awaitable[Any]]
+_Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
 
 def listening_server(
@@ -119,7 +119,7 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
         )
 
     def _traced(self, behaviour: _Behaviour, method: str) -> _Behaviour:
-        async def traced(request: Any, context: Context) -> Any:
+        async def traced(request: Any, context: Any) -> Any:
             metadata = dict(context.invocation_metadata() or ())
             call_id = name_call(str(metadata.get(REQUEST_ID_KEY, "")))
             context.set_trailing_metadata(((REQUEST_ID_KEY, call_id),))
@@ -142,7 +142,7 @@ def _options(config: ServeConfig) -> list[tuple[str, int]]:
         "grpc.max_receive_message_length": config.max_message_mb << 20,
         "grpc.max_send_message_length": -1,
         "grpc.so_reuseport": 0,  # otherwise two servers could share a port unnoticed
-        "grpc.max_allowed_incoming_connections": _allowed_connections(config.max_connections),
+        "grpc.max_allowed_incoming_connections": allowed_connections(config),
         "grpc.max_concurrent_streams": _MAX_STREAMS,
         "grpc.server.max_pending_requests": pending,
         "grpc.server.max_pending_requests_hard_limit": 2 * pending,
@@ -160,12 +160,13 @@ def _options(config: ServeConfig) -> list[tuple[str, int]]:
     return list(options.items())
 
 
-def _allowed_connections(wanted: int) -> int:
-    """Return `wanted`, or fewer connections if the limit on open files requires it.
+def allowed_connections(config: ServeConfig) -> int:
+    """Return `max_connections`, or fewer per port if the limit on open files requires it.
 
     Before that, the process's soft limit on open files is raised as far as needed and possible.
     """
-    needed = wanted + _OTHER_FILES
+    wanted, ports = config.max_connections, 1 if config.http_port is None else 2
+    needed = ports * wanted + _OTHER_FILES
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in limits)
     if soft < needed:
@@ -173,10 +174,10 @@ def _allowed_connections(wanted: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
     if soft >= needed:
         return wanted
-    allowed = max(soft - _OTHER_FILES, soft // 2)
+    allowed = max(soft - _OTHER_FILES, soft // 2) // ports
     _log.warning(
-        "the process may open %d files, so the server allows %d connections instead of %d; set a "
-        "lower max_connections, or raise the limit with ulimit -n",
+        "the process may open %d files, so the server allows %d connections per port instead of "
+        "%d; set a lower max_connections, or raise the limit with ulimit -n",
         soft,
         allowed,
         wanted,

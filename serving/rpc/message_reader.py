@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
+from ..call_context import CallContext
 from ..errors import ExpiredError, InvalidRequestError, QueueFullError, ServingError, StoppingError
 
 # Maximum number of request messages that the server waits for at a time, per admission slot.
@@ -39,7 +40,6 @@ _COPIED: Final = frozenset(
     }
 )
 
-CallContext = grpc.aio.ServicerContext[Any, Any]
 _Parse = Callable[[bytes], Any]
 
 

@@ -1,0 +1,35 @@
+"""Interface of a request's context, independent of the transport."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+if TYPE_CHECKING:
+    import grpc  # worker processes start faster without it
+
+
+class CallContext(Protocol):
+    """Context of one request: the methods of `grpc.aio.ServicerContext` that both transports have.
+
+    gRPC's own context implements it, and so does `http.call.HttpCall`.
+    """
+
+    def peer(self) -> str:
+        """Return the client's address, such as `ipv4:127.0.0.1:50000`."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """Return the metadata that the client sent. Names are in lower case."""
+
+    async def read(self) -> Any:
+        """Return the next message in bytes, or `grpc.aio.EOF`."""
+
+    async def abort(self, code: "grpc.StatusCode", details: str = "") -> NoReturn:
+        """End the call with an error status, by an exception."""
+
+    def code(self) -> "grpc.StatusCode | None":
+        """Return the status code of `abort`. None: the call was not aborted."""
+
+    def details(self) -> str:
+        """Return the message of `abort`. Empty: the call was not aborted."""
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call a function with one argument when the response has been sent or the call failed."""

@@ -1,0 +1,100 @@
+"""ASGI application of the server: API routes, OpenAPI document and page."""
+
+from importlib.resources import files
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..open_inference.service import InferenceService
+from ..pipeline.pipeline import Pipeline
+from ..rpc.detector_service import DetectorService
+from .detection import DetectionRoutes
+from .endpoint import JsonResponse, Transport, http_error_response
+from .open_inference import OpenInferenceRoutes
+from .openapi import openapi_document
+
+# Files of the page by path, with their types.
+_PAGE_FILES: Final = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+# Nothing inline, and nothing from other servers. Images of the user are blobs.
+_SECURITY_HEADERS: Final = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+
+def http_app(
+    detector: DetectorService,
+    inference: InferenceService,
+    pipeline: Pipeline,
+    transport: Transport,
+) -> ASGIApp:
+    """Return the ASGI application.
+
+    Args:
+        detector: Service behind `/v1`.
+        inference: Service behind `/v2`.
+        pipeline: Pipeline of both services.
+        transport: Access control, tracing and settings.
+    """
+    return _SecurityHeaders(
+        Starlette(
+            routes=[
+                *DetectionRoutes(detector, pipeline, transport).routes(),
+                *OpenInferenceRoutes(inference, pipeline, transport).routes(),
+                _file_route("/openapi.json", JsonResponse(openapi_document())),
+                *(_file_route(path, _page_file(*file)) for path, file in _PAGE_FILES.items()),
+            ],
+            exception_handlers={HTTPException: _handle_http_error},
+        )
+    )
+
+
+def _page_file(name: str, media_type: str) -> Response:
+    content = files(__package__).joinpath("page", name).read_bytes()
+    return Response(content, media_type=media_type)
+
+
+def _file_route(path: str, response: Response) -> Route:
+    async def respond(_: Request) -> Response:
+        return response
+
+    return Route(path, respond)
+
+
+async def _handle_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        error.detail = "no such path; /openapi.json lists all"
+    return http_error_response(error)
+
+
+class _SecurityHeaders:
+    """ASGI middleware that adds `_SECURITY_HEADERS` to each response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._headers = [(k.encode(), v.encode()) for k, v in _SECURITY_HEADERS.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers: list[Any] = list(message["headers"])
+                message = {**message, "headers": headers + self._headers}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)

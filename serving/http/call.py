@@ -1,0 +1,128 @@
+"""Context of one HTTP request, with the interface of gRPC's context."""
+
+import asyncio
+import contextlib
+import ipaddress
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NoReturn
+
+import grpc
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from ..config import address_of
+
+
+class AbortedCallError(Exception):
+    """The call was aborted; its context has the status and the message."""
+
+
+class HttpCall:
+    """Context of an HTTP request that services and access control use like gRPC's context."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
+        """Create the context of an ASGI request.
+
+        Args:
+            scope: Scope of the request.
+            receive: Function that returns the next message of the client.
+            send: Function that sends a message to the client.
+            max_bytes: Maximum size of the body.
+        """
+        self.request = Request(scope, receive, send)
+        self._max_bytes = max_bytes
+        self._body = b""
+        self._code: grpc.StatusCode | None = None
+        self._details = ""
+        self._callbacks: list[Callable[[Any], None]] = []
+        # Whether the client has disconnected before the response was complete.
+        self.is_disconnected = False
+
+    def peer(self) -> str:
+        """Return the client's address as gRPC formats it."""
+        host, port = self.request.scope["client"] or ("", 0)
+        with contextlib.suppress(ValueError):
+            # A socket for IPv4 and IPv6 reports 127.0.0.1 as ::ffff:127.0.0.1.
+            address = ipaddress.ip_address(host)
+            host = str(getattr(address, "ipv4_mapped", None) or address)
+        return f"{'ipv6' if ':' in host else 'ipv4'}:{address_of(host, port)}"
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
+        """Return the headers of the request."""
+        return self.request.headers.items()
+
+    async def read(self) -> bytes:
+        """Return the body of the request.
+
+        Raises:
+            HTTPException: the body is larger than `max_bytes`, or compressed.
+            starlette.requests.ClientDisconnect: the client disconnected.
+        """
+        headers = self.request.headers
+        if headers.get("content-encoding", "identity") != "identity":
+            raise HTTPException(415, "the body is compressed; send it without Content-Encoding")
+        size, chunks = int(headers.get("content-length", 0)), []
+        self._check_size(size)
+        size = 0
+        async for chunk in self.request.stream():
+            size += len(chunk)
+            self._check_size(size)
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise HTTPException(
+                413,
+                f"the body is larger than {self._max_bytes} bytes; send a smaller image, or raise "
+                "the server's max_message_mb",
+            )
+
+    def keep_body(self, body: bytes) -> None:
+        """Store the body until `take_body`."""
+        self._body = body
+
+    def take_body(self) -> bytes:
+        """Return the body and drop the reference to it, so that it can be freed early."""
+        body, self._body = self._body, b""
+        return body
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        """Raise AbortedCallError."""
+        self._code, self._details = code, details
+        raise AbortedCallError(details)
+
+    def code(self) -> grpc.StatusCode | None:
+        """Return the status of `abort`."""
+        return self._code
+
+    def details(self) -> str:
+        """Return the message of `abort`."""
+        return self._details
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call a function in `end`."""
+        self._callbacks.append(callback)
+
+    def end(self) -> None:
+        """Call the callbacks, after the response has been sent or the client disconnected."""
+        for callback in self._callbacks:
+            callback(self)
+
+    @contextlib.asynccontextmanager
+    async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
+        """Cancel the body of the context if the client disconnects. The request has been read."""
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = asyncio.create_task(self._cancel_on_disconnect(task))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    async def _cancel_on_disconnect(self, task: asyncio.Task[Any]) -> None:
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+        self.is_disconnected = True
+        task.cancel()

@@ -1,0 +1,173 @@
+"""Detection in one image: `/v1/detect`, and the description of the model."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...model.images import IMAGE_SUFFIXES
+from ...protos.maskrcnn.v1 import detector_pb2 as pb
+from ..detections import Detections, TimedResponse, Timing
+from ..errors import InvalidRequestError
+from ..grpc_status import abort_on_error
+from ..pipeline.pipeline import Pipeline
+from ..pipeline.threads import in_daemon_thread
+from ..results.detections_json import json_from_detections
+from ..results.drawing import annotated_png
+from ..rpc.detector_service import DetectorService
+from .call import HttpCall
+from .endpoint import Endpoint, JsonResponse, Transport
+from .open_inference_json import value_from_message
+
+_SERVICE: Final = "/maskrcnn.v1.Detector/"
+# Folder of the bundle whose images the page offers as samples.
+_SAMPLES: Final = "samples"
+_MASK_FORMATS: Final = {
+    "rle": pb.MASK_FORMAT_RLE,
+    "polygon": pb.MASK_FORMAT_POLYGON,
+    "none": pb.MASK_FORMAT_NONE,
+}
+
+_Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
+_Uint64 = Annotated[int, Field(ge=0, lt=2**64)]
+
+
+class DetectQuery(BaseModel):
+    """Query of `/v1/detect`, with the fields of `maskrcnn.v1.DetectRequest`."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    score_threshold: Annotated[float, Field(description="Minimum score, in 0..1.")] = 0.0
+    max_detections: Annotated[
+        _Uint32 | None, Field(description="Maximum number of detections, by descending score.")
+    ] = None
+    mask_format: Annotated[
+        Literal["rle", "polygon", "none"], Field(description="Format of `segmentation`.")
+    ] = "rle"
+    precision: Annotated[
+        str | None, Field(description="One of the served precisions. Default: the first.")
+    ] = None
+    priority: Annotated[_Uint32 | None, Field(description="1 (most urgent), 2 (default) or 3.")] = (
+        None
+    )
+    timeout_us: Annotated[
+        _Uint64 | None, Field(description="Time limit of the request in microseconds.")
+    ] = None
+
+
+class DetectionRoutes:
+    """Routes that call the methods of `DetectorService`, as gRPC does."""
+
+    def __init__(self, service: DetectorService, pipeline: Pipeline, transport: Transport) -> None:
+        self._service = service
+        self._pipeline = pipeline
+        self._transport = transport
+
+    def routes(self) -> Iterator[Route]:
+        """Yield the routes."""
+        yield self._route("POST", "/v1/detect", "Detect", self._detect)
+        yield self._route("GET", "/v1/model", "GetModel", self._model)
+        yield self._route("GET", "/v1/samples", "GetModel", self._sample_names)
+        yield self._route("GET", "/v1/samples/{name}", "GetModel", self._sample)
+
+    def _route(self, verb: str, path: str, name: str, respond: Any) -> Route:
+        endpoint = Endpoint(
+            self._transport, path, f"{_SERVICE}{name}", respond, reads_body=verb == "POST"
+        )
+        return Route(path, endpoint, methods=[verb])
+
+    async def _detect(self, call: HttpCall) -> Response:
+        headers = call.request.headers
+        if headers.get("content-type", "").startswith("multipart/"):
+            raise HTTPException(
+                415,
+                "send the image file itself as the body, as in curl --data-binary @street.jpg; "
+                "forms are not accepted",
+            )
+        as_png = _prefers_png(headers.get("accept", ""))
+        request = _request_from_query(call, as_png)
+        peer = call.peer()
+        admission = self._pipeline.admission.acquire(peer)
+        if as_png:
+            finish = partial(annotated_png, request.image)
+            detecting = self._service.detect(peer, request, admission, _not_encoded, finish)
+            del finish
+        else:
+            detecting = self._service.detect(peer, request, admission, json_from_detections)
+        del request
+        response = await abort_on_error(detecting, call)
+        timing = {"server-timing": _server_timing(response.timing)}
+        if as_png:
+            return Response(response.value, headers=timing, media_type="image/png")
+        return JsonResponse(_with_timing(response), headers=timing)
+
+    async def _model(self, call: HttpCall) -> Response:
+        return JsonResponse(
+            value_from_message(await self._service.GetModel(pb.GetModelRequest(), call))
+        )
+
+    async def _sample_names(self, call: HttpCall) -> Response:
+        return JsonResponse(sorted(await in_daemon_thread(self._sample_files)))
+
+    async def _sample(self, call: HttpCall) -> Response:
+        # Only names that the listing returns are opened, so that no path leaves the folder.
+        path = (await in_daemon_thread(self._sample_files)).get(call.request.path_params["name"])
+        if path is None:
+            raise HTTPException(404, "the bundle has no such sample; see /v1/samples")
+        kind = "jpeg" if path.suffix.lower() in (".jpg", ".jpeg") else path.suffix[1:].lower()
+        return Response(await in_daemon_thread(path.read_bytes), media_type=f"image/{kind}")
+
+    def _sample_files(self) -> dict[str, Path]:
+        folder = self._pipeline.lifecycle.bundle / _SAMPLES
+        if not folder.is_dir():
+            return {}
+        files = (path for path in folder.iterdir() if path.is_file())
+        return {path.name: path for path in files if path.suffix.lower() in IMAGE_SUFFIXES}
+
+
+def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
+    """Return the message for a request; the service checks the ranges of its fields."""
+    try:
+        query = DetectQuery.model_validate(dict(call.request.query_params))
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)[0]
+        raise InvalidRequestError(
+            f"{'.'.join(map(str, details['loc']))}: {details['msg']}; the parameters are "
+            f"{', '.join(DetectQuery.model_fields)}"
+        ) from None
+    fields = query.model_dump(exclude_none=True)
+    mask_format = _MASK_FORMATS[fields.pop("mask_format")]
+    if as_png and mask_format == pb.MASK_FORMAT_POLYGON:
+        mask_format = pb.MASK_FORMAT_RLE  # from which masks are drawn
+    try:
+        return pb.DetectRequest(image=call.take_body(), mask_format=mask_format, **fields)
+    except (UnicodeEncodeError, ValueError) as error:
+        raise InvalidRequestError(f"a parameter cannot be converted: {error}") from None
+
+
+def _prefers_png(accept: str) -> bool:
+    """Return whether the header Accept names image/png, and not JSON before it."""
+    kinds = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
+    named = [kind for kind in kinds if kind in ("image/png", "application/json")]
+    return named[:1] == ["image/png"]
+
+
+def _not_encoded(detections: Detections) -> Detections:
+    return detections
+
+
+def _with_timing(response: TimedResponse[bytes]) -> bytes:
+    """Add the member `timing` to a JSON object."""
+    return b'%s,"timing":%s}' % (response.value[:-1], to_json(vars(response.timing)))
+
+
+def _server_timing(timing: Timing) -> str:
+    """Return the header Server-Timing, which browsers show in their developer tools."""
+    stages = ("decode", "queue", "infer", "encode")
+    return ", ".join(f"{s};dur={getattr(timing, f'{s}_us') / 1000:.3f}" for s in stages)

@@ -1,0 +1,151 @@
+"""Handling of one HTTP request: request ID, tracing, access control, errors as JSON."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..config import ServeConfig
+from ..errors import ForbiddenError, StoppingError
+from ..grpc_status import http_status_from_status, status_and_message
+from ..messages import REQUEST_ID_KEY
+from ..monitoring.logs import name_call
+from ..monitoring.tracing import Tracer
+from ..rpc.access_control import ADMIN_METHODS, AccessInterceptor
+from .call import AbortedCallError, HttpCall
+
+# Seconds after which clients may repeat a request that an overloaded server has rejected.
+_RETRY_AFTER_S: Final = 1
+# Headers that browsers add to requests of web pages.
+_BROWSER_HEADERS: Final = ("origin", "sec-fetch-site")
+
+
+class JsonResponse(Response):
+    """Response with a JSON value, or with text that is JSON already (bytes)."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return the serialised value."""
+        return content if isinstance(content, bytes) else to_json(content)
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Objects that the gRPC server uses too, and that each request over HTTP needs."""
+
+    access: AccessInterceptor
+    tracer: Tracer
+    config: ServeConfig
+
+
+class Endpoint:
+    """ASGI application of one route."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        route: str,
+        method: str,
+        respond: Callable[[HttpCall], Awaitable[Response]],
+        *,
+        reads_body: bool = False,
+    ) -> None:
+        """Create the endpoint.
+
+        Args:
+            transport: Access control and tracing.
+            route: Template of the path.
+            method: gRPC method whose rules for tokens, limits and admission apply.
+            respond: Function that computes the response.
+            reads_body: Whether to read the body of the request before `respond` is called.
+        """
+        self._transport = transport
+        self._route = route
+        self._method = method
+        self._respond = respond
+        self._reads_body = reads_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        call = HttpCall(scope, receive, send, self._transport.config.max_message_mb << 20)
+        call_id = name_call(call.request.headers.get(REQUEST_ID_KEY, ""))
+        try:
+            tracing = self._transport.tracer.http_request(scope["method"], self._route, call)
+            with tracing as record_status:
+                response = await self._response_to(call)
+                record_status(response.status_code)
+            if not call.is_disconnected:
+                response.headers[REQUEST_ID_KEY] = call_id
+                await _send(response, send)
+        finally:
+            call.end()
+
+    async def _response_to(self, call: HttpCall) -> Response:
+        try:
+            return await self._transport.access.run(
+                self._method, call.invocation_metadata(), call, self._handle
+            )
+        except AbortedCallError:
+            return error_response(call.code() or grpc.StatusCode.UNKNOWN, call.details())
+        except HTTPException as error:
+            return http_error_response(error)
+        except ClientDisconnect:
+            call.is_disconnected = True
+            return Response(status_code=499)
+        except asyncio.CancelledError:
+            if call.is_disconnected:
+                return Response(status_code=499)
+            # The server stops, and its grace period is over.
+            return error_response(*status_and_message(StoppingError("the server is stopping")))
+        except Exception as error:
+            return error_response(*status_and_message(error))
+
+    async def _handle(self, call: Any) -> Response:
+        self._check_origin(call)
+        if not self._reads_body:
+            return await self._respond(call)
+        pending = self._transport.access.pending_messages(self._method)
+        call.keep_body(await pending.next(call, self._transport.config.receive_timeout_s) or b"")
+        async with call.cancelled_on_disconnect():
+            return await self._respond(call)
+
+    def _check_origin(self, call: HttpCall) -> None:
+        """Raise ForbiddenError if a web page tries to load or unload models."""
+        # Any page in the operator's browser can send requests to a server on the same machine,
+        # where they would count as local.
+        headers = call.request.headers
+        if self._method in ADMIN_METHODS and any(name in headers for name in _BROWSER_HEADERS):
+            raise ForbiddenError("models cannot be loaded and unloaded from a web page")
+
+
+def error_response(status: grpc.StatusCode, message: str) -> Response:
+    """Return the response for a gRPC status code and its message."""
+    code = http_status_from_status(status)
+    headers = {}
+    if code == 503:
+        headers["retry-after"] = str(_RETRY_AFTER_S)
+    elif code == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JsonResponse({"error": message}, code, headers)
+
+
+def http_error_response(error: HTTPException) -> Response:
+    """Return the response for an error of the HTTP layer, such as an unknown path."""
+    return JsonResponse({"error": error.detail}, error.status_code, error.headers)
+
+
+async def _send(response: Response, send: Send) -> None:
+    """Send a response. Return when the client has received most of it."""
+    headers = response.raw_headers
+    await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    # The transport accepts any size at once; the next message waits until the size is low again.
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,247 @@
+"""HTTP server in the event loop of the gRPC server: port, TLS, connection limits, slow clients."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Final
+
+import uvicorn
+from pydantic_core import to_json
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ..config import ServeConfig, address_of
+from ..errors import ServingError
+
+_log = logging.getLogger(__name__)
+
+# Seconds for a new connection to complete the TLS handshake.
+_HANDSHAKE_S: Final = 20.0
+# Seconds after which a connection without a request is closed.
+_IDLE_S: Final = 75
+# Seconds in which a client must acknowledge data, or accept more of a response.
+_STALL_S: Final = 20.0
+# Seconds for which the rest of a body is read and dropped after the response was sent. Without
+# this, a client that is still sending would get a reset instead of the response.
+_LINGER_S: Final = 2.0
+# Maximum size of a request's head in bytes, in addition to its first chunk.
+_MAX_HEAD: Final = 64 << 10
+
+
+class HttpServer:
+    """HTTP server of an ASGI application."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, max_connections: int) -> None:
+        """Create the server.
+
+        Args:
+            app: ASGI application.
+            config: Settings of the server.
+            max_connections: Maximum number of connections. Further ones are closed.
+        """
+        # Invalid requests are warnings in uvicorn's log. Anybody can send thousands of them.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        self._settings = config
+        self._config = uvicorn.Config(
+            app,
+            http=HttpToolsProtocol,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_IDLE_S,
+        )
+        self._server = _Server(self._config, config, max_connections)
+
+    @contextlib.asynccontextmanager
+    async def running(self, context: ssl.SSLContext | None) -> AsyncIterator[None]:
+        """Accept connections within the context. On exit, `stop` without a grace period.
+
+        Args:
+            context: TLS settings. None: connections are not encrypted.
+
+        Raises:
+            ServingError: the server cannot listen on the address.
+        """
+        listener = _listening_socket(self._settings.host, self._settings.http_port or 0)
+        scheme, port = "https" if context else "http", listener.getsockname()[1]
+        self._server.context = context
+        self._task = asyncio.create_task(self._server.serve([listener]))
+        _log.info("HTTP at %s://%s/", scheme, address_of(self._settings.host, port))
+        try:
+            yield
+        finally:
+            await self.stop(0)
+
+    async def stop(self, grace_s: float) -> None:
+        """Close the port and idle connections. In-flight requests have `grace_s` seconds."""
+        if not self._server.should_exit:
+            # uvicorn accepts fractions, and 0 would cancel before it looks for open requests.
+            self._config.timeout_graceful_shutdown = max(grace_s, 0.1)  # type: ignore[assignment]
+            self._server.should_exit = True
+        await self._task
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    try:
+        both = host == "::" and socket.has_dualstack_ipv6()  # as for gRPC
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=1024)
+    except OSError as error:
+        raise ServingError(
+            f"cannot listen on {address_of(host, port)} for HTTP ({error.strerror}); "
+            "choose another --http-port, or 0 for a free one"
+        ) from None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn server that leaves signals to its process and limits its connections."""
+
+    def __init__(self, config: uvicorn.Config, settings: ServeConfig, max_connections: int) -> None:
+        super().__init__(config)
+        self._settings = settings
+        self._max_connections = max_connections
+        self.context: ssl.SSLContext | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        def protocol() -> asyncio.Protocol:
+            return _Connection(self, self._settings, self._max_connections)
+
+        handshake_s = _HANDSHAKE_S if self.context else None
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=listener, ssl=self.context, ssl_handshake_timeout=handshake_s
+            )
+            for listener in sockets or []
+        ]
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+class _Connection(HttpToolsProtocol):
+    """HTTP connection that is closed if its client is too slow, or the server has too many."""
+
+    def __init__(self, server: _Server, settings: ServeConfig, max_connections: int) -> None:
+        super().__init__(server.config, server.server_state, app_state={})
+        self._settings = settings
+        self._max_connections = max_connections
+        # Size of the head that is being received. None: the head is complete.
+        self._head_bytes: int | None = 0
+        self._is_body_complete = True
+        self._chunk_bytes = 0
+        self._opened_at = self.loop.time()
+        # Closes the connection if the next head does not arrive in time.
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections:
+            transport.abort()
+            return
+        _detect_lost_clients(transport.get_extra_info("socket"), self._settings.keepalive_s)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_head_timer()
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        self._chunk_bytes = len(data)
+        super().data_received(data)
+        if self._head_bytes is None or self.transport.is_closing():
+            return
+        self._expect_head()
+        self._head_bytes += len(data)
+        if self._head_bytes > _MAX_HEAD:
+            self.send_400_response("The head of the request is too large.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = -self._chunk_bytes  # `data_received` adds the chunk
+        self._is_body_complete = False
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        self._unset_head_timer()
+        super().on_headers_complete()
+        age_s, limit_s = self.loop.time() - self._opened_at, self._settings.max_connection_age_s
+        if limit_s is not None and age_s > limit_s:
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_body_complete = True
+        self._head_bytes = 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():  # it closes when the client has received the response
+            self.loop.call_later(_STALL_S, self.transport.abort)
+        elif not self._is_body_complete:
+            self.loop.call_later(_LINGER_S, self._close_incomplete, self.cycle)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.loop.call_later(_STALL_S, self._check_progress, self.transport.get_write_buffer_size())
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.transport.abort() if self.transport.get_write_buffer_size() else self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Respond to a request that cannot be parsed, and close the connection."""
+        body = to_json({"error": msg})
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        self.transport.close()
+        self.loop.call_later(_STALL_S, self.transport.abort)
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None:
+            timeout_s = self._settings.receive_timeout_s
+            self._head_timer = self.loop.call_later(timeout_s, self.transport.close)
+
+    def _unset_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _close_incomplete(self, cycle: object) -> None:
+        """Close the connection if it still receives the body of a request that has a response."""
+        if self.cycle is cycle and not self._is_body_complete:
+            self.transport.abort()
+
+    def _check_progress(self, before: int) -> None:
+        """Abort the connection if the client has not read any of the waiting response."""
+        if not self.flow.write_paused or self.transport.is_closing():
+            return
+        waiting = self.transport.get_write_buffer_size()
+        if waiting >= before:
+            self.transport.abort()
+        else:
+            self.loop.call_later(_STALL_S, self._check_progress, waiting)
+
+
+def _detect_lost_clients(connection: socket.socket, keepalive_s: float) -> None:
+    """Let the kernel close a connection whose client does not acknowledge data or probes."""
+    tcp = socket.IPPROTO_TCP
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(tcp, socket.TCP_KEEPIDLE, min(32_767, max(1, round(keepalive_s))))
+    connection.setsockopt(tcp, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, round(1000 * _STALL_S))

@@ -1,0 +1,167 @@
+"""Open Inference Protocol v2 over REST, with Triton's extensions."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final
+
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...protos.inference import open_inference_pb2 as pb
+from ..open_inference.service import InferenceService
+from ..pipeline.pipeline import Pipeline
+from .call import HttpCall
+from .endpoint import Endpoint, JsonResponse, Transport
+from .open_inference_json import (
+    BinaryOutputs,
+    IndexRequest,
+    ModelControlRequest,
+    http_from_infer_response,
+    infer_request_from_http,
+    parse_json,
+    value_from_message,
+)
+
+# Header with the size of the JSON part of a body that continues with binary data.
+JSON_LENGTH: Final = "inference-header-content-length"
+# Bodies up to this size in bytes are converted in the event loop, larger ones in a thread.
+_QUICK_BYTES: Final = 256 << 10
+
+_SERVICE: Final = "/inference.GRPCInferenceService/"
+
+
+class OpenInferenceRoutes:
+    """Routes that call the methods of `InferenceService`, as gRPC does."""
+
+    def __init__(self, service: InferenceService, pipeline: Pipeline, transport: Transport) -> None:
+        self._service = service
+        self._pipeline = pipeline
+        self._transport = transport
+
+    def routes(self) -> Iterator[Route]:
+        """Yield the routes of the protocol."""
+        get, post = partial(self._route, "GET"), partial(self._route, "POST")
+        yield get("/v2", "ServerMetadata", self._server_metadata)
+        yield get("/v2/health/live", "ServerLive", self._server_live)
+        yield get("/v2/health/ready", "ServerReady", self._server_ready)
+        yield get("/v2/models/stats", "ModelStatistics", self._statistics)
+        for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            yield get(model, "ModelMetadata", self._model_metadata)
+            yield get(f"{model}/ready", "ModelReady", self._model_ready)
+            yield get(f"{model}/config", "ModelConfig", self._model_config)
+            yield get(f"{model}/stats", "ModelStatistics", self._statistics)
+            yield post(f"{model}/infer", "ModelInfer", self._infer)
+        yield post("/v2/repository/index", "RepositoryIndex", self._index)
+        models = "/v2/repository/models/{model}"
+        yield post(f"{models}/load", "RepositoryModelLoad", self._load)
+        yield post(f"{models}/unload", "RepositoryModelUnload", self._unload)
+
+    def _route(self, verb: str, path: str, name: str, respond: Any) -> Route:
+        endpoint = Endpoint(
+            self._transport, path, f"{_SERVICE}{name}", respond, reads_body=verb == "POST"
+        )
+        return Route(path, endpoint, methods=[verb])
+
+    async def _server_metadata(self, call: HttpCall) -> Response:
+        response = await self._service.ServerMetadata(pb.ServerMetadataRequest(), call)
+        return JsonResponse(value_from_message(response))
+
+    async def _server_live(self, call: HttpCall) -> Response:
+        response = await self._service.ServerLive(pb.ServerLiveRequest(), call)
+        return JsonResponse(value_from_message(response))
+
+    async def _server_ready(self, call: HttpCall) -> Response:
+        response = await self._service.ServerReady(pb.ServerReadyRequest(), call)
+        return _readiness(value_from_message(response))
+
+    async def _model_ready(self, call: HttpCall) -> Response:
+        name, version = _model_of(call)
+        request = pb.ModelReadyRequest(name=name, version=version)
+        response = await self._service.ModelReady(request, call)
+        return _readiness({"name": name, **value_from_message(response)})
+
+    async def _model_metadata(self, call: HttpCall) -> Response:
+        name, version = _model_of(call)
+        request = pb.ModelMetadataRequest(name=name, version=version)
+        response = await self._service.ModelMetadata(request, call)
+        return JsonResponse(value_from_message(response))
+
+    async def _model_config(self, call: HttpCall) -> Response:
+        name, version = _model_of(call)
+        request = pb.ModelConfigRequest(name=name, version=version)
+        response = await self._service.ModelConfig(request, call)
+        return JsonResponse(value_from_message(response.config))
+
+    async def _statistics(self, call: HttpCall) -> Response:
+        name, version = _model_of(call)
+        request = pb.ModelStatisticsRequest(name=name, version=version)
+        response = await self._service.ModelStatistics(request, call)
+        return JsonResponse(value_from_message(response))
+
+    async def _index(self, call: HttpCall) -> Response:
+        parsed = parse_json(IndexRequest, call.take_body())
+        request = pb.RepositoryIndexRequest(ready=parsed.ready)
+        response = await self._service.RepositoryIndex(request, call)
+        return JsonResponse(value_from_message(response)["models"])
+
+    async def _load(self, call: HttpCall) -> Response:
+        name, _ = _model_of(call)
+        request = pb.RepositoryModelLoadRequest(model_name=name, parameters=_control(call))
+        await self._service.RepositoryModelLoad(request, call)
+        return JsonResponse({})
+
+    async def _unload(self, call: HttpCall) -> Response:
+        name, _ = _model_of(call)
+        request = pb.RepositoryModelUnloadRequest(model_name=name, parameters=_control(call))
+        await self._service.RepositoryModelUnload(request, call)
+        return JsonResponse({})
+
+    async def _infer(self, call: HttpCall) -> Response:
+        request, binary = await self._request_of(call)
+        inferring = self._service.ModelInfer(request, call)
+        del request  # `inferring` releases it once its images are decoded
+        response = await inferring
+        body, json_length = await self._body_of(call.peer(), response, binary)
+        if json_length is None:
+            return JsonResponse(body)
+        headers = {JSON_LENGTH: str(json_length)}
+        return Response(body, headers=headers, media_type="application/octet-stream")
+
+    async def _request_of(self, call: HttpCall) -> tuple[pb.ModelInferRequest, BinaryOutputs]:
+        name, version = _model_of(call)
+        json_length = call.request.headers.get(JSON_LENGTH)
+        body = call.take_body()
+        convert = partial(infer_request_from_http, body, json_length, name, version)
+        if len(body) <= _QUICK_BYTES:
+            return convert()
+        del body
+        converting = self._pipeline.threads.run(call.peer(), convert)
+        del convert
+        return (await converting).value
+
+    async def _body_of(
+        self, peer: str, response: pb.ModelInferResponse, binary: BinaryOutputs
+    ) -> tuple[bytes, int | None]:
+        convert = partial(http_from_infer_response, response, binary)
+        if sum(map(len, response.raw_output_contents)) <= _QUICK_BYTES:
+            return convert()
+        return (await self._pipeline.threads.run(peer, convert)).value
+
+
+def _model_of(call: HttpCall) -> tuple[str, str]:
+    """Return the name and version of the model in the path; empty if it has none."""
+    parameters = call.request.path_params
+    return parameters.get("model", ""), parameters.get("version", "")
+
+
+def _control(call: HttpCall) -> dict[str, pb.ModelRepositoryParameter]:
+    parameters = parse_json(ModelControlRequest, call.take_body()).parameters
+    fields = {bool: "bool_param", int: "int64_param", str: "string_param"}
+    return {
+        name: pb.ModelRepositoryParameter(**{fields[type(value)]: value})
+        for name, value in parameters.items()
+    }
+
+
+def _readiness(value: dict[str, Any]) -> Response:
+    return JsonResponse(value, 200 if value["ready"] else 503)

@@ -1,0 +1,328 @@
+"""Conversion between messages of the Open Inference Protocol and its JSON with binary tensors."""
+
+import base64
+import binascii
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, NamedTuple
+
+import numpy as np
+from google.protobuf.message import Message
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_json
+
+from ...protos.inference import open_inference_pb2 as pb
+from ..errors import InvalidRequestError
+from ..open_inference.input_images import split_raw
+from ..open_inference.responses import serialised_strings
+
+# Maximum number of values in the JSON part of a request. Parsing them takes about 50 ms.
+_MAX_VALUES: Final = 1 << 20
+_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    "UINT8": np.dtype("u1"),
+    "FP32": np.dtype("<f4"),
+    "INT64": np.dtype("<i8"),
+}
+# Parameters of the binary tensor data extension. They are resolved here.
+_SIZE, _IS_BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
+
+_PARAMETER_FIELDS: Final = {
+    bool: "bool_param",
+    int: "int64_param",
+    float: "double_param",
+    str: "string_param",
+}
+
+_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Parameters = dict[str, bool | _Int64 | float | str]
+
+
+class _Json(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class InputTensor(_Json):
+    """Input tensor. Its contents are in `data`, or after the JSON if it has `binary_data_size`."""
+
+    name: str
+    # Sizes; the first is the number of images.
+    shape: list[_Int64]
+    datatype: str
+    parameters: Parameters = {}
+    # Nested or flat. BYTES: base64 of image files. UINT8 and FP32: pixels.
+    data: list[Any] | None = None
+
+
+class RequestedOutput(_Json):
+    """Name of an output tensor to return. `binary_data`: return it after the JSON."""
+
+    name: str
+    parameters: Parameters = {}
+
+
+class InferRequest(_Json):
+    """JSON part of an inference request."""
+
+    id: str | None = None
+    parameters: Parameters = {}
+    inputs: list[InputTensor]
+    outputs: list[RequestedOutput] = []
+
+
+class ModelControlRequest(_Json):
+    """Body of a request to load or unload a model."""
+
+    parameters: dict[str, bool | _Int64 | str] = {}
+
+
+class IndexRequest(_Json):
+    """Body of a request for the repository index. `ready`: list only models that are ready."""
+
+    ready: bool = False
+
+
+class BinaryOutputs(NamedTuple):
+    """Outputs that are returned as binary data."""
+
+    is_default: bool
+    # Names of the outputs that differ from the default.
+    exceptions: frozenset[str]
+
+    def include(self, name: str) -> bool:
+        """Return whether an output is returned as binary data."""
+        return self.is_default != (name in self.exceptions)
+
+
+def parse_json(kind: type[BaseModel], text: bytes) -> Any:
+    """Parse and validate JSON.
+
+    Args:
+        kind: Class of the result.
+        text: JSON of an object. Empty: no fields.
+
+    Raises:
+        InvalidRequestError: the text is not valid JSON, or does not fit the class.
+    """
+    try:
+        return kind.model_validate_json(text or b"{}")
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, details["loc"])) or "the body"
+        raise InvalidRequestError(f"{place}: {details['msg']}") from None
+
+
+def infer_request_from_http(
+    body: bytes, json_length: str | None, model: str, version: str
+) -> tuple[pb.ModelInferRequest, BinaryOutputs]:
+    """Return the message for a REST inference request, and the format of the outputs.
+
+    Args:
+        body: Body of the request: JSON, and then the binary data of inputs.
+        json_length: Header Inference-Header-Content-Length. None: the body is only JSON.
+        model: Model name in the path.
+        version: Model version in the path. Empty: none.
+
+    Raises:
+        InvalidRequestError: the body does not follow the protocol. The service checks the contents.
+    """
+    length = len(body) if json_length is None else _length_from_header(json_length, len(body))
+    text = body[:length]
+    # Both calls are as fast as a copy, and the values between brackets are separated by commas.
+    if text.count(b",") + text.count(b"[") > _MAX_VALUES:
+        raise InvalidRequestError(
+            f"the JSON has more than {_MAX_VALUES} values; send pixels as binary data "
+            "(binary_data_size), or images as files"
+        )
+    parsed = parse_json(InferRequest, text)
+    raw = _raw_contents(parsed.inputs, memoryview(body)[length:])
+    outputs = _binary_outputs(parsed)
+    try:
+        return _infer_message(parsed, raw, model, version), outputs
+    except (UnicodeEncodeError, ValueError) as error:
+        raise InvalidRequestError(f"a value cannot be converted: {error}") from None
+
+
+def _length_from_header(text: str, body_size: int) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) > body_size:
+        raise InvalidRequestError(
+            f"Inference-Header-Content-Length is {text[:20]!r}; it must be the size in bytes of "
+            f"the JSON at the beginning of the body, which has {body_size} bytes"
+        )
+    return int(text)
+
+
+def _raw_contents(inputs: Sequence[InputTensor], binary: memoryview) -> list[bytes]:
+    """Return the raw contents of each input, and remove `binary_data_size` from its parameters."""
+    contents, start = [], 0
+    for tensor in inputs:
+        size = tensor.parameters.pop(_SIZE, None)
+        if size is None:
+            contents.append(_raw_from_data(tensor))
+            continue
+        if tensor.data is not None:
+            raise InvalidRequestError(f"input {tensor.name!r} has both data and {_SIZE}")
+        if not isinstance(size, int) or not 0 <= size <= len(binary) - start:
+            raise InvalidRequestError(
+                f"input {tensor.name!r} has the {_SIZE} {size!r}; {len(binary) - start} bytes "
+                "remain after the JSON, whose size is in Inference-Header-Content-Length"
+            )
+        contents.append(bytes(binary[start : start + size]))
+        start += size
+    if start < len(binary):
+        raise InvalidRequestError(
+            f"the body has {len(binary) - start} bytes more than the {_SIZE} of the inputs"
+        )
+    return contents
+
+
+def _raw_from_data(tensor: InputTensor) -> bytes:
+    """Return the raw contents of a tensor whose contents are in JSON."""
+    name, data = tensor.name, tensor.data
+    if data is None:
+        raise InvalidRequestError(f"input {name!r} has neither data nor {_SIZE}")
+    if tensor.datatype == "BYTES":
+        return serialised_strings([[_bytes_from_base64(name, text) for text in _flat(data)]])
+    types: set[type] = {int} if tensor.datatype == "UINT8" else {int, float}
+    if tensor.datatype not in ("UINT8", "FP32"):
+        raise InvalidRequestError(
+            f"input {name!r} has datatype {tensor.datatype!r}; it must be BYTES, UINT8 or FP32"
+        )
+    flat = _flat(data)
+    if not set(map(type, flat)) <= types:
+        raise InvalidRequestError(f"the data of input {name!r} are not {tensor.datatype} numbers")
+    if flat and not 0 <= min(flat) <= max(flat) <= 255:
+        raise InvalidRequestError(f"input {name!r} has values outside 0..255")
+    return np.array(flat, _DTYPES[tensor.datatype]).tobytes()
+
+
+def _flat(data: list[Any]) -> list[Any]:
+    """Return the elements of nested lists. Mixed lists are not flattened."""
+    while data and set(map(type, data)) == {list}:
+        data = list(itertools.chain.from_iterable(data))
+    return data
+
+
+def _bytes_from_base64(name: str, text: Any) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (TypeError, ValueError, binascii.Error):
+        raise InvalidRequestError(
+            f"the data of input {name!r} must be base64 of image files, as text; without base64, "
+            f"send the files as binary data ({_SIZE})"
+        ) from None
+
+
+def _binary_outputs(request: InferRequest) -> BinaryOutputs:
+    is_default = request.parameters.pop(_ALL_BINARY, False) is True
+    exceptions = frozenset(
+        output.name
+        for output in request.outputs
+        if output.parameters.pop(_IS_BINARY, is_default) is not is_default
+    )
+    return BinaryOutputs(is_default, exceptions)
+
+
+def _infer_message(
+    request: InferRequest, raw: Sequence[bytes], model: str, version: str
+) -> pb.ModelInferRequest:
+    return pb.ModelInferRequest(
+        model_name=model,
+        model_version=version,
+        id=request.id or "",
+        parameters=_parameter_messages(request.parameters),
+        inputs=[
+            pb.ModelInferRequest.InferInputTensor(
+                name=tensor.name,
+                datatype=tensor.datatype,
+                shape=tensor.shape,
+                parameters=_parameter_messages(tensor.parameters),
+            )
+            for tensor in request.inputs
+        ],
+        outputs=[
+            pb.ModelInferRequest.InferRequestedOutputTensor(
+                name=output.name, parameters=_parameter_messages(output.parameters)
+            )
+            for output in request.outputs
+        ],
+        raw_input_contents=raw,
+    )
+
+
+def _parameter_messages(parameters: Parameters) -> dict[str, pb.InferParameter]:
+    messages = {}
+    for name, value in parameters.items():
+        messages[name] = message = pb.InferParameter()
+        setattr(message, _PARAMETER_FIELDS[type(value)], value)
+    return messages
+
+
+def http_from_infer_response(
+    response: pb.ModelInferResponse, binary: BinaryOutputs
+) -> tuple[bytes, int | None]:
+    """Return the body of a REST inference response.
+
+    Args:
+        response: Response with raw contents of datatype BYTES, FP32 or INT64.
+        binary: Outputs to return as binary data.
+
+    Returns:
+        The body, and the size of its JSON part. None: the body is only JSON.
+    """
+    outputs, tail = [], []
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        value: dict[str, Any] = {
+            "name": output.name,
+            "datatype": output.datatype,
+            "shape": list(output.shape),
+        }
+        if binary.include(output.name):
+            value["parameters"] = {_SIZE: len(raw)}
+            tail.append(raw)
+        else:
+            value["data"] = _values_from_raw(output, raw)
+        outputs.append(value)
+    header = {"model_name": response.model_name, "model_version": response.model_version}
+    if response.id:
+        header["id"] = response.id
+    text = to_json({**header, "outputs": outputs})
+    return b"".join((text, *tail)), len(text) if tail else None
+
+
+def _values_from_raw(output: pb.ModelInferResponse.InferOutputTensor, raw: bytes) -> list[Any]:
+    if output.datatype == "BYTES":
+        strings = split_raw(output.name, raw, math.prod(output.shape))
+        return [text.decode("ascii") for text in strings]
+    values: list[Any] = np.frombuffer(raw, _DTYPES[output.datatype]).tolist()
+    return values
+
+
+def value_from_message(message: Message) -> dict[str, Any]:
+    """Return a message as a JSON object with the names of the .proto file, and with all fields.
+
+    Unlike in protobuf's own JSON, 64-bit integers are numbers, as clients of this protocol expect.
+    Message fields that are not set are omitted.
+    """
+    value: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        if field.has_presence and not message.HasField(field.name):
+            continue
+        content = getattr(message, field.name)
+        kind = field.message_type
+        if kind is not None and kind.GetOptions().map_entry:
+            entry = kind.fields_by_name["value"]
+            value[field.name] = {key: _json_value(entry, content[key]) for key in content}
+        elif field.is_repeated:
+            value[field.name] = [_json_value(field, element) for element in content]
+        else:
+            value[field.name] = _json_value(field, content)
+    return value
+
+
+def _json_value(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return value_from_message(value)
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[value].name
+    return value
