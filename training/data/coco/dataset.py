@@ -28,7 +28,7 @@ class DataError(Exception):
 class SourceContent:
     """Annotations of a split, converted to the content of a COCO annotation file."""
 
-    content: dict[str, list[Any]]
+    content: dict[str, Any]
     # Names of the source's entries that were left out, by reason.
     faults: Mapping[str, Sequence[str]]
 
@@ -175,13 +175,13 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} is not JSON: {error}") from None
 
 
-def read_coco_file(path: Path) -> dict[str, list[Any]]:
+def read_coco_file(path: Path) -> dict[str, Any]:
     """Read a COCO annotation file, and check that it has the three lists.
 
     Raises:
         DataError: The file cannot be read, or is not in COCO format.
     """
-    content: dict[str, list[Any]] = read_json(path)
+    content: dict[str, Any] = read_json(path)
     for key in ("images", "annotations", "categories"):
         if not isinstance(content, dict) or not isinstance(content.get(key), list):
             raise DataError(f"{path} is not in COCO format: it has no array {key!r}")

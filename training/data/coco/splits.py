@@ -1,39 +1,42 @@
 """Find the splits of a data set folder: pairs of an annotation file and an image folder."""
 
+import json
+import mmap
+import re
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from ...config import DatasetConfig
 from .dataset import DataError
 
 _PREFIX = "instances_"
+# Number of image files that are looked up to find the image folder of an annotation file.
+_LOOKUPS = 5
+_FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
 
 
 def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     """Find the annotation files `annotations/[instances_]<split>.json` and their image folders.
 
-    The image folder of a split is the one with the longest name that its name ends with (`val2014/`
-    for `minival2014`), else `images/`. Splits without an image folder are skipped.
+    The image folder of a split is the one in `folder` or `folder/images` that contains its images.
+    If several or none contain them, it is the one with the longest name that the split's name ends
+    with (`val2014/` for `minival2014`), else `images/`. Splits without an image folder are skipped.
 
     Raises:
         DataError: There is no split.
     """
-    files = sorted((folder / "annotations").glob("*.json"))
-    # COCO also publishes files with captions and keypoints here, which are ignored.
-    files = [file for file in files if file.name.startswith(_PREFIX)] or files
+    files = annotation_files(folder)
     if not files:
         raise DataError(
             f"{folder} has no annotations/*.json; pass a folder that has them, or --images and "
             "--annotations"
         )
-    folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
     splits = {}
     for file in files:
         split = file.stem.removeprefix(_PREFIX)
-        candidates = [name for name in folders if split.endswith(name)] or (
-            ["images"] if "images" in folders else []
-        )
-        if candidates:
-            images = folder / max(candidates, key=len)
+        images = _image_folder(folder, split, file)
+        if images is not None:
             splits[split] = DatasetConfig(images=images, annotations=file)
     if not splits:
         names = " or ".join(f"{file.stem.removeprefix(_PREFIX)}/" for file in files)
@@ -42,6 +45,43 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
             "--images and --annotations"
         )
     return splits
+
+
+def annotation_files(folder: Path) -> list[Path]:
+    """Return the files `annotations/instances_*.json` of a folder, else `annotations/*.json`."""
+    files = sorted((folder / "annotations").glob("*.json"))
+    # COCO also publishes files with captions and keypoints here, which are ignored.
+    return [file for file in files if file.name.startswith(_PREFIX)] or files
+
+
+def _image_folder(folder: Path, split: str, file: Path) -> Path | None:
+    """Return the image folder of a split. None: there is none."""
+    common = folder / "images"
+    places = [*_subfolders(folder), *_subfolders(common)]
+    named = [place for place in places if split.lower().endswith(place.name.lower())]
+    named.sort(key=lambda place: len(place.name), reverse=True)
+    named += [common] if common.is_dir() else []
+    names = list(islice(_file_names(file), _LOOKUPS))
+    for place in (*named, folder, *places):
+        if any((place / name).is_file() for name in names):
+            return place
+    return next(iter(named), None)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def _file_names(file: Path) -> Iterator[str]:
+    """Yield the image files that an annotation file lists, without parsing the file."""
+    if not file.stat().st_size:
+        return
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as content:
+        for match in _FILE_NAME.finditer(content):
+            try:
+                yield json.loads(match[1]).replace("\\", "/")
+            except ValueError:
+                continue
 
 
 def find_validation_split(folder: Path) -> DatasetConfig:

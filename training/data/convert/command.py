@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from .conversion import ForeignDataset
+    from .conversion import ForeignDataset, WrittenSplit
 
 _FOLDER = click.argument(
     "folder", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="DIR"
@@ -20,9 +20,34 @@ _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing fi
 def convert() -> None:
     """Convert annotations of another format to COCO files.
 
-    Writes train.json and val.json to OUT. Images are not copied: the command prints the options
-    with which `maskrcnn train` finds them.
+    Writes a file per split, such as train.json, to OUT. Images are not copied: the command prints
+    the options with which `maskrcnn train` finds them.
     """
+
+
+@convert.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True), metavar="DIR")
+@_OUT
+@_OVERWRITE
+def auto(folder: Path, out: Path, overwrite: bool) -> None:
+    """Recognise the layout of a data set, and convert its annotations.
+
+    DIR is a data set in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO. `maskrcnn train
+    finetune` and `maskrcnn data inspect` read these layouts without conversion. Each split is
+    written to OUT/SPLIT.json.
+    """
+    from ..coco.dataset import summary_of
+    from .conversion import prepare_files, write_coco_file
+    from .layouts import recognize_layout
+
+    layout = recognize_layout(folder)
+    click.echo(f"{folder}: {layout.name}")
+    paths = prepare_files(out, layout.splits, overwrite=overwrite)
+    for name, split in layout.splits.items():
+        file = write_coco_file(paths[name], split.content())
+        _report(name, file, split.images)
+        if file.faults:
+            click.echo(f"left out in {name}: {summary_of(file.faults)}", err=True)
 
 
 @convert.command()
@@ -70,8 +95,12 @@ def _convert(
             dataset, out, overwrite=overwrite, on_image=lambda: progress.advance(task)
         )
     for name, file in written.items():
-        click.echo(
-            f"{file.path}: {file.images} images, {file.objects} objects, {file.crowds} crowds; "
-            f"use it with data.{name}.annotations={file.path} "
-            f"data.{name}.images={dataset.splits[name].images}"
-        )
+        _report(name, file, dataset.splits[name].images)
+
+
+def _report(name: str, file: "WrittenSplit", images: Path) -> None:
+    """Print a written file, and the keys with which `maskrcnn train` uses it."""
+    click.echo(
+        f"{file.path}: {file.images} images, {file.objects} objects, {file.crowds} crowds; "
+        f"use it with data.{name}.annotations={file.path} data.{name}.images={images}"
+    )

@@ -1,14 +1,26 @@
 """Write COCO annotation files for a data set of another format."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ....model.atomic_files import atomic_write
 from ....model.bundle.manifest import Category
-from ..coco.dataset import DataError
+from ..coco.dataset import DataError, SourceContent
+
+
+class UnusableSourceError(Exception):
+    """The annotations of one image cannot be converted. The image is left out and counted."""
+
+    def __init__(self, reason: str, name: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        # Without details, so that equal reasons can be counted.
+        self.reason = reason
+        # Name of the file.
+        self.name = name
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +33,8 @@ class ConvertedImage:
     width: int
     # COCO annotations without `id` and `image_id`.
     annotations: list[dict[str, Any]]
+    # Reason and name of each object that was left out.
+    faults: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +53,8 @@ class ForeignDataset:
 
     categories: tuple[Category, ...]
     splits: Mapping[str, SourceSplit]
-    # Function that reads one of `SourceSplit.sources`. It may raise `DataError`.
+    # Function that reads one of `SourceSplit.sources`. It may raise `DataError`, which ends the
+    # conversion, or `UnusableSourceError`.
     read: Callable[[Path], ConvertedImage]
 
 
@@ -51,6 +66,8 @@ class WrittenSplit:
     images: int
     objects: int
     crowds: int
+    # Names of the source's entries that were left out, by reason.
+    faults: Mapping[str, Sequence[str]]
 
 
 def write_coco_files(
@@ -74,43 +91,65 @@ def write_coco_files(
     Raises:
         DataError: A file exists and `overwrite` is False, or an annotation file cannot be read.
     """
-    paths = {name: folder / f"{name}.json" for name in dataset.splits}
+    paths = prepare_files(folder, dataset.splits, overwrite=overwrite)
+    return {
+        name: write_coco_file(paths[name], source_content(dataset, split, on_image))
+        for name, split in dataset.splits.items()
+    }
+
+
+def prepare_files(folder: Path, splits: Iterable[str], *, overwrite: bool) -> dict[str, Path]:
+    """Create the output folder. Return the path of each split's future file.
+
+    Raises:
+        DataError: A file exists and `overwrite` is False.
+    """
+    paths = {name: folder / f"{name}.json" for name in splits}
     for path in paths.values():
         if path.exists() and not overwrite:
             raise DataError(f"{path} exists; choose another folder, or pass --overwrite")
     folder.mkdir(parents=True, exist_ok=True)
-    written = {}
-    for name, split in dataset.splits.items():
-        content = _content_of(dataset, split, on_image)
-        with atomic_write(paths[name]) as file:
-            file.write(json.dumps(content).encode())
-        crowds = sum(annotation["iscrowd"] for annotation in content["annotations"])
-        objects = len(content["annotations"]) - crowds
-        written[name] = WrittenSplit(paths[name], len(content["images"]), objects, crowds)
-    return written
+    return paths
 
 
-def _content_of(
-    dataset: ForeignDataset, split: SourceSplit, on_image: Callable[[], object]
-) -> dict[str, Any]:
+def write_coco_file(path: Path, source: SourceContent) -> WrittenSplit:
+    """Write the content of a split to a COCO annotation file atomically."""
+    content = source.content
+    with atomic_write(path) as file:
+        file.write(json.dumps(content).encode())
+    crowds = sum(annotation.get("iscrowd") == 1 for annotation in content["annotations"])
+    objects = len(content["annotations"]) - crowds
+    return WrittenSplit(path, len(content["images"]), objects, crowds, source.faults)
+
+
+def source_content(
+    dataset: ForeignDataset, split: SourceSplit, on_image: Callable[[], object] = lambda: None
+) -> SourceContent:
+    """Convert a split. Call `on_image` after each image.
+
+    Raises:
+        DataError: An annotation file cannot be read.
+    """
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
+    faults: dict[str, list[str]] = defaultdict(list)
     for image_id, source in enumerate(split.sources, start=1):
-        image = dataset.read(source)
-        images.append(
-            {
-                "id": image_id,
-                "file_name": image.file_name,
-                "height": image.height,
-                "width": image.width,
-            }
-        )
+        on_image()
+        try:
+            image = dataset.read(source)
+        except UnusableSourceError as error:
+            faults[error.reason].append(error.name)
+            continue
+        size = {"height": image.height, "width": image.width}
+        images.append({"id": image_id, "file_name": image.file_name, **size})
         for annotation in image.annotations:
             annotations.append({"id": len(annotations) + 1, "image_id": image_id, **annotation})
-        on_image()
-    return {
+        for reason, name in image.faults:
+            faults[reason].append(name)
+    content = {
         "info": {},
         "images": images,
         "annotations": annotations,
         "categories": [category.model_dump() for category in dataset.categories],
     }
+    return SourceContent(content, faults)

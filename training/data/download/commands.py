@@ -1,6 +1,5 @@
 """Commands `maskrcnn data download`, `verify` and `extract`."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ....model.config.option_types import FiniteRange
-from ....model.download.progress import progress_bars
+from ....model.download.progress_bars import progress_bars
 from .coco_archives import BASE_URL, Edition, Part
 
 _EDITIONS = ("coco2014", "coco2017")
@@ -26,13 +25,18 @@ def _md5s_from_path(
     context: click.Context, parameter: click.Parameter, path: Path | None
 ) -> dict[str, str]:
     """Parse a file with output of `md5sum`. Return MD5 by file name."""
-    md5s = {}
-    for line in path.read_text(errors="replace").splitlines() if path else ():
-        match = re.fullmatch(r"([0-9a-fA-F]{32}) [ *](?:.*/)?([^/]+)", line)
-        if match is None:
-            raise click.BadParameter(f"{path}: {line!r} does not have md5sum's form `MD5  FILE`")
-        md5s[match[2]] = match[1].lower()
-    return md5s
+    if path is None:
+        return {}
+    from ....model.download.checksums import read_checksums
+
+    try:
+        checksums = read_checksums(path)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    for name, checksum in checksums.items():
+        if checksum.algorithm != "md5":
+            raise click.BadParameter(f"{path}: the checksum of {name} is not an MD5; use md5sum")
+    return {name: checksum.digest for name, checksum in checksums.items()}
 
 
 def _coco_arguments(command: Callable[..., None]) -> Callable[..., None]:
@@ -105,8 +109,8 @@ def download(
     maskrcnn-benchmark trains on train2014 and valminusminival2014 and tests on minival2014. These
     are the images of train2017 and val2017, so use coco2017.
     """
+    from ....model.download.checksums import Checksum
     from ....model.download.http_download import Remedies, RetryPolicy, download_file
-    from ....model.download.local_files import Checksum
     from .coco_archives import coco_archives
 
     archives = coco_archives(edition, parts, md5s)

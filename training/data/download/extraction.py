@@ -7,12 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from ....model.download.local_files import (
-    ByteProgress,
-    check_free_space,
-    exclusive_lock,
-    no_progress,
-)
+from ....model.download.local_files import check_free_space, exclusive_lock
+from ....model.download.progress import ByteProgress, no_progress
 from ..coco.dataset import DataError
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....model.download.local_files import ByteProgress, Checksum, no_progress
+from ....model.download.checksums import Checksum
+from ....model.download.progress import ByteProgress, no_progress
 from ....model.images import ImageError, decode_image
 from ..coco.dataset import DataError
 from .coco_archives import CocoArchive, Edition, Part, annotations_in

@@ -1,20 +1,21 @@
 """Command `maskrcnn data inspect`."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
-    from ...config import DatasetConfig
+    from ..convert.layouts import LayoutSplit
     from .report import DatasetReport
 
 
 @click.command()
 @click.argument(
     "folder",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    type=click.Path(path_type=Path, exists=True),
     metavar="[DIR]",
     required=False,
 )
@@ -84,21 +85,21 @@ def inspect(
 ) -> None:
     """Print statistics of a data set, and report invalid and suspicious entries.
 
-    DIR contains annotations/[instances_]SPLIT.json and the images of each split in SPLIT/. The exit
-    code is 0 even if there are such entries.
+    DIR is a data set in the layout of COCO (annotations/[instances_]SPLIT.json, and the images of
+    each split in SPLIT/), Roboflow, CVAT, LabelMe or YOLO. The exit code is 0 even if there are
+    such entries.
     """
     from rich.console import Console
     from rich.progress import Progress
     from rich.text import Text
 
-    from ..coco.dataset import CocoDataset
     from .report import LoadedSplit, inspect_splits
     from .report_tables import tables_from
 
     splits = {}
-    for name, config in _splits_in(folder, images, annotations).items():
-        with Console(stderr=True).status(Text(f"reading {config.annotations}")):
-            splits[name] = LoadedSplit(config, CocoDataset(config))
+    for name, split in _splits_in(folder, images, annotations).items():
+        with Console(stderr=True).status(Text(f"reading {split.annotations}")):
+            splits[name] = LoadedSplit(split.config, split.load())
     datasets = [split.dataset for split in splits.values()]
     with Progress(disable=not decode) as progress:
         task = progress.add_task("decoding", total=sum(map(len, datasets)))
@@ -123,14 +124,15 @@ def inspect(
 
 def _splits_in(
     folder: Path | None, images: Path | None, annotations: Path | None
-) -> "dict[str, DatasetConfig]":
-    from ...config import DatasetConfig
-    from ..coco.splits import find_splits
+) -> "Mapping[str, LayoutSplit]":
+    from ..convert.layouts import LayoutSplit, recognize_layout
 
     if folder is not None and images is None and annotations is None:
-        return find_splits(folder)
+        layout = recognize_layout(folder)
+        click.echo(f"{folder}: {layout.name}")
+        return layout.splits
     if folder is None and images is not None and annotations is not None:
-        return {annotations.stem: DatasetConfig(images=images, annotations=annotations)}
+        return {annotations.stem: LayoutSplit(images, annotations)}
     raise click.UsageError("give either DIR, or both --images and --annotations")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ....model.images import IMAGE_SUFFIXES, ImageError
 from ..coco.dataset import ImageRecord
+from ..image_sizes import read_header_size
 from .annotation_checks import Suspicion
 
 # Length of the end of a file that is compared before its whole content.
@@ -56,6 +57,31 @@ def undecodable_files(
             if fault is not None:
                 suspicions.append(Suspicion("invalid image file", record, detail=fault))
     return suspicions
+
+
+def misfit_files(records: Sequence[ImageRecord]) -> list[Suspicion]:
+    """Find image files whose header cannot be read, or has another size than annotated.
+
+    Pixels are not read.
+    """
+
+    def fault_of(record: ImageRecord) -> str | None:
+        try:
+            size = read_header_size(record.path)
+        except ImageError as error:
+            return str(error)
+        if (record.height, record.width) in size:
+            return None
+        height, width = size.upright
+        return f"{height}x{width} pixels, but annotated as {record.height}x{record.width}"
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        faults = pool.map(fault_of, records)
+        return [
+            Suspicion("invalid image file", record, detail=fault)
+            for record, fault in zip(records, faults, strict=True)
+            if fault is not None
+        ]
 
 
 def unlisted_files(folders: Iterable[Path], listed: Iterable[Path]) -> list[Path]:

@@ -14,7 +14,7 @@ from ....model.images import resized_size
 from ...config import DatasetConfig
 from ..coco.dataset import CocoDataset
 from .annotation_checks import Suspicion, suspicious_annotations
-from .file_checks import suspicious_files, undecodable_files, unlisted_files
+from .file_checks import misfit_files, suspicious_files, undecodable_files, unlisted_files
 
 # COCO's upper area limits of small and of medium objects, in square pixels.
 _SMALL, _MEDIUM = 32**2, 96**2
@@ -105,13 +105,13 @@ def inspect_splits(
         splits: Splits by name.
         min_size: Shorter side of resized images in pixels, as in `data.min_size`.
         max_size: Upper limit of their longer side in pixels, as in `data.max_size`.
-        decode: Also decode each image, which takes some milliseconds per image.
+        decode: Also decode each image, which takes some milliseconds per image. False: read only
+            the headers of the files.
         on_image: Called after each decoded image.
     """
     records = [record for split in splits.values() for record in split.dataset.records]
     of_files = suspicious_files(records)
-    if decode:
-        of_files += undecodable_files(records, on_image)
+    of_files += undecodable_files(records, on_image) if decode else misfit_files(records)
     files = _subjects_by_reason(of_files)
     if unlisted := _unlisted_in(splits.values()):
         files["file that is not listed"] = tuple(map(str, unlisted))

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 from coco_folder import HEIGHT, WIDTH, valid_content, write_folder, write_image
+from PIL import ExifTags, Image
 
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, ImageRecord
 from maskrcnn_trt.training.data.inspect.file_checks import (
+    misfit_files,
     suspicious_files,
     undecodable_files,
     unlisted_files,
@@ -22,6 +24,7 @@ def records(tmp_path: Path) -> tuple[ImageRecord, ...]:
 def test_valid_files_are_not_suspicious(tmp_path: Path, records: tuple[ImageRecord, ...]) -> None:
     assert suspicious_files(records) == []
     assert undecodable_files(records) == []
+    assert misfit_files(records) == []
     assert unlisted_files([tmp_path], [record.path for record in records]) == []
 
 
@@ -36,17 +39,11 @@ def test_copies_and_second_listings_are_found(
         (f"{tmp_path / '2.png'}", "file listed more than once"),
         (f"{tmp_path / '9.jpg'}: as {tmp_path / '5.jpg'}", "file with the content of another"),
     ]
-
-
-def test_large_files_with_equal_size_and_end_are_distinguished(
-    tmp_path: Path, records: tuple[ImageRecord, ...]
-) -> None:
     for number, record in enumerate(records):
         record.path.write_bytes(bytes([number % 3]) + bytes(10_000))
-    found = suspicious_files(records)
-    assert [s.subject for s in found] == [
-        f"{records[3].path}: as {records[0].path}",
-        f"{records[4].path}: as {records[1].path}",
+    copies = [(records[3], records[0]), (records[4], records[1])]
+    assert [s.subject for s in suspicious_files(records)] == [
+        f"{copy.path}: as {first.path}" for copy, first in copies
     ]
 
 
@@ -73,3 +70,19 @@ def test_unlisted_images_are_found_at_any_depth(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     found = unlisted_files([tmp_path, tmp_path], [tmp_path / "a.jpg", tmp_path / "deep/e.webp"])
     assert found == [tmp_path / "b.JPEG", tmp_path / "deep/down/d.png"]
+
+
+def test_headers_of_another_size_than_annotated_are_named(
+    tmp_path: Path, records: tuple[ImageRecord, ...]
+) -> None:
+    for record in records[:3]:
+        write_image(record.path, record.height - 3, record.width)
+    # An image that is rotated when it is shown may be annotated in either orientation.
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    write_image(tmp_path / "9.jpg", WIDTH, HEIGHT, exif=exif)
+    (tmp_path / "11.jpg").write_bytes(b"no image")
+    found = {s.record.path.name: s.detail for s in misfit_files(records)}
+    assert set(found) == {"2.png", "5.jpg", "8.jpg", "11.jpg"}
+    assert found["5.jpg"] == f"{HEIGHT - 3}x{WIDTH} pixels, but annotated as {HEIGHT}x{WIDTH}"
+    assert "not an image" in found["11.jpg"]

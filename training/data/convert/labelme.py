@@ -1,0 +1,207 @@
+"""Read annotations of LabelMe: a JSON file per image."""
+
+import base64
+import io
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from ....model.bundle.manifest import Category
+from ....model.images import IMAGE_SUFFIXES, ImageError
+from ....model.masks import coco_from_rle, rle_from_mask
+from ..coco.dataset import DataError, read_json
+from ..coco.numbers import integer_from
+from ..image_sizes import read_header_size
+from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
+from .polygons import Points, annotation_from_polygons
+
+# Labels that mark regions without objects.
+_NO_OBJECTS = frozenset({"__ignore__", "_background_"})
+# Vertices of the polygon that replaces a circle.
+_CIRCLE_POINTS = 64
+# Name of the split by the lower-case name of a folder.
+_SPLIT_BY_FOLDER = {
+    "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val",
+    "test": "test",
+}  # fmt: skip
+_ONLY_SPLIT = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class _LabelmeFile:
+    shapes: Sequence[Mapping[str, Any]]
+    image_path: str
+    # None: the file does not contain it.
+    height: int | None
+    width: int | None
+
+
+def is_labelme(content: Any) -> bool:
+    """Whether the content of a JSON file is in the format of LabelMe."""
+    return isinstance(content, Mapping) and isinstance(content.get("shapes"), list)
+
+
+def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
+    """Read all LabelMe files of a folder.
+
+    Files below folders named `train`, `val` and `test` are splits. Shapes with the same label and
+    `group_id` are one object. Labels become classes in alphabetical order.
+
+    Raises:
+        DataError: No file has a label.
+    """
+    parsed: dict[Path, _LabelmeFile | str] = {path: _parsed(path) for path in files}
+    labels = {
+        str(shape["label"])
+        for file in parsed.values()
+        if not isinstance(file, str)
+        for shape in file.shapes
+        if shape.get("label")
+    } - _NO_OBJECTS
+    if not labels:
+        raise DataError(f"{folder} has LabelMe files without any label")
+    categories = tuple(Category(id=n, name=name) for n, name in enumerate(sorted(labels), start=1))
+    ids = {category.name: category.id for category in categories}
+    by_split: dict[str, list[Path]] = defaultdict(list)
+    for path in sorted(parsed):
+        by_split[_split_of(path.relative_to(folder))].append(path)
+    splits = {name: SourceSplit(folder, tuple(paths)) for name, paths in by_split.items()}
+    return ForeignDataset(
+        categories, splits, lambda path: _convert(folder, path, parsed[path], ids)
+    )
+
+
+def _split_of(path: Path) -> str:
+    names = (_SPLIT_BY_FOLDER.get(part.lower()) for part in path.parts[:-1])
+    return next((name for name in names if name), _ONLY_SPLIT)
+
+
+def _parsed(path: Path) -> _LabelmeFile | str:
+    """Read a LabelMe file. Return the reason if it is invalid."""
+    try:
+        content = read_json(path)
+    except DataError:
+        return "files: not readable as JSON"
+    if not is_labelme(content):
+        return "files: not in the format of LabelMe"
+    return _LabelmeFile(
+        shapes=[shape for shape in content["shapes"] if isinstance(shape, Mapping)],
+        image_path=str(content.get("imagePath") or ""),
+        height=integer_from(content.get("imageHeight")),
+        width=integer_from(content.get("imageWidth")),
+    )
+
+
+def _convert(
+    folder: Path, path: Path, file: _LabelmeFile | str, ids: Mapping[str, int]
+) -> ConvertedImage:
+    name = path.relative_to(folder).as_posix()
+    if isinstance(file, str):
+        raise UnusableSourceError(file, name)
+    image = _image_of(path, file.image_path, folder)
+    if image is None:
+        raise UnusableSourceError("files: image missing", name)
+    height, width = file.height, file.width
+    if height is None or width is None:
+        try:
+            height, width = read_header_size(image).upright
+        except ImageError:
+            raise UnusableSourceError("files: image not readable", name) from None
+    annotations, faults = [], []
+    groups: dict[tuple[str, str], list[Points]] = defaultdict(list)
+    for number, shape in enumerate(file.shapes):
+        label = str(shape.get("label", ""))
+        if label in _NO_OBJECTS:
+            continue
+        try:
+            if label not in ids:
+                raise _InvalidShapeError("no label")
+            if shape.get("shape_type") == "mask":
+                annotations.append(_annotation_from_mask(shape, ids[label], height, width))
+                continue
+            group = shape.get("group_id")
+            # Shapes without a group are objects of their own.
+            key = f"shape {number}" if group is None else f"group {group}"
+            polygon = _polygon_from(shape)
+            groups[label, key].append(polygon)
+        except _InvalidShapeError as error:
+            faults.append((f"shapes: {error}", f"{name}:{number}"))
+    annotations += [annotation_from_polygons(ids[k[0]], group) for k, group in groups.items()]
+    return ConvertedImage(_relative(image, folder), height, width, annotations, faults)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path, folder)).as_posix()
+
+
+def _image_of(path: Path, image_path: str, folder: Path) -> Path | None:
+    """Return the image of a LabelMe file. None: missing."""
+    # Files are often moved after annotation, and `imagePath` may come from Windows.
+    written = image_path.replace("\\", "/")
+    name = written.rpartition("/")[2]
+    places = [path.parent, path.parent / "images", path.parent.parent / "images"]
+    places += [folder / "images" / path.parent.name, folder / "images", folder]
+    candidates = [path.parent / written] if written else []
+    candidates += [place / name for place in places if name]
+    candidates += [place / (path.stem + suffix) for place in places for suffix in IMAGE_SUFFIXES]
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+class _InvalidShapeError(Exception):
+    """Invalid shape. The message has no details, so that equal reasons can be counted."""
+
+
+def _polygon_from(shape: Mapping[str, Any]) -> Points:
+    try:
+        points = np.array(shape.get("points"), np.float64).reshape(-1, 2)
+    except (TypeError, ValueError, OverflowError):
+        raise _InvalidShapeError("points are not pairs of numbers") from None
+    if not np.isfinite(points).all():
+        raise _InvalidShapeError("points are not pairs of numbers")
+    kind = shape.get("shape_type") or "polygon"
+    if kind == "rectangle" and len(points) == 2:
+        (left, top), (right, bottom) = points
+        return np.array([[left, top], [right, top], [right, bottom], [left, bottom]])
+    if kind == "circle" and len(points) == 2:
+        centre, edge = points
+        angles = np.linspace(0, 2 * math.pi, _CIRCLE_POINTS, endpoint=False)
+        circle = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        polygon: Points = centre + np.hypot(*(edge - centre)) * circle
+        return polygon
+    if kind not in ("polygon", "rectangle", "oriented_rectangle"):
+        raise _InvalidShapeError(f"shape_type {kind} has no area")
+    if len(points) < 3:
+        raise _InvalidShapeError("polygon of fewer than three points")
+    return points
+
+
+def _annotation_from_mask(
+    shape: Mapping[str, Any], category_id: int, height: int, width: int
+) -> dict[str, Any]:
+    """Convert a shape of type `mask`: a PNG in base64, and the corners of its box."""
+    try:
+        with Image.open(io.BytesIO(base64.b64decode(shape["mask"])), formats=["PNG"]) as image:
+            crop = np.asarray(image.convert("L")) != 0
+        left, top = (round(value) for value in shape["points"][0])
+        mask = np.zeros((height, width), np.bool_)
+        mask[top : top + crop.shape[0], left : left + crop.shape[1]] = crop
+    except Exception as error:  # on damaged data, decoders raise exceptions of any type
+        raise _InvalidShapeError("mask is damaged, or does not fit the image") from error
+    if not mask.any():
+        raise _InvalidShapeError("mask is empty")
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    x, y = int(columns[0]), int(rows[0])
+    return {
+        "category_id": category_id,
+        "bbox": [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y],
+        "area": int(mask.sum()),
+        "iscrowd": 0,
+        "segmentation": coco_from_rle(rle_from_mask(mask)),
+    }

@@ -1,0 +1,159 @@
+"""Recognition of data set folders: COCO, Roboflow, CVAT, LabelMe and YOLO."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from ...config import DatasetConfig
+from ..coco.dataset import CocoDataset, DataError, SourceContent, read_coco_file, read_json
+from ..coco.numbers import id_from
+from ..coco.splits import annotation_files, find_splits
+from .conversion import ForeignDataset, source_content
+from .labelme import is_labelme, labelme
+from .yolo import yolo, yolo_file
+
+_ROBOFLOW_FILE = "_annotations.coco.json"
+# JSON files of a folder that are read to recognise its layout.
+_SAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSplit:
+    """Split of a recognised data set."""
+
+    images: Path
+    # COCO file, or the folder or YAML file of another format.
+    annotations: Path
+    # Returns the annotations as the content of a COCO file. None: `annotations` is a COCO file that
+    # can be used unchanged.
+    convert: Callable[[], SourceContent] | None = None
+
+    @property
+    def config(self) -> DatasetConfig:
+        """Paths of the split. `annotations` is a COCO file only if `convert` is None."""
+        return DatasetConfig(images=self.images, annotations=self.annotations)
+
+    def content(self) -> SourceContent:
+        """Return the annotations as the content of a COCO file."""
+        if self.convert is not None:
+            return self.convert()
+        return SourceContent(read_coco_file(self.annotations), {})
+
+    def load(self, on_broken: Literal["skip", "refuse"] = "skip") -> CocoDataset:
+        """Read and validate the annotations. Errors are those of `CocoDataset`."""
+        source = None if self.convert is None else self.convert()
+        return CocoDataset(self.config, on_broken, source)
+
+
+@dataclass(frozen=True, slots=True)
+class DataLayout:
+    """Recognised data set: the name of its layout, and its splits."""
+
+    name: str
+    splits: Mapping[str, LayoutSplit]
+
+
+def recognize_layout(path: Path) -> DataLayout:
+    """Recognise the layout of a data set folder, or of a YAML file of YOLO.
+
+    Raises:
+        DataError: The layout is unknown, or the data set is incomplete.
+    """
+    if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
+        return _foreign("YOLO", yolo(path), path)
+    if not path.is_dir():
+        kind = "is not a folder" if path.exists() else "does not exist"
+        raise DataError(f"{path} {kind}; give the folder of a data set")
+    if files := _roboflow_files(path):
+        return DataLayout("COCO as exported by Roboflow", _roboflow_splits(files))
+    coco = annotation_files(path)
+    if coco and not is_labelme(_content_of(coco[0])):
+        return _coco_layout(path)
+    if (file := yolo_file(path)) is not None:
+        return _foreign("YOLO", yolo(file), file)
+    samples = {file: _content_of(file) for file in islice(_json_files(path), _SAMPLES)}
+    if any(map(is_labelme, samples.values())):
+        return _foreign("LabelMe", labelme(path, _json_files(path)), path)
+    for file, content in samples.items():
+        if file.parent == path and isinstance(content, dict) and "annotations" in content:
+            return DataLayout("COCO", {file.stem: LayoutSplit(_images_beside(file), file)})
+    raise DataError(
+        f"{path} has none of the known layouts: COCO (annotations/instances_*.json), Roboflow "
+        f"(train/{_ROBOFLOW_FILE}), CVAT (annotations/instances_default.json and images/), LabelMe "
+        "(a JSON file per image), YOLO (data.yaml); pass the folder that directly contains these"
+    )
+
+
+def _foreign(name: str, dataset: ForeignDataset, annotations: Path) -> DataLayout:
+    return DataLayout(
+        name,
+        {
+            split: LayoutSplit(source.images, annotations, partial(source_content, dataset, source))
+            for split, source in dataset.splits.items()
+        },
+    )
+
+
+def _coco_layout(folder: Path) -> DataLayout:
+    configs = find_splits(folder)
+    splits = {name: LayoutSplit(c.images, c.annotations) for name, c in configs.items()}
+    # CVAT has the images in `images/`, and calls the split of a task without subsets `default`.
+    is_cvat = all(folder / "images" in (s.images, s.images.parent) for s in splits.values())
+    return DataLayout("COCO as exported by CVAT" if is_cvat else "COCO", splits)
+
+
+def _roboflow_files(folder: Path) -> dict[str, Path]:
+    files = [*folder.glob(f"*/{_ROBOFLOW_FILE}"), *folder.glob(_ROBOFLOW_FILE)]
+    return {"all" if file.parent == folder else file.parent.name: file for file in sorted(files)}
+
+
+def _roboflow_splits(files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
+    contents = {name: read_coco_file(file) for name, file in files.items()}
+    groups = _group_categories(list(contents.values()))
+    return {
+        name: LayoutSplit(file.parent, file, partial(_without, contents[name], groups))
+        for name, file in files.items()
+    }
+
+
+def _group_categories(contents: Sequence[Mapping[str, Any]]) -> frozenset[int | str | None]:
+    """Return the ids of categories without annotations that only name a group of the others.
+
+    Roboflow adds such a category with id 0.
+    """
+    used = {id_from(a.get("category_id")) for c in contents for a in c["annotations"]}
+    categories = [category for c in contents for category in c["categories"]]
+    parents = {c.get("supercategory") for c in categories}
+    return frozenset(
+        id_
+        for c in categories
+        if (id_ := id_from(c.get("id"))) not in used
+        and c.get("name") in parents
+        and c.get("supercategory") == "none"
+    )
+
+
+def _without(content: dict[str, Any], groups: frozenset[int | str | None]) -> SourceContent:
+    kept = [c for c in content["categories"] if id_from(c.get("id")) not in groups]
+    return SourceContent({**content, "categories": kept}, {})
+
+
+def _json_files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*.json")) if not path.name.startswith("."))
+
+
+def _content_of(path: Path) -> Any:
+    """Return the content of a JSON file. None: it is not JSON."""
+    try:
+        return read_json(path)
+    except DataError:
+        return None
+
+
+def _images_beside(file: Path) -> Path:
+    """Return the folder `images` or `data` beside a COCO file, else the file's own folder."""
+    candidates = (file.parent / name for name in ("images", "data"))
+    return next((path for path in candidates if path.is_dir()), file.parent)

@@ -1,0 +1,170 @@
+"""Read data sets in YOLO's segmentation format: a YAML file, and a label file per image."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from ....model.bundle.manifest import Category
+from ....model.config.strict_yaml import value_from_yaml
+from ....model.images import IMAGE_SUFFIXES, ImageError
+from ..coco.dataset import DataError
+from ..image_sizes import read_header_size
+from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
+from .polygons import annotation_from_polygons
+
+logger = logging.getLogger(__name__)
+
+_SPLITS = ("train", "val", "test")
+# A label with a class and this number of values is a box without an outline.
+_BOX_VALUES = 4
+
+
+def yolo_file(folder: Path) -> Path | None:
+    """Return the YAML file of a data set folder: `data.yaml` if it exists. None: there is none."""
+    files = sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])
+    files.sort(key=lambda path: path.stem != "data")
+    return next((path for path in files if _is_yolo(path)), None)
+
+
+def yolo(file: Path) -> ForeignDataset:
+    """Find images and labels of the data set that a YAML file of YOLO describes.
+
+    `train`, `val` and `test` are folders, lists of folders, or text files that list images. The
+    labels of `images/a.jpg` are in `labels/a.txt`, or beside the image.
+
+    Raises:
+        DataError: The file has no classes, or no split has images.
+    """
+    content = _read_yaml(file)
+    splits, missing = {}, []
+    for name in _SPLITS:
+        if not content.get(name):
+            continue
+        images = tuple(sorted(set(_images_of(file, content, content[name]))))
+        if images:
+            # All images of a split are below one folder.
+            root = Path(os.path.commonpath([image.parent for image in images]))
+            splits[name] = SourceSplit(root, images)
+        else:
+            missing.append(f"{name}: {content[name]}")
+    if not splits:
+        raise DataError(
+            f"{file} has no split with images ({'; '.join(missing) or 'no train, val or test'}); "
+            "give paths relative to its own folder"
+        )
+    if missing:
+        logger.warning("%s: no images found for %s", file, "; ".join(missing))
+    categories = _categories_from(content.get("names"), file)
+    roots = {image: split.images for split in splits.values() for image in split.sources}
+    known = {category.id for category in categories}
+    return ForeignDataset(categories, splits, lambda image: _convert(image, roots[image], known))
+
+
+def _is_yolo(path: Path) -> bool:
+    try:
+        content = _read_yaml(path)
+    except DataError:
+        return False
+    return "names" in content and any(name in content for name in _SPLITS)
+
+
+def _read_yaml(path: Path) -> dict[Any, Any]:
+    try:
+        content = value_from_yaml(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise DataError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is not a YAML file of YOLO: it must be a mapping with `names`")
+    return content
+
+
+def _categories_from(names: Any, file: Path) -> tuple[Category, ...]:
+    pairs = dict(enumerate(names)) if isinstance(names, list) else names
+    if not isinstance(pairs, Mapping) or not pairs or not all(isinstance(i, int) for i in pairs):
+        raise DataError(f"{file}: `names` must be a list of class names, or a mapping of numbers")
+    return tuple(Category(id=number, name=str(pairs[number])) for number in sorted(pairs))
+
+
+def _images_of(file: Path, content: Mapping[Any, Any], value: Any) -> Iterator[Path]:
+    """Yield the image files of a split."""
+    for text in value if isinstance(value, list) else [value]:
+        path = _resolve(file.parent, str(content.get("path") or ""), str(text))
+        if path is None:
+            continue
+        if path.is_dir():
+            yield from (p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+        else:
+            lines = (line.strip() for line in path.read_text(errors="replace").splitlines())
+            listed = (_resolve(path.parent, str(file.parent), line) for line in lines if line)
+            yield from (p for p in listed if p is not None and p.is_file())
+
+
+def _resolve(folder: Path, root: str, text: str) -> Path | None:
+    """Return the first existing path that a value may mean. None: none exists."""
+    text = text.replace("\\", "/")
+    parts = [part for part in text.split("/") if part not in ("", ".", "..")]
+    candidates = [folder / root / text, folder / text]
+    # Programs write paths relative to other folders, such as `../train/images`, and absolute paths
+    # of the machine that exported the data. A folder `images` alone could be that of other splits.
+    ends = (parts[start:] for start in range(len(parts)))
+    candidates += [folder.joinpath(*end) for end in ends if end != ["images"] or len(parts) == 1]
+    return next((Path(os.path.normpath(path)) for path in candidates if path.exists()), None)
+
+
+def _label_file(image: Path) -> Path | None:
+    """Return the existing label file of an image. None: there is none."""
+    file = image.with_suffix(".txt")
+    parts = file.parts[:-1]
+    candidates = [
+        Path(*parts[:index], "labels", *parts[index + 1 :], file.name)
+        for index in reversed(range(len(parts)))
+        if parts[index] == "images"
+    ]
+    candidates += [file, image.parent / "labels" / file.name]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _convert(image: Path, root: Path, known: set[int]) -> ConvertedImage:
+    name = image.relative_to(root).as_posix()
+    try:
+        # Label files refer to the upright image.
+        height, width = read_header_size(image).upright
+    except ImageError:
+        raise UnusableSourceError("images: not readable", name) from None
+    annotations, faults = [], []
+    labels = _label_file(image)
+    lines = labels.read_text(errors="replace").splitlines() if labels else []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        result = _annotation_from(line, height, width, known)
+        if isinstance(result, str):
+            faults.append((f"labels: {result}", f"{labels.name if labels else name}:{number}"))
+        else:
+            annotations.append(result)
+    return ConvertedImage(name, height, width, annotations, faults)
+
+
+def _annotation_from(line: str, height: int, width: int, known: set[int]) -> dict[str, Any] | str:
+    """Return the annotation of a label, or the reason for which it is invalid."""
+    try:
+        number, *values = (float(word) for word in line.split())
+    except ValueError:
+        return "not a class and numbers"
+    if number not in known:
+        return "unknown class"
+    if len(values) == _BOX_VALUES:
+        return "box without an outline"
+    if len(values) < 6 or len(values) % 2:
+        return "polygon of fewer than three points, or without a last y"
+    points = np.array(values).reshape(-1, 2)
+    if not np.isfinite(points).all():
+        return "not a class and numbers"
+    return annotation_from_polygons(int(number), [points * (width, height)])

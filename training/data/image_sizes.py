@@ -1,0 +1,47 @@
+"""Sizes of image files, read from their headers."""
+
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from ...model.images import ImageError
+
+# EXIF orientations from this one on swap width and height.
+_FIRST_SWAPPED = 5
+
+
+class HeaderSize(NamedTuple):
+    """Height and width of an image file in pixels."""
+
+    # As the pixels are stored.
+    stored: tuple[int, int]
+    # With the EXIF orientation applied, as annotation tools show the image.
+    upright: tuple[int, int]
+
+
+def read_header_size(path: Path) -> HeaderSize:
+    """Read the size of an image file without reading its pixels.
+
+    Raises:
+        ImageError: The file cannot be read, or is not an image.
+    """
+    try:
+        with warnings.catch_warnings():
+            # The pixels are not decoded, so a large image is harmless here.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                width, height = image.size
+                # Pillow would decode a whole PNG to find metadata after its pixels.
+                has_exif = image.format != "PNG" or "exif" in image.info
+                orientation = image.getexif().get(ExifTags.Base.Orientation) if has_exif else 1
+    except UnidentifiedImageError:
+        raise ImageError("not an image, or in an unknown format") from None
+    except OSError as error:
+        raise ImageError(error.strerror or str(error)) from None
+    except Exception as error:  # on damaged files, codecs raise exceptions of any type
+        raise ImageError(f"the header is damaged: {error}") from None
+    is_swapped = isinstance(orientation, int) and _FIRST_SWAPPED <= orientation <= 8
+    stored = (height, width)
+    return HeaderSize(stored, (width, height) if is_swapped else stored)
