@@ -1,14 +1,18 @@
 """Training runs of a few seconds: their configuration, and functions that start them."""
 
+import multiprocessing
 import os
 import sys
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from subprocess import PIPE, Popen
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
+from maskrcnn_trt.cli import main
 from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
 from maskrcnn_trt.training.config import TrainConfig, load_config
 from maskrcnn_trt.training.distributed import worker
@@ -16,10 +20,13 @@ from maskrcnn_trt.training.evaluation.config import load_evaluation_config
 from maskrcnn_trt.training.run import evaluate_checkpoint, run_training
 
 CLASSES = ("circle", "ring", "star")
+# Loads the configuration of a tiny run. Arguments: overrides.
+LoadTiny = Callable[..., TrainConfig]
 
 _CONFIG = """
 device: cpu
 precision: fp32
+compile: false
 channels_last: false
 log_period: 2
 data:
@@ -75,13 +82,54 @@ def measure(
         return evaluate_checkpoint(loaded, config, rank)
 
 
-def start(*args: str, processes: int) -> "Popen[bytes]":
-    """Start `maskrcnn` in several processes under `torchrun`."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+def fork_server() -> ForkServerContext:
+    """Return a context whose processes are forked from a server that has imported torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["maskrcnn_trt.benchmarks.accuracy", "maskrcnn_trt.training.run"]
+    )
+    return context
+
+
+def run_in_two_processes(folder: Path, *args: str) -> tuple[list[int | None], str, str]:
+    """Run `maskrcnn` in two processes of one process group, as `torchrun` does.
+
+    Args:
+        folder: an existing folder for the output of the processes.
+        *args: command line.
+
+    Returns:
+        The exit codes, and what both processes wrote to standard output and to standard error.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = (store.port, args, torch.get_num_threads(), folder)
+    ranks = [fork_server().Process(target=_run_rank, args=(rank, *common)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    printed, errors = (
+        "".join((folder / f"{rank}.{stream}").read_text() for rank in range(2))
+        for stream in ("stdout", "stderr")
+    )
+    return [rank.exitcode for rank in ranks], printed, errors
+
+
+def _run_rank(rank: int, port: int, args: tuple[str, ...], threads: int, folder: Path) -> None:
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    os.environ.update({name: str(value) for name, value in {**values, **address}.items()})
     # The number of threads determines the order of sums, and thus the last bits.
-    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-m", *launcher, "maskrcnn_trt", *args]
-    return Popen(command, env=env, stdout=PIPE, stderr=PIPE)
+    torch.set_num_threads(threads)
+    for stream in (sys.stdout, sys.stderr):
+        file = os.open(folder / f"{rank}.{stream.name.strip('<>')}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, stream.fileno())
+    sys.argv = ["maskrcnn", *args]
+    main()
 
 
 def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:

@@ -1,9 +1,10 @@
 import gc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from tiny_run import CLASSES, write_config
+from tiny_run import CLASSES, LoadTiny, load_tiny, write_config
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 from maskrcnn_trt.training.config import load_config
@@ -35,3 +36,9 @@ def tiny_checkpoint(
     path = tmp_path_factory.mktemp("tiny") / "tiny.pth"
     save_checkpoint(path, replace(load_checkpoint(tiny_checkpoint), categories=categories))
     return path
+
+
+@pytest.fixture
+def tiny(tiny_config: Path, tmp_path: Path) -> LoadTiny:
+    """Load the configuration of the tiny run with overrides; it writes to the test's folder."""
+    return partial(load_tiny, tiny_config, tmp_path)

@@ -2,24 +2,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import load_tiny
+from tiny_run import LoadTiny
 
 from maskrcnn_trt.training.config import ConfigError, SolverConfig, load_config
-from maskrcnn_trt.training.config_sources import presets
 from maskrcnn_trt.training.schedule import learning_rate
 
 
-@pytest.mark.parametrize("name", presets())
-def test_presets_are_valid(name: str) -> None:
-    config = load_config(name)
-    assert config.solver.max_iterations > 0
-    assert load_config(name, ["seed=5"]) == config.model_copy(update={"seed": 5})
-
-
-def test_overrides_reach_every_depth(tiny_config: Path, tmp_path: Path) -> None:
-    config = load_tiny(
-        tiny_config,
-        tmp_path,
+def test_overrides_reach_every_depth(tiny: LoadTiny, tmp_path: Path) -> None:
+    config = tiny(
         "seed=4",
         "solver.base_lr=1e-3",
         "solver.steps=[1, 2]",
@@ -82,11 +72,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_errors_name_key_and_allowed_values(
-    tiny_config: Path, tmp_path: Path, override: str
-) -> None:
+def test_errors_name_key_and_allowed_values(tiny: LoadTiny, override: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_tiny(tiny_config, tmp_path, override)
+        tiny(override)
     message = str(caught.value)
     assert REFUSED[override] in message
     assert "\n" not in message
@@ -94,12 +82,13 @@ def test_errors_name_key_and_allowed_values(
 
 FILES = {
     "": "run.yaml is empty; it must be a mapping of keys",
+    "\xff\xd8\xff\xe0": "run.yaml is not YAML",
     "- 1": "is a list; it must be a mapping of keys",
     "a: [1": "is not YAML",
     "seed: 1\nseed: 2": "is not YAML: the key seed comes twice",
     "data: {min_size: 800, min_size: 640}": "is not YAML: the key min_size comes twice",
     "seed: 2026-13-45": "is not YAML: invalid timestamp",
-    "a: " + 5000 * "[": "is not YAML: the document is nested too deeply",
+    "a: " + 999 * "[": "is not YAML: the document is nested too deeply",
     "seed: &itself [*itself]": "seed is [[...]]; allowed: whole number",
     "a: b: c": "is not YAML",
     "{}": "data is missing; it is a section with the keys train, val",
@@ -117,20 +106,13 @@ FILES = {
 @pytest.mark.parametrize("text", FILES)
 def test_errors_name_the_file_and_its_fault(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(text)
+    path.write_text(text, "latin-1")
     with pytest.raises(ConfigError) as caught:
         load_config(str(path))
     message = str(caught.value)
     assert str(tmp_path) in message
     assert FILES[text] in message
     assert "\n" not in message
-
-
-def test_binary_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "image.yaml"
-    path.write_bytes(b"\xff\xd8\xff\xe0")
-    with pytest.raises(ConfigError, match=r"image\.yaml is not YAML"):
-        load_config(str(path))
 
 
 @pytest.mark.parametrize("source", ["quik", "missing.yaml", "."])
@@ -217,14 +199,9 @@ def solver_of(batch: int, **changes: Any) -> SolverConfig:
     return SolverConfig(images_per_batch=batch, **{**schedule, **changes})
 
 
-@pytest.mark.parametrize("batch", [1, 7, 16, 96, 1024])
-def test_scaling_to_the_same_batch_changes_nothing(batch: int) -> None:
-    scaled = solver_of(batch, scale_from_batch=batch).scaled()
-    assert scaled == solver_of(batch)
-
-
 @pytest.mark.parametrize("batch", [1, 2, 12, 16, 17, 256, 4096])
 def test_scaling_keeps_the_epochs(batch: int) -> None:
+    assert solver_of(batch, scale_from_batch=batch).scaled() == solver_of(batch)
     plain, scaled = solver_of(16), solver_of(batch, scale_from_batch=16).scaled()
     pairs = [
         (plain.max_iterations, scaled.max_iterations),
@@ -237,10 +214,10 @@ def test_scaling_keeps_the_epochs(batch: int) -> None:
     assert scaled.scaled() == scaled
 
 
-def test_training_sees_the_scaled_schedule(tiny_config: Path, tmp_path: Path) -> None:
-    config = load_tiny(tiny_config, tmp_path, "solver.scale_from_batch=1")
+def test_training_sees_the_scaled_schedule(tiny: LoadTiny) -> None:
+    config = tiny("solver.scale_from_batch=1")
     assert (config.solver.base_lr, config.solver.max_iterations) == (0.04, 1)
     with pytest.raises(
         ConfigError, match=r"steps \[1, 2\] become \[0, 0\] when scaled from 1 to 4"
     ):
-        load_tiny(tiny_config, tmp_path, "solver.scale_from_batch=1", "solver.steps=[1, 2]")
+        tiny("solver.scale_from_batch=1", "solver.steps=[1, 2]")

@@ -1,6 +1,5 @@
 """Runs that are killed at random moments and resumed."""
 
-import multiprocessing
 import random
 import signal
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import assert_equal, load_tiny, train
+from tiny_run import assert_equal, fork_server, load_tiny, train
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import TrainConfig
@@ -26,10 +25,8 @@ def _train_in_process(config: TrainConfig, threads: int) -> None:
 
 
 def _start(config: TrainConfig) -> ForkServerProcess:
-    """Train in a separate process, forked from a server that has imported torch already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["maskrcnn_trt.training.run"])
-    process = context.Process(target=_train_in_process, args=(config, torch.get_num_threads()))
+    arguments = config, torch.get_num_threads()
+    process = fork_server().Process(target=_train_in_process, args=arguments)
     process.start()
     return process
 

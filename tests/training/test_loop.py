@@ -1,10 +1,11 @@
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import assert_equal, load_tiny, train
+from tiny_run import LoadTiny, assert_equal, load_tiny, train
 
 from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
 from maskrcnn_trt.training.config import ConfigError
@@ -14,9 +15,6 @@ from maskrcnn_trt.training.evaluation.validation import ExpectationError
 from maskrcnn_trt.training.reporting import METRICS_FILE
 from maskrcnn_trt.training.run import run_training
 
-# Iterations an epoch.
-EPOCH = 4
-
 
 def _evaluations(folder: Path) -> dict[int, dict[str, float]]:
     """Metrics by iteration."""
@@ -25,49 +23,45 @@ def _evaluations(folder: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "iterations"),
+    ("last", "settings", "iterations"),
     [
-        ("{}", [9]),
-        ("{per_epoch: true}", [4, 8, 9]),
-        ("{period: 3, per_epoch: true}", [3, 4, 6, 8, 9]),
-        ("{per_epoch: true, skip_test: true}", []),
-        ("{per_epoch: true, skip_eval: true}", []),
+        (2, "{}", [2]),
+        (9, "{period: 3, per_epoch: true}", [3, 4, 6, 8, 9]),
+        (4, "{per_epoch: true, skip_test: true}", []),
+        (4, "{per_epoch: true, skip_eval: true}", []),
     ],
 )
 def test_evaluations_fall_due(
-    tiny_config: Path, tmp_path: Path, settings: str, iterations: list[int]
+    tiny: LoadTiny, tmp_path: Path, last: int, settings: str, iterations: list[int]
 ) -> None:
-    train(
-        load_tiny(
-            tiny_config, tmp_path, "solver.max_iterations=9", f"evaluation={settings}"
-        )
-    )  # fmt: skip
+    train(tiny(f"solver.max_iterations={last}", "solver.steps=[]", f"evaluation={settings}"))
     assert list(_evaluations(tmp_path)) == iterations
     assert (tmp_path / "inference" / "bbox.json").exists() == ("skip_test" not in settings)
 
 
-def test_an_epoch_shows_every_image_once(tiny_config: Path, tmp_path: Path) -> None:
+def test_an_epoch_shows_every_image_once(tiny: LoadTiny) -> None:
     """In batches of one shape bucket, of which the last is filled up."""
-    config = load_tiny(tiny_config, tmp_path)
+    config = tiny()
     dataset = CocoDataset(config.data.train)
     wide = sum(record.width > record.height for record in dataset.records)
     batches = math.ceil(wide / 4) + math.ceil((len(dataset) - wide) / 4)
-    assert train_loader(dataset, config).iterations_per_epoch == batches == EPOCH
+    # The tests of evaluations and of freezing assume this length.
+    assert train_loader(dataset, config).iterations_per_epoch == batches == 4
 
 
-def test_losses_are_reported_before_an_evaluation(tiny_config: Path, tmp_path: Path) -> None:
+def test_losses_are_reported_before_an_evaluation(tiny: LoadTiny, tmp_path: Path) -> None:
     """Which may end the run."""
     settings = "evaluation={period: 3, min_bbox_ap: 0}"
-    train(load_tiny(tiny_config, tmp_path, "solver.max_iterations=5", "log_period=2", settings))
+    train(tiny("solver.max_iterations=5", "log_period=2", settings))
     lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert [line["iteration"] for line in lines if "loss" in line] == [2, 3]
 
 
-def test_a_finished_run_is_evaluated_once(tiny_config: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_evaluated_once(tiny: LoadTiny, tmp_path: Path) -> None:
     """A run that ended without an evaluation is evaluated when it is resumed at its end."""
-    train(load_tiny(tiny_config, tmp_path, "solver.max_iterations=3", "checkpoint_period=2"))
+    train(tiny("solver.max_iterations=3", "checkpoint_period=2"))
     (tmp_path / "last_checkpoint").write_text("model_0000002.pth")
-    config = load_tiny(tiny_config, tmp_path, "solver.max_iterations=1", "evaluation={}")
+    config = tiny("solver.max_iterations=1", "evaluation={}")
     checkpoint = train(config, resume=True)
     assert list(_evaluations(tmp_path)) == [checkpoint.iteration] == [2]
     assert "segm/AP" in checkpoint.metrics
@@ -77,15 +71,15 @@ def test_a_finished_run_is_evaluated_once(tiny_config: Path, tmp_path: Path) -> 
     assert path.stat().st_mtime_ns == written
 
 
-def test_reached_targets_end_the_run(tiny_config: Path, tmp_path: Path) -> None:
+def test_reached_targets_end_the_run(tiny: LoadTiny, tmp_path: Path) -> None:
     """A run that has reached its targets stays ended when resumed, unless they are raised."""
     settings = ("solver.max_iterations=5", "evaluation={period: 2, min_bbox_ap: 0, min_mask_ap: 0}")
-    checkpoint = train(load_tiny(tiny_config, tmp_path, *settings))
+    checkpoint = train(tiny(*settings))
     assert checkpoint.iteration == 2
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth\n"
     assert "iteration 2 of 5: bbox/AP 0.0" in (tmp_path / "log.txt").read_text()
-    assert train(load_tiny(tiny_config, tmp_path, *settings), resume=True).iteration == 2
-    more = load_tiny(tiny_config, tmp_path, *settings, "evaluation.min_mask_ap=0.9")
+    assert train(tiny(*settings), resume=True).iteration == 2
+    more = tiny(*settings, "evaluation.min_mask_ap=0.9")
     assert train(more, resume=True).iteration == 5
 
 
@@ -109,9 +103,9 @@ def test_the_best_checkpoint_is_kept(tiny_config: Path, tmp_path: Path) -> None:
     assert resumed.training_state["best_ap"] == by_iteration[best]
 
 
-def test_expectations_are_held_to(tiny_config: Path, tmp_path: Path) -> None:
+def test_expectations_are_held_to(tiny: LoadTiny, tmp_path: Path) -> None:
     settings = "evaluation={expected: {bbox/AP: 0.9}}"
-    config = load_tiny(tiny_config, tmp_path, "solver.max_iterations=1", settings)
+    config = tiny("solver.max_iterations=1", settings)
     for resume in (False, True):
         with pytest.raises(ExpectationError, match=r"bbox/AP is 0\.0000, but evaluation.expected"):
             run_training(config, resume=resume)
@@ -119,24 +113,20 @@ def test_expectations_are_held_to(tiny_config: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["data.val=null", "evaluation.skip_test=true"])
-def test_expectations_need_an_evaluation(tiny_config: Path, tmp_path: Path, override: str) -> None:
-    config = load_tiny(
-        tiny_config, tmp_path, "evaluation={expected: {bbox/AP: 0.1}}", override
-    )  # fmt: skip
+def test_expectations_need_an_evaluation(tiny: LoadTiny, override: str) -> None:
+    config = tiny("evaluation={expected: {bbox/AP: 0.1}}", override)
     with pytest.raises(ConfigError, match=r"evaluation\.expected.*data\.val"):
         run_training(config)
 
 
 def test_a_validation_set_that_does_not_fit_is_refused_at_once(
-    tiny_config: Path, tmp_path: Path
+    tiny: LoadTiny, tiny_config: Path, tmp_path: Path
 ) -> None:
     content = json.loads((tiny_config.parent / "annotations/val.json").read_text())
     content["categories"].append({"id": 4, "name": "bar"})
     path = tmp_path / "four.json"
     path.write_text(json.dumps(content))
-    config = load_tiny(
-        tiny_config, tmp_path, f"data.val.annotations={path}", "evaluation.skip_test=false"
-    )
+    config = tiny(f"data.val.annotations={path}", "evaluation.skip_test=false")
     with pytest.raises(ConfigError, match="category 4 'bar'"):
         run_training(config)
     assert not list(tmp_path.glob("*.pth"))
@@ -173,11 +163,12 @@ def test_the_backbone_is_frozen_after_its_epoch(frozen: Path) -> None:
 
 @pytest.mark.parametrize("cut", [3, 4, 5])
 def test_a_frozen_run_is_resumed_bit_for_bit(
-    tiny_config: Path, tmp_path: Path, frozen: Path, cut: int
+    tiny: LoadTiny, tmp_path: Path, frozen: Path, cut: int
 ) -> None:
-    for end in (cut, 6):
-        config = load_tiny(tiny_config, tmp_path, *FROZEN, f"solver.max_iterations={end}")
-        resumed = train(config, resume=end == 6)
+    last = f"model_{cut:07}.pth"
+    shutil.copy(frozen / last, tmp_path)
+    (tmp_path / "last_checkpoint").write_text(last)
+    resumed = train(tiny(*FROZEN, "solver.max_iterations=6"), resume=True)
     whole = load_checkpoint(frozen / "model_final.pth")
     assert_equal(resumed.weights, whole.weights)
     assert_equal(resumed.training_state, whole.training_state)

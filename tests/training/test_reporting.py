@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.progress import Progress
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import load_tiny
+from tiny_run import LoadTiny
 
 from maskrcnn_trt.model.losses import LOSS_NAMES
 from maskrcnn_trt.training.distributed import Worker
@@ -91,8 +91,8 @@ LOG_LINE = re.compile(
 )
 
 
-def test_log_lines_have_losses_and_learning_rate(tiny_config: Path, tmp_path: Path) -> None:
-    run_training(load_tiny(tiny_config, tmp_path, "solver.max_iterations=3", "log_period=2"))
+def test_log_lines_have_losses_and_learning_rate(tiny: LoadTiny, tmp_path: Path) -> None:
+    run_training(tiny("solver.max_iterations=3", "log_period=2"))
     lines = [line for line in (tmp_path / LOG_FILE).read_text().splitlines() if "eta" in line]
     matches = [LOG_LINE.search(line) for line in lines]
     assert [match and match[1] for match in matches] == ["2", "3"]
@@ -107,9 +107,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, value: float) ->
             report.record(1, torch.ones(5), rate=0.1)
 
 
-def test_a_run_that_diverges_leaves_no_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
-    config = load_tiny(
-        tiny_config, tmp_path, "solver.base_lr=1e20", "solver.warmup_iterations=0",
+def test_a_run_that_diverges_leaves_no_checkpoint(tiny: LoadTiny, tmp_path: Path) -> None:
+    config = tiny("solver.base_lr=1e20", "solver.warmup_iterations=0",
         "solver.max_iterations=3", "log_period=3", "checkpoint_period=2",
     )  # fmt: skip
     with pytest.raises(DivergenceError, match=r"weight .*iteration 2"):

@@ -1,10 +1,13 @@
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import assert_equal, largest_difference, load_tiny, measure, start, train
+import torch
+from tiny_run import LoadTiny, assert_equal, largest_difference, load_tiny, measure, train
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import ConfigError, load_config
@@ -12,22 +15,29 @@ from maskrcnn_trt.training.reporting import METRICS_FILE
 from maskrcnn_trt.training.run import run_training
 
 
+def _torchrun(*args: str) -> "subprocess.Popen[str]":
+    """Start `maskrcnn` in two processes under `torchrun`."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    # The number of threads determines the order of sums, and thus the last bits.
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, "-m", *launcher, "maskrcnn_trt", *args]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(tiny_config: Path, tmp_path: Path) -> None:
     """Compare weights and losses with float tolerance. The backbone is frozen after one epoch."""
     settings = (
         "solver.max_iterations=6", "solver.accumulate=2", "solver.base_lr=0.001",
-        "solver.freeze_backbone_after_epoch=1",
+        "solver.freeze_backbone_after_epoch=1", "log_period=1",
     )  # fmt: skip
-    together = start(
-        "train", str(tiny_config), f"output_dir={tmp_path / 'together'}", "log_period=1", *settings,
-        processes=2,
-    )  # fmt: skip
-    alone = train(load_tiny(tiny_config, tmp_path / "alone", "log_period=1", *settings))
-    printed, _ = together.communicate()
+    output = f"output_dir={tmp_path / 'together'}"
+    with _torchrun("train", str(tiny_config), output, *settings) as together:
+        alone = train(load_tiny(tiny_config, tmp_path / "alone", *settings))
+        printed, _ = together.communicate()
     assert together.returncode == 0
     path = tmp_path / "together" / "model_final.pth"
-    assert printed.decode() == f"the final checkpoint is {path}\n"
+    assert printed == f"the final checkpoint is {path}\n"
     both = load_checkpoint(path)
     assert len(both.training_state["generators"]) == 2
     assert largest_difference(both.weights, alone.weights) < 1e-5
@@ -45,9 +55,10 @@ def _losses(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_a_run_is_evaluated_and_described(tiny_config: Path, tmp_path: Path) -> None:
-    config = load_tiny(
-        tiny_config, tmp_path, "solver.max_iterations=2",
+def test_a_run_is_evaluated_and_described(
+    tiny: LoadTiny, tiny_config: Path, tmp_path: Path
+) -> None:
+    config = tiny("solver.max_iterations=2",
         "evaluation={period: 1, skip_test: false}", "model.roi.score_threshold=0",
     )  # fmt: skip
     checkpoint = train(config)
@@ -66,30 +77,25 @@ def test_a_run_is_evaluated_and_described(tiny_config: Path, tmp_path: Path) -> 
     assert json.loads((tmp_path / "inference" / "bbox.json").read_text())
 
 
-def test_classes_come_from_the_data(tiny_config: Path, tmp_path: Path) -> None:
+def test_classes_come_from_the_data(tiny: LoadTiny) -> None:
     with pytest.raises(ConfigError, match=r"num_classes is 80.* 3 .*set model\.num_classes=3"):
-        run_training(load_tiny(tiny_config, tmp_path, "model.num_classes=80"))
+        run_training(tiny("model.num_classes=80"))
 
 
-def test_a_run_is_not_started_twice(tiny_config: Path, tmp_path: Path) -> None:
-    config = load_tiny(tiny_config, tmp_path, "solver.max_iterations=1")
-    first = train(config)
-    with pytest.raises(ConfigError, match=r"model_final\.pth.*--resume"):
-        run_training(config)
-    again = train(config, resume=True)
-    assert_equal(again.weights, first.weights)
-
-
-def test_the_terminal_shows_the_log_unchanged(
-    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_is_not_started_twice(
+    tiny: LoadTiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Long lines are not wrapped, and brackets are not parsed as markup."""
-    config = load_tiny(tiny_config, tmp_path, "solver.max_iterations=1", "evaluation={}")
-    train(config)
+    """The terminal shows the log: long lines are not wrapped, and brackets stay."""
+    config = tiny("solver.max_iterations=1", "evaluation={}")
+    first = train(config)
     lines = capsys.readouterr().err.splitlines()
     assert lines == (tmp_path / "log.txt").read_text().splitlines()
     assert sum("maxDets=100" in line for line in lines) == 20
     assert max(map(len, lines)) > 200
+    with pytest.raises(ConfigError, match=r"model_final\.pth.*--resume"):
+        run_training(config)
+    again = train(config, resume=True)
+    assert_equal(again.weights, first.weights)
 
 
 class _Terminal(io.StringIO):
@@ -97,21 +103,19 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_bars_are_shown_on_a_terminal(
-    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bars_are_shown_on_a_terminal(tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    train(load_tiny(tiny_config, tmp_path, "solver.max_iterations=1", "evaluation={}"))
+    train(tiny("solver.max_iterations=1", "evaluation={}"))
     assert "training" in terminal.getvalue()
     assert "evaluating" in terminal.getvalue()
 
 
-def test_the_effective_configuration_is_saved(tiny_config: Path, tmp_path: Path) -> None:
+def test_the_effective_configuration_is_saved(tiny: LoadTiny, tmp_path: Path) -> None:
     """Also when a resumed run changes it."""
     overrides = ("solver={images_per_batch: 4, scale_from_batch: 2, max_iterations: 4, steps: []}",)
     for more in ((), ("solver.clip_gradient_norm=1",)):
-        config = load_tiny(tiny_config, tmp_path, *overrides, *more)
+        config = tiny(*overrides, *more)
         train(config, resume=True)
         kept = load_config(str(tmp_path / "config.yaml"))
         assert kept.model.num_classes == 3

@@ -26,25 +26,24 @@ def folder(tmp_path: Path, checkpoint: Checkpoint) -> RunFolder:
     return folder
 
 
+def _iteration_resumed(folder: RunFolder) -> int:
+    last = folder.open(resume=True)
+    assert last is not None
+    return last.iteration
+
+
 def test_resuming_without_a_run_starts_one(tmp_path: Path) -> None:
     assert RunFolder(tmp_path / "a" / "b").open(resume=True) is None
     assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_the_last_whole_checkpoint_is_resumed(folder: RunFolder, checkpoint: Checkpoint) -> None:
-    last = folder.open(resume=True)
-    assert last is not None
-    assert last.iteration == 20
-    folder.save(replace(checkpoint, iteration=30), final=True)
-    assert folder.last() == folder.path / "model_final.pth"
-    last = folder.open(resume=True)
-    assert last is not None
-    assert last.iteration == 30
-
-
-def test_a_run_is_not_overwritten(folder: RunFolder) -> None:
     with pytest.raises(ConfigError, match=r"model_0000020\.pth.*--resume.*output_dir=FOLDER"):
         folder.open(resume=False)
+    assert _iteration_resumed(folder) == 20
+    folder.save(replace(checkpoint, iteration=30), final=True)
+    assert folder.last() == folder.path / "model_final.pth"
+    assert _iteration_resumed(folder) == 30
 
 
 def test_an_older_checkpoint_replaces_a_damaged_one(folder: RunFolder) -> None:
@@ -52,11 +51,8 @@ def test_an_older_checkpoint_replaces_a_damaged_one(folder: RunFolder) -> None:
     pattern = r"model_0000020\.pth.*such as model_0000010\.pth.*last_checkpoint"
     with pytest.raises(CheckpointError, match=pattern):
         folder.open(resume=True)
-    pointer = folder.path / "last_checkpoint"
-    pointer.write_text("model_0000010.pth")
-    last = folder.open(resume=True)
-    assert last is not None
-    assert last.iteration == 10
+    (folder.path / "last_checkpoint").write_text("model_0000010.pth")
+    assert _iteration_resumed(folder) == 10
 
 
 def test_the_newest_other_checkpoint_is_suggested(
@@ -73,7 +69,8 @@ def test_the_newest_other_checkpoint_is_suggested(
 
 
 def _names(folder: RunFolder) -> list[str]:
-    return sorted(path.name for path in folder.path.glob("model_*.pth"))
+    paths = folder.path.glob("model_*.pth")
+    return sorted(path.stem.removeprefix("model_") for path in paths)
 
 
 def test_older_checkpoints_are_removed(tmp_path: Path, checkpoint: Checkpoint) -> None:
@@ -83,14 +80,9 @@ def test_older_checkpoints_are_removed(tmp_path: Path, checkpoint: Checkpoint) -
     for iteration in (10, 20, 30, 40):
         folder.save(replace(checkpoint, iteration=iteration), best=iteration == 10)
     folder.save(replace(checkpoint, iteration=45), final=True)
-    assert _names(folder) == [
-        "model_0000030.pth", "model_0000040.pth", "model_best.pth", "model_final.pth",
-    ]  # fmt: skip
+    assert _names(folder) == ["0000030", "0000040", "best", "final"]
     folder.save(replace(checkpoint, iteration=35))
-    assert _names(folder) == [
-        "model_0000030.pth", "model_0000035.pth", "model_0000040.pth", "model_best.pth",
-        "model_final.pth",
-    ]  # fmt: skip
+    assert _names(folder) == ["0000030", "0000035", "0000040", "best", "final"]
     assert load_checkpoint(folder.path / "model_best.pth").iteration == 10
     assert folder.last().name == "model_0000035.pth"
 

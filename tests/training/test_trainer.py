@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import largest_difference, load_tiny, train
+from tiny_run import LoadTiny, largest_difference, train
 
 from maskrcnn_trt.model.checkpoint import CheckpointError
 from maskrcnn_trt.training.config import ConfigError, TrainConfig
@@ -21,10 +21,8 @@ def _batches(config: TrainConfig) -> list[Batch]:
     return list(train_loader(CocoDataset(config.data.train), config))
 
 
-def test_steps_equal_a_plain_loop(tiny_config: Path, tmp_path: Path) -> None:
-    config = load_tiny(
-        tiny_config, tmp_path, CLASSES, "solver.weight_decay=0.1", "solver.bias_lr_factor=2"
-    )
+def test_steps_equal_a_plain_loop(tiny: LoadTiny) -> None:
+    config = tiny(CLASSES, "solver.weight_decay=0.1", "solver.bias_lr_factor=2")
     trainer, reference = Trainer(config, ALONE), Trainer(config, ALONE).model
     named = dict(reference.named_parameters())
     biases = [p for name, p in named.items() if name.endswith(".bias")]
@@ -45,29 +43,23 @@ def test_steps_equal_a_plain_loop(tiny_config: Path, tmp_path: Path) -> None:
     assert largest_difference(trainer.model.state_dict(), reference.state_dict()) < 1e-5
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_accumulation_equals_the_whole_batch(
-    tiny_config: Path, tmp_path: Path, accumulate: int
-) -> None:
+def test_accumulation_equals_the_whole_batch(tiny: LoadTiny) -> None:
     whole, cut = (
-        Trainer(load_tiny(tiny_config, tmp_path, CLASSES, *overrides), ALONE)
-        for overrides in ((), (f"solver.accumulate={accumulate}",))
+        Trainer(tiny(CLASSES, *overrides), ALONE) for overrides in ((), ("solver.accumulate=4",))
     )
     start = {name: weight.clone() for name, weight in whole.model.state_dict().items()}
     parts = iter(_batches(cut.config))
     for batch in _batches(whole.config)[:2]:
         expected = whole.step([batch])
-        losses = cut.step([next(parts) for _ in range(accumulate)])
+        losses = cut.step([next(parts) for _ in range(4)])
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
     weights = whole.model.state_dict()
     assert largest_difference(weights, start) > 1e-3
     assert largest_difference(weights, cut.model.state_dict()) < 1e-5
 
 
-def test_accumulation_shows_batch_norm_each_image_once(tiny_config: Path, tmp_path: Path) -> None:
-    config = load_tiny(
-        tiny_config, tmp_path, CLASSES, "model.backbone.norm=bn", "solver.accumulate=2"
-    )
+def test_accumulation_shows_batch_norm_each_image_once(tiny: LoadTiny) -> None:
+    config = tiny(CLASSES, "model.backbone.norm=bn", "solver.accumulate=2")
     trainer, reference = Trainer(config, ALONE), Trainer(config, ALONE)
     parts = _batches(config)[:2]
     with torch.no_grad():
@@ -79,10 +71,9 @@ def test_accumulation_shows_batch_norm_each_image_once(tiny_config: Path, tmp_pa
     torch.testing.assert_close(dict(trainer.model.named_buffers()), buffers, rtol=0, atol=0)
 
 
-def test_losses_do_not_depend_on_memory_order(tiny_config: Path, tmp_path: Path) -> None:
+def test_losses_do_not_depend_on_memory_order(tiny: LoadTiny) -> None:
     for_nchw, for_nhwc = (
-        Trainer(load_tiny(tiny_config, tmp_path, CLASSES, f"channels_last={value}"), ALONE)
-        for value in ("false", "true")
+        Trainer(tiny(CLASSES, f"channels_last={value}"), ALONE) for value in ("false", "true")
     )
     assert for_nhwc.model.backbone.body.conv1.weight.is_contiguous(
         memory_format=torch.channels_last
@@ -92,12 +83,10 @@ def test_losses_do_not_depend_on_memory_order(tiny_config: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_bf16_trains(tiny_config: Path, tmp_path: Path, optimizer: str) -> None:
+def test_bf16_trains(tiny: LoadTiny, optimizer: str) -> None:
     exact, rough = (
         Trainer(
-            load_tiny(
-                tiny_config,
-                tmp_path,
+            tiny(
                 CLASSES,
                 f"precision={precision}",
                 f"solver.optimizer={optimizer}",
@@ -116,15 +105,28 @@ def test_bf16_trains(tiny_config: Path, tmp_path: Path, optimizer: str) -> None:
     assert largest_difference(rough.model.state_dict(), exact.model.state_dict()) > 0
 
 
-def test_fp16_needs_a_gpu(tiny_config: Path, tmp_path: Path) -> None:
+def test_weights_are_where_training_starts(tiny: LoadTiny, tmp_path: Path) -> None:
+    first = train(tiny("solver.max_iterations=1"))
+    path = tmp_path / "model_final.pth"
+    trainer = Trainer(tiny(CLASSES, f"weights={path}"), ALONE)
+    assert trainer.iteration == 0
+    assert largest_difference(trainer.model.state_dict(), first.weights) == 0
+
+
+def test_precision_and_weights_must_fit(tiny: LoadTiny, tiny_checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="fp16 needs a GPU; use precision=bf16 or fp32"):
-        Trainer(load_tiny(tiny_config, tmp_path, "precision=fp16"), ALONE)
+        Trainer(tiny("precision=fp16"), ALONE)
+    with pytest.raises(CheckpointError, match=r"none\.pth does not exist"):
+        Trainer(tiny(CLASSES, "weights=none.pth"), ALONE)
+    with pytest.raises(CheckpointError) as caught:
+        Trainer(tiny(CLASSES, f"weights={tiny_checkpoint}"), ALONE)
+    assert str(tiny_checkpoint) in str(caught.value)
+    assert "model.roi.box_head_dim=64" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_frozen_stages_stay(tiny_config: Path, tmp_path: Path) -> None:
-    config = load_tiny(
-        tiny_config, tmp_path, CLASSES, "model.backbone.frozen_stages=2", "weights=null"
-    )
+def test_frozen_stages_stay(tiny: LoadTiny) -> None:
+    config = tiny(CLASSES, "model.backbone.frozen_stages=2", "weights=null")
     trainer = Trainer(config, ALONE)
     start = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     for batch in _batches(config)[:2]:
@@ -136,22 +138,8 @@ def test_frozen_stages_stay(tiny_config: Path, tmp_path: Path) -> None:
     assert {name for name in stays if name.startswith("backbone.body.")} == expected
 
 
-def test_only_weights_of_layers_decay(tiny_config: Path, tmp_path: Path) -> None:
-    config = load_tiny(tiny_config, tmp_path, "solver.weight_decay=0.5")
-    trainer = Trainer(config, ALONE)
-    decay = {
-        id(parameter): group["weight_decay"]
-        for group in trainer.optimizer.param_groups
-        for parameter in group["params"]
-    }
-    for name, parameter in trainer.model.named_parameters():
-        assert decay[id(parameter)] == (0.5 if parameter.dim() > 1 else 0), name
-
-
-def test_gradients_are_clipped(tiny_config: Path, tmp_path: Path) -> None:
-    config = load_tiny(
-        tiny_config,
-        tmp_path,
+def test_gradients_are_clipped(tiny: LoadTiny) -> None:
+    config = tiny(
         CLASSES,
         "solver.clip_gradient_norm=0.25",
         "solver.base_lr=1",
@@ -166,21 +154,3 @@ def test_gradients_are_clipped(tiny_config: Path, tmp_path: Path) -> None:
         for parameter, before in zip(trainer.model.parameters(), start, strict=True)
     ]
     assert math.sqrt(sum(squares)) == pytest.approx(0.25, rel=1e-3)
-
-
-def test_weights_are_where_training_starts(tiny_config: Path, tmp_path: Path) -> None:
-    first = train(load_tiny(tiny_config, tmp_path / "first", "solver.max_iterations=1"))
-    path = tmp_path / "first" / "model_final.pth"
-    trainer = Trainer(load_tiny(tiny_config, tmp_path, CLASSES, f"weights={path}"), ALONE)
-    assert trainer.iteration == 0
-    assert largest_difference(trainer.model.state_dict(), first.weights) == 0
-
-
-def test_weights_must_fit(tiny_config: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"none\.pth does not exist"):
-        Trainer(load_tiny(tiny_config, tmp_path, CLASSES, "weights=none.pth"), ALONE)
-    with pytest.raises(CheckpointError) as caught:
-        Trainer(load_tiny(tiny_config, tmp_path, CLASSES, f"weights={tiny_checkpoint}"), ALONE)
-    assert str(tiny_checkpoint) in str(caught.value)
-    assert "model.roi.box_head_dim=64" in str(caught.value)
-    assert "\n" not in str(caught.value)

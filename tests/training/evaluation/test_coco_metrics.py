@@ -50,17 +50,11 @@ def test_metrics_of_an_example_computed_by_hand() -> None:
 
 
 @pytest.mark.parametrize("evaluator", get_args(EvaluatorName))
-@pytest.mark.parametrize("results", [[], [_detection(4)]], ids=["no detection", "a detection"])
-@pytest.mark.parametrize("missing", ["annotations", "images"])
-def test_metrics_without_ground_truth_are_minus_one(
-    missing: str, results: list[dict[str, object]], evaluator: EvaluatorName
-) -> None:
-    metrics = coco_metrics({**TRUTH, missing: []}, results, "bbox", CATEGORIES, evaluator)
-    assert set(metrics.values()) == {-1}
-
-
-@pytest.mark.parametrize("evaluator", get_args(EvaluatorName))
-def test_metrics_without_detections_are_zero(evaluator: EvaluatorName) -> None:
+def test_metrics_without_ground_truth_or_detections(evaluator: EvaluatorName) -> None:
+    for missing in ("annotations", "images"):
+        for results in ([], [_detection(4)]):
+            metrics = coco_metrics({**TRUTH, missing: []}, results, "bbox", CATEGORIES, evaluator)
+            assert set(metrics.values()) == {-1}
     metrics = coco_metrics(TRUTH, [], "bbox", CATEGORIES, evaluator)
     assert metrics["bbox/AP"] == metrics["bbox/AR100"] == metrics["bbox/AP/disc"] == 0
     assert metrics["bbox/APl"] == metrics["bbox/AP/bar"] == -1
@@ -77,23 +71,21 @@ def test_the_summary_has_twelve_lines() -> None:
     )
 
 
+def _printed(metrics: dict[str, float]) -> str:
+    console = Console(file=(text := io.StringIO()), width=80)
+    console.print(class_table(metrics))
+    return text.getvalue()
+
+
 def test_classes_are_listed() -> None:
+    """Their names are not parsed as markup."""
     boxes = coco_metrics(TRUTH, [_detection(4)], "bbox", CATEGORIES)
     masks = {name.replace("bbox", "segm"): value / 2 for name, value in boxes.items()}
-    console = Console(file=io.StringIO(), width=80)
-    console.print(class_table(boxes | masks))
-    assert isinstance(console.file, io.StringIO)
-    rows = [line.replace("│", " ").split() for line in console.file.getvalue().splitlines()]
+    rows = [line.replace("│", " ").split() for line in _printed(boxes | masks).splitlines()]
     assert ["disc", "1.000", "0.500"] in rows
     assert ["ring", "0.000", "0.000"] in rows
-
-
-@pytest.mark.parametrize("name", ["[/x]", "[red]", ":smile:"])
-def test_names_of_classes_are_not_markup(name: str) -> None:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(class_table({f"bbox/AP/{name}": 1.0, f"segm/AP/{name}": 1.0}))
-    assert isinstance(console.file, io.StringIO)
-    assert f" {name} " in console.file.getvalue()
+    for name in ("[/x]", "[red]", ":smile:"):
+        assert f" {name} " in _printed({f"bbox/AP/{name}": 1.0, f"segm/AP/{name}": 1.0})
 
 
 def _scene(seed: int, *, crowds: float) -> tuple[dict[str, Any], dict[IouType, list[Any]]]:
@@ -140,8 +132,7 @@ def _ellipse(shape: NDArray[np.float64]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("iou_type", IOU_TYPES)
-@pytest.mark.parametrize("crowds", [0, 0.3, 1])
-@pytest.mark.parametrize("detected", [1, 0.05, 0])
+@pytest.mark.parametrize(("crowds", "detected"), [(0, 1), (0.3, 1), (0.3, 0.05), (0.3, 0), (1, 1)])
 def test_both_evaluators_give_equal_metrics(
     iou_type: IouType, crowds: float, detected: float
 ) -> None:

@@ -26,48 +26,6 @@ def ring(*points: float) -> dict[str, Any]:
     return {"segmentation": [list(points)]}
 
 
-def test_valid_annotations_are_not_suspicious(tmp_path: Path) -> None:
-    assert found_with(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"bbox": [10, 20, 30, 36]}, "box does not fit the segmentation"),
-        ({"bbox": [20, 10, 40, 30]}, "box does not fit the segmentation"),
-        ({"area": 900}, "area does not fit the segmentation"),
-        ({"area": 1500}, "area does not fit the segmentation"),
-        ({"area": 0}, "area does not fit the segmentation"),
-        ({"area": float("nan")}, "area does not fit the segmentation"),
-        (
-            {
-                "bbox": [100, 20, 1.5, 40],
-                "area": 60,
-                **ring(100, 20, 101.5, 20, 101.5, 60, 100, 60),
-            },
-            "box less than 2 pixels wide or high",
-        ),
-        (
-            {"segmentation": [*annotation(1, 5)["segmentation"], [10, 20, 30, 40, 20, 30]]},
-            "segmentation, or one of its polygons, has no area",
-        ),
-        (ring(10, 20, 40, 60, 40, 20, 10, 60), "outline crosses or touches itself"),
-        (
-            {"bbox": [140, 20, 30, 40], **ring(140, 20, 170, 20, 170, 60, 140, 60)},
-            "box or outline sticks out of the image",
-        ),
-        (
-            {"bbox": [140, 20, 20, 40], **ring(140, 20, 170, 20, 170, 60, 140, 60)},
-            "box or outline sticks out of the image",
-        ),
-    ],
-)
-def test_one_suspicious_annotation_is_named(
-    tmp_path: Path, changes: dict[str, Any], reason: str
-) -> None:
-    assert found_with(tmp_path, annotation(77, 11, **changes)) == [("77", reason)]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -78,12 +36,7 @@ def test_one_suspicious_annotation_is_named(
         # the first point repeated at the end
         ring(10, 20, 40, 20, 40, 60, 10, 60, 10, 20),
         # two pieces that overlap: their union is smaller than their sum
-        {
-            "segmentation": [
-                [10, 20, 40, 20, 40, 60, 10, 60],
-                [12, 22, 38, 22, 38, 58, 12, 58],
-            ]
-        },
+        {"segmentation": [[10, 20, 40, 20, 40, 60, 10, 60], [12, 22, 38, 22, 38, 58, 12, 58]]},
     ],
 )
 def test_what_is_common_and_harmless_is_not_suspicious(
@@ -92,11 +45,59 @@ def test_what_is_common_and_harmless_is_not_suspicious(
     assert found_with(tmp_path, annotation(77, 11, **changes)) == []
 
 
-def test_a_mask_without_pixels_is_suspicious(tmp_path: Path) -> None:
-    reasons = dict(
-        reversed(pair) for pair in found_with(tmp_path, annotation(77, 11, segmentation=NO_PIXELS))
-    )
-    assert reasons["segmentation, or one of its polygons, has no area"] == "77"
+def test_images_without_annotations_have_no_suspicious_ones(tmp_path: Path) -> None:
+    content = {**valid_content(), "annotations": []}
+    assert suspicious_annotations(CocoDataset(write_folder(tmp_path, content)).records) == []
+
+
+RUNS = next(a for a in valid_content()["annotations"] if a["id"] == 2)
+BOX, AREA = "box does not fit the segmentation", "area does not fit the segmentation"
+EMPTY = "segmentation, or one of its polygons, has no area"
+OUTSIDE = "box or outline sticks out of the image"
+FAR_RING = ring(140, 20, 170, 20, 170, 60, 140, 60)
+LARGE_RING = ring(-1500, 20, 1500, 20, 1500, 1500)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"bbox": [10, 20, 30, 36]}, BOX),
+        ({"bbox": [20, 10, 40, 30]}, BOX),
+        ({**RUNS, "bbox": [41, 25, 70, 79]}, BOX),
+        *(({"area": area}, AREA) for area in (900, 1500, 0, float("nan"))),
+        ({**RUNS, "area": RUNS["area"] * 1.2}, AREA),
+        (
+            {
+                "bbox": [100, 20, 1.5, 40],
+                "area": 60,
+                **ring(100, 20, 101.5, 20, 101.5, 60, 100, 60),
+            },
+            "box less than 2 pixels wide or high",
+        ),
+        ({"segmentation": [*annotation(1, 5)["segmentation"], [10, 20, 30, 40, 20, 30]]}, EMPTY),
+        (ring(10, 20, 40, 60, 40, 20, 10, 60), "outline crosses or touches itself"),
+        ({"bbox": [140, 20, 30, 40], **FAR_RING}, OUTSIDE),
+        ({"bbox": [140, 20, 20, 40], **FAR_RING}, OUTSIDE),
+    ],
+)
+def test_one_suspicious_annotation_is_named(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    changed = {**annotation(77, 11), **changes, "id": 77, "image_id": 11}
+    assert found_with(tmp_path, changed) == [("77", reason)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"segmentation": NO_PIXELS}, EMPTY),
+        ({"bbox": [-1500, 20, 1600, 40], **LARGE_RING}, OUTSIDE),
+    ],
+)
+def test_annotations_may_be_suspicious_for_several_reasons(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    assert ("77", reason) in found_with(tmp_path, annotation(77, 11, **changes))
 
 
 def test_many_masks_are_measured(tmp_path: Path) -> None:
@@ -112,20 +113,6 @@ def test_many_masks_are_measured(tmp_path: Path) -> None:
     found = suspicious_annotations(CocoDataset(write_folder(tmp_path, content)).records)
     wrong = [s.subject for s in found if s.reason == "area does not fit the segmentation"]
     assert wrong == ["0"]
-
-
-def test_boxes_and_outlines_much_larger_than_the_image_are_suspicious(tmp_path: Path) -> None:
-    outline = [-1500, 20, 1500, 20, 1500, 1500]
-    large = annotation(77, 11, bbox=[-1500, 20, 1600, 40], segmentation=[outline])
-    assert ("77", "box or outline sticks out of the image") in found_with(tmp_path, large)
-
-
-def test_run_lengths_are_measured_as_polygons_are(tmp_path: Path) -> None:
-    runs = next(a for a in valid_content()["annotations"] if a["id"] == 2)
-    smaller = {**runs, "id": 77, "image_id": 11, "bbox": [41, 25, 70, 79]}
-    assert found_with(tmp_path, smaller) == [("77", "box does not fit the segmentation")]
-    smaller = {**runs, "id": 77, "image_id": 11, "area": runs["area"] * 1.2}
-    assert found_with(tmp_path, smaller) == [("77", "area does not fit the segmentation")]
 
 
 REPEATED = "nearly the same box and class as another"
@@ -173,8 +160,3 @@ def test_repetitions_are_those_that_a_comparison_of_all_pairs_finds(tmp_path: Pa
     }
     assert 20 < len(expected) < 180
     assert {subject for subject, reason in found if reason == REPEATED} == expected
-
-
-def test_images_without_annotations_have_no_suspicious_ones(tmp_path: Path) -> None:
-    content = {**valid_content(), "annotations": []}
-    assert suspicious_annotations(CocoDataset(write_folder(tmp_path, content)).records) == []

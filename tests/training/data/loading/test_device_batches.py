@@ -16,16 +16,12 @@ from maskrcnn_trt.training.data.loading.device_batches import prefetch_batches
 from maskrcnn_trt.training.data.loading.loader import eval_loader, train_loader
 
 CPU = torch.device("cpu")
-DEVICES = [
-    pytest.param("cpu", id="cpu"),
-    pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
-]
 
 
-def device_of(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device(name)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Device that decodes."""
+    return torch.device(request.param)
 
 
 def train_batches(config: TrainConfig, device: torch.device = CPU) -> list[Batch]:
@@ -43,12 +39,10 @@ def assert_alike(images: Tensor, others: Tensor) -> None:
     assert difference.abs().mean() < (8 if images.is_cuda else 0.5)
 
 
-@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("size", [{}, {"min_size": 48, "max_size": 72}], ids=["as is", "resized"])
 def test_the_device_decodes_what_workers_decode(
-    synthetic: DatasetConfig, name: str, size: dict[str, Any]
+    synthetic: DatasetConfig, device: torch.device, size: dict[str, Any]
 ) -> None:
-    device = device_of(name)
     expected = train_batches(synthetic_config(synthetic, **size), device)
     found = train_batches(synthetic_config(synthetic, decode="device", **size), device)
     assert len(found) == len(expected)
@@ -60,10 +54,10 @@ def test_the_device_decodes_what_workers_decode(
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", DEVICES)
-def test_what_the_device_cannot_decode_is_left_to_workers(tmp_path: Path, name: str) -> None:
+def test_what_the_device_cannot_decode_is_left_to_workers(
+    tmp_path: Path, device: torch.device
+) -> None:
     """Files: a PNG, a grey JPEG, a CMYK JPEG and a JPEG with an EXIF rotation."""
-    device = device_of(name)
     content = valid_content()
     dataset = write_folder(tmp_path, content)
     image = Image.open(tmp_path / "5.jpg")
@@ -98,9 +92,7 @@ def test_cut_off_files_are_replaced_as_by_workers(tmp_path: Path) -> None:
     assert all(5 not in batch.image_ids for batch in batches)
 
 
-@pytest.mark.parametrize("name", DEVICES)
-def test_files_damaged_within_are_named(tmp_path: Path, name: str) -> None:
-    device = device_of(name)
+def test_files_damaged_within_are_named(tmp_path: Path, device: torch.device) -> None:
     content = {**valid_content(), "annotations": [annotation(1, 5)]}
     content["images"] = [i for i in content["images"] if i["id"] == 5]
     dataset = write_folder(tmp_path, content)
@@ -117,7 +109,7 @@ def test_files_damaged_within_are_named(tmp_path: Path, name: str) -> None:
 def test_batches_keep_their_order_and_content_while_the_next_are_prepared(
     synthetic: DatasetConfig,
 ) -> None:
-    device = device_of("cuda")
+    device = torch.device("cuda")
     config = synthetic_config(synthetic, decode="device")
     expected = train_batches(config, device)
     dataset = CocoDataset(config.data.train)
