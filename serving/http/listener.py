@@ -186,7 +186,7 @@ class _Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._is_body_complete = True
-        self._head_bytes = 0
+        self._head_bytes = -self._chunk_bytes
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -92,7 +92,8 @@ def _detection_paths() -> dict[str, Any]:
         {"name": name, "in": "query", "description": schema.pop("description"), "schema": schema}
         for name, schema in query.items()
     ]
-    image: _Content = {f"image/{kind}": {} for kind in ("jpeg", "png", "webp")}
+    file = {"schema": {"type": "string", "format": "binary"}}
+    image: _Content = {f"image/{kind}": file for kind in ("jpeg", "png", "webp")}
     found = {_JSON: _schema("DetectResponse"), "image/png": {}}
     name = _path_parameter("name", "Name of a sample.")
     return {

@@ -1,0 +1,230 @@
+"""Limits of the HTTP port: tokens, overload, slow, vanished and hostile clients, shutdown."""
+
+import random
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from gated_engine import Gate, gated_engines
+from http_server import HttpAddress, connect, response_of, served_over_http
+from server_load import server_process, wait_until
+from triton_requests import MODEL
+
+Encode = Callable[..., bytes]
+HEAD = b"POST /v1/detect HTTP/1.1\r\nHost: localhost\r\n"
+USER, ADMIN = {"Authorization": "Bearer user"}, {"Authorization": "Bearer admin"}
+
+
+@pytest.fixture(scope="module")
+def gated(
+    bundle: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[HttpAddress, Gate]]:
+    """Server with one slot, tokens and short time limits, whose engine has a gate."""
+    folder = tmp_path_factory.mktemp("gate")
+    (folder / "users").write_text("user")
+    (folder / "admins").write_text("admin")
+    with (
+        gated_engines(folder) as gate,
+        served_over_http(
+            bundle,
+            queue_size=1,
+            max_batch=1,
+            max_message_mb=1,
+            receive_timeout_s=1,
+            max_connections=8,
+            token_file=folder / "users",
+            admin_token_file=folder / "admins",
+        ) as server,
+    ):
+        yield server, gate
+
+
+@pytest.fixture
+def server(gated: tuple[HttpAddress, Gate]) -> HttpAddress:
+    return gated[0]
+
+
+@pytest.fixture
+def gate(gated: tuple[HttpAddress, Gate]) -> Iterator[Gate]:
+    yield gated[1]
+    gated[1].open()
+
+
+@pytest.fixture
+def http(server: HttpAddress) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def test_tokens(http: httpx.Client) -> None:
+    unload = f"/v2/repository/models/{MODEL}x/unload"
+    for path in ("/v2", "/v1/model", "/v1/samples"):
+        response = http.get(path)
+        assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+        assert http.get(path, headers=USER).status_code == 200
+        assert http.get(path, headers=ADMIN).status_code == 200
+    for path in ("/", "/page.js", "/openapi.json", "/v2/health/live", "/v2/health/ready"):
+        assert http.get(path).status_code == 200
+    assert http.post(unload).status_code == 401
+    assert http.post(unload, headers=USER).status_code == 403
+    assert http.post(unload, headers=ADMIN).status_code == 404
+
+
+def test_overloaded_server_rejects_requests(
+    http: httpx.Client, server: HttpAddress, gate: Gate, picture: Encode
+) -> None:
+    count = gate.count
+    gate.close()
+    with ThreadPoolExecutor(1) as other:
+        url = f"{server.url}/v1/detect"
+        first = other.submit(httpx.post, url, content=picture(), headers=USER, timeout=60)
+        wait_until(lambda: gate.count > count)
+        response = http.post("/v1/detect", content=picture(), headers=USER)
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
+        assert "slots" in response.json()["error"]
+        gate.open()
+        assert first.result().status_code == 200
+    assert http.post("/v1/detect", content=picture(), headers=USER).status_code == 200
+
+
+def test_vanished_client_frees_its_slot(
+    http: httpx.Client, server: HttpAddress, gate: Gate, picture: Encode
+) -> None:
+    count = gate.count
+    gate.close()
+    with connect(server) as client:
+        body = picture()
+        length = b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n" % len(body)
+        client.sendall(HEAD + length + body)
+        wait_until(lambda: gate.count > count)
+
+    def is_admitted() -> bool:
+        # A time limit of 10 ms: the request either finds no slot, or expires.
+        query = "/v1/detect?timeout_us=10000"
+        return http.post(query, content=picture(), headers=USER).status_code == 504
+
+    wait_until(is_admitted)
+
+
+def test_slow_bodies_and_heads(server: HttpAddress) -> None:
+    with connect(server) as body, connect(server) as head, connect(server) as silent:
+        body.sendall(HEAD + b"Authorization: Bearer user\r\nContent-Length: 100\r\n\r\nabc")
+        head.sendall(HEAD[:-5])
+        response = response_of(body)
+        assert response.startswith(b"HTTP/1.1 504")
+        assert b"did not arrive" in response
+        assert response_of(head) == response_of(silent) == b""
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_large_bodies_are_rejected(server: HttpAddress, is_chunked: bool) -> None:
+    with connect(server) as client:
+        client.sendall(HEAD + b"Authorization: Bearer user\r\n")
+        if is_chunked:
+            client.sendall(b"Transfer-Encoding: chunked\r\n\r\n")
+            with suppress(ConnectionError):
+                for _ in range(20):
+                    client.sendall(b"10000\r\n" + bytes(0x10000) + b"\r\n")
+        else:
+            client.sendall(b"Content-Length: 10000000000\r\n\r\n" + bytes(0x10000))
+        assert response_of(client).startswith(b"HTTP/1.1 413")
+
+
+def test_endless_heads_are_rejected(server: HttpAddress) -> None:
+    with connect(server) as client:
+        client.sendall(HEAD)
+        with suppress(ConnectionError):
+            for number in range(100):
+                client.sendall(b"x-%d: " % number + bytes(8192).replace(b"\0", b"a") + b"\r\n")
+                time.sleep(0.001)
+        response = response_of(client)
+    assert response.startswith(b"HTTP/1.1 400") or not response  # or a reset
+
+
+def test_connections_beyond_the_limit_are_closed(server: HttpAddress) -> None:
+    connections = [connect(server) for _ in range(12)]
+    try:
+        for connection in connections:
+            connection.settimeout(0.5)
+        states = []
+        for connection in connections:
+            try:
+                states.append(connection.recv(1))
+            except TimeoutError:
+                states.append(None)
+            except ConnectionError:
+                states.append(b"")
+        assert states.count(b"") >= 4
+    finally:
+        for connection in connections:
+            connection.close()
+    wait_until(lambda: _is_live(server))
+
+
+def _is_live(server: HttpAddress) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{server.url}/v2/health/live").status_code == 200
+    return False
+
+
+def test_malformed_requests_get_errors(server: HttpAddress, picture: Encode) -> None:
+    numbers = random.Random(0)
+    head = HEAD + b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n"
+    valid = head % 600 + picture()[:600]
+    for number in range(300):
+        data = bytearray(valid)
+        if number % 3:
+            for _ in range(numbers.randint(1, 20)):
+                data[numbers.randrange(len(data) if number % 2 else len(head))] = numbers.randrange(
+                    256
+                )
+        else:
+            data = bytearray(numbers.randbytes(200))
+        with connect(server) as client:
+            client.sendall(bytes(data))
+            client.shutdown(socket.SHUT_WR)
+            response = response_of(client)
+        assert re.match(rb"HTTP/1.1 4\d\d|$", response), response
+    wait_until(lambda: _is_live(server))
+
+
+@pytest.mark.slow
+def test_stopping_server_completes_accepted_requests(
+    bundle: Path, tmp_path: Path, picture: Encode
+) -> None:
+    log = tmp_path / "log"
+    with server_process(bundle, log, "--http-port", "0", "--max-wait-s", "600") as (process, _):
+        (url,) = re.findall(r"HTTP at (http://\S+)/", log.read_text())
+        outcomes: list[int | None] = []
+
+        def send() -> None:
+            with httpx.Client(base_url=url, timeout=60) as client:
+                while outcomes.count(None) < 20:
+                    try:
+                        response = client.post("/v1/detect", content=picture())
+                        outcomes.append(response.status_code)
+                    except httpx.ConnectError:  # the port is closed
+                        outcomes.append(None)
+                        time.sleep(0.01)
+                    except httpx.TransportError:  # an idle connection was closed
+                        outcomes.append(None)
+
+        with ThreadPoolExecutor(4) as clients:
+            running = [clients.submit(send) for _ in range(4)]
+            wait_until(lambda: len(outcomes) > 20)
+            assert httpx.get(f"{url}/v2/health/ready").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+            for client in running:
+                client.result()
+    assert outcomes.count(200) > 20
+    assert set(outcomes) <= {200, 503, None}
+    assert "Traceback" not in log.read_text()

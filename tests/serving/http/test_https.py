@@ -1,0 +1,52 @@
+"""HTTPS with client certificates, and certificate files that change."""
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+from http_server import served_over_http
+
+
+def write_identity(authority: trustme.CA, certificate: Path, key: Path) -> None:
+    issued = authority.issue_cert("127.0.0.1")
+    certificate.write_bytes(issued.cert_chain_pems[0].bytes())
+    key.write_bytes(issued.private_key_pem.bytes())
+
+
+def context_trusting(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+def test_client_certificates_and_reloaded_files(
+    bundle: Path, tmp_path: Path, picture: Callable[..., bytes]
+) -> None:
+    first, second, clients = trustme.CA(), trustme.CA(), trustme.CA()
+    certificate, key, client_ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
+    write_identity(first, certificate, key)
+    clients.cert_pem.write_to_path(str(client_ca))
+    identity = clients.issue_cert("client")
+
+    def status(authority: trustme.CA, *, identified: bool = True) -> int:
+        context = context_trusting(authority)
+        if identified:
+            identity.configure_cert(context)
+        with httpx.Client(verify=context, timeout=60) as client:
+            return client.post(f"{url}/v1/detect", content=picture()).status_code
+
+    settings = {"tls_certificate": certificate, "tls_key": key, "tls_client_ca": client_ca}
+    with served_over_http(bundle, **settings) as server:
+        url = server.url.replace("http://", "https://")
+        assert status(first) == 200
+        with pytest.raises(httpx.TransportError):
+            status(first, identified=False)
+        with pytest.raises(httpx.TransportError):
+            status(second)
+        write_identity(second, certificate, key)
+        assert status(second) == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(server.url)

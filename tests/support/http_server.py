@@ -1,0 +1,49 @@
+"""Server with HTTP in the test process, and raw connections to it."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from in_process_server import served_in_thread
+
+
+class HttpAddress(NamedTuple):
+    """Addresses of a running server."""
+
+    # Of gRPC.
+    grpc: str
+    # Host and port of HTTP.
+    http: tuple[str, int]
+
+    @property
+    def url(self) -> str:
+        return "http://{}:{}".format(*self.http)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def served_over_http(bundle: Path, **settings: Any) -> Iterator[HttpAddress]:
+    """Serve a bundle over gRPC and HTTP from another thread."""
+    port = free_port()
+    with served_in_thread(bundle, http_port=port, **settings) as address:
+        yield HttpAddress(address, ("127.0.0.1", port))
+
+
+def connect(address: HttpAddress) -> socket.socket:
+    return socket.create_connection(address.http, timeout=60)
+
+
+def response_of(connection: socket.socket) -> bytes:
+    """Return all bytes until the server closes the connection. A reset counts as its end."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while data := connection.recv(1 << 16):
+            received += data
+    return received
