@@ -43,16 +43,13 @@ def missing_members(path: Path, module: ModuleType, skip: str | None = None) -> 
     return missing
 
 
-def test_all_names_exist_in_tensorrt() -> None:
-    trt = load_tensorrt()
-    assert missing_names(FOLDER / "plans.py", "trt", trt) == []
-    assert missing_members(FOLDER / "plans.py", trt, skip="RuntimeCache") == []
-
-
-def test_all_names_exist_in_tensorrt_rtx() -> None:
-    trt = importlib.import_module("tensorrt_rtx")
-    assert missing_names(FOLDER / "plans.py", "trt", trt) == []
-    assert missing_members(FOLDER / "plans.py", trt) == []
+def test_all_names_exist_in_tensorrt_and_in_tensorrt_rtx() -> None:
+    for trt, skip in (
+        (load_tensorrt(), "RuntimeCache"),
+        (importlib.import_module("tensorrt_rtx"), None),
+    ):
+        assert missing_names(FOLDER / "plans.py", "trt", trt) == []
+        assert missing_members(FOLDER / "plans.py", trt, skip) == []
 
 
 def test_missing_members_are_reported(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Bulk detection: results do not depend on batches, threads or other images."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,12 @@ def backend(bundle: Path, manifest: Manifest) -> Iterator[Backend]:
     backend.close()
 
 
+@pytest.fixture(scope="module")
+def predictor(bundle: Path) -> Iterator[Predictor]:
+    with contextlib.closing(Predictor(bundle)) as predictor:
+        yield predictor
+
+
 @pytest.fixture(autouse=True)
 def _no_leaked_threads() -> Iterator[None]:
     before = set(threading.enumerate())
@@ -58,91 +65,63 @@ def assert_same(own: Detections | ImageError, other: Detections | ImageError) ->
 
 @pytest.mark.parametrize("max_batch", [1, 3, 4])
 def test_batches_do_not_change_the_results(
-    bundle: Path, backend: Backend, manifest: Manifest, picture: Encode, max_batch: int
+    predictor: Predictor, backend: Backend, manifest: Manifest, picture: Encode, max_batch: int
 ) -> None:
     sizes = [LANDSCAPE, PORTRAIT, LANDSCAPE, LANDSCAPE, (50, 50), PORTRAIT, LANDSCAPE]
     codecs = ["JPEG", "JPEG", "PNG", "JPEG", "WEBP", "JPEG", "JPEG"]
     images = [picture(n, s, c) for n, (s, c) in enumerate(zip(sizes, codecs, strict=True))]
-    predictor = Predictor(bundle)
     outcomes = list(detect_many(images, backend, manifest, max_batch=max_batch))
     assert len(outcomes) == len(images)
     for own, image in zip(outcomes, images, strict=True):
         assert_same(own, predictor.detect(image))
 
 
-def test_no_images(backend: Backend, manifest: Manifest) -> None:
+def test_no_images_and_no_detections(backend: Backend, manifest: Manifest, picture: Encode) -> None:
     assert list(detect_many([], backend, manifest)) == []
-
-
-def test_image_without_detections(backend: Backend, manifest: Manifest, picture: Encode) -> None:
     options = DetectionOptions(score_threshold=1)
     (outcome,) = detect_many([picture()], backend, manifest, options)
     assert isinstance(outcome, Detections)
-    assert len(outcome) == 0
-    assert outcome.rles == ()
+    assert (outcome.boxes.shape, outcome.rles) == ((0, 4), ())
 
 
 @pytest.mark.parametrize("masks", [MaskFormat.PROBABILITIES, MaskFormat.NONE])
 def test_mask_formats_of_bulk_detection(
-    bundle: Path, backend: Backend, manifest: Manifest, picture: Encode, masks: MaskFormat
+    predictor: Predictor, backend: Backend, manifest: Manifest, picture: Encode, masks: MaskFormat
 ) -> None:
     options = DetectionOptions(mask_format=masks, max_detections=3)
     images = [picture(1), picture(2)]
     for own, image in zip(detect_many(images, backend, manifest, options), images, strict=True):
-        other = Predictor(bundle).detect(image, options)
-        assert_same(own, other)
+        assert_same(own, predictor.detect(image, options))
         assert isinstance(own, Detections)
         assert own.rles is None
         assert (own.mask_probabilities is None) == (masks is MaskFormat.NONE)
 
 
 def test_invalid_images_yield_errors_in_order(
-    backend: Backend, manifest: Manifest, picture: Encode
-) -> None:
-    whole = picture(5)
-    images = [
-        whole,
-        b"",
-        whole[: len(whole) * 7 // 8],
-        whole,
-        b"no image",
-        whole,
-        picture(size=(4, 9)),
-    ]
-    outcomes = list(detect_many(images, backend, manifest, max_batch=4))
-    assert [isinstance(outcome, ImageError) for outcome in outcomes] == [
-        False, True, True, False, True, False, True
-    ]  # fmt: skip
-    for index, message in (
-        (1, "is empty"),
-        (2, "truncated or damaged"),
-        (4, "JPEG"),
-        (6, "at least 8"),
-    ):
-        assert message in str(outcomes[index])
-    assert_same(outcomes[0], outcomes[3])
-    assert_same(outcomes[0], outcomes[5])
-
-
-def test_unreadable_files_yield_errors_in_order(
     backend: Backend, manifest: Manifest, picture: Encode, tmp_path: Path
 ) -> None:
     path = tmp_path / "picture.jpg"
-    path.write_bytes(picture())
-    sources = [path, tmp_path / "gone.jpg", picture(), tmp_path]
-    first, gone, second, folder = detect_many(sources, backend, manifest, max_batch=4)
-    assert_same(first, second)
-    for outcome, reason in ((gone, "No such file or directory"), (folder, "Is a directory")):
-        assert isinstance(outcome, ImageError)
-        assert reason in str(outcome)
-
-
-def test_image_with_too_many_pixels_is_rejected(
-    backend: Backend, manifest: Manifest, picture: Encode
-) -> None:
-    (outcome,) = detect_many([picture()], backend, manifest, max_pixels=1000)
-    assert isinstance(outcome, ImageError)
-    assert "1000" in str(outcome)
+    path.write_bytes(whole := picture(5))
+    images: list[tuple[bytes | Path, str]] = [  # with the error
+        (whole, ""),
+        (b"", "is empty"),
+        (whole[: len(whole) * 7 // 8], "truncated or damaged"),
+        (path, ""),
+        (b"no image", "JPEG"),
+        (tmp_path / "gone.jpg", "No such file or directory"),
+        (whole, ""),
+        (picture(size=(4, 9)), "at least 8"),
+        (tmp_path, "Is a directory"),
+        (picture(0, (200, 200)), "30000"),
+    ]
+    sources = [image for image, _ in images]
+    outcomes = list(detect_many(sources, backend, manifest, max_batch=4, max_pixels=30_000))
+    for outcome, (_, message) in zip(outcomes, images, strict=True):
+        if message:
+            assert isinstance(outcome, ImageError)
+            assert message in str(outcome)
+        else:
+            assert_same(outcomes[0], outcome)
 
 
 @pytest.mark.parametrize("codec", ["JPEG", "PNG"])

@@ -1,4 +1,5 @@
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 
@@ -14,15 +15,20 @@ from torchvision.ops import clip_boxes_to_image
 
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
 from maskrcnn_trt.model.images import ImageError
-from maskrcnn_trt.serving.detections import DetectionOptions
 from maskrcnn_trt.serving.offline.predictor import Predictor
 
 Encode = Callable[..., bytes]
 
 
+@pytest.fixture(scope="module")
+def predictor(bundle: Path) -> Iterator[Predictor]:
+    with contextlib.closing(Predictor(bundle)) as predictor:
+        yield predictor
+
+
 @pytest.mark.parametrize(("height", "width"), [(120, 200), (333, 250), (50, 400)])
 def test_detections_equal_torchvisions_postprocessing(
-    bundle: Path, picture: Encode, height: int, width: int
+    bundle: Path, predictor: Predictor, picture: Encode, height: int, width: int
 ) -> None:
     data = picture(size=(height, width), codec="PNG")
     scale = min(96 / min(height, width), 160 / max(height, width))
@@ -48,7 +54,7 @@ def test_detections_equal_torchvisions_postprocessing(
     boxes = clip_boxes_to_image(boxes, (height, width))
     pasted = paste_masks_in_image(masks[0, :count, None], boxes, (height, width)) > 0.5
 
-    detections = Predictor(bundle).detect(data)
+    detections = predictor.detect(data)
     np.testing.assert_array_equal(detections.boxes, boxes.numpy())
     np.testing.assert_array_equal(detections.scores, scores[0, :count].numpy())
     np.testing.assert_array_equal(detections.labels, labels[0, :count].numpy())
@@ -59,16 +65,9 @@ def test_detections_equal_torchvisions_postprocessing(
     ]
 
 
-def test_threshold_above_all_scores(bundle: Path, picture: Encode) -> None:
-    detections = Predictor(bundle).detect(picture(), DetectionOptions(score_threshold=1))
-    assert len(detections) == 0
-    assert detections.boxes.shape == (0, 4)
-    assert detections.rles == ()
-
-
-def test_pixel_limit(bundle: Path, picture: Encode) -> None:
+def test_pixel_limit(predictor: Predictor, picture: Encode) -> None:
     with pytest.raises(ImageError, match="1000 pixels"):
-        Predictor(bundle).detect(picture(), max_pixels=1000)
+        predictor.detect(picture(), max_pixels=1000)
 
 
 def test_missing_bundle_and_precision(bundle: Path, tmp_path: Path) -> None:

@@ -20,18 +20,13 @@ def test_image_id_is_the_stem(name: str, image_id: int | str) -> None:
     assert image_id_from_path(Path("folder") / name) == image_id
 
 
-def test_pycocotools_loads_the_results(
-    bundle: Path, picture: Encode, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pycocotools_loads_the_results(bundle: Path, picture: Encode, tmp_path: Path) -> None:
     detections = Predictor(bundle).detect(picture())
     path = tmp_path / "detections.json"
     path.write_text(json.dumps(coco_results(139, detections)))
     dataset = COCO()
-    dataset.dataset = {
-        "images": [{"id": 139}],
-        "categories": [{"id": i} for i in (3, 7, 8)],
-        "info": {},
-    }
+    categories = [{"id": i} for i in (3, 7, 8)]
+    dataset.dataset = {"images": [{"id": 139}], "categories": categories, "info": {}}
     dataset.createIndex()
     results = dataset.loadRes(str(path))
     annotations = results.loadAnns(results.getAnnIds(imgIds=[139]))

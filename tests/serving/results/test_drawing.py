@@ -1,32 +1,34 @@
 import numpy as np
 import pytest
 
-from maskrcnn_trt.model.masks import rle_from_mask
+from maskrcnn_trt.model.masks import Rle, rle_from_mask
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.results.drawing import colour_from_label, draw_detections
 
 
-def one_detection(height: int, width: int, with_mask: bool = True) -> Detections:
-    """Return a detection in the centre, half the image's size, with a mask that fills its box."""
-    box = np.array([[width // 4, height // 4, width * 3 // 4, height * 3 // 4]], np.float32)
-    mask = np.zeros((height, width), np.bool_)
-    mask[height // 4 : height * 3 // 4, width // 4 : width * 3 // 4] = True
+def detections(
+    height: int, width: int, count: int = 1, masks: tuple[Rle, ...] | None = None
+) -> Detections:
+    """Return detections in the centre, half the image's size."""
+    box = [[width // 4, height // 4, width * 3 // 4, height * 3 // 4]] * count
     return Detections(
         height=height,
         width=width,
-        boxes=box,
-        scores=np.array([0.5], np.float32),
-        labels=np.array([2], np.int64),
-        category_ids=np.array([7], np.int64),
-        class_names=("box",),
-        rles=(rle_from_mask(mask),) if with_mask else None,
+        boxes=np.array(box, np.float32).reshape(count, 4),
+        scores=np.full(count, 0.5, np.float32),
+        labels=np.full(count, 2, np.int64),
+        category_ids=np.full(count, 7, np.int64),
+        class_names=("box",) * count,
+        rles=masks,
     )
 
 
 @pytest.mark.parametrize(("height", "width"), [(480, 640), (8, 8), (2000, 900)])
 def test_mask_and_box_take_the_colour_of_the_class(height: int, width: int) -> None:
     image = np.full((height, width, 3), 40, np.uint8)
-    drawn = draw_detections(image, one_detection(height, width))
+    mask = np.zeros((height, width), np.bool_)
+    mask[height // 4 : height * 3 // 4, width // 4 : width * 3 // 4] = True  # fills the box
+    drawn = draw_detections(image, detections(height, width, masks=(rle_from_mask(mask),)))
     assert drawn.shape == image.shape
     assert drawn.dtype == np.uint8
     assert (image == 40).all()
@@ -40,23 +42,14 @@ def test_mask_and_box_take_the_colour_of_the_class(height: int, width: int) -> N
 
 def test_boxes_are_drawn_without_masks() -> None:
     image = np.zeros((100, 100, 3), np.uint8)
-    drawn = draw_detections(image, one_detection(100, 100, with_mask=False))
+    drawn = draw_detections(image, detections(100, 100))
     np.testing.assert_array_equal(drawn[75, 50], colour_from_label(2))
     assert not drawn[50, 50].any()
 
 
 def test_image_without_detections_is_unchanged() -> None:
     image = np.random.default_rng(0).integers(0, 256, (50, 60, 3)).astype(np.uint8)
-    nothing = Detections(
-        height=50,
-        width=60,
-        boxes=np.zeros((0, 4), np.float32),
-        scores=np.zeros(0, np.float32),
-        labels=np.zeros(0, np.int64),
-        category_ids=np.zeros(0, np.int64),
-        class_names=(),
-        rles=(),
-    )
+    nothing = detections(50, 60, count=0, masks=())
     np.testing.assert_array_equal(draw_detections(image, nothing), image)
 
 

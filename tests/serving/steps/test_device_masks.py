@@ -43,8 +43,10 @@ def test_boxes_are_scaled_and_clipped(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("capacities", [(4000, 8000), (4000, 30), (20, 8000), (0, 0)])
-@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [3, 1], []])
-@pytest.mark.parametrize("exceeding", [[], [1, 2, 4]])
+@pytest.mark.parametrize(
+    ("rows", "exceeding"),
+    [([0, 1, 2, 3, 4], []), ([0, 1, 2, 3, 4], [1, 2, 4]), ([3, 1], []), ([], [])],
+)
 def test_rles_equal_those_of_the_cpu_at_any_capacity(
     device: str, capacities: tuple[int, int], rows: list[int], exceeding: list[int]
 ) -> None:

@@ -103,7 +103,7 @@ def test_polygons_cover_the_mask_without_holes(
     assert overlap(rasterised(outlines), encoded(filled(side), box, paste)) > 0.95
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 @pastes
 def test_polygons_of_many_masks(seed: int, paste: MaskPaste) -> None:
     rng = np.random.default_rng(seed)
@@ -131,7 +131,7 @@ def test_vertices_lie_at_probability_one_half(side: int) -> None:
 
 
 @pastes
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_outlines_are_simple_and_clockwise(seed: int, paste: MaskPaste) -> None:
     """Many of the outlines touch the edge of the image."""
     mask = np.random.default_rng(seed).random((28, 28), dtype=np.float32)
@@ -166,14 +166,11 @@ def test_outlines_are_clipped_to_the_image(paste: MaskPaste) -> None:
 
 
 @pastes
-def test_an_empty_mask_has_no_outline(paste: MaskPaste) -> None:
+def test_an_empty_mask_and_an_empty_box_have_no_outline(paste: MaskPaste) -> None:
     box = (40.3, 51.7, 80.6, 90.1)
     assert outlines_of(np.zeros((28, 28), np.float32), box, paste) == ()
     assert outlines_of(np.full((28, 28), 0.5, np.float32), box, paste) == ()
     assert not coco_mask.area(encoded(np.full((28, 28), 0.5, np.float32), box, paste))
-
-
-def test_a_box_without_width_or_height_has_no_outline() -> None:
     for box in [(40.0, 50.0, 40.0, 90.0), (40.0, 50.0, 80.0, 50.0), (0.0, 0.0, 0.0, 0.0)]:
         assert outlines_of(ones(28), box) == ()
         assert not coco_mask.area(encoded(ones(28), box, "detectron2"))
@@ -240,22 +237,19 @@ def test_polygons_from_a_server_equal_those_of_its_probabilities(
     address: str, predictor: Predictor, picture: Encode
 ) -> None:
     images = [picture(n, size) for n, size in enumerate([(120, 200), (640, 480), (8, 9)])]
-    soft = DetectionOptions(mask_format=MaskFormat.PROBABILITIES)
     with DetectorClient(address) as client:
         responses: list[Any] = list(client.detect_many(images, POLYGONS))
         streamed: dict[int, Any] = dict(client.stream(images, POLYGONS))
-        none = client.detect(
-            images[0], DetectionOptions(score_threshold=1, mask_format=MaskFormat.POLYGON)
-        )
-    assert none.polygons == ()
+        nothing = DetectionOptions(score_threshold=1, mask_format=MaskFormat.POLYGON)
+        assert client.detect(images[0], nothing).polygons == ()
     for index, (image, own) in enumerate(zip(images, responses, strict=True)):
         assert_equal(streamed[index].polygons, own.polygons)
         assert_equal(predictor.detect(image, POLYGONS).polygons, own.polygons)
-        expected = predictor.detect(image, soft)
-        assert expected.mask_probabilities is not None
-        size, paste = (expected.height, expected.width), predictor.manifest.mask_paste
-        given = expected.mask_probabilities, expected.boxes
-        assert_equal(polygons_from_probabilities(*given, *size, paste), own.polygons)
+        soft = predictor.detect(image, DetectionOptions(mask_format=MaskFormat.PROBABILITIES))
+        assert soft.mask_probabilities is not None
+        size, paste = (soft.height, soft.width), predictor.manifest.mask_paste
+        expected = polygons_from_probabilities(soft.mask_probabilities, soft.boxes, *size, paste)
+        assert_equal(expected, own.polygons)
         assert any(own.polygons)
         assert own.rles is None
         assert own.mask_probabilities is None
