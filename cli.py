@@ -35,7 +35,8 @@ _COMMANDS = {
         "training.config_commands:config", "Show presets and configuration keys."
     ),
     "weights": _LazyCommand(
-        "model.weights.commands:weights", "Convert weights of other implementations."
+        "model.weights.commands:weights",
+        "List published models, and convert weights of other implementations.",
     ),
     "train": _LazyCommand("training.commands:train", "Train a model from a preset or a YAML file."),
     "eval": _LazyCommand(
@@ -67,6 +68,7 @@ _USER_ERRORS = frozenset(
         "maskrcnn_trt.model.download.local_files.DownloadError",
         "maskrcnn_trt.model.images.ImageError",
         "maskrcnn_trt.model.bundle.manifest.BundleError",
+        "maskrcnn_trt.model.weights.zoo.ZooError",
         "maskrcnn_trt.plugins.runtime.compilation.KernelError",
         "maskrcnn_trt.benchmarks.quickstart.QuickstartError",
         "maskrcnn_trt.serving.errors.ServingError",

@@ -25,8 +25,10 @@ from ..model.bundle.manifest import (
     write_manifest,
 )
 from ..model.bundle.spec import ShapeBucket
-from ..model.checkpoint import Checkpoint, load_checkpoint
+from ..model.checkpoint import Checkpoint
 from ..model.mask_rcnn import MaskRCNN
+from ..model.weights.files import local_path
+from ..model.weights.references import checkpoint_from_reference
 from .engines.build import TOP_K_LIMIT, limited_checkpoint
 from .engines.builder import EngineBuilder
 from .engines.options import ENGINE_SUFFIXES
@@ -48,7 +50,7 @@ _INPUT_DTYPES: dict[InputDtype, torch.dtype] = {"uint8": torch.uint8, "float32":
 
 
 def bundle_from_checkpoint(
-    checkpoint_path: Path,
+    reference: str | Path,
     bundle: Path,
     *,
     precisions: Sequence[Precision] = ("fp32", "fp16"),
@@ -64,7 +66,7 @@ def bundle_from_checkpoint(
     input size for each builder. bf16 is exported as a torch program only.
 
     Args:
-        checkpoint_path: checkpoint file.
+        reference: checkpoint or weights of another implementation; see `local_path`.
         bundle: folder to create or replace.
         precisions: precisions to export. `fp32` and `tf32` share an ONNX file.
         buckets: input sizes, multiples of 32. Empty: those of the training.
@@ -77,7 +79,9 @@ def bundle_from_checkpoint(
         the manifest of the bundle.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read.
+        CheckpointError: the checkpoint cannot be read or converted.
+        ZooError: the zoo does not have the model, or this program cannot compute it.
+        DownloadError: the download failed, or the file has another checksum.
         EngineError: an engine cannot be built.
         BundleError: the folder exists and is not a bundle, an input size is too small for all
             images, or bf16 is requested without `with_programs`.
@@ -86,7 +90,7 @@ def bundle_from_checkpoint(
     _check_output_folder(bundle)
     if "bf16" in precisions and not with_programs:
         raise BundleError("bf16 is available for torch programs only; add --engine torch")
-    checkpoint = load_checkpoint(checkpoint_path)
+    checkpoint = checkpoint_from_reference(reference)
     _check_buckets(buckets, checkpoint.preprocessing)
     settings = _ExportSettings(precisions, buckets or checkpoint.buckets, input_dtype, report)
     with _atomic_folder(bundle) as partial:
@@ -98,7 +102,7 @@ def bundle_from_checkpoint(
                 _build_engine(b, g, sources, partial, report) for b in builders for g in graphs
             ]
         programs = _export_programs(checkpoint, partial, settings) if with_programs else []
-        manifest = _manifest_from(checkpoint, checkpoint_path, [*graphs, *programs, *engines])
+        manifest = _manifest_from(checkpoint, local_path(reference), [*graphs, *programs, *engines])
         write_manifest(partial, manifest)
     return manifest
 

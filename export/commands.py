@@ -88,7 +88,7 @@ class VariadicCommand(click.Command):
 
 
 @click.command(cls=VariadicCommand)
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint")
 @click.option(
     "-o", "--output", "bundle", required=True, type=click.Path(path_type=Path, file_okay=False),
     help="Folder of the bundle. An older bundle there is replaced.",
@@ -117,7 +117,7 @@ class VariadicCommand(click.Command):
     "images. Without a value, use noise.",
 )  # fmt: skip
 def export(
-    checkpoint: Path,
+    checkpoint: str,
     bundle: Path,
     precisions: tuple[Precision, ...],
     buckets: tuple[ShapeBucket, ...],
@@ -128,6 +128,9 @@ def export(
     **engines: Any,
 ) -> None:
     """Turn CHECKPOINT into a bundle that `maskrcnn serve` and `maskrcnn predict` load.
+
+    CHECKPOINT is a checkpoint, weights of another implementation, a URL of either, or a name of
+    `maskrcnn weights list`, such as torchvision:maskrcnn_resnet50_fpn_v2.
 
     Options with several values take them one after another, as in --precision fp32 fp16.
     """
@@ -154,16 +157,16 @@ def export(
         click.echo(f"Triton's models in {triton_repository} are {', '.join(names)}")
 
 
-def _verify(checkpoint: Path, bundle: Path, manifest: Manifest, images: list[Path]) -> None:
+def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path]) -> None:
     """Compare a bundle with its checkpoint, and print the result.
 
     Raises:
         VerificationError: the differences exceed the tolerance of the precision.
     """
-    from ..model.checkpoint import load_checkpoint
+    from ..model.weights.references import checkpoint_from_reference
     from .verify import verify_bundle
 
-    comparisons = verify_bundle(bundle, manifest, load_checkpoint(checkpoint), images)
+    comparisons = verify_bundle(bundle, manifest, checkpoint_from_reference(checkpoint), images)
     Console().print(table_of(comparisons))
     failed = [c.artifact.path for c in comparisons if not c.passed]
     if failed:

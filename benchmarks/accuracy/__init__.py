@@ -22,7 +22,7 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
 
 
 @click.command(name="eval")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model")
 @click.argument("data", required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
@@ -58,7 +58,7 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
     help="Also write the metrics to this file.",
 )  # fmt: skip
 def evaluate(
-    model: Path,
+    model: str,
     data: str | None,
     overrides: tuple[str, ...],
     json_path: Path | None,
@@ -72,27 +72,33 @@ def evaluate(
     parameters, such as model.roi.score_threshold. The result files are written to the folder
     `inference` in output_dir.
 
-    `maskrcnn eval BUNDLE DATA` evaluates a bundle as it is served. DATA is a data set folder as for
-    `maskrcnn data inspect`; its split `val`, or its only split, is used. Use --images and
-    --annotations for any other files. DATA can also be CONFIG [KEY=VALUE]..., of which data.val,
-    data.on_broken and the section `evaluation` are used.
+    CHECKPOINT can also be weights of another implementation, or a name of `maskrcnn weights list`.
+
+    `maskrcnn eval BUNDLE DATA` evaluates a bundle as it is served. If DATA is a folder, or an
+    option of bundles is given, a checkpoint or a name is exported once into the cache folder. DATA
+    is a data set folder as for `maskrcnn data inspect`; its split `val`, or its only split, is
+    used. Use --images and --annotations for any other files. DATA can also be CONFIG
+    [KEY=VALUE]..., of which data.val, data.on_broken and the section `evaluation` are used.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
     coco_results.pth for torch. If a metric is below evaluation.expected, the exit code is 1.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    run = _evaluate_bundle if model.is_dir() else _evaluate_checkpoint
-    run(model, data, overrides, given, json_path)
+    as_bundle = Path(model).is_dir() or not given.keys().isdisjoint(_BUNDLE_OPTIONS)
+    if as_bundle or (data is not None and _is_folder(data)):
+        _evaluate_bundle(model, data, overrides, given, json_path)
+    else:
+        _evaluate_checkpoint(model, data, overrides, given, json_path)
 
 
 def _evaluate_checkpoint(
-    checkpoint: Path,
+    reference: str,
     source: str | None,
     overrides: tuple[str, ...],
     given: Mapping[str, Any],
     json_path: Path | None,
 ) -> None:
-    from ...model.checkpoint import load_checkpoint
+    from ...model.weights.references import checkpoint_from_reference
     from ...training.distributed import worker
     from ...training.evaluation.config import load_evaluation_config
     from ...training.evaluation.result_files import RESULTS_FOLDER
@@ -100,21 +106,16 @@ def _evaluate_checkpoint(
     from ...training.run import evaluate_checkpoint
     from ...training.terminal import errors_of_main_process
 
-    for name in _BUNDLE_OPTIONS:
-        if name in given:
-            raise click.UsageError(
-                f"--{name} applies only to a bundle folder; {checkpoint} is not one"
-            )
-    if source is None or _is_folder(source):
+    if source is None:
         raise click.UsageError("a checkpoint is evaluated on data.val of CONFIG; give CONFIG")
-    loaded = load_checkpoint(checkpoint)
+    loaded = checkpoint_from_reference(reference)
     config = load_evaluation_config(source, (*overrides, *_overrides_from(given)), loaded)
     with worker(config.device) as own:
         metrics = evaluate_checkpoint(loaded, config, own)
         if own.is_main:
             _print_metrics(metrics)
             click.echo(f"the result files are in {config.output_dir / RESULTS_FOLDER}")
-            _write_json(json_path, {"checkpoint": str(checkpoint), "metrics": metrics})
+            _write_json(json_path, {"checkpoint": reference, "metrics": metrics})
         # If one process fails, torchrun kills the others at once, even while they print.
         own.wait_for_ranks()
     with errors_of_main_process():
@@ -122,7 +123,7 @@ def _evaluate_checkpoint(
 
 
 def _evaluate_bundle(
-    bundle: Path,
+    reference: str,
     source: str | None,
     overrides: tuple[str, ...],
     given: Mapping[str, Any],
@@ -130,10 +131,13 @@ def _evaluate_bundle(
 ) -> None:
     from dataclasses import asdict
 
+    from ...serving.commands.model_reference import bundle_for_backend
     from ...training.evaluation.validation import check_expected
     from .measure import evaluate_bundle
 
     data = _validation_set_from(source, overrides, given)
+    precisions = (given["precision"],) if "precision" in given else ()
+    bundle = bundle_for_backend(reference, given.get("backend", "auto"), precisions)
     options = {name: given[name] for name in ("backend", "precision", "output") if name in given}
     evaluation = evaluate_bundle(bundle, data, **options)
     _print_metrics(evaluation.metrics)

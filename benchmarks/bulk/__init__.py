@@ -13,7 +13,7 @@ from ..common.timing import seconds_option
 
 
 @click.command(context_settings={"show_default": True})
-@click.argument("bundle", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("model")
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(8,))
 @click.option(
     "--precision", type=click.Choice(get_args(Precision)),
@@ -28,17 +28,23 @@ from ..common.timing import seconds_option
 @json_option
 @output_option("a page, a plot of the steps")
 def bulk(
-    bundle: Path,
+    model: str,
     sources: tuple[Path, ...],
     json_path: Path | None,
     output: Path | None,
     **values: Any,
 ) -> None:
-    """Measure BUNDLE from image files to run-length encoded masks: throughput, and time by step."""
+    """Measure MODEL from image files to run-length encoded masks: throughput, and time by step.
+
+    MODEL is a bundle, a checkpoint, or a name of `maskrcnn weights list`.
+    """
+    from ...serving.commands.model_reference import bundle_for_backend
     from .measure import BulkSettings, measure_bulk
     from .record import bulk_record
 
     images = read_images(sources)
+    precisions = () if values["precision"] is None else (values["precision"],)
+    bundle = bundle_for_backend(model, values["backend"], precisions)
     results = measure_bulk(bundle, BulkSettings(images=images, **values))
     record = bulk_record(results, describe_images(images, sources, PHOTO_LIKE))
     publish(record, json_path, output)

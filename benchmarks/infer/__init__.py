@@ -8,6 +8,7 @@ import click
 
 from ...export.commands import BucketType
 from ...model.bundle.manifest import Precision
+from ...model.bundle.spec import ShapeBucket
 from ...serving.config import BackendName
 from ..common.images import images_option, read_images
 from ..common.record import Record, json_option, output_option, publish
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(context_settings={"show_default": True})
-@click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.argument("references", nargs=-1, required=True, metavar="MODELS...")
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 @json_option
 @output_option("a page with the time by stage, a plot")
 def infer(
-    models: tuple[Path, ...],
+    references: tuple[str, ...],
     peers: tuple[InferBaseline, ...],
     sources: tuple[Path, ...],
     json_path: Path | None,
@@ -49,12 +50,15 @@ def infer(
 ) -> None:
     """Measure models in every precision at every batch size.
 
-    A model is a bundle, which --backend runs, or a checkpoint, which torch runs. All models get the
-    same input; its size is the first size of the first model unless --shape is given. Failed
-    engines are reported, and the others are still measured.
+    A model is a bundle, which --backend runs, or a checkpoint or weights of another implementation,
+    which torch runs. A name of `maskrcnn weights list` is exported once into the cache folder, and
+    measured as a bundle; with --peer torchvision also as weights. All models get the same input;
+    its size is the first size of the first model unless --shape is given. Failed engines are
+    reported, and the others are still measured.
     """
     from .measure import InferSettings
 
+    models = _models_from(references, with_weights="torchvision" in peers, **values)
     if "torchvision" in peers and not any(model.is_file() for model in models):
         raise click.UsageError("--peer torchvision needs the weights of a checkpoint among MODELS")
     if "onnxruntime" in peers and not any(model.is_dir() for model in models):
@@ -62,6 +66,39 @@ def infer(
     images = read_images(sources)
     settings = InferSettings(peers=peers, images=images, with_stages=output is not None, **values)
     publish(_measure(models, settings), json_path, output)
+
+
+def _models_from(
+    references: Sequence[str],
+    *,
+    with_weights: bool,
+    backend: BackendName,
+    precisions: tuple[Precision, ...],
+    bucket: ShapeBucket | None,
+    **_: Any,
+) -> list[Path]:
+    """Return the paths of bundles and weights files to measure.
+
+    Raises:
+        click.BadParameter: A path does not exist.
+        ZooError: A zoo does not have a model, or this program cannot compute it.
+        DownloadError: A download failed, or a file has another checksum.
+    """
+    from ...model.weights.sources import weights_path
+    from ...model.weights.zoo import is_zoo_name
+    from ...serving.commands.model_reference import bundle_for_backend
+
+    models = []
+    for reference in references:
+        if is_zoo_name(reference):
+            buckets = () if bucket is None else (bucket,)
+            models.append(bundle_for_backend(reference, backend, precisions, buckets))
+            models += [weights_path(reference)] if with_weights else []
+        elif Path(reference).exists():
+            models.append(Path(reference))
+        else:
+            raise click.BadParameter(f"Path {reference!r} does not exist.", param_hint="MODELS...")
+    return models
 
 
 def _measure(models: Sequence[Path], settings: "InferSettings") -> Record:

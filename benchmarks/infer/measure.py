@@ -141,10 +141,10 @@ def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[M
     checkpoint = next((model for model in models if model.is_file()), None)
     if checkpoint is None:
         return []
-    from ...model.checkpoint import load_checkpoint
+    from ...model.weights.references import checkpoint_from_reference
 
     bucket = settings.bucket or first_bucket(models[0])
-    config = load_checkpoint(checkpoint).model_config
+    config = checkpoint_from_reference(checkpoint).model_config
     return list(iterate_in_process(measure_matmul_rooflines, settings.precisions, config, bucket))
 
 

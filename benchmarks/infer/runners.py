@@ -90,10 +90,10 @@ class EngineChoice:
         """
         if self.model.is_dir():
             return BundleRunner(self.model, self.precision, self.backend, bucket, max_batch)
-        from ...model.checkpoint import load_checkpoint
+        from ...model.weights.references import checkpoint_from_reference
 
         make = torchvision_from_checkpoint if self.with_torchvision else runner_from_checkpoint
-        return make(load_checkpoint(self.model), self.precision)
+        return make(checkpoint_from_reference(self.model), self.precision)
 
 
 def first_bucket(path: Path) -> ShapeBucket:
@@ -105,9 +105,9 @@ def first_bucket(path: Path) -> ShapeBucket:
     """
     if path.is_dir():
         return read_manifest(path).artifacts[0].bucket
-    from ...model.checkpoint import load_checkpoint
+    from ...model.weights.references import checkpoint_from_reference
 
-    return load_checkpoint(path).buckets[0]
+    return checkpoint_from_reference(path).buckets[0]
 
 
 class BundleRunner:

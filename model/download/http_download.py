@@ -15,16 +15,15 @@ from tenacity import (
     wait_exponential,
 )
 
+from .checksums import Checksum
 from .local_files import (
-    ByteProgress,
-    Checksum,
     DownloadError,
     PartialFile,
     RemoteVersion,
     check_free_space,
     exclusive_lock,
-    no_progress,
 )
+from .progress import ByteProgress, no_progress
 
 logger = logging.getLogger(__name__)
 

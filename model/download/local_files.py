@@ -1,58 +1,18 @@
-"""Locks, free disk space, checksums and partial files of downloads."""
+"""Locks, free disk space and partial files of downloads."""
 
-import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from ..config.schema import FrozenConfig
 
-_CHUNK_BYTES = 1 << 20
-
-# Progress callback. Arguments: step such as `checking val2017.zip`, bytes done, bytes in total
-# (None: unknown).
-ByteProgress = Callable[[str, int, int | None], object]
-
 
 class DownloadError(Exception):
     """A file cannot be downloaded or created, or is not the expected one."""
-
-
-@dataclass(frozen=True)
-class Checksum:
-    """Expected hash of a file, as hexadecimal digits. The last ones may be missing."""
-
-    algorithm: Literal["md5", "sha256"]
-    digest: str
-
-    def __str__(self) -> str:
-        return f"{self.algorithm.upper().replace('SHA', 'SHA-')} {self.digest}"
-
-    def of(self, path: Path, step: str, on_progress: ByteProgress) -> "Checksum":
-        """Return the hash of a file, with as many digits as this one.
-
-        Args:
-            path: Path of an existing file.
-            step: First argument of `on_progress`.
-            on_progress: See `ByteProgress`.
-        """
-        digest, size = hashlib.new(self.algorithm, usedforsecurity=False), path.stat().st_size
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                on_progress(step, file.tell(), size)
-        return Checksum(self.algorithm, digest.hexdigest()[: len(self.digest)])
-
-
-def no_progress(step: str, done: int, total: int | None) -> None:
-    """Ignore the progress."""
 
 
 @contextmanager
@@ -66,6 +26,9 @@ def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
     Raises:
         DownloadError: Another process holds the lock, and `wait` is False.
     """
+    # Imported here because the base install lacks it, and a server of a bundle does not need it.
+    from filelock import FileLock, Timeout
+
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
         lock.acquire(blocking=wait)

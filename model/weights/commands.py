@@ -19,7 +19,7 @@ def weights() -> None:
 
 
 @weights.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False),
@@ -34,7 +34,7 @@ def weights() -> None:
     help="The network takes RGB although its origin usually takes BGR, or the reverse.",
 )  # fmt: skip
 def convert(
-    file: Path,
+    file: str,
     overrides: tuple[str, ...],
     output: Path,
     categories: Path | None,
@@ -43,27 +43,33 @@ def convert(
     """Convert FILE to a checkpoint that gives the same results.
 
     FILE is a Mask R-CNN of torchvision, detectron2, maskrcnn-benchmark, NVIDIA or Caffe2's
-    Detectron, recognised by its content. Settings that the file does not hold get the defaults of
+    Detectron, recognised by its content. It can also be a URL, or a name of `maskrcnn weights
+    list`. Settings that the file does not hold get the defaults of
     its origin, which are printed. KEY=VALUE overrides one, as in `backbone.stride_in_1x1=false`.
     """
     from ..checkpoint import save_checkpoint
-    from .conversion import checkpoint_from_weights
-    from .files import WeightsError
-    from .recognition import OWN, read_weights
+    from .references import convert_reference
 
-    read = read_weights(file)
-    if read.origin == OWN:
-        raise WeightsError(f"{file} is already a checkpoint of this program; no conversion needed")
-    try:
-        conversion = checkpoint_from_weights(
-            read, overrides, categories, other_channel_order=other_channel_order
-        )
-    except WeightsError as error:
-        raise WeightsError(f"{file}: {error}") from None
+    conversion = convert_reference(
+        file, overrides, categories, other_channel_order=other_channel_order
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(output, conversion.checkpoint)
     Console(markup=False, emoji=False).print(_conversion_table(conversion))
     click.echo(f"the checkpoint is {output}")
+
+
+@weights.command(name="list")
+def list_() -> None:
+    """List the published models that can be given by name, as in `torchvision:NAME`."""
+    from .zoo import LICENCES, ZOO_MODELS
+
+    # Not a table of rich, which cuts names on narrow terminals.
+    for model in ZOO_MODELS:
+        click.echo(f"{model!s:<65} {model.dataset:<10} {model.min_size}/{model.max_size}")
+    click.echo("\ncolumns: name; training data; test size (shorter side / maximum of the longer)")
+    for zoo, licence in LICENCES.items():
+        click.echo(f"licence of the weights of {zoo}: {licence}")
 
 
 def _conversion_table(conversion: "WeightsConversion") -> Table:

@@ -1,23 +1,20 @@
-"""Download and reading of weights files, without running code from them."""
+"""Reading of weights files, without running code from them."""
 
 import argparse
 import codecs
-import hashlib
 import pickle
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
-from urllib.parse import urlparse
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torchvision.models import get_weight
 
 from ..checkpoint import CheckpointError
+from .sources import weights_path
 
 # A zip archive, or the magic number of torch files before version 1.6.
 _TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19")
@@ -46,52 +43,27 @@ class WeightsError(CheckpointError):
 
 
 def local_path(source: str | Path) -> Path:
-    """Return the path of a weights file; download it into torch.hub's cache if needed.
+    """Return the path of a weights file. Download it into the cache folder if necessary.
 
     Args:
-        source: path, http(s) URL, or torchvision's name of its weights, such as
+        source: a reference as for `weights_path`, or torchvision's name of its weights, such as
             `ResNet50_Weights.IMAGENET1K_V1`.
 
     Raises:
-        WeightsError: torchvision has no weights of this name, or the download failed.
+        WeightsError: torchvision has no weights of this name.
+        ZooError: the zoo does not have the model, or this program cannot compute it.
+        DownloadError: the download failed, or the file has another checksum.
     """
     text = str(source)
-    if re.match("https?://", text):
-        return _download(text)
-    if re.fullmatch(r"\w+_Weights\.\w+", text):
-        try:
-            return _download(get_weight(text).url)
-        except (KeyError, ValueError, AttributeError):
-            raise WeightsError(
-                f"torchvision has no weights {text}; use a name from its documentation, such as "
-                "ResNet50_Weights.IMAGENET1K_V1"
-            ) from None
-    return Path(source)
-
-
-def _download(url: str) -> Path:
-    """Download a file unless it is in the cache, and return its path."""
-    name = Path(urlparse(url).path).name
-    # torch.hub verifies a hash in the name, as in `resnet50-0676ba61.pth`.
-    digest = re.search(r"-([0-9a-f]{8,})\.", name)
-    if digest is None:
-        # Many URLs end in model_final.pth, so the hash of the URL makes the name unique.
-        name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}"
-    path = Path(torch.hub.get_dir()) / "checkpoints" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # All ranks of a training start at the same time: one downloads, the others wait.
-    with FileLock(path.with_name(f".{name}.lock")):
-        if not path.is_file():
-            try:
-                torch.hub.download_url_to_file(
-                    url, str(path), digest and digest[1], progress=sys.stderr.isatty()
-                )
-            except (OSError, RuntimeError) as error:
-                raise WeightsError(
-                    f"{url} could not be downloaded ({error}); download it yourself and give the "
-                    "file"
-                ) from None
-    return path
+    if not re.fullmatch(r"\w+_Weights\.\w+", text):
+        return weights_path(source)
+    try:
+        return weights_path(get_weight(text).url)
+    except (KeyError, ValueError, AttributeError):
+        raise WeightsError(
+            f"torchvision has no weights {text}; use a name from its documentation, such as "
+            "ResNet50_Weights.IMAGENET1K_V1"
+        ) from None
 
 
 def read_file(path: Path) -> Any:

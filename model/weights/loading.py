@@ -8,16 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checkpoint import Checkpoint, load_checkpoint
 from ..config.overrides import value_at
 from ..config.reference import text_from_value
 from ..config.schema import ModelConfig
 from ..mask_rcnn import MaskRCNN
-from .conversion import check_shapes, checkpoint_from_weights
-from .files import WeightsError, local_path
+from .conversion import check_shapes
+from .files import WeightsError
 from .layouts import CLASS_ROWS
 from .origins import Weights, abbreviated
-from .recognition import OWN, read_weights
+from .references import checkpoint_from_reference, read_reference
 
 # Settings of `ModelConfig` that must equal those that the weights were trained with.
 _MEANING_SETTINGS = (
@@ -68,16 +67,15 @@ class LoadReport:
 
 
 def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
-    """Load weights of any origin, from a file or an http(s) URL, into a model.
+    """Load weights of any origin into a model; see `local_path` for the forms of `source`.
 
     Heads that the file lacks, and predictors of another number of classes, keep the model's values.
 
     Raises:
         CheckpointError: the file cannot be downloaded or read, or needs another configuration.
     """
-    path = local_path(source)
-    weights = read_weights(path)
-    _check_conventions(path, weights, model.config)
+    weights = read_reference(source)
+    _check_conventions(source, weights, model.config)
     expected = model.state_dict()
     fitting = {
         name: tensor
@@ -90,11 +88,11 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
     broken = [n for n in absent if _module_of(n) in loaded_modules and n not in CLASS_ROWS]
     if broken or "backbone.body" not in loaded_modules:
         lacking = abbreviated(broken or absent)
-        raise WeightsError(f"weights: {path} lacks {lacking}; give a complete file")
+        raise WeightsError(f"weights: {source} lacks {lacking}; give a complete file")
     try:
         check_shapes(fitting, expected)
     except WeightsError as error:
-        raise WeightsError(f"weights: {path}: {error}") from None
+        raise WeightsError(f"weights: {source}: {error}") from None
     model.load_state_dict(fitting, strict=False)
     parts = (
         n.rpartition(".")[0] if _module_of(n) in loaded_modules else _module_of(n) for n in absent
@@ -115,8 +113,8 @@ def build_model(
     Args:
         name: variant of ResNet, as `BackboneConfig.name`.
         features: feature maps that the heads use, as `BackboneConfig.features`.
-        source: path or http(s) URL of a checkpoint or of another program's weights. None: random
-            weights.
+        source: path or http(s) URL of a checkpoint or of another program's weights, or name of a
+            published model. None: random weights.
         num_classes: foreground classes of a model with random weights.
 
     Raises:
@@ -127,7 +125,7 @@ def build_model(
         # C4 pools 14 x 14 cells, because res5, its box head, halves the resolution.
         roi = {"roi": {"box_pool": 14}} if features == "c4" else {}
         return MaskRCNN(ModelConfig.model_validate(values | roi)).eval()
-    checkpoint = _checkpoint_from_file(local_path(source))
+    checkpoint = checkpoint_from_reference(source)
     backbone = checkpoint.model_config.backbone
     if (backbone.name, backbone.features) != (name, features):
         raise WeightsError(
@@ -137,17 +135,7 @@ def build_model(
     return checkpoint.build_model()
 
 
-def _checkpoint_from_file(path: Path) -> Checkpoint:
-    weights = read_weights(path)
-    if weights.origin == OWN:
-        return load_checkpoint(path)
-    try:
-        return checkpoint_from_weights(weights).checkpoint
-    except WeightsError as error:
-        raise WeightsError(f"{path}: {error}") from None
-
-
-def _check_conventions(path: Path, weights: Weights, config: ModelConfig) -> None:
+def _check_conventions(source: str | Path, weights: Weights, config: ModelConfig) -> None:
     """Check that a configuration agrees with the one that the weights were trained with.
 
     Raises:
@@ -164,7 +152,7 @@ def _check_conventions(path: Path, weights: Weights, config: ModelConfig) -> Non
     if conflicts:
         settings = shlex.join(f"model.{k}={text_from_value(v)}" for k, v in conflicts.items())
         raise WeightsError(
-            f"weights: {path} of {weights.origin} was trained with other settings; set {settings}"
+            f"weights: {source} of {weights.origin} was trained with other settings; set {settings}"
         )
 
 

@@ -36,7 +36,7 @@ def read_weights(path: Path) -> Weights:
         CheckpointError: the file cannot be read, or its origin or model is unknown.
     """
     content = read_file(path)
-    if isinstance(content, Mapping) and "model_config" in content:
+    if is_checkpoint(content):
         checkpoint = load_checkpoint(path)
         settings = values_by_key(checkpoint.model_config.model_dump())
         return Weights(origin=OWN, tensors=checkpoint.weights, structure=settings, assumed={})
@@ -58,6 +58,11 @@ def read_weights(path: Path) -> Weights:
             f"{path} has names of {origin.name}, but tensors of shapes that no Mask R-CNN has; "
             "give a file that its training wrote"
         ) from error
+
+
+def is_checkpoint(content: object) -> bool:
+    """Whether the content of a file is that of a checkpoint of this program."""
+    return isinstance(content, Mapping) and "model_config" in content
 
 
 def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> Weights:

@@ -28,7 +28,7 @@ class _SourceType(click.ParamType[Path | str]):
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("model")
 @click.argument("images", nargs=-1, required=True, type=_SourceType())
 @options_of(*REPORT_OPTIONS)
 @click.option(
@@ -59,7 +59,7 @@ class _SourceType(click.ParamType[Path | str]):
     "Results are Parquet files.",
 )
 def predict(
-    bundle: Path,
+    model: str,
     images: Sequence[Path | str],
     output: str,
     formats: Sequence[ReportFormat],
@@ -69,14 +69,20 @@ def predict(
     max_batch: int,
     with_ray: bool,
 ) -> None:
-    """Detect objects in IMAGES with BUNDLE, without a server.
+    """Detect objects in IMAGES with MODEL, without a server.
 
-    IMAGES are files and folders.
+    MODEL is a bundle, a checkpoint, or a name of `maskrcnn weights list`, such as
+    torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or a name is exported once, in fp32 unless
+    --precision is given, into the cache folder. IMAGES are files and folders.
     """
     from ..detections import DetectionOptions
+    from .model_reference import bundle_for_backend
 
     options = DetectionOptions(score_threshold=score_threshold)
+    precisions = () if precision is None else (precision,)
     if with_ray:
+        _check_ray_options()
+        bundle = bundle_for_backend(model, backend, precisions)
         _predict_with_ray(
             bundle, images, output, options,
             precision=precision, backend=backend, max_batch=max_batch,
@@ -86,6 +92,7 @@ def predict(
     from ..results.reports import write_report
 
     files, folder = files_and_folder(images, output, formats)
+    bundle = bundle_for_backend(model, backend, precisions)
     with (
         contextlib.closing(Predictor(bundle, precision, backend, max_batch)) as predictor,
         contextlib.closing(predictor.detect_many(files, options)) as outcomes,
@@ -93,28 +100,30 @@ def predict(
         write_report(files, outcomes, folder, formats)
 
 
+def _check_ray_options() -> None:
+    # Only an explicit --format is an error: the option always has a value.
+    source = click.get_current_context().get_parameter_source("formats")
+    if source is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--format cannot be combined with --ray, which writes Parquet files")
+
+
 def _predict_with_ray(
     bundle: Path,
     images: Sequence[Path | str],
     output: str,
     options: "DetectionOptions",
-    **model: Any,
+    **predictor: Any,
 ) -> None:
     """Detect objects with Ray, and print the totals.
 
     Raises:
-        click.UsageError: `--format` was given.
         click.ClickException: Some images failed. The results of the others are written.
     """
-    # Only an explicit --format is an error: the option always has a value.
-    source = click.get_current_context().get_parameter_source("formats")
-    if source is ParameterSource.COMMANDLINE:
-        raise click.UsageError("--format cannot be combined with --ray, which writes Parquet files")
     from ..offline.ray_prediction import predict_with_ray
 
     target = output if is_address(output) else str(Path(output).absolute())
     sources = [i if isinstance(i, str) else str(i.absolute()) for i in images]
-    summary = predict_with_ray(bundle, sources, target, options, **model)
+    summary = predict_with_ray(bundle, sources, target, options, **predictor)
     click.echo(f"detections in {summary.images - summary.failures} images, see {output}")
     if summary.failures:
         raise click.ClickException(

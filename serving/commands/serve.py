@@ -17,6 +17,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from ...model.config.error_messages import validation_message
 from ...model.config.strict_yaml import value_from_yaml
+from ...model.weights.sources import CHECKSUMS_VARIABLE, MIRROR_VARIABLE
 from ..config import ServeConfig, ServeFields
 
 # Prefix of the environment variables.
@@ -134,6 +135,7 @@ def _set_defaults(context: click.Context, parameter: click.Parameter, path: Path
 
 def _check_environment() -> None:
     known = [_variable(name) for name in ("config", *ServeConfig.model_fields)]
+    known += [MIRROR_VARIABLE, CHECKSUMS_VARIABLE]
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -153,18 +155,21 @@ def _variable(name: str) -> str:
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("model")
 @config_options
 @click.option(
     "--doctor",
     is_flag=True,
-    help="Instead of serving, check the machine, the settings and BUNDLE, and report the results. "
+    help="Instead of serving, check the machine, the settings and MODEL, and report the results. "
     "The exit code is 1 if the server would not start.",
 )
-def serve(bundle: Path, doctor: bool, **values: Any) -> None:
-    """Serve BUNDLE over gRPC until SIGTERM or Ctrl+C, then finish the in-flight requests.
+def serve(model: str, doctor: bool, **values: Any) -> None:
+    """Serve MODEL over gRPC until SIGTERM or Ctrl+C, then finish the in-flight requests.
 
-    On SIGHUP the server reloads BUNDLE and switches to it once it is warm.
+    MODEL is a bundle, a checkpoint, or a name of `maskrcnn weights list`, such as
+    torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or a name is exported once, in fp32 unless
+    --precision is given, into the cache folder. On SIGHUP the server reloads the bundle and
+    switches to it once it is warm.
     """
     import asyncio
 
@@ -172,8 +177,10 @@ def serve(bundle: Path, doctor: bool, **values: Any) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from ..monitoring.logs import configure_logs
     from ..server import serve as serve_bundle
+    from .model_reference import bundle_for_backend
 
     config = config_from_options(values)
+    bundle = bundle_for_backend(model, config.backend, config.precision)
     if doctor:
         from .doctor import diagnose, show
 

@@ -40,6 +40,14 @@ def _bgr(state: State) -> State:
 def detectron2(state: State, *, pyramid: bool) -> State:
     """Convert to detectron2: BGR, background last in scores and absent in boxes and masks."""
     theirs = {_detectron2_name(name, pyramid): tensor for name, tensor in _bgr(state).items()}
+    if "rpn.head.conv.1.0.weight" in state:
+        theirs = {
+            re.sub(r"rpn\.head\.conv\.(\d)\.0", r"proposal_generator.rpn_head.conv.conv\1", n): t
+            for n, t in theirs.items()
+        }
+        for kind in ("weight", "bias"):
+            single = f"proposal_generator.rpn_head.conv.{kind}"
+            theirs[f"proposal_generator.rpn_head.conv.conv0.{kind}"] = theirs.pop(single)
     for kind in ("weight", "bias"):
         scores = theirs[f"roi_heads.box_predictor.cls_score.{kind}"]
         theirs[f"roi_heads.box_predictor.cls_score.{kind}"] = torch.cat([scores[1:], scores[:1]])

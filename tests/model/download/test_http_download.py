@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from faulty_server import Fault, Site, serving
 
+from maskrcnn_trt.model.download.checksums import Checksum
 from maskrcnn_trt.model.download.http_download import Remedies, RetryPolicy, download_file
-from maskrcnn_trt.model.download.local_files import Checksum, DownloadError, exclusive_lock
+from maskrcnn_trt.model.download.local_files import DownloadError, exclusive_lock
 
 CONTENT = np.random.default_rng(0).bytes(50_000)
 OTHER = np.random.default_rng(1).bytes(50_000)

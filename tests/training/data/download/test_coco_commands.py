@@ -173,7 +173,7 @@ def test_paths_are_printed_without_markup(root: Path):
     [
         (["--base-url", "ftp://host"], "'ftp://host'"),
         (["--part", "test"], "'test' is not one of"),
-        (["--checksums", __file__], "`MD5 FILE`"),
+        (["--checksums", __file__], "`CHECKSUM FILE`"),
     ],
 )
 def test_invalid_options_are_named(root: Path, options: list[str], text: str):

@@ -1,0 +1,54 @@
+"""Checksums of downloaded files."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .progress import ByteProgress
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """Expected hash of a file, as hexadecimal digits. The last ones may be missing."""
+
+    algorithm: Literal["md5", "sha256"]
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{'MD5' if self.algorithm == 'md5' else 'SHA-256'} {self.digest}"
+
+    def of(self, path: Path, step: str, on_progress: ByteProgress) -> "Checksum":
+        """Return the hash of a file, with as many digits as this one.
+
+        Args:
+            path: Path of an existing file.
+            step: First argument of `on_progress`.
+            on_progress: See `ByteProgress`.
+        """
+        digest, size = hashlib.new(self.algorithm, usedforsecurity=False), path.stat().st_size
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                on_progress(step, file.tell(), size)
+        return Checksum(self.algorithm, digest.hexdigest()[: len(self.digest)])
+
+
+def read_checksums(path: Path) -> dict[str, Checksum]:
+    """Read a file in the format of `md5sum` or `sha256sum`. Return checksums by file name.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A line has another format.
+    """
+    checksums = {}
+    for line in path.read_text(errors="replace").splitlines():
+        match = re.fullmatch(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{64}) [ *](?:.*/)?([^/]+)", line)
+        if match is None:
+            raise ValueError(f"{path}: {line!r} does not have the form `CHECKSUM  FILE` of md5sum")
+        algorithm: Literal["md5", "sha256"] = "md5" if len(match[1]) == 32 else "sha256"
+        checksums[match[2]] = Checksum(algorithm, match[1].lower())
+    return checksums

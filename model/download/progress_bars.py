@@ -1,0 +1,40 @@
+"""Progress bars of downloads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Column
+
+from .progress import ByteProgress
+
+
+@contextmanager
+def progress_bars() -> Iterator[ByteProgress]:
+    """Yield a function that shows the progress of each step as a bar on standard error."""
+    # On a narrow terminal, only the bars become narrower.
+    columns = (
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(),
+        DownloadColumn(table_column=Column(no_wrap=True)),
+        TransferSpeedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+    )
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+
+        def show(step: str, done: int, total: int | None) -> None:
+            if step not in tasks:
+                tasks[step] = progress.add_task(step)
+            progress.update(tasks[step], completed=done, total=total)
+
+        yield show

@@ -1,0 +1,97 @@
+"""Bundles of model references, exported once into the user's cache folder. Needs no torch."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import click
+
+from ... import __version__
+from ...plugins.runtime.user_cache import cache_folder
+from ..bundle.manifest import BundleError, Precision, read_manifest, sha256_of
+from ..bundle.spec import ShapeBucket
+from ..download.local_files import exclusive_lock
+from .sources import is_url, mirror_checksums, weights_path
+from .zoo import is_zoo_name, zoo_model
+
+_STDERR: Final = 2  # file descriptor
+
+
+def bundle_from_reference(
+    reference: str | Path,
+    precisions: Sequence[Precision] = ("fp32",),
+    engines: Sequence[str] = (),
+    buckets: Sequence[ShapeBucket] = (),
+) -> Path:
+    """Return the bundle of a model reference. Download and export it if necessary.
+
+    A path that does not exist is returned as it is, for the error message of the reader.
+
+    Args:
+        reference: Folder of a bundle, path or http(s) URL of a checkpoint or of weights of another
+            implementation, or name of a published model.
+        precisions: Precisions to export, unless the reference is a bundle.
+        engines: Engines to export beside the ONNX files, as for `maskrcnn export --engine`.
+        buckets: Input sizes. Empty: those of the model.
+
+    Raises:
+        ZooError: The zoo does not have the model, or this program cannot compute it.
+        DownloadError: The download failed, or the file has another checksum.
+        click.exceptions.Exit: The export failed. Its error message is on standard error.
+    """
+    if is_zoo_name(reference):
+        model = zoo_model(str(reference))
+        # Files of a mirror can differ from the published ones.
+        checksum = mirror_checksums().get(model.file_name, model.checksum)
+        label = re.sub(r"\W+", "-", f"{model}-{checksum.digest[:8]}")
+    elif is_url(reference) or Path(reference).is_file():
+        path = weights_path(reference)
+        label = f"{path.stem}-{sha256_of(path)[:12]}"
+    else:
+        return Path(reference)
+    # The version, because another one may export other graphs.
+    settings = ["+".join(precisions), *map(str, buckets), *engines, __version__]
+    bundle = cache_folder("bundles") / "-".join([label, *settings])
+    if not _is_bundle(bundle):
+        weights_path(reference)  # in this process, which shows its progress and errors
+        bundle.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive_lock(bundle, wait=True):
+            if not _is_bundle(bundle):
+                _export(str(reference), bundle, precisions, engines, buckets)
+    return bundle
+
+
+def _is_bundle(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except BundleError:
+        return False
+    return True
+
+
+def _export(
+    reference: str,
+    bundle: Path,
+    precisions: Sequence[Precision],
+    engines: Sequence[str],
+    buckets: Sequence[ShapeBucket],
+) -> None:
+    """Export a bundle in another process.
+
+    A server or a benchmark then holds neither torch nor the weights in its own memory.
+    """
+    command = [sys.executable, "-m", "maskrcnn_trt", "export", reference, "-o", str(bundle)]
+    for option, values in {
+        "--precision": precisions,
+        "--engine": engines,
+        "--shape": buckets,
+    }.items():
+        for value in values:
+            command += [option, str(value)]
+    # Standard output is for the results of the calling command.
+    code = subprocess.run(command, stdout=_STDERR, check=False).returncode
+    if code:
+        raise click.exceptions.Exit(code if code > 0 else 128 - code)

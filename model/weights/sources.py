@@ -1,0 +1,139 @@
+"""Local files of model references: paths, URLs and names of published models.
+
+Needs no torch. A file that must be downloaded is kept in the user's cache folder.
+"""
+
+import hashlib
+import os
+import re
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path, PurePosixPath
+from typing import Final
+from urllib.parse import urlsplit, urlunsplit
+
+from ...plugins.runtime.user_cache import cache_folder
+from ..download.checksums import Checksum, read_checksums
+from ..download.local_files import DownloadError
+from ..download.progress import ByteProgress, no_progress
+from .zoo import HOSTS, is_zoo_name, zoo_model
+
+# Environment variable: URL of a mirror that replaces the hosts of the zoos, as in
+# `http://localhost:8000`. Paths are those of the published files.
+MIRROR_VARIABLE: Final = "MASKRCNN_ZOO_MIRROR"
+# Environment variable: file in the format of `sha256sum` or `md5sum`. Its checksums replace those
+# of the published files, for a mirror with other files.
+CHECKSUMS_VARIABLE: Final = "MASKRCNN_ZOO_CHECKSUMS"
+# Retries pause 1, 2 and 4 s, so that a missing network is reported soon.
+_RETRIES: Final = 3
+
+
+def is_url(reference: str | Path) -> bool:
+    """Whether a model reference is an http(s) URL."""
+    return re.match("https?://", str(reference)) is not None
+
+
+def weights_path(reference: str | Path) -> Path:
+    """Return the path of a weights file. Download it into the cache folder if necessary.
+
+    Args:
+        reference: Path, http(s) URL, or name of a published model such as
+            `detectron2:mask_rcnn_R_50_FPN_3x`.
+
+    Raises:
+        ZooError: The zoo does not have the model, or this program cannot compute it.
+        DownloadError: The download failed, or the file has another checksum.
+    """
+    if is_zoo_name(reference):
+        model = zoo_model(str(reference))
+        path = _cached(model.file_name)
+        if not path.exists():
+            sizes = f"test size {model.min_size}, at most {model.max_size}"
+            _print(f"{model}: {model.dataset}, {sizes}; licence: {model.licence}")
+        _download(model.url, path, model.checksum)
+        return path
+    if is_url(reference):
+        url = str(reference)
+        name = PurePosixPath(urlsplit(url).path).name
+        # As in `resnet50-0676ba61.pth`.
+        digits = re.search(r"-([0-9a-f]{8,64})\.", name)
+        checksum = Checksum("sha256", digits[1]) if digits else None
+        if checksum is None:
+            # Many URLs end in model_final.pth, so the hash of the URL makes the name unique.
+            name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}"
+        _download(url, _cached(name), checksum)
+        return _cached(name)
+    return Path(reference)
+
+
+def mirror_checksums() -> dict[str, Checksum]:
+    """Return the checksums that replace those of the published files, by file name.
+
+    Raises:
+        DownloadError: The file with the checksums cannot be read.
+    """
+    path = os.environ.get(CHECKSUMS_VARIABLE)
+    try:
+        return read_checksums(Path(path)) if path else {}
+    except (OSError, ValueError) as error:
+        raise DownloadError(f"{CHECKSUMS_VARIABLE}: {error}") from None
+
+
+def _cached(name: str) -> Path:
+    return cache_folder("weights") / name
+
+
+def _download(url: str, path: Path, checksum: Checksum | None) -> None:
+    """Download a file unless it is in the cache; check it if it is."""
+    # Imported here because most commands do not download anything.
+    from ..download.http_download import Remedies, RetryPolicy, download_file
+
+    address = _mirrored(url)
+    remedies = Remedies(
+        unreachable=f"download {url} yourself and save it as {path}, or set {MIRROR_VARIABLE} to "
+        "the URL of a mirror",
+        trust=f"list its checksum in a file in the format of sha256sum, and set "
+        f"{CHECKSUMS_VARIABLE} to the path of that file",
+    )
+    exists = path.exists()
+    if not exists:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _print(f"downloading {address} to {path}")
+    with nullcontext(no_progress) if exists else _bars() as show:
+        download_file(
+            address,
+            path,
+            checksum=mirror_checksums().get(PurePosixPath(urlsplit(url).path).name, checksum),
+            remedies=remedies,
+            policy=RetryPolicy(retries=_RETRIES),
+            # All ranks of a training start at the same time: one downloads, the others wait.
+            wait=True,
+            on_progress=show,
+        )
+
+
+def _mirrored(url: str) -> str:
+    """Return the URL of a published file on the mirror, if there is one."""
+    mirror = os.environ.get(MIRROR_VARIABLE)
+    parts = urlsplit(url)
+    if not mirror or f"{parts.scheme}://{parts.netloc}" not in HOSTS.values():
+        return url
+    if not is_url(mirror):
+        raise DownloadError(
+            f"{MIRROR_VARIABLE}={mirror} does not begin with http:// or https://; set it to a URL "
+            "such as http://localhost:8000"
+        )
+    return mirror.rstrip("/") + urlunsplit(parts._replace(scheme="", netloc=""))
+
+
+def _bars() -> AbstractContextManager[ByteProgress]:
+    """Return a context of progress bars, or of no progress if standard error is not a terminal."""
+    if not sys.stderr.isatty():
+        return nullcontext(no_progress)
+    from ..download.progress_bars import progress_bars
+
+    return progress_bars()
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

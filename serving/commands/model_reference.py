@@ -1,0 +1,38 @@
+"""Bundles of model references with artifacts for a backend."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...model.bundle.manifest import Precision
+from ...model.bundle.spec import ShapeBucket
+from ...model.weights.bundle_cache import bundle_from_reference
+from ..config import BackendName
+from ..host import gpu_names
+
+
+def bundle_for_backend(
+    reference: str | Path,
+    backend: BackendName,
+    precisions: Sequence[Precision] = (),
+    buckets: Sequence[ShapeBucket] = (),
+) -> Path:
+    """Return the bundle of a model reference, exported for a backend if it is not a bundle yet.
+
+    Args:
+        reference: See `bundle_from_reference`.
+        backend: Backend that will run the bundle. `auto`: torch if the machine has an NVIDIA GPU,
+            ONNX Runtime otherwise.
+        precisions: Precisions to export. Empty: fp32.
+        buckets: Input sizes to export. Empty: those of the model.
+
+    Raises:
+        ZooError: The zoo does not have the model, or this program cannot compute it.
+        DownloadError: The download failed, or the file has another checksum.
+        click.exceptions.Exit: The export failed. Its error message is on standard error.
+    """
+    if Path(reference).is_dir():
+        return Path(reference)
+    engines: tuple[str, ...] = () if backend == "onnxruntime" else (backend,)
+    if backend == "auto":
+        engines = ("torch",) if gpu_names() else ()
+    return bundle_from_reference(reference, precisions or ("fp32",), engines, buckets)
