@@ -1,12 +1,35 @@
 """Command `maskrcnn train`."""
 
+from typing import Any
+
 import click
 from rich.console import Console
 
 from .config_commands import ConfiguredCommand
+from .finetune.command import finetune
 
 
-@click.command(cls=ConfiguredCommand)
+class _TrainCommand(ConfiguredCommand):
+    """Command whose first argument may be `finetune`, which has arguments of its own."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """Return the context of `maskrcnn train finetune` or `maskrcnn train CONFIG`."""
+        if args[:1] == ["finetune"]:
+            return finetune.make_context(f"{info_name} finetune", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command of a context from `make_context`."""
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+
+@click.command(cls=_TrainCommand)
 @click.argument("config")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
@@ -34,6 +57,9 @@ def train(
 ) -> None:
     """Train a model.
 
+    `maskrcnn train finetune DATA` fine-tunes on your own data set, without a configuration file.
+    See `maskrcnn train finetune --help`.
+
     CONFIG is a YAML file or the name of a preset. KEY=VALUE overrides a key of CONFIG, as in
     `solver.base_lr=0.01`. To train on several GPUs, run `torchrun --nproc-per-node N -m
     maskrcnn_trt train ...`.
@@ -42,15 +68,18 @@ def train(
     must be those of the interrupted run. All other keys may change.
     """
     from .config import load_config
+
+    if amp:
+        overrides = (*overrides, "precision=fp16")
+    # Mistyped keys are reported before torch is imported, which takes seconds.
+    settings = load_config(config, overrides)
+
     from .data.synthetic.dataset import with_synthetic_data
     from .distributed import is_main_process
     from .run import run_training
     from .stability import STABILITY_FILE, train_seeds
     from .terminal import errors_of_main_process
 
-    if amp:
-        overrides = (*overrides, "precision=fp16")
-    settings = load_config(config, overrides)
     if use_synthetic_data:
         settings = with_synthetic_data(settings)
     if seeds is not None:

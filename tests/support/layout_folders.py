@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-NAMES = ("bolt", "nut", "washer")
+# In alphabetical order, as LabelMe files do not define one.
+NAMES = ("bolt", "gear", "nut", "washer")
 HEIGHT, WIDTH = 72, 96
 
 
@@ -43,7 +44,12 @@ def draw_scenes(count: int, seed: int = 0) -> list[Scene]:
 
 def save_images(folder: Path, scenes: Sequence[Scene]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    colours = {"bolt": (200, 60, 40), "nut": (40, 180, 80), "washer": (60, 90, 220)}
+    colours = {
+        "bolt": (200, 60, 40),
+        "nut": (40, 180, 80),
+        "washer": (60, 90, 220),
+        "gear": (230, 210, 60),
+    }
     for number, scene in enumerate(scenes):
         rng = np.random.default_rng(number)
         noise = rng.integers(90, 160, (scene.height, scene.width, 3), dtype=np.uint8)

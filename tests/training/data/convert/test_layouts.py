@@ -260,6 +260,8 @@ def test_files_that_labelme_did_not_write_are_named(tmp_path: Path) -> None:
 
 # YOLO
 
+NAMES_LINE = f"names: [{', '.join(NAMES)}]\n"
+
 
 def yolo_folder(folder: Path, text: str) -> Path:
     write_yolo(folder, TRAIN, VAL)
@@ -270,10 +272,10 @@ def yolo_folder(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     "text",
     [
-        "path: .\ntrain: train/images\nval: valid/images\nnames: {0: bolt, 1: nut, 2: washer}\n",
-        "path: /content/gone\ntrain: train\nval: valid\nnames: [bolt, nut, washer]\n",
-        "train: /content/gone/train/images\nval: [valid/images]\nnames: [bolt, nut, washer]\n",
-        "train: train.txt\nval: ./valid/images/\nnames: [bolt, nut, washer]\n",
+        "path: .\ntrain: train/images\nval: valid/images\nnames: " + str(dict(enumerate(NAMES))),
+        "path: /content/gone\ntrain: train\nval: valid\n" + NAMES_LINE,
+        "train: /content/gone/train/images\nval: [valid/images]\n" + NAMES_LINE,
+        "train: train.txt\nval: ./valid/images/\n" + NAMES_LINE,
     ],
 )
 def test_paths_of_yolo_are_found(tmp_path: Path, text: str) -> None:
@@ -292,7 +294,7 @@ def test_folders_by_kind_are_found(tmp_path: Path) -> None:
         for split in ("train", "valid"):
             (tmp_path / kind).mkdir(exist_ok=True)
             (tmp_path / "old" / split / kind).rename(tmp_path / kind / split)
-    text = "train: images/train\nval: images/valid\nnames: [bolt, nut, washer]\n"
+    text = "train: images/train\nval: images/valid\n" + NAMES_LINE
     (tmp_path / "mine.yml").write_text(text)
     assert_same(recognize_layout(tmp_path).splits["train"].load("refuse"), TRAIN)
 

@@ -1,0 +1,130 @@
+"""Fine-tuning of the tiny model on data in foreign layouts."""
+
+import io
+import json
+import re
+import shlex
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from click.testing import CliRunner
+from layout_folders import NAMES, WRITERS, draw_scenes
+from PIL import Image
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.training.commands import train
+from maskrcnn_trt.training.config import ConfigError, load_config
+from maskrcnn_trt.training.data.coco.dataset import DataError
+
+# pycocotools 2.0.11 with numpy 2
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+SCENES = draw_scenes(24)
+FAST = ("solver.max_iterations=3", "solver.images_per_batch=2", "data.workers=0", "device=cpu")
+
+
+class Run(NamedTuple):
+    folder: Path
+    output: str
+
+
+def call(data: Path, output: Path, *args: str) -> str:
+    """Run `maskrcnn train finetune` in this process. Return its output."""
+    arguments = ["finetune", str(data), f"output_dir={output}", *args]
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(train, arguments)
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Run:
+    """Fine-tuning on a folder of LabelMe, of which a part is held out."""
+    folder = tmp_path_factory.mktemp("finetune")
+    WRITERS["LabelMe"](folder / "parts", SCENES, [])
+    (folder / "parts" / "photo_003.json").write_text("{")
+    output = call(folder / "parts", folder / "run", f"weights={tiny_checkpoint}", *FAST)
+    return Run(folder / "run", output)
+
+
+def test_data_weights_and_plan_are_described(run: Run, tiny_checkpoint: Path) -> None:
+    assert "LabelMe" in run.output
+    assert "photo_003.json" in run.output
+    assert ", ".join(sorted(NAMES)) in run.output
+    held_out = json.loads((run.folder / "data" / "val.json").read_text())["images"]
+    assert f"{len(held_out)} of 23 images are held out" in run.output
+    for layer in ("cls_score", "bbox_pred", "mask_fcn_logits"):
+        assert re.search(rf"weights have 3 classes.*{layer}", run.output)
+    rows = dict(re.findall(r"│ ([\w.]+) +│ (.*?) +│", run.output))
+    assert rows["solver.max_iterations"] == "3"
+    assert rows["weights"] == str(tiny_checkpoint)
+    saved = load_config(str(run.folder / "config.yaml"))
+    assert rows["solver.base_lr"] == str(saved.solver.base_lr)
+    assert rows["data.min_size"] == str(saved.data.min_size) == "96"
+
+
+def test_only_the_predictors_are_new(run: Run, tiny_checkpoint: Path) -> None:
+    start, end = load_checkpoint(tiny_checkpoint), load_checkpoint(run.folder / "model_final.pth")
+    assert [category.name for category in end.categories] == sorted(NAMES)
+    others = {n for n, w in end.weights.items() if w.shape != start.weights[n].shape}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in others} == {
+        *("cls_score", "bbox_pred", "mask_fcn_logits")
+    }
+    for name in end.weights.keys() - others:
+        if "running" not in name and "num_batches" not in name:
+            # AdamW moves a weight by at most the learning rate per step.
+            assert (end.weights[name] - start.weights[name]).abs().max() < 1e-3, name
+
+
+def test_metrics_are_those_of_pycocotools_on_the_images_held_out(run: Run) -> None:
+    with redirect_stdout(io.StringIO()):
+        truth = COCO(run.folder / "data" / "val.json")
+        truth.dataset["info"] = {}
+        detections = truth.loadRes(str(run.folder / "inference" / "bbox.json"))
+        evaluation = COCOeval(truth, detections, "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    metrics = load_checkpoint(run.folder / "model_final.pth").metrics
+    assert metrics["bbox/AP"] == pytest.approx(evaluation.stats[0], abs=1e-6)
+    assert f"box: AP {evaluation.stats[0]:.3f}" in run.output
+
+
+def test_curves_and_the_next_commands_are_named(run: Run) -> None:
+    with Image.open(run.folder / "curves.png") as image:
+        assert image.format == "PNG"
+    assert str(run.folder / "curves.png") in run.output
+    commands = [shlex.split(line) for line in run.output.splitlines() if "  maskrcnn " in line]
+    assert [command[1] for command in commands] == ["export", "predict", "serve"]
+    assert Path(commands[0][2]).is_file()
+
+
+def test_a_run_is_not_overwritten_but_can_be_resumed(run: Run, tiny_checkpoint: Path) -> None:
+    data = run.folder.parent / "parts"
+    with pytest.raises(ConfigError, match="--resume"):
+        call(data, run.folder, f"weights={tiny_checkpoint}")
+    before = (run.folder / "config.yaml").read_text()
+    assert "final checkpoint" in call(data, run.folder, "--resume")
+    assert (run.folder / "config.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_layout_is_recognised(tmp_path: Path, tiny_checkpoint: Path, name: str) -> None:
+    WRITERS[name](tmp_path / "data", SCENES[:20], draw_scenes(4, seed=3))
+    output = call(tmp_path / "data", tmp_path / "run", f"weights={tiny_checkpoint}", "--dry-run")
+    assert name in output
+    assert f"{len(NAMES)} classes" in output
+    assert not (tmp_path / "run" / "model_final.pth").exists()
+
+
+def test_mistyped_keys_and_unknown_folders_are_errors(tmp_path: Path) -> None:
+    for override in ("solver.max_iteration=3", "solver.max_iterations=many", "output"):
+        with pytest.raises(ConfigError, match=override.partition("=")[0]):
+            call(tmp_path, tmp_path / "run", override)
+    with pytest.raises(DataError, match="none of the known layouts"):
+        call(tmp_path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

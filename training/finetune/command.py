@@ -1,0 +1,92 @@
+"""Command `maskrcnn train finetune`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from ..config_commands import ConfiguredCommand
+
+if TYPE_CHECKING:
+    from .preparation import Finetuning
+
+
+@click.command(cls=ConfiguredCommand)
+@click.argument("data", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--dry-run", is_flag=True, help="Print the plan, but do not train.")
+@click.option("--resume", is_flag=True, help="Resume the run in output_dir with its configuration.")
+def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool) -> None:
+    """Fine-tune a model on the data set in the folder DATA.
+
+    DATA has the layout of COCO, Roboflow, CVAT, LabelMe or YOLO (with polygons). If it has only one
+    split, 10 % of the images are held out for validation.
+
+    Training starts from weights trained on COCO. Set others with weights=PATH, with the name of a
+    published model as in weights=detectron2:mask_rcnn_R_50_FPN_3x, or random ones with
+    weights=null. Schedule, learning rate, batch and input size are fitted to the data and the
+    machine. KEY=VALUE overrides a key, and the other keys are fitted to it.
+    """
+    from .overrides import given_values, output_folder
+
+    # Mistyped keys are reported before torch is imported, which takes seconds.
+    given = given_values(data, overrides)
+    output = output_folder(data, given)
+
+    from ..config import load_config
+    from ..distributed import is_main_process
+    from ..run import CONFIG_FILE, run_training
+    from ..terminal import errors_of_main_process
+    from .preparation import prepare_finetuning
+
+    if resume:
+        config = load_config(str(output / CONFIG_FILE), overrides)
+    else:
+        prepared = prepare_finetuning(data, overrides, given, output)
+        config = prepared.config
+        if is_main_process():
+            _print_plan(data, prepared)
+    if dry_run:
+        return
+    with errors_of_main_process():
+        checkpoint = run_training(config, resume=resume)
+    if is_main_process():
+        _print_results(checkpoint)
+
+
+def _print_plan(data: Path, prepared: "Finetuning") -> None:
+    from ..data.coco.dataset import summary_of
+
+    click.echo(f"{data}: {prepared.layout.name}")
+    click.echo(prepared.splits.description)
+    if prepared.splits.faults:
+        click.echo(f"left out: {summary_of(prepared.splits.faults)}", err=True)
+    names = [category.name for category in prepared.train.categories]
+    click.echo(f"{len(prepared.train)} training images; {len(names)} classes: {', '.join(names)}")
+    if prepared.replaced_predictors:
+        classes = prepared.start.model_config.num_classes
+        click.echo(
+            f"the weights have {classes} classes, so these layers start from random weights: "
+            f"{', '.join(prepared.replaced_predictors)}"
+        )
+    Console(markup=False, emoji=False).print(prepared.table())
+
+
+def _print_results(checkpoint: Path) -> None:
+    from ...model.checkpoint import load_checkpoint
+    from ..evaluation.coco_metrics import IOU_TITLES, IOU_TYPES, class_table
+    from .curves import draw_curves
+    from .preparation import next_commands
+
+    metrics = load_checkpoint(checkpoint).metrics
+    if metrics:
+        Console(markup=False, emoji=False).print(class_table(metrics))
+    for iou_type in IOU_TYPES if metrics else ():
+        values = (f"{name} {metrics[f'{iou_type}/{name}']:.3f}" for name in ("AP", "AP50", "AP75"))
+        click.echo(f"{IOU_TITLES[iou_type]}: {', '.join(values)}")
+    click.echo(f"the final checkpoint is {checkpoint}")
+    click.echo(f"curves: {draw_curves(checkpoint.parent)}")
+    click.echo("next:")
+    for command in next_commands(checkpoint):
+        click.echo(f"  {command}")

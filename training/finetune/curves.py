@@ -1,0 +1,36 @@
+"""Draw the curves of losses, learning rate and average precision of a run."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from ...model.losses import LOSS_NAMES
+from ..reporting import METRICS_FILE
+
+CURVES_FILE = "curves.png"
+# Curves of each plot, by title.
+_PLOTS: Mapping[str, Sequence[str]] = {
+    "losses": ("loss", *LOSS_NAMES),
+    "learning rate": ("lr",),
+    "average precision": ("bbox/AP", "bbox/AP50", "segm/AP", "segm/AP50"),
+}
+
+
+def draw_curves(folder: Path) -> Path:
+    """Draw the values in `metrics.jsonl` of a run over the iterations. Return the PNG file."""
+    lines = (folder / METRICS_FILE).read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    figure = Figure(figsize=(5 * len(_PLOTS), 4), layout="constrained")
+    for axes, (title, names) in zip(figure.subplots(1, len(_PLOTS)), _PLOTS.items(), strict=True):
+        for name in names:
+            points = [(entry["iteration"], entry[name]) for entry in entries if name in entry]
+            if points:
+                # Marked, because a run may have been evaluated only once.
+                axes.plot(*zip(*points, strict=True), marker=".", label=name)
+        axes.set(title=title, xlabel="iteration", ylim=(0, None))
+        if axes.lines:
+            axes.legend(fontsize=7)
+    figure.savefig(folder / CURVES_FILE, format="png", dpi=100)
+    return folder / CURVES_FILE

@@ -1,0 +1,53 @@
+"""Model, preprocessing and cost of the initial weights of a fine-tuning."""
+
+import torch
+
+from ...model.bundle.manifest import Preprocessing
+from ...model.bundle.spec import ShapeBucket
+from ...model.checkpoint import Checkpoint
+from ...model.config.schema import BackboneConfig, ModelConfig
+from ...model.mask_rcnn import MaskRCNN
+from ...model.weights.conversion import config_from_settings
+from ...model.weights.references import checkpoint_from_reference, read_reference
+
+# Weights of a Mask R-CNN trained on COCO.
+DEFAULT_WEIGHTS = "torchvision:maskrcnn_resnet50_fpn_v2"
+_MIN_SIZE, _MAX_SIZE = 800, 1333
+
+
+def initial_checkpoint(reference: str | None) -> Checkpoint:
+    """Return the model that training starts from.
+
+    If the weights are those of a backbone only, or None, the other layers and the preprocessing are
+    the defaults. Weights that training will draw at random are on the device `meta`.
+
+    Raises:
+        CheckpointError: The weights cannot be read or converted.
+        ZooError: The zoo does not have the model, or this program cannot compute it.
+        DownloadError: The download failed, or the file has another checksum.
+    """
+    if reference is None:
+        backbone = BackboneConfig(norm="gn", frozen_stages=0, fpn_norm="gn")
+        return _with_defaults(ModelConfig(backbone=backbone))
+    weights = read_reference(reference)
+    if weights.has_heads:
+        return checkpoint_from_reference(reference)
+    return _with_defaults(config_from_settings(weights.settings))
+
+
+def _with_defaults(config: ModelConfig) -> Checkpoint:
+    with torch.device("meta"):
+        weights = MaskRCNN(config).state_dict()
+    return Checkpoint(
+        model_config=config,
+        weights=weights,
+        categories=(),
+        preprocessing=Preprocessing(
+            min_size=_MIN_SIZE,
+            max_size=_MAX_SIZE,
+            pixel_mean=config.pixel_mean,
+            pixel_std=config.pixel_std,
+        ),
+        buckets=(ShapeBucket(800, 1344), ShapeBucket(1344, 800)),
+        iteration=0,
+    )

@@ -1,0 +1,44 @@
+"""Properties of the machine that a configuration must fit: device, memory and cores."""
+
+import os
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class Machine(NamedTuple):
+    """Device, free memory and CPU cores."""
+
+    device: Literal["cpu", "cuda"]
+    # Free memory of the device, in bytes.
+    memory: int
+    has_bf16: bool
+    cores: int
+    # Number of processes that `torchrun` started.
+    processes: int
+
+
+def this_machine(device: Literal["auto", "cpu", "cuda"]) -> Machine:
+    """Return the properties of this machine. `device` is that of `TrainConfig`."""
+    import torch
+
+    cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("WORLD_SIZE", "1"))
+    if device == "cpu" or not torch.cuda.is_available():
+        return Machine("cpu", _free_memory() // processes, False, cores, processes)
+    free, _ = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
+    return Machine("cuda", free, torch.cuda.is_bf16_supported(), cores, processes)
+
+
+def _free_memory() -> int:
+    """Return the memory in bytes that this process can still allocate."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, int(limit) - used) if limit.isdigit() else free

@@ -1,0 +1,39 @@
+"""Values that the user sets for a fine-tuning. Needs no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ...model.config.error_messages import validation_message
+from ...model.config.overrides import OverrideError, values_by_key, with_overrides
+from ..config import ConfigError, TrainConfig
+
+
+def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of overrides of `TrainConfig` by dotted key.
+
+    Args:
+        path: Data set.
+        overrides: Overrides of the form `key.path=value`.
+
+    Raises:
+        ConfigError: A key is unknown, or a value is not of its type.
+    """
+    paths = {"images": str(path), "annotations": str(path)}
+    try:
+        TrainConfig.model_validate(with_overrides({"data": {"train": paths}}, overrides))
+    except OverrideError as error:
+        raise ConfigError(str(error)) from None
+    except ValidationError as error:
+        # A value that contradicts the default of another key may agree with its fitted value.
+        if error.errors()[0]["type"] != "value_error":
+            raise ConfigError(validation_message(error, TrainConfig)) from None
+    return values_by_key(with_overrides({}, overrides))
+
+
+def output_folder(path: Path, given: dict[str, Any]) -> Path:
+    """Return `output_dir` of `given_values`, or else the default for a data set."""
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    return Path(given.get("output_dir") or Path("runs") / f"finetune-{folder.name}")

@@ -1,0 +1,215 @@
+"""Fit the configuration of a fine-tuning to the data, the initial weights and the machine."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...model.checkpoint import Checkpoint
+from ..data.coco.dataset import ImageRecord
+from .machine import Machine
+
+# Input sizes are multiples of this number of pixels.
+_STRIDE = 32
+# Memory for weights, optimiser and libraries, and for each input pixel of a batch, in bytes.
+# Measured with R-50-FPN of torchvision's second version: on a GPU in 16-bit arithmetic, and on a
+# CPU in fp32 with `_CPU_ROIS`.
+_FIXED_MEMORY = {"cuda": 2.0e9, "cpu": 1.5e9}
+_PIXEL_MEMORY = {"cuda": 3.0e3, "cpu": 9.0e3}
+# Share of the free memory that is used.
+_MEMORY_SHARE = 0.8
+_MAX_BATCH = 16
+# On a CPU: longest shorter side, images per step, and RoIs and proposals per image.
+_CPU_SIZE, _CPU_BATCH, _CPU_ROIS, _CPU_PROPOSALS = 320, 2, 64, 300
+# On a CPU, the run has at most this number of images of 320x320 pixels with a ResNet-50. That
+# takes about a quarter of an hour on two cores.
+_CPU_IMAGES = 400
+# Weights of a ResNet-50, and input pixels, that this number refers to.
+_REFERENCE_WEIGHTS, _REFERENCE_PIXELS = 23.5e6, 320 * 320
+# Epochs for 1,000 images. Smaller data sets get more, so that the number of steps grows with the
+# square root of the number of images.
+_EPOCHS, _REFERENCE_IMAGES = 12, 1000
+_MIN_EPOCHS, _MAX_EPOCHS = 6, 100
+# Factor of the number of epochs if training starts from random weights.
+_RANDOM_LENGTH = 6
+# Images are enlarged by at most this factor.
+_MAX_ENLARGEMENT = 2.0
+# Learning rate of AdamW for `_RATE_BATCH` images per step. It grows with the square root of the
+# batch size.
+_RATE, _RATE_BATCH = 1e-4, 4
+
+
+class Plan(NamedTuple):
+    """Values of a training configuration, and the reasons for them."""
+
+    # Nested values of `TrainConfig`, without `data.train` and `data.val`.
+    values: dict[str, Any]
+    # Reason by dotted key.
+    reasons: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageStatistics:
+    """Number and sizes of the training images."""
+
+    count: int
+    # Median of the shorter side in pixels.
+    shorter_side: int
+    # 95 % quantile of the longer side relative to the shorter side.
+    aspect: float
+
+    @classmethod
+    def of(cls, records: Sequence[ImageRecord]) -> "ImageStatistics":
+        """Compute the statistics of images."""
+        sides = np.array([sorted((r.height, r.width)) for r in records])
+        return cls(
+            count=len(records),
+            shorter_side=int(np.median(sides[:, 0])),
+            aspect=float(np.quantile(sides[:, 1] / sides[:, 0], 0.95)),
+        )
+
+
+def plan_finetuning(
+    images: ImageStatistics,
+    start: Checkpoint,
+    machine: Machine,
+    given: Mapping[str, Any],
+    *,
+    is_pretrained: bool = True,
+) -> Plan:
+    """Return the configuration of a fine-tuning.
+
+    Args:
+        images: Statistics of the training images.
+        start: Model and preprocessing of the initial weights. Its weights determine the cost of a
+            step on a CPU.
+        machine: Properties of the machine.
+        given: Values that the user has set, by dotted key. Other values are fitted to them.
+        is_pretrained: Whether training starts from the weights of `start`. False: from random ones.
+    """
+    data, reasons = _input_size(images, start, machine, given)
+    pixels = _padded_pixels(data)
+    batch, reasons["solver.images_per_batch"] = _batch(images, pixels, machine)
+    batch = int(given.get("solver.images_per_batch", batch))
+    length = 1 if is_pretrained else _RANDOM_LENGTH
+    seen, reasons["solver.max_iterations"] = _images_to_see(images, start, machine, pixels, length)
+    iterations = int(given.get("solver.max_iterations", math.ceil(seen / batch)))
+    reasons["solver.base_lr"] = f"AdamW, {batch} images per step"
+    on_gpu = machine.device == "cuda"
+    cores = max(1, machine.cores // machine.processes - 1)
+    values = {
+        "precision": "fp32" if not on_gpu else "bf16" if machine.has_bf16 else "fp16",
+        "checkpoint_period": max(1, iterations // 4),
+        "keep_checkpoints": 1,
+        "log_period": max(1, min(20, iterations // 20)),
+        "model": _model_values(start, machine),
+        "data": {**data, "workers": min(cores, 8 if on_gpu else 1)},
+        "solver": {
+            "optimizer": "adamw",
+            "images_per_batch": batch,
+            "base_lr": float(f"{_RATE * math.sqrt(batch / _RATE_BATCH):.2g}"),
+            "weight_decay": 0.05,
+            "max_iterations": iterations,
+            "steps": sorted({round(0.7 * iterations), round(0.9 * iterations)} - {0, iterations}),
+            "warmup_iterations": min(500, iterations // 10),
+            # Initial gradients of new predictors are large.
+            "clip_gradient_norm": 1.0,
+        },
+        "evaluation": {
+            "period": max(100, iterations // 4) if on_gpu else 0,
+            "images_per_batch": 8 if on_gpu else _CPU_BATCH,
+        },
+    }
+    return Plan(values, reasons)
+
+
+def _input_size(
+    images: ImageStatistics, start: Checkpoint, machine: Machine, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return values of `min_size`, `max_size` and `buckets`, and the reasons."""
+    trained = start.preprocessing
+    size, reason = trained.min_size, "as the initial weights"
+    if size > (limit := _MAX_ENLARGEMENT * images.shorter_side):
+        size, reason = int(limit), f"images have a median shorter side of {images.shorter_side}"
+    if machine.device == "cpu" and size > _CPU_SIZE:
+        size, reason = _CPU_SIZE, "no GPU"
+    aspect = min(images.aspect, trained.max_size / trained.min_size)
+    affordable = (_usable_memory(machine) / _PIXEL_MEMORY[machine.device] / aspect) ** 0.5
+    if size > affordable:
+        size, reason = int(affordable), "memory for one image per step"
+    size = int(given.get("data.min_size", max(_STRIDE, _ceil(size - _STRIDE + 1))))
+    longer = max(size, math.ceil(size * aspect - 1e-6))
+    longer = int(given.get("data.max_size", longer))
+    sides = (_ceil(size), _ceil(longer))
+    buckets = [[sides[0], sides[1]], [sides[1], sides[0]]][: 1 if sides[0] == sides[1] else 2]
+    reasons = {
+        "data.min_size": reason,
+        "data.max_size": "95 % of the images are no longer, others are reduced",
+    }
+    return {"min_size": size, "max_size": longer, "buckets": buckets}, reasons
+
+
+def _ceil(side: float) -> int:
+    return max(1, math.ceil(side / _STRIDE)) * _STRIDE
+
+
+def _padded_pixels(data: Mapping[str, Any]) -> int:
+    return max(int(height) * int(width) for height, width in data["buckets"])
+
+
+def _usable_memory(machine: Machine) -> float:
+    """Return the memory in bytes for the images of a batch, at least that of a small image."""
+    free = _MEMORY_SHARE * machine.memory - _FIXED_MEMORY[machine.device]
+    return max(free, _PIXEL_MEMORY[machine.device] * (4 * _STRIDE) ** 2)
+
+
+def _batch(images: ImageStatistics, pixels: int, machine: Machine) -> tuple[int, str]:
+    """Return the number of images per step over all processes, and the reason."""
+    fitting = int(_usable_memory(machine) / _PIXEL_MEMORY[machine.device] / pixels)
+    # A small data set needs many steps rather than large ones.
+    enough = max(2, images.count // 10)
+    limit = _CPU_BATCH if machine.device == "cpu" else _MAX_BATCH
+    batch = max(1, min(fitting, enough // machine.processes, limit))
+    batch = 2 ** (batch.bit_length() - 1) * machine.processes
+    if fitting < min(enough, limit):
+        return batch, f"{machine.memory / 1e9:.0f} GB of free memory"
+    if machine.device == "cpu":
+        return batch, "no GPU"
+    return batch, f"{images.count} training images" if enough < limit else "enough memory"
+
+
+def _images_to_see(
+    images: ImageStatistics, start: Checkpoint, machine: Machine, pixels: int, length: int
+) -> tuple[int, str]:
+    """Return the number of images in all steps together, and the reason.
+
+    `length` multiplies the number of epochs.
+    """
+    epochs = _EPOCHS * math.sqrt(_REFERENCE_IMAGES / images.count)
+    epochs = length * min(max(epochs, _MIN_EPOCHS), _MAX_EPOCHS)
+    seen = math.ceil(epochs * images.count)
+    reason = f"{epochs:.3g} epochs of {images.count} images"
+    if machine.device == "cpu":
+        body = sum(t.numel() for name, t in start.weights.items() if "backbone.body" in name)
+        cost = body / _REFERENCE_WEIGHTS * pixels / _REFERENCE_PIXELS
+        limit = max(8, int(_CPU_IMAGES / cost))
+        if seen > limit:
+            seen, reason = limit, f"no GPU: {limit / images.count:.2g} epochs, longer is better"
+    return seen, reason
+
+
+def _model_values(start: Checkpoint, machine: Machine) -> dict[str, Any]:
+    values: dict[str, Any] = start.model_config.model_dump(mode="json")
+    # Set to the number of categories of the data set.
+    del values["num_classes"]
+    if values["backbone"]["norm"] == "bn":
+        # The statistics of small batches would be too noisy.
+        values["backbone"]["norm"] = "frozen_bn"
+    proposals = _CPU_PROPOSALS if machine.device == "cpu" else 1000
+    rpn, sampling = values["rpn"], values["roi"]["sampling"]
+    rpn["post_nms_top_n_train"] = min(rpn["post_nms_top_n_train"], proposals)
+    if machine.device == "cpu":
+        sampling["batch_size_per_image"] = min(sampling["batch_size_per_image"], _CPU_ROIS)
+    return values

@@ -1,0 +1,149 @@
+"""Prepare a fine-tuning: recognise the data set, and fit a configuration to it."""
+
+import logging
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.table import Table
+from rich.text import Text
+
+from ...model.checkpoint import Checkpoint
+from ...model.config.error_messages import validation_message
+from ...model.config.overrides import value_at, with_overrides
+from ...model.config.reference import text_from_value
+from ...model.weights.layouts import CLASS_ROWS
+from ..config import ConfigError, TrainConfig
+from ..data.coco.dataset import CocoDataset, DataError
+from ..data.convert.layouts import DataLayout, recognize_layout
+from ..run_folder import RunFolder
+from .initial_weights import DEFAULT_WEIGHTS, initial_checkpoint
+from .machine import this_machine
+from .plan import ImageStatistics, plan_finetuning
+from .splits import ChosenSplits, choose_splits
+
+# Keys in the printed table.
+_SHOWN = (
+    "output_dir",
+    "weights",
+    "device",
+    "precision",
+    "data.min_size",
+    "data.max_size",
+    "data.buckets",
+    "solver.images_per_batch",
+    "solver.base_lr",
+    "solver.max_iterations",
+    "solver.steps",
+    "solver.warmup_iterations",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finetuning:
+    """Prepared fine-tuning."""
+
+    layout: DataLayout
+    splits: ChosenSplits
+    config: TrainConfig
+    # Reason for the value of a key, by dotted key.
+    reasons: Mapping[str, str]
+    train: CocoDataset
+    # Model of the initial weights.
+    start: Checkpoint
+
+    @property
+    def replaced_predictors(self) -> tuple[str, ...]:
+        """Layers that are initialised at random, because their number of classes differs."""
+        if self.config.weights is None or not self.start.categories:
+            return ()
+        if self.start.model_config.num_classes == len(self.train.categories):
+            return ()
+        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in CLASS_ROWS))
+
+    def table(self) -> Table:
+        """Return the values of the most important keys, with the reasons for them."""
+        title = "plan; set other values with KEY=VALUE"
+        table = Table(title=title, title_justify="left")
+        table.add_column("key", no_wrap=True)
+        table.add_column("value", overflow="fold")
+        table.add_column("because")
+        for key in _SHOWN:
+            value = text_from_value(_plain(value_at(self.config, key)))
+            table.add_row(key, Text(value), Text(self.reasons.get(key, "")))
+        return table
+
+
+def prepare_finetuning(
+    path: Path, overrides: Sequence[str], given: Mapping[str, Any], output: Path
+) -> Finetuning:
+    """Recognise a data set, and fit the configuration of a fine-tuning to it.
+
+    Annotations that must be converted or divided are written to `output/data`.
+
+    Args:
+        path: Folder of the data set, or YAML file of YOLO.
+        overrides: Values of `TrainConfig` as `key.path=value`. The others are fitted to them.
+        given: Result of `given_values` for these overrides.
+        output: Folder of the run.
+
+    Raises:
+        DataError: The layout is unknown, or the data set is unusable.
+        ConfigError: An override is invalid, or `output_dir` contains a run.
+        CheckpointError: The initial weights cannot be read.
+    """
+    layout = recognize_layout(path)
+    RunFolder(output).open(resume=False)
+    weights = given.get("weights", DEFAULT_WEIGHTS)
+    start = initial_checkpoint(None if weights is None else str(weights))
+    splits = choose_splits(layout, output / "data")
+    with _no_warnings():
+        # Training reads the annotations again, and then logs the invalid ones.
+        train = CocoDataset(splits.train)
+    records = [record for record in train.records if record.objects]
+    if not records:
+        raise DataError(f"{path} has no image with an annotated object")
+    machine = this_machine(given.get("device", "auto"))
+    statistics = ImageStatistics.of(records)
+    plan = plan_finetuning(statistics, start, machine, given, is_pretrained=weights is not None)
+    values: dict[str, Any] = {**plan.values, "weights": weights, "output_dir": str(output)}
+    paths = {"train": splits.train, "val": splits.val}
+    values["data"] |= {k: v and v.model_dump(mode="json") for k, v in paths.items()}
+    reasons = plan.reasons | dict.fromkeys(given, "as set")
+    return Finetuning(layout, splits, _config(values, overrides), reasons, train, start)
+
+
+def next_commands(checkpoint: Path) -> tuple[str, ...]:
+    """Return the commands that use the trained model."""
+    bundle = shlex.quote(str(checkpoint.parent / "bundle"))
+    return (
+        f"maskrcnn export {shlex.quote(str(checkpoint))} -o {bundle}",
+        f"maskrcnn predict {bundle} IMAGE_OR_FOLDER -o predicted",
+        f"maskrcnn serve {bundle} --port 8500",
+    )
+
+
+def _config(values: dict[str, Any], overrides: Sequence[str]) -> TrainConfig:
+    try:
+        return TrainConfig.model_validate(with_overrides(values, overrides))
+    except ValidationError as error:
+        raise ConfigError(validation_message(error, TrainConfig)) from None
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    package = logging.getLogger(__name__.partition(".")[0])
+    handler = logging.NullHandler()
+    package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
