@@ -9,7 +9,7 @@ import pytest
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
-# The index of a GPU is its PCI bus. CUDA finds `GPUS` of them, or those in CUDA_VISIBLE_DEVICES.
+# The index of a GPU is its PCI bus. CUDA finds $GPUS of them, or those in $CUDA_VISIBLE_DEVICES.
 _CUDA = """
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,7 +17,7 @@ _CUDA = """
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGetCount(int *count) {
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-    *count = GPUS;
+    *count = atoi(getenv("GPUS"));
     if (visible)
         for (*count = *visible != 0; *visible; visible++)
             *count += *visible == ',';
@@ -90,14 +90,16 @@ int nvmlDeviceGetTotalEnergyConsumption(void *gpu, u64 *energy) {
 
 
 def stubbed_driver(folder: Path, gpus: int) -> dict[str, str]:
-    """Build the stubs, and return an environment of processes that use them.
+    """Build the stubs unless they exist, and return an environment of processes that use them.
 
     Args:
         folder: Folder for the libraries.
         gpus: Number of GPUs. NVML finds only the first two.
     """
     for library, source in (("libcuda.so.1", _CUDA), ("libnvidia-ml.so.1", _NVML)):
-        options = ["-x", "c", "-", "-shared", "-fPIC", f"-DGPUS={gpus}", "-o", folder / library]
-        subprocess.run(["cc", *options], input=source, text=True, check=True)
-    driver = {"LD_LIBRARY_PATH": str(folder), "NO_DRIVER": str(folder / "no-driver")}
+        if not (folder / library).exists():
+            command = ["cc", "-x", "c", "-", "-shared", "-fPIC", "-o", folder / library]
+            subprocess.run(command, input=source, text=True, check=True)
+    no_driver = str(folder / "no-driver")
+    driver = {"LD_LIBRARY_PATH": str(folder), "NO_DRIVER": no_driver, "GPUS": str(gpus)}
     return {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | driver

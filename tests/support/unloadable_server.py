@@ -1,4 +1,4 @@
-"""Server whose model is unloaded and reloaded, with its clients and their checks."""
+"""Server with clients of all services, and checks of an unloaded and a reloaded model."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ UNLOADED = f"model '{MODEL}' is unloaded; load it with RepositoryModelLoad"
 
 
 class RunningServer(NamedTuple):
-    """Running server with batches of one image, and clients of all its services."""
+    """Running server, by default with batches of one image, and clients of all its services."""
 
     triton: triton_aio.InferenceServerClient
     detector: Any
@@ -44,10 +44,13 @@ class RunningServer(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def serving(
-    path: Path, log: pytest.LogCaptureFixture, reload: asyncio.Event | None = None
+    path: Path,
+    log: pytest.LogCaptureFixture,
+    reload: asyncio.Event | None = None,
+    **settings: Any,
 ) -> AsyncIterator[RunningServer]:
     """Serve a bundle within the context, or until `RunningServer.stop` is called."""
-    config = ServeConfig(port=0, metrics_port=0, max_batch=1, drain_delay_s=0)
+    config = ServeConfig(port=0, metrics_port=0, drain_delay_s=0, **{"max_batch": 1} | settings)
     log.set_level("INFO")
     async with contextlib.AsyncExitStack() as server:
         address = await server.enter_async_context(detection_server(path, config, reload))

@@ -1,7 +1,7 @@
 """Server with the end-to-end engine of torch, on a GPU if there is one."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,15 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from in_process_server import served_in_thread
 from PIL import Image
+from triton_requests import pixels_of
+from tritonclient.grpc import InferenceServerClient
 
-from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
-from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.serving.client import AsyncDetectorClient
-from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.errors import RefusedError
 from maskrcnn_trt.serving.offline.predictor import Predictor
-from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
 LANDSCAPE, PORTRAIT = (120, 200), (200, 120)
@@ -32,15 +31,12 @@ def predictor(torch_bundle: Path) -> Any:
     predictor.close()
 
 
-def with_server(bundle: Path, request: Callable[[str], Awaitable[Any]]) -> Any:
-    """Call a function with the address of a server, and return its result."""
-
-    async def serve() -> Any:
-        config = ServeConfig(port=0, backend="torch", max_batch=4, max_delay_ms=50)
-        async with detection_server(bundle, config) as address:
-            return await request(address)
-
-    return asyncio.run(serve())
+@pytest.fixture(scope="module")
+def address(torch_bundle: Path) -> Iterator[str]:
+    """Address of a server with the torch backend."""
+    settings = {"backend": "torch", "max_batch": 4, "max_delay_ms": 50}
+    with served_in_thread(torch_bundle, **settings) as address:
+        yield address
 
 
 def assert_same(own: Detections, other: Detections) -> None:
@@ -53,8 +49,8 @@ def assert_same(own: Detections, other: Detections) -> None:
 
 
 @pytest.mark.slow
-def test_detections_equal_those_of_another_backend(
-    torch_bundle: Path, predictor: Predictor, picture: Encode
+async def test_detections_equal_those_of_another_backend(
+    address: str, predictor: Predictor, picture: Encode
 ) -> None:
     whole = [picture(n, (LANDSCAPE, PORTRAIT)[n % 2], "PNG") for n in range(9)]
     images = [*whole, whole[0][:200], b"no image"]
@@ -63,13 +59,9 @@ def test_detections_equal_those_of_another_backend(
         DetectionOptions(max_detections=2, mask_format=MaskFormat.NONE),
     ]
 
-    async def detect_in_all(address: str) -> Sequence[Any]:
-        async with AsyncDetectorClient(address) as client:
-            return await asyncio.gather(
-                *(client.detect(i, o) for i in images for o in option_sets), return_exceptions=True
-            )
-
-    found = iter(with_server(torch_bundle, detect_in_all))
+    async with AsyncDetectorClient(address) as client:
+        calls = (client.detect(i, o) for i in images for o in option_sets)
+        found = iter(await asyncio.gather(*calls, return_exceptions=True))
     for image in whole:
         for options in option_sets:
             own = next(found)
@@ -85,23 +77,12 @@ def test_detections_equal_those_of_another_backend(
 
 
 @pytest.mark.slow
-def test_pixels_are_not_decoded(torch_bundle: Path, predictor: Predictor) -> None:
+def test_pixels_are_not_decoded(address: str, predictor: Predictor) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (1, *LANDSCAPE, 3), np.uint8)
-
-    async def infer(address: str) -> inference.ModelInferResponse:
-        async with grpc.aio.insecure_channel(address) as channel:
-            name = predictor.manifest.model_name
-            request = inference.ModelInferRequest(
-                model_name=name, raw_input_contents=[pixels.tobytes()]
-            )
-            request.inputs.add(name="images", datatype="UINT8", shape=pixels.shape)
-            request.outputs.add(name="scores")
-            return await GRPCInferenceServiceStub(channel).ModelInfer(request)
-
-    answer = with_server(torch_bundle, infer)
-    scores = np.frombuffer(answer.raw_output_contents[0], np.float32)
+    with InferenceServerClient(address) as client:
+        result = client.infer(predictor.manifest.model_name, pixels_of(pixels, "UINT8"))
     expected = predictor.detect(_png_from(pixels[0])).scores
-    np.testing.assert_allclose(scores[: len(expected)], expected, atol=1e-4)
+    np.testing.assert_allclose(result.as_numpy("scores")[0, : len(expected)], expected, atol=1e-4)
 
 
 def _png_from(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:

@@ -1,9 +1,7 @@
 """Worker processes that end, hang or are killed, in servers in separate processes."""
 
-import asyncio
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
+from bundle_copies import linked_copy
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from in_process_server import connected
 from scraped_metrics import metrics_from_log
 from server_load import (
     Load,
-    Process,
     server_process,
     starting_server,
     wait_until,
@@ -84,30 +83,29 @@ def test_a_killed_or_hanging_worker_is_restarted(
     assert text.count("longer than hang_timeout_s") == 1
 
 
-def test_all_requests_of_a_lost_batch_are_rejected(
+async def test_all_requests_of_a_lost_batch_are_rejected(
     bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
     """With the Open Inference Protocol, where several tasks get the error of a batch."""
     log = tmp_path / "log"
     options = "--max-delay-ms", "600000", "--max-batch", "8", "--metrics-port", "0"
-
-    async def ask(process: Process, address: str) -> list[grpc.StatusCode]:
+    with server_process(bundle, log, *options) as (process, address):
         metrics = metrics_from_log(log.read_text())
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub: Any = GRPCInferenceServiceStub(channel)
+        async with connected(address, GRPCInferenceServiceStub) as stub:
             calls = [stub.ModelInfer(infer_request(MODEL, picture())) for _ in range(7)]
             name = "nv_inference_pending_request_count"
             await metrics.becomes(7, name, model=MODEL, version="1")
             (pid,) = worker_pids(process.pid)
             os.kill(pid, signal.SIGKILL)
-            return [await call.code() for call in calls]
-
-    with server_process(bundle, log, *options) as server:
-        assert set(asyncio.run(ask(*server))) == {grpc.StatusCode.UNAVAILABLE}
+            statuses = [await call.code() for call in calls]
+    assert set(statuses) == {grpc.StatusCode.UNAVAILABLE}
     assert "Traceback" not in log.read_text()
 
 
-def test_one_of_two_workers_continues(bundle: Path, tmp_path: Path, picture: Encode) -> None:
+def test_one_of_two_workers_continues_and_both_end_with_a_killed_server(
+    bundle: Path, tmp_path: Path, picture: Encode
+) -> None:
+    shared = set(os.listdir("/dev/shm"))
     with (
         server_process(bundle, tmp_path / "log", "--workers", "2") as (process, address),
         grpc.insecure_channel(address) as channel,
@@ -123,37 +121,7 @@ def test_one_of_two_workers_continues(bundle: Path, tmp_path: Path, picture: Enc
         assert len(load.failures) <= 3
         assert {error.code() for error in load.failures} <= {grpc.StatusCode.UNAVAILABLE}
         wait_until(lambda: len(worker_pids(process.pid)) == 2)
-
-
-@pytest.mark.slow
-def test_a_hanging_batch_does_not_block_shutdown(
-    bundle: Path, tmp_path: Path, picture: Encode
-) -> None:
-    options = "--hang-timeout-s", "3600", "--stop-grace-s", "0.1", "--metrics-port", "0"
-    log = tmp_path / "log"
-    with server_process(bundle, log, *options) as (process, address):
-
-        async def ask() -> grpc.StatusCode:
-            metrics = metrics_from_log(log.read_text())
-            async with grpc.aio.insecure_channel(address) as channel:
-                stub: Any = DetectorStub(channel)
-                (pid,) = worker_pids(process.pid)
-                os.kill(pid, signal.SIGSTOP)
-                call = stub.Detect(pb.DetectRequest(image=picture()))
-                await metrics.becomes(1, "maskrcnn_requests_in_progress")
-                process.send_signal(signal.SIGTERM)
-                status: grpc.StatusCode = await call.code()
-                return status
-
-        assert asyncio.run(ask()) is not grpc.StatusCode.OK
-        assert process.wait(120) == 0
-
-
-def test_workers_end_with_a_killed_server(bundle: Path, tmp_path: Path) -> None:
-    shared = set(os.listdir("/dev/shm"))
-    with server_process(bundle, tmp_path / "log", "--workers", "2") as (process, _):
         workers = worker_pids(process.pid)
-        assert len(workers) == 2
         process.kill()
         process.wait()
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
@@ -161,15 +129,30 @@ def test_workers_end_with_a_killed_server(bundle: Path, tmp_path: Path) -> None:
     wait_until(lambda: set(os.listdir("/dev/shm")) <= shared)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_can_be_stopped_while_loading(
-    bundle: Path, tmp_path: Path, number: signal.Signals
+@pytest.mark.slow
+async def test_a_hanging_batch_does_not_block_shutdown(
+    bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
+    options = "--hang-timeout-s", "3600", "--stop-grace-s", "0.1", "--metrics-port", "0"
+    log = tmp_path / "log"
+    with server_process(bundle, log, *options) as (process, address):
+        metrics = metrics_from_log(log.read_text())
+        async with connected(address) as stub:
+            (pid,) = worker_pids(process.pid)
+            os.kill(pid, signal.SIGSTOP)
+            call = stub.Detect(pb.DetectRequest(image=picture()))
+            await metrics.becomes(1, "maskrcnn_requests_in_progress")
+            process.send_signal(signal.SIGTERM)
+            assert await call.code() is not grpc.StatusCode.OK
+        assert process.wait(120) == 0
+
+
+def test_a_server_can_be_stopped_while_loading(bundle: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with starting_server(bundle, log) as process:
         wait_until(lambda: worker_pids(process.pid))
         workers = worker_pids(process.pid)
-        os.killpg(process.pid, number)
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl+C in a terminal does
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0
         assert output == ""
@@ -178,10 +161,10 @@ def test_a_server_can_be_stopped_while_loading(
 
 
 def test_an_unloadable_model_is_reported_in_one_line(bundle: Path, tmp_path: Path) -> None:
-    damaged = tmp_path / "bundle"
-    shutil.copytree(bundle, damaged)
+    damaged = linked_copy(bundle, tmp_path / "bundle")
     for model in damaged.glob("*.onnx"):
-        model.write_bytes(model.read_bytes()[:-100])
+        model.unlink()
+        model.write_bytes(b"damaged")
     log = tmp_path / "log"
     with starting_server(damaged, log, "--workers", "2") as process:
         assert process.wait(timeout=60) == 1

@@ -1,7 +1,4 @@
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,48 +8,27 @@ from maskrcnn_trt.serving.engines.worker_pool import assign_resources
 
 CORES = set(os.sched_getaffinity(0))
 
-PROGRAM = """
-import json, sys
-from maskrcnn_trt.serving.engines.worker_pool import assign_resources
-workers = assign_resources(json.loads(sys.argv[1]))
-gpus = [[w.environment["CUDA_VISIBLE_DEVICES"], w.gpu, w.is_for_gpu] for w in workers]
-print(json.dumps(gpus))
-"""
-
-
-def gpus_of(gpus: int, workers: int | None, folder: Path, **environment: str) -> list[list[object]]:
-    """Return the GPU of each worker on a machine with `gpus` GPUs."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(workers)],
-        env=stubbed_driver(folder, gpus) | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assigned: list[list[object]] = json.loads(result.stdout)
-    return assigned
-
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("gpus", "visible", "workers", "expected"),
-    [
-        (1, None, None, [["0", 0, False]]),
-        (3, None, None, [["0", 0, False], ["1", 1, True], ["2", 2, True]]),
-        (2, None, 3, [["0", 0, False], ["1", 1, False], ["0", 0, False]]),
-        (8, "5,3", None, [["5", 0, False], ["3", 1, True]]),
-        (8, "GPU-8932f937,MIG-1", 2, [["GPU-8932f937", 0, False], ["MIG-1", 1, False]]),
-    ],
-)
-def test_workers_are_spread_over_gpus(
-    gpus: int,
-    visible: str | None,
-    workers: int | None,
-    expected: list[list[object]],
-    tmp_path: Path,
-) -> None:
-    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert gpus_of(gpus, workers, tmp_path, **environment) == expected
+def test_workers_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def assigned(gpus: int, visible: str | None, workers: int | None) -> list[tuple[object, ...]]:
+        for name, value in stubbed_driver(tmp_path, gpus).items():
+            monkeypatch.setenv(name, value)
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return [
+            (worker.environment["CUDA_VISIBLE_DEVICES"], worker.gpu, worker.is_for_gpu)
+            for worker in assign_resources(workers)
+        ]
+
+    assert assigned(1, None, None) == [("0", 0, False)]
+    assert assigned(3, None, None) == [("0", 0, False), ("1", 1, True), ("2", 2, True)]
+    assert assigned(2, None, 3) == [("0", 0, False), ("1", 1, False), ("0", 0, False)]
+    assert assigned(8, "5,3", None) == [("5", 0, False), ("3", 1, True)]
+    names = "GPU-8932f937", "MIG-1"
+    assert assigned(8, ",".join(names), 2) == [(names[0], 0, False), (names[1], 1, False)]
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ def test_batch_shared_by_requests_counts_once() -> None:
         statistics.count_success([timing(4, infer_us=500), timing(4, infer_us=500)], 0.001)
     message = statistics.message("model", "1")
     assert (message.inference_count, message.execution_count) == (4, 1)
+    assert message.last_inference > 0
     assert message.inference_stats.success.count == 2
     assert message.inference_stats.success.ns == 2_000_000
     assert message.inference_stats.compute_infer.ns == 1_000_000

@@ -1,6 +1,7 @@
 """Admission of inference requests before their tensors are converted."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -8,16 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gated_engine import Gate
-from in_process_server import OWN_CONNECTION
+from in_process_server import OWN_CONNECTION, served
 from numpy.typing import NDArray
 from PIL import Image
 from triton_requests import MODEL, pixels_of
-from tritonclient.grpc import InferInput, InferResult
+from tritonclient.grpc import InferInput
 from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
-
-from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
 HEIGHT, WIDTH = 120, 200
@@ -41,63 +39,53 @@ async def error_of(client: triton_aio.InferenceServerClient, images: Sequence[In
     return f"{caught.value.status()} {caught.value.message()}"
 
 
-def test_only_admitted_requests_are_converted(bundle: Path, gate: Gate, picture: Encode) -> None:
+async def test_only_admitted_requests_are_converted(
+    bundle: Path, gate: Gate, picture: Encode
+) -> None:
     pixels = two_images(picture)
     good, large = pixels_of(pixels, "UINT8"), pixels_of(np.zeros((2, 121, WIDTH, 3), "u1"), "UINT8")
-
-    async def run() -> list[InferResult]:
-        config = ServeConfig(port=0, queue_size=3, max_batch=2, max_pixels=HEIGHT * WIDTH)
-        async with (
-            detection_server(bundle, config) as address,
-            triton_aio.InferenceServerClient(address, channel_args=OWN_CONNECTION) as first,
-            triton_aio.InferenceServerClient(address, channel_args=OWN_CONNECTION) as second,
-        ):
-            warm = gate.count
-            gate.close()
-            held = asyncio.create_task(first.infer(MODEL, good))
-            await gate.comes_to(warm + 1)
-            # One slot is free: the request is read, but two images are not admitted.
-            message = await error_of(second, out_of_range())
-            assert "RESOURCE_EXHAUSTED" in message
-            assert "2 admission slots" in message
-            message = await error_of(second, large)
-            assert "INVALID_ARGUMENT" in message
-            assert "24200 pixels" in message
-            assert "max_pixels" in message
-            gate.open()
-            results = [await held]
-            message = await error_of(second, out_of_range())
-            assert "INVALID_ARGUMENT" in message
-            assert "outside 0..255" in message
-            return [*results, await second.infer(MODEL, good)]
-
-    for result in asyncio.run(run()):
-        assert result.as_numpy("num_detections").all()
+    async with (
+        served(bundle, queue_size=3, max_batch=2, max_pixels=HEIGHT * WIDTH) as address,
+        triton_aio.InferenceServerClient(address, channel_args=OWN_CONNECTION) as first,
+        triton_aio.InferenceServerClient(address, channel_args=OWN_CONNECTION) as second,
+    ):
+        warm = gate.count
+        gate.close()
+        held = asyncio.create_task(first.infer(MODEL, good))
+        await gate.comes_to(warm + 1)
+        # One slot is free: the request is read, but two images are not admitted.
+        message = await error_of(second, out_of_range())
+        assert "RESOURCE_EXHAUSTED" in message
+        assert "2 admission slots" in message
+        message = await error_of(second, large)
+        assert "INVALID_ARGUMENT" in message
+        assert "24200 pixels" in message
+        assert "max_pixels" in message
+        gate.open()
+        assert (await held).as_numpy("num_detections").all()
+        message = await error_of(second, out_of_range())
+        assert "INVALID_ARGUMENT" in message
+        assert "outside 0..255" in message
+        assert (await second.infer(MODEL, good)).as_numpy("num_detections").all()
 
 
-@pytest.mark.parametrize("datatype", ["UINT8", "FP32"])
-def test_pixels_per_image_are_limited_in_raw_and_typed_contents(
-    bundle: Path, picture: Encode, datatype: str
-) -> None:
-    def typed(shape: tuple[int, ...]) -> list[InferInput]:
+async def test_pixels_per_image_are_limited_in_raw_and_typed_contents(bundle: Path) -> None:
+    def typed(shape: tuple[int, ...], datatype: str) -> list[InferInput]:
         tensor = InferInput("images", shape, datatype)
         contents = tensor._get_tensor().contents
         values = contents.uint_contents if datatype == "UINT8" else contents.fp32_contents
         values.extend([9] * int(np.prod(shape)))
         return [tensor]
 
-    def raw(shape: tuple[int, ...]) -> list[InferInput]:
+    def raw(shape: tuple[int, ...], datatype: str) -> list[InferInput]:
         return pixels_of(np.full(shape, 9, "u1" if datatype == "UINT8" else "f4"), datatype)
 
-    async def run() -> None:
-        async with (
-            detection_server(bundle, ServeConfig(port=0, max_pixels=400)) as address,
-            triton_aio.InferenceServerClient(address) as client,
-        ):
-            for images in (typed, raw):
-                message = await error_of(client, images((1, 20, 21, 3)))
-                assert "max_pixels (400)" in message
-                result = await client.infer(MODEL, images((1, 20, 20, 3)))
-                assert result.as_numpy("image_sizes").tolist() == [[20, 20]]
-
-    asyncio.run(run())
+    async with (
+        served(bundle, max_pixels=400) as address,
+        triton_aio.InferenceServerClient(address) as client,
+    ):
+        for images, datatype in itertools.product((typed, raw), ("UINT8", "FP32")):
+            message = await error_of(client, images((1, 20, 21, 3), datatype))
+            assert "max_pixels (400)" in message
+            result = await client.infer(MODEL, images((1, 20, 20, 3), datatype))
+            assert result.as_numpy("image_sizes").tolist() == [[20, 20]]

@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 import gc
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bundle_copies import linked_copy
 from gated_engine import Gate
 from server_load import worker_pids
 from triton_requests import MODEL
 from tritonclient.utils import InferenceServerException
-from unloadable_server import assert_serving, assert_unloaded, serving, until
+from unloadable_server import RunningServer, assert_serving, assert_unloaded, serving, until
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.serving.pipeline import model_lifecycle
@@ -21,82 +21,71 @@ from maskrcnn_trt.serving.pipeline import model_lifecycle
 Encode = Callable[..., bytes]
 
 
-def test_failed_load_leaves_the_model_unloaded(
-    bundle: Path, tmp_path: Path, picture: Encode, caplog: pytest.LogCaptureFixture
+async def test_failed_load_leaves_the_model_as_it_was(
+    bundle: Path,
+    tmp_path: Path,
+    picture: Encode,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "bundle"
-    shutil.copytree(bundle, path)
+    path = linked_copy(bundle, tmp_path / "bundle")
     manifest = path / "manifest.json"
     failure = "the old model stays unloaded"
     load = inference.RepositoryModelLoadRequest(model_name=MODEL)
 
-    async def run() -> None:
-        reload = asyncio.Event()
-        async with serving(path, caplog, reload) as server:
-            await server.triton.unload_model(MODEL)
-            manifest.rename(path / "elsewhere")
-            with pytest.raises(InferenceServerException, match="manifest") as caught:
-                await server.triton.load_model(MODEL)
-            assert "FAILED_PRECONDITION" in caught.value.status()
-            await assert_unloaded(server, picture())
-            reload.set()
-            await until(lambda: caplog.text.count(failure) == 2)
-            await assert_unloaded(server, picture())
-            loading = server.inference.RepositoryModelLoad(load)
-            await until(lambda: caplog.text.count(failure) == 3 or loading.cancel())
-            gc.collect()
-            assert "never retrieved" not in caplog.text
-            (path / "elsewhere").rename(manifest)
+    async def fail_while_unloaded(server: RunningServer, reload: asyncio.Event) -> None:
+        await server.triton.unload_model(MODEL)
+        manifest.rename(path / "elsewhere")
+        with pytest.raises(InferenceServerException, match="manifest") as caught:
             await server.triton.load_model(MODEL)
-            await assert_serving(server, picture())
+        assert "FAILED_PRECONDITION" in caught.value.status()
+        await assert_unloaded(server, picture())
+        reload.set()
+        await until(lambda: caplog.text.count(failure) == 2)
+        await assert_unloaded(server, picture())
+        loading = server.inference.RepositoryModelLoad(load)
+        await until(lambda: caplog.text.count(failure) == 3 or loading.cancel())
+        gc.collect()
+        assert "never retrieved" not in caplog.text
 
-    asyncio.run(run())
+    async def hang_while_serving(server: RunningServer) -> None:
+        manifest.unlink()
+        os.mkfifo(manifest)  # opening it blocks
+        monkeypatch.setattr(model_lifecycle, "START_TIMEOUT_S", 1.0)
+        for _ in range(2):
+            with pytest.raises(InferenceServerException, match="not ready after 1 s"):
+                await server.triton.load_model(MODEL)
+        await assert_serving(server, picture())
+
+    reload = asyncio.Event()
+    async with serving(path, caplog, reload) as server:
+        await fail_while_unloaded(server, reload)
+        (path / "elsewhere").rename(manifest)
+        await server.triton.load_model(MODEL)
+        await assert_serving(server, picture())
+        await hang_while_serving(server)
+    with contextlib.suppress(OSError):
+        os.close(os.open(manifest, os.O_WRONLY | os.O_NONBLOCK))  # ends the threads
     assert f"the model is unloaded: {MODEL}" in caplog.text
     assert f"the bundle is reloaded: {MODEL}" in caplog.text
 
 
-def test_hanging_load_is_cancelled(
+async def test_hanging_load_is_cancelled(
     bundle: Path,
     gate: Gate,
     picture: Encode,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def run() -> None:
-        async with serving(bundle, caplog) as server:
-            gate.close()
-            with monkeypatch.context() as patched:
-                patched.setattr(model_lifecycle, "START_TIMEOUT_S", 1.0)
-                with pytest.raises(InferenceServerException, match="not ready after 1 s") as caught:
-                    await server.triton.load_model(MODEL)
-            assert "FAILED_PRECONDITION" in caught.value.status()
-            gate.open()
-            await assert_serving(server, picture())
-            assert len(worker_pids(os.getpid())) == 1
-            await server.triton.load_model(MODEL)
-            await assert_serving(server, picture())
-
-    asyncio.run(run())
-
-
-def test_hanging_disk_does_not_block_shutdown(
-    bundle: Path, picture: Encode, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "bundle"
-    shutil.copytree(bundle, path)
-    hanging = path / "manifest.json"
-
-    async def run(monkeypatch: pytest.MonkeyPatch) -> None:
-        async with serving(path, caplog) as server:
-            hanging.unlink()
-            os.mkfifo(hanging)  # opening it blocks
-            monkeypatch.setattr(model_lifecycle, "START_TIMEOUT_S", 1.0)
-            for _ in range(2):
-                with pytest.raises(InferenceServerException, match="not ready after 1 s"):
-                    await server.triton.load_model(MODEL)
-            await assert_serving(server, picture())
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        asyncio.run(run(monkeypatch))
-    with contextlib.suppress(OSError):
-        os.close(os.open(hanging, os.O_WRONLY | os.O_NONBLOCK))  # ends the threads
+    async with serving(bundle, caplog) as server:
+        gate.close()
+        with monkeypatch.context() as patched:
+            patched.setattr(model_lifecycle, "START_TIMEOUT_S", 1.0)
+            with pytest.raises(InferenceServerException, match="not ready after 1 s") as caught:
+                await server.triton.load_model(MODEL)
+        assert "FAILED_PRECONDITION" in caught.value.status()
+        gate.open()
+        await assert_serving(server, picture())
+        assert len(worker_pids(os.getpid())) == 1
+        await server.triton.load_model(MODEL)
+        await assert_serving(server, picture())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_process_server import served
 from numpy.typing import NDArray
 from PIL import Image
 from triton_requests import MODEL, images_of, pixels_of
@@ -15,10 +16,8 @@ from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedO
 from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.offline.predictor import Predictor
-from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
 ROWS, SIDE = 20, 28
@@ -67,39 +66,35 @@ def test_outputs_of_a_batch_are_padded(
 
 
 @pytest.mark.parametrize("datatype", ["UINT8", "FP32"])
-def test_raw_pixels_give_the_same_detections(
+def test_pixels_give_the_same_detections(
     triton: InferenceServerClient, predictor: Predictor, picture: Encode, datatype: str
 ) -> None:
-    pictures = [picture(1, codec="PNG"), picture(2, codec="PNG")]
-    dtype = np.uint8 if datatype == "UINT8" else np.float32
-    result = triton.infer(MODEL, pixels_of(decoded(*pictures).astype(dtype), datatype))
-    for row, data in enumerate(pictures):
-        assert_row_is(result, row, predictor.detect(data))
+    pictures = [picture(seed, (64, 96), codec="PNG") for seed in (1, 2)]
+    pixels = decoded(*pictures).astype(np.uint8 if datatype == "UINT8" else np.float32)
+    typed = InferInput("images", pixels.shape, datatype)
+    contents = typed._get_tensor().contents  # InferInput fills it for HTTP only
+    values = contents.uint_contents if datatype == "UINT8" else contents.fp32_contents
+    values.extend(pixels.ravel().tolist())
+    for inputs in ([typed], pixels_of(pixels, datatype)):
+        result = triton.infer(MODEL, inputs)
+        for row, data in enumerate(pictures):
+            assert_row_is(result, row, predictor.detect(data))
 
 
-@pytest.mark.parametrize("datatype", ["BYTES", "UINT8", "FP32"])
-def test_typed_contents(
-    triton: InferenceServerClient, predictor: Predictor, picture: Encode, datatype: str
+def test_images_in_typed_contents(
+    triton: InferenceServerClient, predictor: Predictor, picture: Encode
 ) -> None:
-    data = picture(4, (64, 96), codec="PNG")
-    tensor = InferInput("images", (1,) if datatype == "BYTES" else (1, 64, 96, 3), datatype)
-    contents = tensor._get_tensor().contents  # InferInput fills it for HTTP only
-    if datatype == "BYTES":
-        contents.bytes_contents.append(data)
-    elif datatype == "UINT8":
-        contents.uint_contents.extend(decoded(data).ravel().tolist())
-    else:
-        contents.fp32_contents.extend(decoded(data).ravel().tolist())
-    assert_row_is(triton.infer(MODEL, [tensor]), 0, predictor.detect(data))
+    tensor = InferInput("images", (1,), "BYTES")
+    tensor._get_tensor().contents.bytes_contents.append(picture())
+    assert_row_is(triton.infer(MODEL, [tensor]), 0, predictor.detect(picture()))
 
 
 def test_typed_contents_up_to_the_message_limit(
     triton: InferenceServerClient, predictor: Predictor, picture: Encode
 ) -> None:
     height, width = 832, 840  # 512 bytes less than 2 MiB of pixels
-    array = (
-        decoded(picture(5, (height + 1, width), codec="PNG")) // 2
-    )  # values below 128 take one byte each
+    # Values below 128 take one byte each.
+    array = decoded(picture(5, (height + 1, width), codec="PNG")) // 2
     file = BytesIO()
     Image.fromarray(array[0, :height]).save(file, "PNG")
     fits, too_long = (InferInput("images", (1, h, width, 3), "UINT8") for h in (height, height + 1))
@@ -161,34 +156,27 @@ def test_precision_in_the_model_name(
         triton.infer(f"{MODEL}-fp32", images_of(picture()), parameters={"precision": "fp16"})
 
 
-def test_async_client(address: str, predictor: Predictor, picture: Encode) -> None:
-    async def run() -> list[InferResult]:
-        async with triton_aio.InferenceServerClient(address) as client:
-            calls = (client.infer(MODEL, images_of(picture(seed))) for seed in range(4))
-            return await asyncio.gather(*calls)
-
-    for seed, result in enumerate(asyncio.run(run())):
-        assert_row_is(result, 0, predictor.detect(picture(seed)))
+async def test_async_client(address: str, predictor: Predictor, picture: Encode) -> None:
+    async with triton_aio.InferenceServerClient(address) as client:
+        calls = (client.infer(MODEL, images_of(picture(seed))) for seed in range(4))
+        for seed, result in enumerate(await asyncio.gather(*calls)):
+            assert_row_is(result, 0, predictor.detect(picture(seed)))
 
 
-def test_cancelled_request_releases_its_slots(bundle: Path, picture: Encode) -> None:
-    async def run() -> InferResult:
-        config = ServeConfig(port=0, queue_size=3, max_batch=64, max_delay_ms=300)
-        images = images_of(*map(picture, range(3)))
-        async with (
-            detection_server(bundle, config) as address,
-            triton_aio.InferenceServerClient(address) as client,
-        ):
-            call = asyncio.create_task(client.infer(MODEL, images))
-            await asyncio.sleep(0.15)
-            with pytest.raises(InferenceServerException, match="its connection holds 3"):
-                await client.infer(MODEL, images_of(picture()))
-            call.cancel()
-            await asyncio.wait([call])
-            await asyncio.sleep(0.15)
-            return await client.infer(MODEL, images)
-
-    assert asyncio.run(run()).as_numpy("num_detections").all()
+async def test_cancelled_request_releases_its_slots(bundle: Path, picture: Encode) -> None:
+    images = images_of(*map(picture, range(3)))
+    async with (
+        served(bundle, queue_size=3, max_batch=64, max_delay_ms=300) as address,
+        triton_aio.InferenceServerClient(address) as client,
+    ):
+        call = asyncio.create_task(client.infer(MODEL, images))
+        await asyncio.sleep(0.15)
+        with pytest.raises(InferenceServerException, match="its connection holds 3"):
+            await client.infer(MODEL, images_of(picture()))
+        call.cancel()
+        await asyncio.wait([call])
+        await asyncio.sleep(0.15)
+        assert (await client.infer(MODEL, images)).as_numpy("num_detections").all()
 
 
 def test_stream_responses_are_in_order_and_continue_after_an_error(

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from triton_requests import MODEL, images_of, pixels_of
+from triton_requests import MODEL, images_of
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
@@ -81,28 +81,19 @@ def test_contents_of_the_wrong_size_are_rejected(
     assert "outside 0..255" in error_of(triton, [large])
 
 
-@pytest.mark.parametrize("value", [-0.5, 255.5, np.nan, np.inf])
-def test_pixels_out_of_range_are_rejected(triton: InferenceServerClient, value: float) -> None:
-    pixels = np.full((1, 32, 32, 3), 7, np.float32)
-    pixels[0, 3, 4, 1] = value
-    assert "outside 0..255" in error_of(triton, pixels_of(pixels, "FP32"))
-
-
-def test_small_images_are_rejected(triton: InferenceServerClient) -> None:
-    for shape in ((2, 0, 0, 3), (2, 7, 100, 3)):
-        message = error_of(triton, pixels_of(np.zeros(shape, np.uint8), "UINT8"))
-        assert "images[0]" in message
-        assert "each side must have at least 8" in message
-
-
 @pytest.mark.parametrize("datatype", ["UINT8", "FP32"])
-@pytest.mark.parametrize("sides", [(0, 2**62), (2**62, 0), (0, 2**63 - 1), (0, 8)])
-def test_empty_images_with_a_long_side_are_rejected(
+@pytest.mark.parametrize(
+    "sides", [(0, 2**62), (2**62, 0), (0, 2**63 - 1), (0, 8), (0, 0), (7, 100)]
+)
+def test_small_images_are_rejected(
     triton: InferenceServerClient, sides: tuple[int, int], datatype: str
 ) -> None:
-    raw = InferInput("images", (1, *sides, 3), datatype)
-    raw._raw_content = b""
-    typed = InferInput("images", (1, *sides, 3), datatype)
+    size = sides[0] * sides[1] * 3
+    raw, typed = (InferInput("images", (1, *sides, 3), datatype) for _ in range(2))
+    raw._raw_content = bytes(size * np.dtype(datatype.replace("FP", "float").lower()).itemsize)
+    contents = typed._get_tensor().contents
+    values = contents.uint_contents if datatype == "UINT8" else contents.fp32_contents
+    values.extend([0] * size)
     for tensor in (raw, typed):
         message = error_of(triton, [tensor])
         assert "INVALID_ARGUMENT" in message

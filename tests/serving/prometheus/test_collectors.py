@@ -49,11 +49,17 @@ def gpus_seen(environment: dict[str, str]) -> Gpus:
     return gpus_in(result.stdout)
 
 
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder for the stubs, which are built once."""
+    return tmp_path_factory.mktemp("driver")
+
+
 @needs_compiler
 def test_server_exports_the_values_of_its_gpus(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: Path, libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in stubbed_driver(tmp_path, gpus=2).items():
+    for name, value in stubbed_driver(libraries, gpus=2).items():
         monkeypatch.setenv(name, value)
     no_driver, log = Path(os.environ["NO_DRIVER"]), tmp_path / "log"
     with server_process(bundle, log, "--metrics-port", "0"):
@@ -91,22 +97,21 @@ def test_server_exports_the_values_of_its_gpus(
     ],
 )
 def test_only_gpus_visible_to_cuda_are_exported(
-    gpus: int, visible: str | None, expected: set[str], tmp_path: Path
+    gpus: int, visible: str | None, expected: set[str], libraries: Path
 ) -> None:
-    environment = stubbed_driver(tmp_path, gpus)
+    environment = stubbed_driver(libraries, gpus)
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
     assert gpus_seen(environment).keys() == expected
 
 
 @needs_compiler
-def test_nothing_is_exported_without_a_driver(tmp_path: Path) -> None:
-    environment = stubbed_driver(tmp_path, gpus=2)
-    (tmp_path / "no-driver").touch()
-    assert gpus_seen(environment) == {}
-    for library in tmp_path.glob("*.so.1"):
-        library.write_bytes(b"no library")
-    assert gpus_seen(environment) == {}
+def test_nothing_is_exported_without_a_driver(libraries: Path, tmp_path: Path) -> None:
+    environment = stubbed_driver(libraries, gpus=2)
+    assert gpus_seen(environment | {"NO_DRIVER": str(tmp_path)}) == {}
+    for library in libraries.glob("*.so.1"):
+        (tmp_path / library.name).write_bytes(b"no library")
+    assert gpus_seen(environment | {"LD_LIBRARY_PATH": str(tmp_path)}) == {}
 
 
 @pytest.mark.gpu

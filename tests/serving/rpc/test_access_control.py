@@ -167,97 +167,85 @@ def address(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield address
 
 
-def test_calls_of_each_kind_need_a_token(address: str, picture: Callable[..., bytes]) -> None:
+async def test_calls_of_each_kind_need_a_token(address: str, picture: Callable[..., bytes]) -> None:
     request = pb.DetectRequest(image=picture())
-
-    async def run() -> None:
-        async with connected(address, lambda channel: channel) as channel:
-            detector: Any = DetectorStub(channel)
-            inference: Any = GRPCInferenceServiceStub(channel)
-            name = (await detector.GetModel(pb.GetModelRequest(), metadata=bearer("line-1"))).name
-            load = open_inference_pb2.RepositoryModelLoadRequest(model_name=name)
-            unload = open_inference_pb2.RepositoryModelUnloadRequest(model_name=name)
-            for call in (
-                detector.Detect(request),
-                detector.Detect(request, metadata=bearer("unknown")),
-                detector.DetectStream(iter([request])),
-                inference.ModelInfer(open_inference_pb2.ModelInferRequest(model_name=name)),
-                inference.ModelStreamInfer(iter([])),
-                inference.RepositoryModelLoad(load),
-                inference.RepositoryModelUnload(unload),
-            ):
-                status, message = await status_of(call)
-                assert status is grpc.StatusCode.UNAUTHENTICATED
-                assert "authorization: Bearer TOKEN" in message
-            for call in (
-                inference.RepositoryModelLoad(load, metadata=bearer("line-1")),
-                inference.RepositoryModelUnload(unload, metadata=bearer("line-1")),
-            ):
-                status, message = await status_of(call)
-                assert status is grpc.StatusCode.PERMISSION_DENIED
-                assert "admin_token_file" in message
-            for token in ("line-2", "boss=="):
-                assert (await detector.Detect(request, metadata=bearer(token))).detections
-            responses = detector.DetectStream(iter([request] * 2), metadata=bearer("line-1"))
-            assert len([item.response async for item in responses]) == 2
-            await inference.RepositoryModelUnload(unload, metadata=bearer("boss=="))
-            await inference.RepositoryModelLoad(load, metadata=bearer("boss=="))
-
-    asyncio.run(run())
+    async with connected(address, lambda channel: channel) as channel:
+        detector: Any = DetectorStub(channel)
+        inference: Any = GRPCInferenceServiceStub(channel)
+        name = (await detector.GetModel(pb.GetModelRequest(), metadata=bearer("line-1"))).name
+        load = open_inference_pb2.RepositoryModelLoadRequest(model_name=name)
+        unload = open_inference_pb2.RepositoryModelUnloadRequest(model_name=name)
+        for call in (
+            detector.Detect(request),
+            detector.Detect(request, metadata=bearer("unknown")),
+            detector.DetectStream(iter([request])),
+            inference.ModelInfer(open_inference_pb2.ModelInferRequest(model_name=name)),
+            inference.ModelStreamInfer(iter([])),
+            inference.RepositoryModelLoad(load),
+            inference.RepositoryModelUnload(unload),
+        ):
+            status, message = await status_of(call)
+            assert status is grpc.StatusCode.UNAUTHENTICATED
+            assert "authorization: Bearer TOKEN" in message
+        for call in (
+            inference.RepositoryModelLoad(load, metadata=bearer("line-1")),
+            inference.RepositoryModelUnload(unload, metadata=bearer("line-1")),
+        ):
+            status, message = await status_of(call)
+            assert status is grpc.StatusCode.PERMISSION_DENIED
+            assert "admin_token_file" in message
+        for token in ("line-2", "boss=="):
+            assert (await detector.Detect(request, metadata=bearer(token))).detections
+        responses = detector.DetectStream(iter([request] * 2), metadata=bearer("line-1"))
+        assert len([item.response async for item in responses]) == 2
+        await inference.RepositoryModelUnload(unload, metadata=bearer("boss=="))
+        await inference.RepositoryModelLoad(load, metadata=bearer("boss=="))
 
 
-def test_public_calls_do_not_displace_streams_with_a_token(
+async def test_public_calls_do_not_displace_streams_with_a_token(
     address: str, picture: Callable[..., bytes]
 ) -> None:
     request = pb.DetectRequest(image=picture())
-
-    async def run() -> None:
-        async with connected(address) as user, contextlib.AsyncExitStack() as public_clients:
-            stream = user.DetectStream(metadata=bearer("line-1"))
-            await stream.write(request)
-            assert (await stream.read()).response.detections
-            for _ in range(12):  # three times the limit
-                other = connected(address, ServerReflectionStub)
-                silent = (await public_clients.enter_async_context(other)).ServerReflectionInfo()
-                await silent.write(ServerReflectionRequest(list_services=""))
-                assert (await silent.read()).list_services_response.service
-            await stream.write(request)
-            assert (await stream.read()).response.detections
-
-    asyncio.run(run())
+    async with connected(address) as user, contextlib.AsyncExitStack() as public_clients:
+        stream = user.DetectStream(metadata=bearer("line-1"))
+        await stream.write(request)
+        assert (await stream.read()).response.detections
+        for _ in range(12):  # three times the limit
+            other = connected(address, ServerReflectionStub)
+            silent = (await public_clients.enter_async_context(other)).ServerReflectionInfo()
+            await silent.write(ServerReflectionRequest(list_services=""))
+            assert (await silent.read()).list_services_response.service
+        await stream.write(request)
+        assert (await stream.read()).response.detections
 
 
-def test_public_calls_need_no_token_and_are_limited_per_connection(address: str) -> None:
-    async def run() -> None:
-        async with connected(address, lambda channel: channel) as channel:
-            health: Any = HealthStub(channel)
-            inference: Any = GRPCInferenceServiceStub(channel)
-            assert (await health.Check(HealthCheckRequest())).status
-            assert (await inference.ServerLive(open_inference_pb2.ServerLiveRequest())).live
-            assert (await inference.ServerReady(open_inference_pb2.ServerReadyRequest())).ready
-            assert await inference.ModelReady(open_inference_pb2.ModelReadyRequest(name="x"))
-            requests = iter([ServerReflectionRequest(list_services="")])
-            reflected = ServerReflectionStub(channel).ServerReflectionInfo(requests)
-            (response,) = [response async for response in reflected]
-            assert response.list_services_response.service
-            watches = [health.Watch(HealthCheckRequest()) for _ in range(8)]
-            for watch in watches:
-                assert (await watch.read()).status
-            status, message = await status_of(health.Check(HealthCheckRequest()))
-            assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "8 open calls for health and reflection" in message
-            watches[0].cancel()
-            async with asyncio.timeout(60):
-                while (await health.Check(HealthCheckRequest()).code()) != grpc.StatusCode.OK:
-                    await asyncio.sleep(0.02)
-
-    asyncio.run(run())
+async def test_public_calls_need_no_token_and_are_limited_per_connection(address: str) -> None:
+    async with connected(address, lambda channel: channel) as channel:
+        health: Any = HealthStub(channel)
+        inference: Any = GRPCInferenceServiceStub(channel)
+        assert (await health.Check(HealthCheckRequest())).status
+        assert (await inference.ServerLive(open_inference_pb2.ServerLiveRequest())).live
+        assert (await inference.ServerReady(open_inference_pb2.ServerReadyRequest())).ready
+        assert await inference.ModelReady(open_inference_pb2.ModelReadyRequest(name="x"))
+        requests = iter([ServerReflectionRequest(list_services="")])
+        reflected = ServerReflectionStub(channel).ServerReflectionInfo(requests)
+        (response,) = [response async for response in reflected]
+        assert response.list_services_response.service
+        watches = [health.Watch(HealthCheckRequest()) for _ in range(8)]
+        for watch in watches:
+            assert (await watch.read()).status
+        status, message = await status_of(health.Check(HealthCheckRequest()))
+        assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "8 open calls for health and reflection" in message
+        watches[0].cancel()
+        async with asyncio.timeout(60):
+            while (await health.Check(HealthCheckRequest()).code()) != grpc.StatusCode.OK:
+                await asyncio.sleep(0.02)
 
 
-def test_server_does_not_start_with_an_unreadable_token_file(bundle: Path, tmp_path: Path) -> None:
-    async def start() -> None:
+async def test_server_does_not_start_with_an_unreadable_token_file(
+    bundle: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ServingError, match=r"cannot read .*missing"):
         async with served(bundle, token_file=tmp_path / "missing"):
             pass
-
-    with pytest.raises(ServingError, match=r"cannot read .*missing"):
-        asyncio.run(start())

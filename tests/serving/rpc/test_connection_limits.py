@@ -60,37 +60,31 @@ def test_unresponsive_connections_are_pinged_and_closed(
         assert http2.is_closed(before_handshake)
 
 
-def test_pending_calls_are_limited(bundle: Path, picture: Encode) -> None:
-    async def run() -> None:
-        async with served(bundle, queue_size=1) as address:
-            with grpc.insecure_channel(address) as channel:
-                await asyncio.to_thread(grpc.channel_ready_future(channel).result)
-                detect = channel.unary_unary(http2.DETECT)
-                calls = [detect.future(b"garbage") for _ in range(600)]
-                time.sleep(2)  # blocks the server, which runs in this thread
-                ended = [call.code() for call in calls if call.done()]
-                assert 600 - 512 <= len(ended) <= 600 - 256
-                assert set(ended) == {grpc.StatusCode.CANCELLED}
-                seen = [await asyncio.to_thread(call.code) for call in calls]
-                assert seen.count(grpc.StatusCode.CANCELLED) == len(ended)
-            assert await gets_detections(address, picture())
-
-    asyncio.run(run())
+async def test_pending_calls_are_limited(bundle: Path, picture: Encode) -> None:
+    async with served(bundle, queue_size=1) as address:
+        with grpc.insecure_channel(address) as channel:
+            await asyncio.to_thread(grpc.channel_ready_future(channel).result)
+            detect = channel.unary_unary(http2.DETECT)
+            calls = [detect.future(b"garbage") for _ in range(600)]
+            time.sleep(2)  # blocks the server, which runs in this thread
+            ended = [call.code() for call in calls if call.done()]
+            assert 600 - 512 <= len(ended) <= 600 - 256
+            assert set(ended) == {grpc.StatusCode.CANCELLED}
+            seen = [await asyncio.to_thread(call.code) for call in calls]
+            assert seen.count(grpc.StatusCode.CANCELLED) == len(ended)
+        assert await gets_detections(address, picture())
 
 
-def test_connections_are_limited(bundle: Path, picture: Encode) -> None:
-    async def run() -> None:
-        async with served(bundle, max_connections=3) as address:
-            with contextlib.ExitStack() as open_connections:
-                for _ in range(3):
-                    open_connections.enter_context(http2.connect(address))
-                await asyncio.sleep(0.2)
-                with http2.connect(address) as one_more:
-                    assert await asyncio.to_thread(http2.is_closed, one_more)
-            # The server notices with a delay that the others have disconnected.
-            assert await gets_detections(address, picture(), wait=True)
-
-    asyncio.run(run())
+async def test_connections_are_limited(bundle: Path, picture: Encode) -> None:
+    async with served(bundle, max_connections=3) as address:
+        with contextlib.ExitStack() as open_connections:
+            for _ in range(3):
+                open_connections.enter_context(http2.connect(address))
+            await asyncio.sleep(0.2)
+            with http2.connect(address) as one_more:
+                assert await asyncio.to_thread(http2.is_closed, one_more)
+        # The server notices with a delay that the others have disconnected.
+        assert await gets_detections(address, picture(), wait=True)
 
 
 def test_connections_are_limited_by_open_files(
@@ -108,15 +102,14 @@ def test_connections_are_limited_by_open_files(
     assert f"{hard} files" in caplog.text
 
 
-def test_old_connections_are_ended_and_clients_reconnect(bundle: Path, picture: Encode) -> None:
-    async def run() -> None:
-        async with served(bundle, max_connection_age_s=0.5, stop_grace_s=5) as address:
-            with http2.connect(address) as connection:
-                await asyncio.to_thread(http2.frames_until, connection, http2.GOAWAY)
-            async with grpc.aio.insecure_channel(address) as channel:
-                for _ in range(6):
-                    await HealthStub(channel).Check(HealthCheckRequest())
-                    await asyncio.sleep(0.2)
-            assert await gets_detections(address, picture())
-
-    asyncio.run(run())
+async def test_old_connections_are_ended_and_clients_reconnect(
+    bundle: Path, picture: Encode
+) -> None:
+    async with served(bundle, max_connection_age_s=0.5, stop_grace_s=5) as address:
+        with http2.connect(address) as connection:
+            await asyncio.to_thread(http2.frames_until, connection, http2.GOAWAY)
+        async with grpc.aio.insecure_channel(address) as channel:
+            for _ in range(6):
+                await HealthStub(channel).Check(HealthCheckRequest())
+                await asyncio.sleep(0.2)
+        assert await gets_detections(address, picture())

@@ -8,7 +8,10 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from PIL import Image
+from triton_requests import MODEL, infer_request
 
+from maskrcnn_trt.protos.inference.open_inference_pb2 import ModelInferRequest
+from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.rpc.health import LIVENESS
@@ -38,7 +41,7 @@ def error_of(stub: Any, request: pb.DetectRequest) -> tuple[grpc.StatusCode, str
     [("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGBA"), ("PNG", "P"), ("WEBP", "RGB")],
 )
 def test_image_formats_and_modes(stub: Any, picture: Encode, codec: str, mode: str) -> None:
-    request = pb.DetectRequest(id="7", image=picture(codec=codec, mode=mode))
+    request = pb.DetectRequest(id="7", image=picture(codec=codec, mode=mode), precision="fp32")
     response = stub.Detect(request, timeout=30)
     assert response.id == "7"
     assert (response.height, response.width) == (120, 200)
@@ -106,28 +109,62 @@ def test_invalid_options_are_rejected(
     assert words in message
 
 
-def test_requested_precision(stub: Any, picture: Encode) -> None:
-    request = pb.DetectRequest(image=picture(), precision="fp32")
-    assert stub.Detect(request, timeout=30).detections
-
-
-def test_large_messages_are_rejected(stub: Any, picture: Encode) -> None:
-    code, _ = error_of(stub, pb.DetectRequest(image=bytes(3 << 20)))
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert stub.Detect(pb.DetectRequest(image=picture()), timeout=30).detections
-
-
-@pytest.mark.parametrize("service", ["", "maskrcnn.v1.Detector", LIVENESS])
-def test_health_of_a_ready_server(channel: grpc.Channel, service: str) -> None:
-    response = HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=30)
-    assert response.status == HealthCheckResponse.SERVING
-
-
-def test_health_of_unknown_services(channel: grpc.Channel) -> None:
+def test_health_of_known_and_unknown_services(channel: grpc.Channel) -> None:
+    health = HealthStub(channel)
+    for service in ("", "maskrcnn.v1.Detector", LIVENESS):
+        response = health.Check(HealthCheckRequest(service=service), timeout=30)
+        assert response.status == HealthCheckResponse.SERVING
     request = HealthCheckRequest(service="maskrcnn.v2.Detector")
     with pytest.raises(grpc.RpcError) as caught:
-        HealthStub(channel).Check(request, timeout=30)
+        health.Check(request, timeout=30)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    watch = HealthStub(channel).Watch(request, timeout=30)
+    watch = health.Watch(request, timeout=30)
     assert next(watch).status == HealthCheckResponse.SERVICE_UNKNOWN
     watch.cancel()
+
+
+def many_inputs() -> ModelInferRequest:
+    request = infer_request(MODEL, b"image")
+    for number in range(4000):
+        request.inputs.add(name=f"input{number}", datatype="BYTES", shape=[1])
+    return request
+
+
+def unknown_output(name: str) -> ModelInferRequest:
+    request = infer_request(MODEL, b"image")
+    request.outputs.add(name=name)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (infer_request("x" * 20_000, b"image"), grpc.StatusCode.NOT_FOUND),
+        (many_inputs(), grpc.StatusCode.INVALID_ARGUMENT),
+        (unknown_output("é" * 3000), grpc.StatusCode.INVALID_ARGUMENT),
+        (unknown_output("%" * 3000), grpc.StatusCode.INVALID_ARGUMENT),
+        (HealthCheckRequest(service="x" * 30_000), grpc.StatusCode.NOT_FOUND),
+    ],
+    ids=["model", "inputs", "output", "escaped", "health"],
+)
+def test_long_error_messages_are_truncated(
+    channel: grpc.Channel, request_: Any, status: grpc.StatusCode
+) -> None:
+    method: Any = (
+        HealthStub(channel).Check
+        if isinstance(request_, HealthCheckRequest)
+        else GRPCInferenceServiceStub(channel).ModelInfer
+    )
+    with pytest.raises(grpc.RpcError) as caught:
+        method(request_, timeout=60)
+    assert caught.value.code() is status
+    assert caught.value.details().endswith("...")
+
+
+def test_short_error_messages_are_not_truncated(channel: grpc.Channel) -> None:
+    name = "é" * 300
+    inference: Any = GRPCInferenceServiceStub(channel)
+    with pytest.raises(grpc.RpcError) as caught:
+        inference.ModelInfer(unknown_output(name), timeout=60)
+    assert name in caught.value.details()
+    assert not caught.value.details().endswith("...")

@@ -11,7 +11,13 @@ import grpc
 import pytest
 import raw_http2 as http2
 from gated_engine import Gate
-from in_process_server import OWN_CONNECTION, gets_detections, served, served_in_thread, status_of
+from in_process_server import (
+    connected,
+    gets_detections,
+    served,
+    served_in_thread,
+    status_of,
+)
 from triton_requests import MODEL, infer_request
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as triton_pb
@@ -37,32 +43,29 @@ def address(bundle: Path) -> Iterator[str]:
         yield address
 
 
-def test_messages_that_cannot_be_parsed_are_rejected_without_a_log(
+async def test_messages_that_cannot_be_parsed_are_rejected_without_a_log(
     address: str, caplog: pytest.LogCaptureFixture, picture: Encode
 ) -> None:
-    async def run() -> None:
-        async with grpc.aio.insecure_channel(address) as channel:
-            unary = channel.unary_unary(http2.DETECT)
-            for _ in range(200):
-                status, message = await status_of(unary(GARBAGE))
-                assert status is BAD
-                assert "another .proto" in message
-            watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(GARBAGE)
-            assert (await status_of(watch))[0] is BAD
-            for method in (http2.DETECT_STREAM, REFLECTION):
-                stream = channel.stream_stream(method)
-                good = pb.DetectRequest(id="1", image=picture()).SerializeToString()
-                call = stream(
-                    iter([good, GARBAGE, good] if method == http2.DETECT_STREAM else [GARBAGE])
-                )
-                with contextlib.suppress(grpc.RpcError):
-                    responses = [pb.DetectStreamResponse.FromString(r) async for r in call]
-                    assert [response.id for response in responses] == ["1"]
-                assert (await status_of(call))[0] is BAD
-            assert await gets_detections(address, picture())
-
     caplog.set_level(logging.WARNING, "grpc")
-    asyncio.run(run())
+    async with grpc.aio.insecure_channel(address) as channel:
+        unary = channel.unary_unary(http2.DETECT)
+        for _ in range(200):
+            status, message = await status_of(unary(GARBAGE))
+            assert status is BAD
+            assert "another .proto" in message
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(GARBAGE)
+        assert (await status_of(watch))[0] is BAD
+        for method in (http2.DETECT_STREAM, REFLECTION):
+            stream = channel.stream_stream(method)
+            good = pb.DetectRequest(id="1", image=picture()).SerializeToString()
+            call = stream(
+                iter([good, GARBAGE, good] if method == http2.DETECT_STREAM else [GARBAGE])
+            )
+            with contextlib.suppress(grpc.RpcError):
+                responses = [pb.DetectStreamResponse.FromString(r) async for r in call]
+                assert [response.id for response in responses] == ["1"]
+            assert (await status_of(call))[0] is BAD
+        assert await gets_detections(address, picture())
     assert not [record for record in caplog.records if "prometheus" not in record.name]
 
 
@@ -85,29 +88,26 @@ def test_message_size_is_limited_after_decompression(
         assert stub.Detect(pb.DetectRequest(image=picture())).detections
 
 
-def test_time_for_a_request_to_arrive_is_limited(bundle: Path, picture: Encode) -> None:
-    async def run() -> None:
-        async with (
-            served(bundle, receive_timeout_s=0.3) as address,
-            grpc.aio.insecure_channel(address) as channel,
-        ):
-            never = asyncio.Event()
+async def test_time_for_a_request_to_arrive_is_limited(bundle: Path, picture: Encode) -> None:
+    async with (
+        served(bundle, receive_timeout_s=0.3) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        never = asyncio.Event()
 
-            async def nothing() -> AsyncIterator[bytes]:
-                await never.wait()
-                yield b""
+        async def nothing() -> AsyncIterator[bytes]:
+            await never.wait()
+            yield b""
 
-            call = channel.stream_unary(http2.DETECT)(nothing())
-            status, message = await status_of(call)
-            assert status is LATE
-            assert "within 0.3 s" in message
-            stream: Any = DetectorStub(channel).DetectStream()
-            await asyncio.sleep(0.5)  # streams have no such limit
-            await stream.write(pb.DetectRequest(id="late", image=picture()))
-            assert (await stream.read()).id == "late"
-            stream.cancel()
-
-    asyncio.run(run())
+        call = channel.stream_unary(http2.DETECT)(nothing())
+        status, message = await status_of(call)
+        assert status is LATE
+        assert "within 0.3 s" in message
+        stream: Any = DetectorStub(channel).DetectStream()
+        await asyncio.sleep(0.5)  # streams have no such limit
+        await stream.write(pb.DetectRequest(id="late", image=picture()))
+        assert (await stream.read()).id == "late"
+        stream.cancel()
 
 
 @pytest.mark.parametrize("method", [http2.DETECT, http2.DETECT_STREAM])
@@ -123,44 +123,38 @@ def test_incomplete_messages_do_not_block_other_clients(
             assert asyncio.run(gets_detections(address, picture()))
 
 
-def test_oldest_waiting_stream_is_ended(bundle: Path, picture: Encode) -> None:
-    async def run() -> None:
-        async with (
-            served(bundle, queue_size=2) as address,
-            grpc.aio.insecure_channel(address) as channel,
-        ):
-            stub: Any = DetectorStub(channel)
-            streams = []
-            for index in range(3):  # one more than the limit
-                streams.append(stub.DetectStream())
-                await streams[-1].write(pb.DetectRequest(id=str(index), image=picture()))
-                assert (await streams[-1].read()).response.detections
-            status, message = await status_of(streams[0])
-            assert status is BUSY
-            assert "queue_size" in message
-            await streams[2].write(pb.DetectRequest(id="again", image=picture()))
-            assert (await streams[2].read()).id == "again"
-            for stream in streams:
-                stream.cancel()
-
-    asyncio.run(run())
+async def test_oldest_waiting_stream_is_ended(bundle: Path, picture: Encode) -> None:
+    async with served(bundle, queue_size=2) as address, connected(address) as stub:
+        streams = []
+        for index in range(3):  # one more than the limit
+            streams.append(stub.DetectStream())
+            await streams[-1].write(pb.DetectRequest(id=str(index), image=picture()))
+            assert (await streams[-1].read()).response.detections
+        status, message = await status_of(streams[0])
+        assert status is BUSY
+        assert "queue_size" in message
+        await streams[2].write(pb.DetectRequest(id="again", image=picture()))
+        assert (await streams[2].read()).id == "again"
+        for stream in streams:
+            stream.cancel()
 
 
-def test_stream_is_not_read_while_it_has_no_slot(bundle: Path, gate: Gate, picture: Encode) -> None:
+async def test_stream_is_not_read_while_it_has_no_slot(
+    bundle: Path, gate: Gate, picture: Encode
+) -> None:
     # If the server awaited a message of the full stream, other streams could displace it.
     image = picture()
 
     async def check(address: str, is_triton: bool) -> None:
-        async with (
-            grpc.aio.insecure_channel(address, OWN_CONNECTION) as own,
-            grpc.aio.insecure_channel(address, OWN_CONNECTION) as others,
-        ):
-            full = stream_of(own, is_triton)
+        kind = GRPCInferenceServiceStub if is_triton else DetectorStub
+        method = "ModelStreamInfer" if is_triton else "DetectStream"
+        async with connected(address, kind) as own, connected(address, kind) as others:
+            full = getattr(own, method)()
             gate.close()
             for _ in range(2):  # one in the model and the next one
                 await full.write(request_of(image, is_triton))
             for _ in range(4):  # the limit on awaited messages
-                stream = stream_of(others, is_triton)
+                stream = getattr(others, method)()
                 await stream.write(request_of(b"no image", is_triton))
                 assert "not a JPEG" in str(await stream.read())
             gate.open()
@@ -170,47 +164,32 @@ def test_stream_is_not_read_while_it_has_no_slot(bundle: Path, gate: Gate, pictu
             assert "not a JPEG" not in str(await full.read())
             assert await full.code() is grpc.StatusCode.OK
 
-    async def run() -> None:
-        async with served(bundle, queue_size=4, max_batch=1) as address:
-            for is_triton in (False, True):
-                await check(address, is_triton)
-
-    asyncio.run(run())
-
-
-def stream_of(channel: grpc.aio.Channel, is_triton: bool) -> Any:
-    if is_triton:
-        triton: Any = GRPCInferenceServiceStub(channel)
-        return triton.ModelStreamInfer()
-    stub: Any = DetectorStub(channel)
-    return stub.DetectStream()
+    async with served(bundle, queue_size=4, max_batch=1) as address:
+        for is_triton in (False, True):
+            await check(address, is_triton)
 
 
 def request_of(image: bytes, is_triton: bool) -> pb.DetectRequest | triton_pb.ModelInferRequest:
     return infer_request(MODEL, image) if is_triton else pb.DetectRequest(image=image)
 
 
-def test_calls_release_their_slots_however_they_end(bundle: Path, picture: Encode) -> None:
+async def test_calls_release_their_slots_however_they_end(bundle: Path, picture: Encode) -> None:
     request = pb.DetectRequest(image=picture())
-
-    async def run() -> None:
-        async with (
-            served(bundle, queue_size=1) as address,  # at most eight open calls
-            grpc.aio.insecure_channel(address) as channel,
-        ):
-            stub: Any = DetectorStub(channel)
-            for _ in range(20):
-                await stub.GetModel(pb.GetModelRequest())
-                assert (await status_of(channel.unary_unary(http2.DETECT)(GARBAGE)))[0] is BAD
-                assert [response async for response in stub.DetectStream(iter([request]))]
-                stub.Detect(request).cancel()
-            with http2.connect(address, http2.NO_WINDOW) as connection:
-                for stream in range(1, 41, 2):  # their responses are not read
-                    model = http2.call(stream, GET_MODEL)
-                    connection.sendall(model + http2.message(stream, pb.GetModelRequest()))
-                # The last calls are rejected; before that the server may wait for their messages.
-                await asyncio.to_thread(http2.frames_until, connection, http2.RST_STREAM, 4)
-                assert await gets_detections(address, picture())
+    async with (
+        served(bundle, queue_size=1) as address,  # at most eight open calls
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = DetectorStub(channel)
+        for _ in range(20):
+            await stub.GetModel(pb.GetModelRequest())
+            assert (await status_of(channel.unary_unary(http2.DETECT)(GARBAGE)))[0] is BAD
+            assert [response async for response in stub.DetectStream(iter([request]))]
+            stub.Detect(request).cancel()
+        with http2.connect(address, http2.NO_WINDOW) as connection:
+            for stream in range(1, 41, 2):  # their responses are not read
+                model = http2.call(stream, GET_MODEL)
+                connection.sendall(model + http2.message(stream, pb.GetModelRequest()))
+            # The last calls are rejected; before that the server may wait for their messages.
+            await asyncio.to_thread(http2.frames_until, connection, http2.RST_STREAM, 4)
             assert await gets_detections(address, picture())
-
-    asyncio.run(run())
+        assert await gets_detections(address, picture())

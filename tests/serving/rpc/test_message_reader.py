@@ -38,16 +38,14 @@ def typed(tag: bytes, contents: bytes) -> bytes:
     return sized(INPUT, sized(CONTENTS, sized(tag, contents)))
 
 
-@settings(max_examples=200, deadline=None)
-@given(message=messages(KIND, {}))
-def test_valid_messages_pass(message: Any) -> None:
-    check_message(message.SerializeToString(), KIND)
-
-
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(data=st.data())
-def test_rejected_messages_are_malformed_for_protobuf_too(data: st.DataObject) -> None:
-    written = bytearray(data.draw(messages(KIND, {})).SerializeToString())
+def test_valid_messages_pass_and_rejected_ones_are_malformed_for_protobuf(
+    data: st.DataObject,
+) -> None:
+    valid = data.draw(messages(KIND, {})).SerializeToString()
+    check_message(valid, KIND)
+    written = bytearray(valid)
     for _ in range(data.draw(st.integers(0, 3)) if written else 0):
         written[data.draw(st.integers(0, len(written) - 1))] = data.draw(st.integers(0, 255))
     message = bytes(written[: data.draw(st.integers(0, len(written)))])
@@ -62,11 +60,11 @@ def test_rejected_messages_are_malformed_for_protobuf_too(data: st.DataObject) -
 @pytest.mark.parametrize(
     "message",
     [
-        sized(RAW_CONTENTS, bytes(60 * MIB)),
-        typed(FLOATS, bytes(60 * MIB)),
-        typed(STRINGS, bytes(60 * MIB)),
+        sized(RAW_CONTENTS, bytes(9 * MIB)),
+        typed(FLOATS, bytes(9 * MIB)),
+        typed(STRINGS, bytes(9 * MIB)),
         typed(UINTS, bytes(8 * MIB)),
-        sized(b"\x7a", bytes(60 * MIB)),  # unknown field
+        sized(b"\x7a", bytes(9 * MIB)),  # unknown field
     ],
     ids=["raw", "floats", "strings", "maximum size of numbers", "unknown"],
 )
@@ -116,8 +114,8 @@ def test_malformed_messages_raise(message: bytes) -> None:
 def test_memory_per_message_is_bounded(
     bundle: Path, picture: Callable[..., bytes], tmp_path: Path
 ) -> None:
-    empty_inputs = 30 * MIB * sized(INPUT, b"")  # 2.7 GB when parsed
-    many_ids = 30 * MIB * sized(b"\x0a", b"")
+    empty_inputs = 10 * MIB * sized(INPUT, b"")  # 0.9 GB when parsed
+    many_ids = 10 * MIB * sized(b"\x0a", b"")
     log = tmp_path / "log"
     with (
         server_process(bundle, log) as (process, address),
@@ -135,12 +133,10 @@ def test_memory_per_message_is_bounded(
                 list(call(iter([message]), timeout=60))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
         assert peak_memory_of(process.pid) < before + 8 * len(empty_inputs)
+        image = picture() + bytes(20 * MIB)
         for method, request in (
-            ("maskrcnn.v1.Detector/Detect", DetectRequest(image=picture() + bytes(50 * MIB))),
-            (
-                "inference.GRPCInferenceService/ModelInfer",
-                infer_request(MODEL, picture() + bytes(50 * MIB)),
-            ),
+            ("maskrcnn.v1.Detector/Detect", DetectRequest(image=image)),
+            ("inference.GRPCInferenceService/ModelInfer", infer_request(MODEL, image)),
         ):
             assert channel.unary_unary(f"/{method}")(request.SerializeToString(), timeout=60)
     assert "Traceback" not in log.read_text()

@@ -41,41 +41,38 @@ async def connections(address: str, number: int) -> AsyncIterator[list[grpc.aio.
         ]
 
 
-def test_streams_of_several_connections_get_all_responses(address: str, picture: Encode) -> None:
+async def test_streams_of_several_connections_get_all_responses(
+    address: str, picture: Encode
+) -> None:
     requests = [pb.DetectRequest(id=str(n), image=picture(n)) for n in range(REQUESTS)]
 
     async def responses(channel: grpc.aio.Channel) -> list[pb.DetectStreamResponse]:
         stub: Any = DetectorStub(channel)
         return [response async for response in stub.DetectStream(iter(requests))]
 
-    async def run() -> list[list[pb.DetectStreamResponse]]:
-        async with connections(address, 4) as channels:
-            return await asyncio.gather(*map(responses, channels))
-
-    for received in asyncio.run(run()):
-        assert sorted(int(response.id) for response in received) == list(range(REQUESTS))
-        assert not [response.error for response in received if response.HasField("error")]
+    async with connections(address, 4) as channels:
+        for received in await asyncio.gather(*map(responses, channels)):
+            assert sorted(int(response.id) for response in received) == list(range(REQUESTS))
+            assert not [response.error for response in received if response.HasField("error")]
 
 
 @pytest.mark.parametrize(("streams", "images"), [(1, 4), (3, 1), (3, 3)])
-def test_streams_of_batches_get_all_responses(
+async def test_streams_of_batches_get_all_responses(
     address: str, picture: Encode, streams: int, images: int
 ) -> None:
     request = infer_request(MODEL, *(picture(n) for n in range(images)))
 
-    async def responses(channel: grpc.aio.Channel) -> list[Any]:
+    async def errors(channel: grpc.aio.Channel) -> list[str]:
         stub: Any = GRPCInferenceServiceStub(channel)
-        return [response async for response in stub.ModelStreamInfer(iter([request] * REQUESTS))]
+        responses = stub.ModelStreamInfer(iter([request] * REQUESTS))
+        return [response.error_message async for response in responses]
 
-    async def run() -> list[list[Any]]:
-        async with connections(address, streams) as channels:
-            return await asyncio.gather(*map(responses, channels))
-
-    for received in asyncio.run(run()):
-        assert [response.error_message for response in received] == [""] * REQUESTS
+    async with connections(address, streams) as channels:
+        received = await asyncio.gather(*map(errors, channels))
+    assert received == [[""] * REQUESTS] * streams
 
 
-def test_requests_beside_a_full_queue(
+async def test_requests_beside_a_full_queue(
     bundle: Path, gate: Gate, picture: Encode, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -113,37 +110,29 @@ def test_requests_beside_a_full_queue(
             gate.open()
             assert all([(await call).detections for call in calls])
 
-    async def run() -> None:
-        async with served(bundle, metrics_port=0, **SETTINGS) as address:
-            await get_slot_beside_a_stream(address)
-            await expire_while_waiting(address)
-
-    asyncio.run(run())
+    async with served(bundle, metrics_port=0, **SETTINGS) as address:
+        await get_slot_beside_a_stream(address)
+        await expire_while_waiting(address)
 
 
-def test_stop_drains_admitted_requests_and_ends_the_stream(
+async def test_stop_drains_admitted_requests_and_ends_the_stream(
     bundle: Path, gate: Gate, picture: Encode
 ) -> None:
     request = pb.DetectRequest(image=picture())
-
-    async def run() -> tuple[grpc.StatusCode, int]:
-        async with contextlib.AsyncExitStack() as server:
-            running = served(bundle, stop_grace_s=30, **SETTINGS)
-            async with connected(await server.enter_async_context(running)) as stub:
-                gate.close()
-                stream = stub.DetectStream(iter([request] * REQUESTS))
-                await gate.comes_to(gate.count + 1)
-                stopping = asyncio.create_task(server.aclose())
-                await asyncio.sleep(0.2)
-                gate.open()
-                responded = 0
-                with contextlib.suppress(grpc.RpcError):
-                    async for item in stream:
-                        assert item.response.detections
-                        responded += 1
-                await stopping
-                return await stream.code(), responded
-
-    code, responded = asyncio.run(run())
-    assert code is grpc.StatusCode.UNAVAILABLE
-    assert 0 < responded < REQUESTS
+    async with contextlib.AsyncExitStack() as server:
+        running = served(bundle, stop_grace_s=30, **SETTINGS)
+        async with connected(await server.enter_async_context(running)) as stub:
+            gate.close()
+            stream = stub.DetectStream(iter([request] * REQUESTS))
+            await gate.comes_to(gate.count + 1)
+            stopping = asyncio.create_task(server.aclose())
+            await asyncio.sleep(0.2)
+            gate.open()
+            responded = 0
+            with contextlib.suppress(grpc.RpcError):
+                async for item in stream:
+                    assert item.response.detections
+                    responded += 1
+            await stopping
+            assert await stream.code() is grpc.StatusCode.UNAVAILABLE
+            assert 0 < responded < REQUESTS
