@@ -138,16 +138,9 @@ def test_streams(server: Server, data: st.DataObject) -> None:
     assert len(responses) == len(requests)
 
 
-@settings(_REPEATABLE, max_examples=100)
+@settings(_REPEATABLE, max_examples=200)
 @given(st.data())
-def test_other_methods(server: Server, data: st.DataObject) -> None:
-    method = data.draw(st.sampled_from(list(_METHODS.values())))
-    server.responses(method, [data.draw(request_of(method, server))])
-
-
-@settings(_REPEATABLE, max_examples=150)
-@given(st.data())
-def test_damaged_messages(server: Server, data: st.DataObject) -> None:
+def test_valid_and_damaged_messages_of_all_methods(server: Server, data: st.DataObject) -> None:
     method = data.draw(st.sampled_from(list(_METHODS.values())))
     request = data.draw(st.one_of(st.binary(max_size=64), request_of(method, server)))
     start = data.draw(st.integers(0, len(request)))

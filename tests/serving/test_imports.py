@@ -3,8 +3,6 @@ import pkgutil
 import subprocess
 import sys
 
-import pytest
-
 import maskrcnn_trt.serving
 
 # Modules that need optional dependencies. They are imported only if their feature is used.
@@ -43,18 +41,16 @@ def loaded_by(*modules: str) -> set[str]:
     return {name.partition(".")[0] for name in json.loads(result.stdout)}
 
 
-# Modules that the command line imports before it runs a command.
-LIGHT = ["config", "commands.client", "commands.predict", "commands.serve"]
+def test_command_line_imports_neither_grpc_nor_pillow() -> None:
+    # The modules that the command line imports before it runs a command.
+    names = "config", "commands.client", "commands.predict", "commands.serve"
+    loaded = loaded_by(*(f"maskrcnn_trt.serving.{name}" for name in names))
+    assert not loaded & {"grpc", "PIL", "onnxruntime"}
 
 
-@pytest.mark.parametrize("name", LIGHT)
-def test_command_line_imports_neither_grpc_nor_pillow(name: str) -> None:
-    assert not loaded_by(f"maskrcnn_trt.serving.{name}") & {"grpc", "PIL", "onnxruntime"}
-
-
-@pytest.mark.parametrize("name", ["worker_process", "bundle_engine"])
-def test_worker_processes_do_not_import_grpc(name: str) -> None:
-    assert "grpc" not in loaded_by(f"maskrcnn_trt.serving.engines.{name}")
+def test_worker_processes_do_not_import_grpc() -> None:
+    names = "worker_process", "bundle_engine"
+    assert "grpc" not in loaded_by(*(f"maskrcnn_trt.serving.engines.{name}" for name in names))
 
 
 def test_serving_does_not_import_the_training_stack() -> None:

@@ -19,7 +19,7 @@ from server_load import server_process
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
+from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import BackendError, ServingError
 from maskrcnn_trt.serving.rpc.health import LIVENESS
@@ -64,76 +64,34 @@ def test_sigterm_drains_calls_and_ends_an_open_stream(
     assert "Traceback" not in log.read_text()
 
 
-def test_sigint_stops_the_server(bundle: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with server_process(bundle, log, "--drain-delay-s", "0") as (process, _):
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
-    assert "Traceback" not in log.read_text()
-
-
-def test_slots_limit_requests_and_are_released_when_calls_are_cancelled(
-    bundle: Path, gate: Gate, picture: Encode
-) -> None:
-    async def run() -> None:
-        async with (
-            served(bundle, queue_size=6) as address,
-            AsyncDetectorClient(address, retries=0) as client,
-        ):
-            number = gate.count
-            gate.close()
-            calls = [asyncio.create_task(client.detect(picture(i))) for i in range(8)]
-            await gate.comes_to(number + 1)
-            done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-            rejected = [call.exception() for call in done]
-            assert 1 <= len(rejected) <= 5
-            assert {error.code for error in rejected} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-            for call in waiting:
-                call.cancel()
-            await asyncio.wait(waiting)
-            gate.open()
-            async with AsyncDetectorClient(address) as retrying:
-                outcomes = [o async for o in retrying.detect_many([picture(i) for i in range(2)])]
-            assert all(len(outcome) for outcome in outcomes)
-
-    asyncio.run(run())
-
-
-def test_failed_warm_up_raises_a_single_error(bundle: Path, gate: Gate) -> None:
+async def test_failed_warm_up_raises_a_single_error(bundle: Path, gate: Gate) -> None:
     gate.break_with(BackendError("the runtime does not compute"))
-
-    async def start() -> None:
-        async with detection_server(bundle, ServeConfig(port=0)):
+    with pytest.raises(BackendError, match="does not compute"):
+        async with served(bundle):
             pass
 
-    with pytest.raises(BackendError, match="does not compute"):
-        asyncio.run(start())
 
-
-def test_liveness_before_ready_and_after_stop(bundle: Path, gate: Gate) -> None:
+async def test_liveness_before_ready_and_after_stop(bundle: Path, gate: Gate) -> None:
     liveness = HealthCheckRequest(service=LIVENESS)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    async def run() -> None:
-        async with contextlib.AsyncExitStack() as server:
-            gate.close()
-            started = detection_server(bundle, ServeConfig(port=port, drain_delay_s=0))
-            starting = asyncio.create_task(server.enter_async_context(started))
-            async with connected(f"127.0.0.1:{port}", HealthStub) as health:
-                response = await health.Check(liveness, wait_for_ready=True)
-                assert response.status == HealthCheckResponse.SERVING
-                response = await health.Check(HealthCheckRequest())
-                assert response.status == HealthCheckResponse.NOT_SERVING
-                watch = health.Watch(liveness)
-                assert (await watch.read()).status == HealthCheckResponse.SERVING
-                gate.open()
-                await starting
-                await server.aclose()
-                assert await watch.read() is grpc.aio.EOF
-
-    asyncio.run(run())
+    async with contextlib.AsyncExitStack() as server:
+        gate.close()
+        started = detection_server(bundle, ServeConfig(port=port, drain_delay_s=0))
+        starting = asyncio.create_task(server.enter_async_context(started))
+        async with connected(f"127.0.0.1:{port}", HealthStub) as health:
+            response = await health.Check(liveness, wait_for_ready=True)
+            assert response.status == HealthCheckResponse.SERVING
+            response = await health.Check(HealthCheckRequest())
+            assert response.status == HealthCheckResponse.NOT_SERVING
+            watch = health.Watch(liveness)
+            assert (await watch.read()).status == HealthCheckResponse.SERVING
+            gate.open()
+            await starting
+            await server.aclose()
+            assert await watch.read() is grpc.aio.EOF
 
 
 def test_garbage_collector_ignores_objects_of_a_ready_server(bundle: Path) -> None:
@@ -166,13 +124,13 @@ def test_ipv6_host(bundle: Path, picture: Encode) -> None:
         assert len(client.detect(picture()))
 
 
-def test_port_in_use(bundle: Path) -> None:
-    async def start(port: int) -> None:
-        async with detection_server(bundle, ServeConfig(port=port)):
-            pass
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(ServingError, match=r"cannot listen on 127.0.0.1:.*a free port"):
-            asyncio.run(start(taken.getsockname()[1]))
+async def test_ports_in_use(bundle: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for settings, error in (
+            ({"port": port}, r"cannot listen on 127.0.0.1:.*a free port"),
+            ({"port": 0, "metrics_port": port}, r"cannot listen on 127.0.0.1:\d+ for metrics"),
+        ):
+            with pytest.raises(ServingError, match=error):
+                async with detection_server(bundle, ServeConfig(**settings)):
+                    pass

@@ -13,11 +13,10 @@ import pytest
 import raw_http2 as http2
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
-from in_process_server import OWN_CONNECTION
+from in_process_server import connected
 from server_load import Process, server_process
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
-from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.messages import REQUEST_ID_KEY
@@ -66,13 +65,25 @@ def statuses_in(log: Path) -> list[str]:
     return [line["status"] for line in lines if "status" in line]
 
 
-async def stop(process: Process) -> int:
-    process.send_signal(signal.SIGTERM)
+async def stop(process: Process, number: signal.Signals = signal.SIGTERM) -> int:
+    process.send_signal(number)
     return await asyncio.to_thread(process.wait, 60)
 
 
+@contextlib.asynccontextmanager
+async def silent_clients(address: str) -> AsyncIterator[Any]:
+    """Open a reflection stream and half a request. Yields the stream."""
+    async with connected(address, ServerReflectionStub) as stub:
+        reflection = stub.ServerReflectionInfo()
+        await reflection.write(ServerReflectionRequest(list_services=""))
+        assert (await reflection.read()).list_services_response.service
+        with http2.connect(address) as half:
+            half.sendall(http2.call(1) + http2.incomplete_message(1))
+            yield reflection
+
+
 @pytest.mark.slow
-def test_stopping_server_completes_accepted_requests(
+async def test_stopping_server_completes_accepted_requests_and_ignores_silent_clients(
     bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
     log, request = tmp_path / "log", pb.DetectRequest(image=picture())
@@ -84,77 +95,50 @@ def test_stopping_server_completes_accepted_requests(
             await asyncio.sleep(0.02)
         return status, REQUEST_ID_KEY in dict(metadata or ())
 
-    async def run(process: Process, address: str) -> list[tuple[grpc.StatusCode, bool]]:
-        async with contextlib.AsyncExitStack() as channels:
-            sends = []
-            for _ in range(CONNECTIONS):
-                channel = grpc.aio.insecure_channel(address, OWN_CONNECTION)
-                stub: Any = DetectorStub(await channels.enter_async_context(channel))
-                sends += CALLS * [lambda stub=stub: send(stub)]
-            async with sending(*sends) as load:
-                await load.get(20)
-                assert await stop(process) == 0
-                await load.get(20)
-            return load.outcomes
-
-    with server_process(bundle, log, *OPTIONS) as server:
-        outcomes = asyncio.run(run(*server))
-    completed = outcomes.count((grpc.StatusCode.OK, True))
+    async with contextlib.AsyncExitStack() as stack:
+        running = server_process(bundle, log, *OPTIONS, "--stop-grace-s", "3600")
+        process, address = stack.enter_context(running)
+        reflection = await stack.enter_async_context(silent_clients(address))
+        sends = []
+        for _ in range(CONNECTIONS):
+            stub = await stack.enter_async_context(connected(address))
+            sends += CALLS * [lambda stub=stub: send(stub)]
+        async with sending(*sends) as load:
+            await load.get(20)
+            assert await stop(process) == 0
+            await load.get(20)
+        assert await reflection.code() is grpc.StatusCode.UNAVAILABLE
+    completed = load.outcomes.count((grpc.StatusCode.OK, True))
     assert statuses_in(log) == completed * ["OK"]
     # The server has not seen the others. gRPC cancels calls that arrive while it closes.
-    others = {outcome for outcome in outcomes if outcome != (grpc.StatusCode.OK, True)}
+    others = {outcome for outcome in load.outcomes if outcome != (grpc.StatusCode.OK, True)}
     assert (grpc.StatusCode.UNAVAILABLE, False) in others
     assert others <= {(grpc.StatusCode.UNAVAILABLE, False), (grpc.StatusCode.CANCELLED, False)}
 
 
 @pytest.mark.slow
-def test_silent_clients_do_not_delay_the_shutdown(bundle: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        with server_process(bundle, tmp_path / "log", "--stop-grace-s", "3600") as (
-            process,
-            address,
-        ):
-            async with grpc.aio.insecure_channel(address) as channel:
-                silent: Any = ServerReflectionStub(channel)
-                reflection = silent.ServerReflectionInfo()
-                await reflection.write(ServerReflectionRequest(list_services=""))
-                assert (await reflection.read()).list_services_response.service
-                half = http2.connect(address)
-                half.sendall(http2.call(1) + http2.incomplete_message(1))
-                with half:
-                    assert await stop(process) == 0
-                assert await reflection.code() is grpc.StatusCode.UNAVAILABLE
-
-    asyncio.run(run())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", ["0.25", "0"])
-def test_no_call_fails_when_one_of_two_servers_stops(
-    bundle: Path, tmp_path: Path, picture: Encode, delay: str
+async def test_no_call_fails_when_two_of_three_servers_stop(
+    bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
-    image, logs = picture(), [tmp_path / "first", tmp_path / "second"]
-
-    async def run(first: Process, *addresses: str) -> list[Any]:
-        async with contextlib.AsyncExitStack() as clients:
-            sends = []
-            for _ in range(CONNECTIONS):
-                client = AsyncDetectorClient(f"ipv4:{','.join(addresses)}")
-                await clients.enter_async_context(client)
-                sends += CALLS * [lambda client=client: client.detect(image)]
-            async with sending(*sends) as load:
+    image, delays = picture(), ("0.25", "0", "0")
+    logs = [tmp_path / str(number) for number in range(len(delays))]
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [
+            stack.enter_context(server_process(bundle, log, *OPTIONS, "--drain-delay-s", delay))
+            for log, delay in zip(logs, delays, strict=True)
+        ]
+        addresses = ",".join(address for _, address in servers)
+        sends = []
+        for _ in range(CONNECTIONS):
+            client = await stack.enter_async_context(AsyncDetectorClient(f"ipv4:{addresses}"))
+            sends += CALLS * [lambda client=client: client.detect(image)]
+        async with sending(*sends) as load:
+            for (process, _), number in zip(servers, (signal.SIGTERM, signal.SIGINT), strict=False):
                 await load.get(40)
-                assert await stop(first) == 0
-                await load.get(40)
-            return load.outcomes
-
-    options = *OPTIONS, "--drain-delay-s", delay
-    with (
-        server_process(bundle, logs[0], *options) as (first, one),
-        server_process(bundle, logs[1], *options) as (_, other),
-    ):
-        outcomes = asyncio.run(run(first, one, other))
-    assert all(isinstance(outcome, Detections) for outcome in outcomes)
+                assert await stop(process, number) == 0
+            await load.get(40)
+        assert await stop(servers[2][0]) == 0  # after this, its log is complete
+    assert all(isinstance(outcome, Detections) for outcome in load.outcomes)
     completed = [statuses_in(log).count("OK") for log in logs]
     assert min(completed) > 0
-    assert sum(completed) == len(outcomes)
+    assert sum(completed) == len(load.outcomes)
