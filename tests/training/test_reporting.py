@@ -108,8 +108,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, value: float) ->
 
 
 def test_a_run_that_diverges_leaves_no_checkpoint(tiny: LoadTiny, tmp_path: Path) -> None:
-    config = tiny("solver.base_lr=1e20", "solver.warmup_iterations=0",
-        "solver.max_iterations=3", "log_period=3", "checkpoint_period=2",
+    config = tiny(
+        "solver.base_lr=1e20", "solver.warmup_iterations=0", "solver.max_iterations=3",
+        "log_period=3", "checkpoint_period=2",
     )  # fmt: skip
     with pytest.raises(DivergenceError, match=r"weight .*iteration 2"):
         run_training(config)

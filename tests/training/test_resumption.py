@@ -1,20 +1,22 @@
 import json
 import logging
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tiny_run import LoadTiny, assert_equal, largest_difference, load_tiny, train
+from tiny_run import assert_equal, largest_difference, load_tiny, train
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
-from maskrcnn_trt.training.config import ConfigError, TrainConfig
+from maskrcnn_trt.training.config import ConfigError
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.data.loading.loader import train_loader
 from maskrcnn_trt.training.distributed import Worker
-from maskrcnn_trt.training.random_state import seed_generators
+from maskrcnn_trt.training.random_state import generator_states, seed_generators
 from maskrcnn_trt.training.trainer import Trainer
 
 ALONE = Worker(0, 1, torch.device("cpu"))
@@ -74,14 +76,11 @@ def _rename(content: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "subject"),
-    [
-        (None, ""),
-        (lambda content: content["images"].pop(), "number of images"),
-        (_rename, "ids of the images"),
-        (lambda content: content["annotations"].pop(), "annotation file"),
-    ],
+    [(None, ""), (lambda content: content["images"].pop(), "number of images"),
+     (_rename, "ids of the images"),
+     (lambda content: content["annotations"].pop(), "annotation file")],
     ids=["moved", "an image less", "renamed", "an annotation less"],
-)
+)  # fmt: skip
 def test_data_may_be_moved_but_not_changed(
     tiny_config: Path, folder: Path, tmp_path: Path, change: Any, subject: str
 ) -> None:
@@ -130,39 +129,34 @@ def test_weights_alone_are_not_resumed(
         train(load_tiny(tiny_config, folder), resume=True)
 
 
-def _drawn(config: TrainConfig, path: Path) -> tuple[list[float], Trainer]:
+def _draw() -> list[float]:
+    return [random.random(), np.random.random(), float(torch.randn(1))]
+
+
+def test_generators_are_restored(
+    tiny_config: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Layers of a user's own may draw random numbers. Another number of processes is logged."""
+    path = folder / "model_final.pth"
+    checkpoint = load_checkpoint(path)
+    seed_generators(5)
+    checkpoint.training_state["generators"] = [generator_states(ALONE.device)]
+    expected = _draw()
+    save_checkpoint(path, checkpoint)
+    config = load_tiny(tiny_config, tmp_path, "model.num_classes=3")
     trainer = Trainer(config, ALONE)
     trainer.load_state(load_checkpoint(path))
-    return torch.randn(3).tolist(), trainer
-
-
-def test_generators_are_restored(tiny: LoadTiny, folder: Path) -> None:
-    """Layers of a user's own may draw random numbers in each step."""
-    config = tiny("model.num_classes=3")
-    path = folder / "model_final.pth"
-    seed_generators(5)
-    first, trainer = _drawn(config, path)
-    seed_generators(6)
-    second, _ = _drawn(config, path)
-    assert first == second
+    assert _draw() == expected
     batch = next(iter(train_loader(CocoDataset(config.data.train), config)))
     trainer.step([batch])
     state = trainer.state()
     assert len(state["generators"]) == 1
     assert torch.equal(state["generators"][0]["torch"], torch.get_rng_state())
 
-
-def test_another_number_of_processes_is_logged(
-    tiny: LoadTiny, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = folder / "model_final.pth"
-    checkpoint = load_checkpoint(path)
     checkpoint.training_state["generators"] *= 2
-    save_checkpoint(path, checkpoint)
     with caplog.at_level(logging.WARNING):
-        drawn, _ = _drawn(tiny("model.num_classes=3"), path)
+        trainer.load_state(checkpoint)
     assert "2 processes and is resumed with 1" in caplog.text
-    assert len(drawn) == 3
 
 
 @pytest.mark.gpu

@@ -84,17 +84,9 @@ def test_losses_do_not_depend_on_memory_order(tiny: LoadTiny) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_bf16_trains(tiny: LoadTiny, optimizer: str) -> None:
+    settings = (CLASSES, f"solver.optimizer={optimizer}", "solver.base_lr=0.001")
     exact, rough = (
-        Trainer(
-            tiny(
-                CLASSES,
-                f"precision={precision}",
-                f"solver.optimizer={optimizer}",
-                "solver.base_lr=0.001",
-            ),
-            ALONE,
-        )
-        for precision in ("fp32", "bf16")
+        Trainer(tiny(*settings, f"precision={precision}"), ALONE) for precision in ("fp32", "bf16")
     )
     batch = _batches(exact.config)[0]
     for _ in range(2):
@@ -139,13 +131,8 @@ def test_frozen_stages_stay(tiny: LoadTiny) -> None:
 
 
 def test_gradients_are_clipped(tiny: LoadTiny) -> None:
-    config = tiny(
-        CLASSES,
-        "solver.clip_gradient_norm=0.25",
-        "solver.base_lr=1",
-        "solver.warmup_iterations=0",
-        "solver.weight_decay=0",
-    )
+    plain = ("solver.base_lr=1", "solver.warmup_iterations=0", "solver.weight_decay=0")
+    config = tiny(CLASSES, "solver.clip_gradient_norm=0.25", *plain)
     trainer = Trainer(config, ALONE)
     start = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.step(_batches(config)[:1])

@@ -174,14 +174,9 @@ def test_metrics_are_written_before_the_expectation_fails(
 
 @pytest.mark.parametrize(
     ("name", "value", "fails"),
-    [
-        ("bbox/AP", 0.38, False),
-        ("bbox/AP", 0.3765, False),
-        ("bbox/AP", 0.3755, True),
-        ("bbox/AP", -1.0, True),
-        ("segm/AP", 0.38, True),
-    ],
-)
+    [("bbox/AP", 0.38, False), ("bbox/AP", 0.3765, False), ("bbox/AP", 0.3755, True),
+     ("bbox/AP", -1.0, True), ("segm/AP", 0.38, True)],
+)  # fmt: skip
 def test_expected_metrics_are_measured_within_a_tolerance(
     name: str, value: float, fails: bool
 ) -> None:
@@ -192,15 +187,10 @@ def test_expected_metrics_are_measured_within_a_tolerance(
 
 @pytest.mark.parametrize(
     ("targets", "reached"),
-    [
-        ({}, False),
-        ({"min_bbox_ap": 0.3}, True),
-        ({"min_bbox_ap": 0.31}, False),
-        ({"min_mask_ap": 0.2}, True),
-        ({"min_bbox_ap": 0.3, "min_mask_ap": 0.2}, True),
-        ({"min_bbox_ap": 0.3, "min_mask_ap": 0.21}, False),
-    ],
-)
+    [({}, False), ({"min_bbox_ap": 0.3}, True), ({"min_bbox_ap": 0.31}, False),
+     ({"min_mask_ap": 0.2}, True), ({"min_bbox_ap": 0.3, "min_mask_ap": 0.2}, True),
+     ({"min_bbox_ap": 0.3, "min_mask_ap": 0.21}, False)],
+)  # fmt: skip
 def test_targets_must_all_be_reached(targets: dict[str, float], reached: bool) -> None:
     settings = EvaluationConfig(per_epoch=True, **targets)
     assert bool(reached_targets(settings, {"bbox/AP": 0.3, "segm/AP": 0.2})) == reached

@@ -59,15 +59,10 @@ def test_folders_of_another_layout_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("splits", "chosen"),
-    [
-        (("all",), "all"),
-        (("train", "val"), "val"),
-        (("test", "train2017", "val2017"), "val2017"),
-        (("minival", "val"), "val"),
-        (("test", "train"), None),
-        (("train", "val_day", "val_night"), None),
-    ],
-)
+    [(("all",), "all"), (("train", "val"), "val"), (("test", "train2017", "val2017"), "val2017"),
+     (("minival", "val"), "val"), (("test", "train"), None),
+     (("train", "val_day", "val_night"), None)],
+)  # fmt: skip
 def test_the_validation_split_is_chosen(
     tmp_path: Path, splits: tuple[str, ...], chosen: str | None
 ) -> None:

@@ -121,15 +121,12 @@ _BOMB = '<!DOCTYPE a [<!ENTITY b "bbbb"><!ENTITY c "&b;&b;">]><annotation>&c;</a
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        (_BOMB.encode(), "DOCTYPE"),
-        (f'<?xml version="1.0" encoding="UTF-16"?>{_BOMB}'.encode("utf-16"), "DOCTYPE"),
-        (b"<annotation>", "no element found"),
-        (b"", "no element found"),
-        (b"<a><object><name>cat</name></object></a>", "an object has no bndbox/xmin"),
-        (xml_object("cat", 1, 2, 3, 4).replace("3", "x").encode(), "'x'"),
-    ],
-)
+    [(_BOMB.encode(), "DOCTYPE"),
+     (f'<?xml version="1.0" encoding="UTF-16"?>{_BOMB}'.encode("utf-16"), "DOCTYPE"),
+     (b"<annotation>", "no element found"), (b"", "no element found"),
+     (b"<a><object><name>cat</name></object></a>", "an object has no bndbox/xmin"),
+     (xml_object("cat", 1, 2, 3, 4).replace("3", "x").encode(), "'x'")],
+)  # fmt: skip
 def test_damaged_and_hostile_xml_is_refused(tmp_path: Path, text: bytes, message: str) -> None:
     write_tree(tmp_path).write_bytes(text)
     with pytest.raises(DataError, match=rf"2007_000032\.xml .*{message}"):

@@ -107,15 +107,14 @@ def test_about_half_of_the_images_are_flipped(synthetic: DatasetConfig) -> None:
 
 
 def test_images_without_objects_are_left_out_unless_kept(tmp_path: Path) -> None:
+    """A data set without objects is an error."""
     config = make_config(write_folder(tmp_path, valid_content()), keep_empty=False)
     dataset = CocoDataset(config.data.train)
     seen = {i for batch in train_loader(dataset, config) for i in batch.image_ids.tolist()}
     assert seen == {2, 5, 8}
-
-
-def test_a_data_set_without_objects_is_an_error_unless_kept(tmp_path: Path) -> None:
     content = {**valid_content(), "annotations": []}
-    config = make_config(write_folder(tmp_path, content), keep_empty=False)
+    (tmp_path / "empty").mkdir()
+    config = make_config(write_folder(tmp_path / "empty", content), keep_empty=False)
     with pytest.raises(DataError, match=r"data\.keep_empty=true"):
         train_loader(CocoDataset(config.data.train), config)
     config = make_config(config.data.train)
@@ -125,6 +124,7 @@ def test_a_data_set_without_objects_is_an_error_unless_kept(tmp_path: Path) -> N
 
 
 def test_a_bucket_without_a_readable_image_is_an_error(tmp_path: Path) -> None:
+    """An image of another size than annotated is not readable either."""
     dataset_config = write_folder(tmp_path, valid_content())
     (tmp_path / "2.png").write_bytes(b"no image")
     config = make_config(dataset_config)
@@ -132,13 +132,9 @@ def test_a_bucket_without_a_readable_image_is_an_error(tmp_path: Path) -> None:
         list(train_loader(CocoDataset(dataset_config), config))
     ids = [i for b in eval_loader(CocoDataset(dataset_config), config) for i in b.image_ids]
     assert sorted(ids) == [5, 8, 9, 11]
-
-
-def test_image_of_another_size_than_annotated_is_broken(tmp_path: Path) -> None:
-    dataset_config = write_folder(tmp_path, valid_content())
-    write_image(tmp_path / "8.jpg", 64, 64)
+    write_image(tmp_path / "2.png", 64, 64)
     config = make_config(dataset_config, on_broken="refuse")
-    with pytest.raises(DataError, match="64x64 pixels, but annotated as 128x160"):
+    with pytest.raises(DataError, match="64x64 pixels, but annotated as 160x128"):
         list(eval_loader(CocoDataset(dataset_config), config))
 
 

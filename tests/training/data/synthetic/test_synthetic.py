@@ -159,15 +159,12 @@ def test_pieces_become_rings_and_crowds_run_lengths() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--size", "96"], "'96' is not WIDTHxHEIGHT in pixels"),
-        (["--size", "96x16"], "from 64 to 4096 each"),
-        (["--classes", "ring,blob"], "circle, square"),
-        (["--classes", "ring,ring"], "circle, square"),
-        (["--classes", ""], "circle, square"),
-        (["--train", "0"], "0 is not in the range x>=1"),
-    ],
-)
+    [(["--size", "96"], "'96' is not WIDTHxHEIGHT in pixels"),
+     (["--size", "96x16"], "from 64 to 4096 each"),
+     (["--classes", "ring,blob"], "circle, square"),
+     (["--classes", "ring,ring"], "circle, square"), (["--classes", ""], "circle, square"),
+     (["--train", "0"], "0 is not in the range x>=1")],
+)  # fmt: skip
 def test_command_rejects_invalid_options(tmp_path: Path, options: list[str], message: str) -> None:
     result = CliRunner().invoke(data, ["synthetic", str(tmp_path), *options])
     assert result.exit_code == 2
