@@ -34,30 +34,25 @@ USAGE_ERRORS = {
         "'maskrcnn data' has no command 'synthtic' (did you mean synthetic?); choose from "
         "convert, download, extract, inspect, synthetic, verify"
     ),
-    "serve": "Missing argument 'BUNDLE'; usage: maskrcnn serve [OPTIONS] BUNDLE",
+    "serve": "Missing argument 'MODEL'; usage: maskrcnn serve [OPTIONS] MODEL",
     "serve b --port http": (
         "Invalid value for '--port' (env var: 'MASKRCNN_PORT'): 'http' is not a valid integer."
     ),
     "serve b --port": "Option '--port' requires an argument.",
     "serve b --max-batch 0": (
-        "--max-batch is 0; allowed: whole number, >= 1; usage: maskrcnn serve [OPTIONS] BUNDLE"
+        "--max-batch is 0; allowed: whole number, >= 1; usage: maskrcnn serve [OPTIONS] MODEL"
     ),
     "serve b --max-delay-ms nan": (
         "--max-delay-ms is nan; allowed: number, >= 0, <= 86400000; usage: maskrcnn serve "
-        "[OPTIONS] BUNDLE"
+        "[OPTIONS] MODEL"
     ),
     "serve b --config no-such.yaml": (
         "Invalid value for '--config' (env var: 'MASKRCNN_CONFIG'): File 'no-such.yaml' does "
         "not exist."
     ),
     "serve b --tls-key key.pem": (
-        "tls_certificate and tls_key must be given together; usage: maskrcnn serve [OPTIONS] BUNDLE"
+        "tls_certificate and tls_key must be given together; usage: maskrcnn serve [OPTIONS] MODEL"
     ),
-    "train": "Missing argument 'CONFIG'; usage: maskrcnn train [OPTIONS] CONFIG [KEY=VALUE]...",
-    "eval": (
-        "Missing argument 'MODEL'; usage: maskrcnn eval [OPTIONS] MODEL [DATA] [KEY=VALUE]..."
-    ),
-    "export": "Missing argument 'CHECKPOINT'; usage: maskrcnn export [OPTIONS] CHECKPOINT",
     "export no-such.pth": (
         "Missing option '-o' / '--output'; usage: maskrcnn export [OPTIONS] CHECKPOINT"
     ),
@@ -81,37 +76,22 @@ USAGE_ERRORS = {
     "export no-such.pth -o b --verify no-such-folder": (
         "Invalid value for --verify: no-such-folder is neither an image nor a folder of images"
     ),
-    "engine inspect model.onnx": "Invalid value for 'PLAN': File 'model.onnx' does not exist.",
     "predict no-such-bundle images": (
         "Invalid value for 'IMAGES...': Path 'images' does not exist."
     ),
-    "predict": "Missing argument 'BUNDLE'; usage: maskrcnn predict [OPTIONS] BUNDLE IMAGES...",
     "predict no-such-bundle images --score-threshold 2": (
         "Invalid value for '--score-threshold': 2.0 is not in the range 0<=x<=1."
     ),
-    "client": "Missing argument 'HOST'; usage: maskrcnn client [OPTIONS] HOST IMAGES...",
     "client localhost images": (
         f"Invalid value for 'HOST': 'localhost' is not a server address; {ADDRESS}"
-    ),
-    "client localhost:8500 no-such.jpg": (
-        "Invalid value for 'IMAGES...': Path 'no-such.jpg' does not exist."
     ),
     "data synthetic d --size 192": (
         "Invalid value for '--size': '192' is not WIDTHxHEIGHT in pixels, from 64 to 4096 "
         "each, such as 320x256"
     ),
     "data synthetic d --train -1": "Invalid value for '--train': -1 is not in the range x>=1.",
-    "data inspect no-such-folder": (
-        "Invalid value for '[DIR]': Directory 'no-such-folder' does not exist."
-    ),
-    "data convert voc no-such-folder d": (
-        "Invalid value for 'DIR': Directory 'no-such-folder' does not exist."
-    ),
     "data download coco2018 d": (
         "Invalid value for '{coco2014|coco2017}': 'coco2018' is not one of 'coco2014', 'coco2017'."
-    ),
-    "bench infer no-such-bundle": (
-        "Invalid value for 'MODELS...': Path 'no-such-bundle' does not exist."
     ),
     "bench infer": (
         "Missing argument 'MODELS...'; usage: maskrcnn bench infer [OPTIONS] MODELS..."
@@ -119,9 +99,6 @@ USAGE_ERRORS = {
     "bench serve no-such-bundle": (
         "no-such-bundle is not a bundle, and 'no-such-bundle' is not a server address; "
         f"{ADDRESS}; usage: maskrcnn bench serve [OPTIONS] SERVER [-- OPTIONS]..."
-    ),
-    "bench bulk no-such-bundle": (
-        "Invalid value for 'BUNDLE': Directory 'no-such-bundle' does not exist."
     ),
     "bench kernels --no-such": (
         "'maskrcnn bench kernels' has no option '--no-such'; choose from --kernel, --json, "
@@ -147,9 +124,17 @@ FAILURES = {
     ),
     "train quick solver.base_lr=fast": "quick: solver.base_lr is 'fast'; allowed: number, > 0",
     "train quick solver": "override 'solver' is not of the form key.path=value",
-    "export no-such.pth -o b": "no-such.pth does not exist; give a .pth file that training wrote",
+    "export no-such.pth -o b": (
+        "no-such.pth does not exist; give a .pth or .pkl file of weights, or a name of "
+        "`maskrcnn weights list`"
+    ),
+    "export torchvision:maskrcnn_resnet50 -o b": (
+        "torchvision has no model 'maskrcnn_resnet50' (did you mean "
+        "torchvision:maskrcnn_resnet50_fpn?); `maskrcnn weights list` lists the models"
+    ),
     "weights convert no-such.pkl -o w.pth": (
-        "no-such.pkl does not exist; give a .pth or .pkl file of weights"
+        "no-such.pkl does not exist; give a .pth or .pkl file of weights, or a name of "
+        "`maskrcnn weights list`"
     ),
 }
 

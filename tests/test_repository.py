@@ -50,16 +50,26 @@ def test_lock_has_hashes_but_no_addresses():
     assert not re.search(r"://|--(extra-)?index|--find-links|@", LOCK)
 
 
-def test_generated_code_is_current(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("source", "kinds"),
+    [
+        ("protos/maskrcnn/v1/detector.proto", ["python_out", "pyi_out", "grpc_python_out"]),
+        # Without Python code: our module reads the descriptors.
+        ("protos/inference/open_inference.proto", ["pyi_out", "grpc_python_out"]),
+    ],
+)
+def test_generated_code_is_current(tmp_path: Path, source: str, kinds: list[str]):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "maskrcnn_trt").symlink_to(ROOT)
-    folder = Path("maskrcnn_trt/protos/maskrcnn/v1")
-    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
-    source = str(folder / "detector.proto")
+    path = Path("maskrcnn_trt", source)
+    outputs = [f"--{kind}={tmp_path}" for kind in kinds]
+    if "python_out" not in kinds:
+        outputs.append(f"--descriptor_set_out={tmp_path / path.with_suffix('.binpb')}")
+        (tmp_path / path).parent.mkdir(parents=True)
     protoc = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={tmp_path / 'in'}"]
-    subprocess.run([*protoc, *outputs, source], check=True, timeout=60)
-    generated = sorted((tmp_path / folder).iterdir())
+    subprocess.run([*protoc, *outputs, str(path)], check=True, timeout=60)
+    generated = sorted((tmp_path / path).parent.iterdir())
     assert len(generated) == 3
-    for path in generated:
-        committed = tmp_path / "in" / folder / path.name
-        assert path.read_text() == committed.read_text(), "run `make protos`"
+    for made in generated:
+        committed = (ROOT / source).parent / made.name
+        assert made.read_bytes() == committed.read_bytes(), "run `make protos`"

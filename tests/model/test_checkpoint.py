@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from maskrcnn_trt.model.checkpoint import (
-    CheckpointError,
-    load_checkpoint,
-    save_checkpoint,
-)
+from maskrcnn_trt.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 
 
 def test_saved_checkpoint_is_loaded(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -79,17 +75,15 @@ def test_damaged_files_are_rejected_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_missing_files_and_folders_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"none\.pth does not exist.*\.pth file"):
-        load_checkpoint(tmp_path / "none.pth")
-    with pytest.raises(CheckpointError, match=r"is a folder.*\.pth file"):
-        load_checkpoint(tmp_path)
-
-
-def test_other_format_versions_are_rejected(tmp_path: Path) -> None:
+def test_unusable_paths_and_versions_are_rejected(tmp_path: Path) -> None:
     torch.save({"format": 99}, tmp_path / "future.pth")
-    with pytest.raises(CheckpointError, match=r"format 99.* format 2"):
-        load_checkpoint(tmp_path / "future.pth")
+    for path, message in (
+        (tmp_path / "none.pth", r"none\.pth does not exist.*\.pth file"),
+        (tmp_path, r"is a folder.*\.pth file"),
+        (tmp_path / "future.pth", r"format 99.* format 2"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(path)
 
 
 class _Malicious:

@@ -60,17 +60,12 @@ def test_jpeg_modes_keep_their_colours(mode: str) -> None:
     assert difference.mean() < 3
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "transparent P"])
 def test_png_modes_become_rgb(mode: str) -> None:
-    source = Image.fromarray(gradient()).convert(mode)
+    source = Image.fromarray(gradient()).convert(mode.removeprefix("transparent "))
+    options = {"transparency": bytes(range(256))} if mode == "transparent P" else {}
     expected = np.asarray(source.convert("RGB"))
-    np.testing.assert_array_equal(decode_image(encoded(source)), expected)
-
-
-def test_palette_with_transparency_becomes_rgb() -> None:
-    source = Image.fromarray(gradient()).convert("P")
-    data = encoded(source, transparency=bytes(range(256)))
-    np.testing.assert_array_equal(decode_image(data), np.asarray(source.convert("RGB")))
+    np.testing.assert_array_equal(decode_image(encoded(source, **options)), expected)
 
 
 def test_16_bit_grey_keeps_its_high_byte() -> None:
@@ -136,10 +131,7 @@ def test_resized_size_is_torchvisions() -> None:
     for height, width in [*sides, [8, 900], [900, 8], [427, 640]]:
         resized, _ = transform([torch.zeros(3, height, width)])
         assert resized_size(height, width, 200, 333) == resized.image_sizes[0]
-
-
-def test_resized_size_leaves_at_least_a_pixel() -> None:
-    assert resized_size(8, 100_000, 800, 1333) == (1, 1333)
+    assert resized_size(8, 100_000, 800, 1333) == (1, 1333)  # at least a pixel
 
 
 def test_smallest_bucket_holds_the_image() -> None:
@@ -215,10 +207,6 @@ def test_plain_jpegs_are_distinguished_from_others() -> None:
     for plain in (data, encoded(source.convert("L"), "JPEG"), data + bytes(100)):
         assert read_header(plain).is_plain_jpeg
     stored_as_rgb = encoded(source, "JPEG", keep_rgb=True)
-    for other in (
-        data[:-2],
-        stored_as_rgb,
-        encoded(source.convert("CMYK"), "JPEG"),
-        encoded(source, "PNG"),
-    ):
+    cmyk, png = encoded(source.convert("CMYK"), "JPEG"), encoded(source, "PNG")
+    for other in (data[:-2], stored_as_rgb, cmyk, png):
         assert not read_header(other).is_plain_jpeg

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,7 +8,13 @@ from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
-from maskrcnn_trt.model.masks import Rle, mask_from_rle, rle_from_mask, rles_from_probabilities
+from maskrcnn_trt.model.masks import (
+    MaskPaste,
+    Rle,
+    mask_from_rle,
+    rle_from_mask,
+    rles_from_probabilities,
+)
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (5, 7), (64, 48), (333, 500)]
 
@@ -54,14 +61,21 @@ def test_damaged_runs_are_rejected(counts: bytes) -> None:
         mask_from_rle(Rle(4, 4, counts))
 
 
-@pytest.mark.parametrize("side", [14, 28])
-@pytest.mark.parametrize("seed", range(20))
-def test_pasting_equals_torchvision(side: int, seed: int) -> None:
+def random_masks(side: int, seed: int) -> tuple[Any, Any, int, int]:
+    """Return probabilities [8, side, side], boxes [8, 4] and the size of an image."""
     rng = np.random.default_rng(seed)
     height, width = (int(n) for n in rng.integers(1, 160, 2))
-    corners = np.sort(rng.uniform(-20, 180, (8, 2, 2)), axis=1).clip(0, [width, height])
-    boxes = corners.reshape(8, 4).astype(np.float32)
-    masks = rng.random((8, side, side), dtype=np.float32)
+    boxes = np.sort(rng.uniform(-20, 180, (8, 2, 2)), axis=1).reshape(8, 4).astype(np.float32)
+    return rng.random((8, side, side), dtype=np.float32), boxes, height, width
+
+
+random_cases = pytest.mark.parametrize(("side", "seed"), [(14 + n % 2 * 14, n) for n in range(20)])
+
+
+@random_cases
+def test_pasting_equals_torchvision(side: int, seed: int) -> None:
+    masks, boxes, height, width = random_masks(side, seed)
+    boxes = boxes.clip(0, np.array([width, height] * 2, np.float32))
     rles = rles_from_probabilities(masks, boxes, height, width)
     assert [rle.counts for rle in rles] == pasted_counts(masks, boxes, height, width)
 
@@ -79,14 +93,9 @@ def pasted_as_detectron2(
     return torch.nn.functional.grid_sample(planes, grid, align_corners=False)[:, 0].numpy()
 
 
-@pytest.mark.parametrize("side", [14, 28])
-@pytest.mark.parametrize("seed", range(20))
+@random_cases
 def test_pasting_equals_detectron2(side: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    height, width = (int(n) for n in rng.integers(1, 160, 2))
-    corners = np.sort(rng.uniform(-20, 180, (8, 2, 2)), axis=1)
-    boxes = corners.reshape(8, 4).astype(np.float32)
-    masks = rng.random((8, side, side), dtype=np.float32)
+    masks, boxes, height, width = random_masks(side, seed)
     expected = pasted_as_detectron2(masks, boxes, height, width)
     rles = rles_from_probabilities(masks, boxes, height, width, paste="detectron2")
     for rle, probabilities in zip(rles, expected, strict=True):
@@ -95,18 +104,9 @@ def test_pasting_equals_detectron2(side: int, seed: int) -> None:
         assert clear.mean() > 0.9
 
 
-def test_detectron2_pasting_of_empty_and_outside_boxes() -> None:
-    boxes = np.array([[5, 5, 5, 20], [60, 60, 90, 90], [-40, 0, -20, 30]], np.float32)
-    full = np.ones((3, 28, 28), np.float32)
-    rles = rles_from_probabilities(full, boxes, 40, 50, paste="detectron2")
-    assert {rle.counts for rle in rles} == {coco_counts(np.zeros((40, 50), np.uint8))}
-
-
 def test_pasting_of_full_empty_and_degenerate_boxes() -> None:
-    boxes = np.array(
-        [[0, 0, 50, 40], [0, 0, 0, 0], [50, 40, 50, 40], [10, 0, 20, 40], [0, 10, 50, 20]],
-        np.float32,
-    )
+    corners = [[0, 0, 50, 40], [0, 0, 0, 0], [50, 40, 50, 40], [10, 0, 20, 40], [0, 10, 50, 20]]
+    boxes = np.array(corners, np.float32)
     full = np.ones((5, 28, 28), np.float32)
     assert [r.counts for r in rles_from_probabilities(full, boxes, 40, 50)] == pasted_counts(
         full, boxes, 40, 50
@@ -115,15 +115,14 @@ def test_pasting_of_full_empty_and_degenerate_boxes() -> None:
     assert {rle.counts for rle in empty} == {coco_counts(np.zeros((40, 50), np.uint8))}
 
 
-def test_pasting_outside_the_image_gives_an_empty_mask() -> None:
-    box = np.array([[80, 80, 120, 120]], np.float32)
-    (rle,) = rles_from_probabilities(np.ones((1, 28, 28), np.float32), box, 40, 50)
-    assert not mask_from_rle(rle).any()
-
-
-def test_pasting_without_detections() -> None:
-    none = np.zeros((0, 28, 28), np.float32)
-    assert rles_from_probabilities(none, np.zeros((0, 4), np.float32), 40, 50) == []
+def test_pasting_outside_the_image_and_without_detections() -> None:
+    boxes = np.array([[5, 5, 5, 20], [60, 60, 90, 90], [-40, 0, -20, 30]], np.float32)
+    full, nothing = np.ones((3, 28, 28), np.float32), coco_counts(np.zeros((40, 50), np.uint8))
+    outside: list[tuple[MaskPaste, int]] = [("detectron2", 0), ("torchvision", 1)]
+    for paste, first in outside:
+        rles = rles_from_probabilities(full[first:], boxes[first:], 40, 50, paste=paste)
+        assert {rle.counts for rle in rles} == {nothing}
+        assert rles_from_probabilities(full[:0], boxes[:0], 40, 50, paste=paste) == []
 
 
 def test_threshold_is_exclusive() -> None:

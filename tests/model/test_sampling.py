@@ -59,19 +59,12 @@ def test_matches_equal_torchvision(config: SamplingConfig, low_quality: bool, sh
         assert torch.equal(matches.target[index][positive], expected[positive])
 
 
-def test_image_without_ground_truth_has_only_negatives() -> None:
-    candidates = torch.tensor([[0.0, 0, 100, 100], [5, 5, 20, 20]])
-    matches = match_candidates(
-        candidates, padded_targets([torch.zeros(0, 4)]), RPN, low_quality=True
-    )
-    assert matches.negative.all()
-    assert not matches.positive.any()
-
-
-def test_box_that_no_candidate_touches_has_no_match() -> None:
-    targets = padded_targets([torch.tensor([[500.0, 500, 520, 520]])])
+def test_no_match_without_ground_truth_or_overlap() -> None:
     candidates = torch.tensor([[0.0, 0, 50, 50], [60, 60, 90, 90]])
-    assert not match_candidates(candidates, targets, RPN, low_quality=True).positive.any()
+    for truth in (torch.zeros(0, 4), torch.tensor([[500.0, 500, 520, 520]])):
+        matches = match_candidates(candidates, padded_targets([truth]), RPN, low_quality=True)
+        assert matches.negative.all()
+        assert not matches.positive.any()
 
 
 def test_takes_rows_of_each_image() -> None:

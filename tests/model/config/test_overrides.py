@@ -21,6 +21,7 @@ def test_overrides_replace_single_values() -> None:
         "anchors": {"sizes": [8, 16]},
         "num_classes": None,
     }
+    assert with_overrides({"val": None}, ["val.images=x"]) == {"val": {"images": "x"}}
     assert values == {"backbone": {"name": "resnet50"}, "num_classes": 80}
 
 
@@ -40,10 +41,6 @@ def test_invalid_overrides_are_rejected(override: str, problem: str) -> None:
         with_overrides({"num_classes": 80}, [override])
     assert problem in str(caught.value)
     assert override.partition("=")[0] in str(caught.value)
-
-
-def test_null_is_an_empty_section() -> None:
-    assert with_overrides({"val": None}, ["val.images=x"]) == {"val": {"images": "x"}}
 
 
 def test_value_at_dotted_key() -> None:

@@ -140,17 +140,18 @@ def test_pickled_tensors_are_rejected_with_a_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".pkl"])
-@pytest.mark.parametrize("kept", [0, 3, 20, 200, -1])
-def test_truncated_files_are_rejected(suffix: str, kept: int, tmp_path: Path) -> None:
+def test_truncated_files_are_rejected(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"model{suffix}"
     if suffix == ".pth":
         torch.save({"model": {"a": torch.ones(100)}}, path)
     else:
         path.write_bytes(pickle.dumps({"a": np.ones(100)}))
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(WeightsError, match=r"damaged.*\.pth or \.pkl") as caught:
-        read_file(path)
-    assert "\n" not in str(caught.value)
+    content = path.read_bytes()
+    for kept in (0, 3, 20, 200, -1):
+        path.write_bytes(content[:kept])
+        with pytest.raises(WeightsError, match=r"damaged.*\.pth or \.pkl") as caught:
+            read_file(path)
+        assert "\n" not in str(caught.value)
 
 
 def test_missing_files_and_folders_are_rejected(tmp_path: Path) -> None:
