@@ -41,7 +41,9 @@ def maskrcnn_resnet50_fpn(weights: str | None = None, num_classes: int = 80) -> 
 
     Args:
         weights: path or http(s) URL of a checkpoint, or of a whole Mask R-CNN of torchvision,
-            detectron2, maskrcnn-benchmark or Caffe2. None: random weights.
+            detectron2, maskrcnn-benchmark or Caffe2, or name of a published model, such as
+            `torchvision:maskrcnn_resnet50_fpn`. None: random weights. URLs and names need httpx and
+            tenacity.
         num_classes: foreground classes of a model with random weights.
     """
     return _build("resnet50", "fpn", weights, num_classes)

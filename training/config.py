@@ -219,9 +219,9 @@ class TrainConfig(FrozenConfig):
     channels_last: bool = True
     """Store weights and activations in NHWC order: faster on GPUs, except with group norm."""
     weights: str | None = None
-    """Initial weights of the model or its backbone: a file, an http(s) address, or the name of
-    torchvision weights. Formats: this project, torchvision, detectron2, maskrcnn-benchmark and
-    Caffe2. None: random weights."""
+    """Initial weights of the model or its backbone: a file, an http(s) address, the name of
+    torchvision weights, or a name of `maskrcnn weights list`. Formats: this project, torchvision,
+    detectron2, maskrcnn-benchmark and Caffe2. None: random weights."""
     checkpoint_period: int = Field(2500, ge=1)
     """Iterations between checkpoints."""
     keep_checkpoints: int | None = Field(3, ge=1)

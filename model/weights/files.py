@@ -75,7 +75,10 @@ def read_file(path: Path) -> Any:
     """
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
-        raise WeightsError(f"{path} {kind}; give a .pth or .pkl file of weights")
+        raise WeightsError(
+            f"{path} {kind}; give a .pth or .pkl file of weights, or a name of "
+            "`maskrcnn weights list`"
+        )
     try:
         with path.open("rb") as file:
             if file.read(16).startswith(_TORCH_SIGNATURES):
