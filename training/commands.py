@@ -1,12 +1,15 @@
 """Command `maskrcnn train`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
 from .config_commands import ConfiguredCommand
 from .finetune.command import finetune
+
+if TYPE_CHECKING:
+    from .config import SolverConfig
 
 
 class _TrainCommand(ConfiguredCommand):
@@ -64,8 +67,8 @@ def train(
     `solver.base_lr=0.01`. To train on several GPUs, run `torchrun --nproc-per-node N -m
     maskrcnn_trt train ...`.
 
-    With --resume, the model, training data, seed, solver.optimizer and solver.images_per_batch
-    must be those of the interrupted run. All other keys may change.
+    With --resume, the model, seed, solver.optimizer, solver.images_per_batch, and the training
+    images and their sizes must be those of the interrupted run. All other keys may change.
     """
     from .config import load_config
 
@@ -73,6 +76,8 @@ def train(
         overrides = (*overrides, "precision=fp16")
     # Mistyped keys are reported before torch is imported, which takes seconds.
     settings = load_config(config, overrides)
+
+    _warn_of_late_steps(settings.solver)
 
     from .data.synthetic.dataset import with_synthetic_data
     from .distributed import is_main_process
@@ -93,3 +98,16 @@ def train(
         checkpoint = run_training(settings, resume=resume)
     if is_main_process():
         click.echo(f"the final checkpoint is {checkpoint}")
+
+
+def _warn_of_late_steps(solver: "SolverConfig") -> None:
+    """Print a warning if the learning rate never decreases, because the run is too short."""
+    length = solver.max_iterations
+    if solver.steps and min(solver.steps) >= length:
+        steps = sorted({round(0.7 * length), round(0.9 * length)} - {0, length})
+        click.echo(
+            f"warning: the learning rate does not decrease, because solver.steps begin at "
+            f"{min(solver.steps)} and solver.max_iterations is {length}; "
+            f"set solver.steps=[{','.join(map(str, steps))}]",
+            err=True,
+        )

@@ -1,11 +1,13 @@
 """Commands `maskrcnn config ...`, and the list of configuration keys in `--help`."""
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.exceptions import NoSuchOption
 
 if TYPE_CHECKING:
     from ..model.config.reference import Key
@@ -15,8 +17,50 @@ _MAX_WIDTH = 100
 _MAX_TERM_WIDTH = 34
 
 
+# Keys by the names of options that other training programs have.
+_KEY_BY_OPTION: Final[Mapping[str, str]] = {
+    "batch": "solver.images_per_batch",
+    "batch_size": "solver.images_per_batch",
+    "epochs": "solver.max_iterations",
+    "img_size": "data.min_size",
+    "imgsz": "data.min_size",
+    "iterations": "solver.max_iterations",
+    "learning_rate": "solver.base_lr",
+    "lr": "solver.base_lr",
+    "name": "output_dir",
+    "num_workers": "data.workers",
+    "output": "output_dir",
+    "pretrained": "weights",
+    "project": "output_dir",
+}
+
+
 class ConfiguredCommand(click.Command):
-    """Click command whose `--help` lists all keys of `TrainConfig`."""
+    """Click command with overrides `KEY=VALUE`, whose `--help` lists all keys of `TrainConfig`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments.
+
+        Raises:
+            click.UsageError: A key is written as an option, or without `=`. The message contains
+                the correct form.
+        """
+        try:
+            rest = super().parse_args(ctx, args)
+        except NoSuchOption as error:
+            options = [name for parameter in self.params for name in parameter.opts]
+            key = _key_of_option(error.option_name)
+            if key is None or difflib.get_close_matches(error.option_name, options, cutoff=0.8):
+                raise
+            length = ", the number of steps" if key == "solver.max_iterations" else ""
+            raise click.UsageError(
+                f"{error.option_name} is not an option; set the key {key}=VALUE{length}", ctx
+            ) from None
+        overrides: Sequence[str] = ctx.params.get("overrides", ())
+        for text, value in zip(overrides, (*overrides[1:], "VALUE"), strict=True):
+            if "=" not in text and text in _known_keys():
+                raise click.UsageError(f"{text} has no value; write {text}={value}", ctx)
+        return rest
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the configuration keys of each section at the end of the help text."""
@@ -30,6 +74,20 @@ class ConfiguredCommand(click.Command):
             ]
             _write_section(formatter, section.name, section.meaning, rows)
         super().format_epilog(ctx, formatter)
+
+
+def _known_keys() -> list[str]:
+    from ..model.config.reference import sections
+    from .config import TrainConfig
+
+    return [f"{s.name}.{key.name}".lstrip(".") for s in sections(TrainConfig) for key in s.keys]
+
+
+def _key_of_option(option: str) -> str | None:
+    """Return the key that a mistaken option such as `--base-lr` means. None: unknown."""
+    name = option.lstrip("-").replace("-", "_")
+    same = [key for key in _known_keys() if key.rpartition(".")[2] == name]
+    return same[0] if len(same) == 1 else _KEY_BY_OPTION.get(name)
 
 
 @click.group()

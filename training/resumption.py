@@ -15,12 +15,12 @@ from .data.coco.dataset import CocoDataset
 
 logger = logging.getLogger(__name__)
 
-# Configuration keys and sections that a resumed run must not change: they determine the model and
-# the images of each step.
+# Configuration keys and sections that a resumed run must not change: they determine the model, the
+# images of each step and their sizes.
 _FIXED = ("model", "seed", "data", "solver.optimizer", "solver.images_per_batch")
 # Keys within `_FIXED` that may change. The paths in `data.train` may, because the ids of the images
 # and the hash of the annotation file are compared instead.
-_FREE = ("data.train", "data.val", "data.workers", "data.on_broken")
+_FREE = ("data.train", "data.val", "data.workers", "data.on_broken", "data.flip_probability")
 # Keys that are neither stored nor compared.
 _IGNORED = {"output_dir", "weights"}
 

@@ -42,7 +42,7 @@ def folder(begun: Path, tmp_path: Path) -> Path:
         ("seed=1", "seed=0, the configuration now has 1"),
         ("solver.images_per_batch=2", "solver.images_per_batch=4, the configuration now has 2"),
         ("solver.optimizer=adamw", "solver.optimizer=sgd, the configuration now has adamw"),
-        ("data.flip_probability=0", "data.flip_probability=0.5, the configuration now has 0.0"),
+        ("data.keep_empty=true", "data.keep_empty=False, the configuration now has True"),
     ],
 )
 def test_model_data_seed_and_batch_size_must_be_unchanged(
@@ -58,6 +58,7 @@ def test_other_keys_may_change(tiny_config: Path, folder: Path) -> None:
         tiny_config, folder, "solver.max_iterations=2", "solver.base_lr=0.5", "log_period=1",
         "solver.momentum=0.5", "solver.warmup_iterations=0", "data.val=null", "data.workers=1",
         "solver.accumulate=2", "checkpoint_period=7", "weights=gone.pth",
+        "data.flip_probability=0",
     )  # fmt: skip
     checkpoint = train(config, resume=True)
     assert checkpoint.iteration == 2
