@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bundle_copies import linked_copy
 from gated_engine import Gate, gated_engines
 from in_process_server import served_in_thread
 from PIL import Image
+from shared_exports import made_once
 
 Encode = Callable[..., bytes]
 
@@ -46,6 +48,20 @@ def picture() -> Encode:
         return file.getvalue()
 
     return encode
+
+
+@pytest.fixture(scope="session")
+def wide_bundle(bundle: Path, shared_folder: Path) -> Path:
+    """The tiny bundle for wide images only, which a worker process loads faster."""
+    from maskrcnn_trt.model.bundle.manifest import read_manifest, write_manifest
+
+    def write(path: Path) -> None:
+        folder, manifest = linked_copy(bundle, path.with_suffix(".partial")), read_manifest(bundle)
+        (folder / "manifest.json").unlink()
+        write_manifest(folder, manifest.model_copy(update={"artifacts": manifest.artifacts[:1]}))
+        folder.rename(path)
+
+    return made_once(shared_folder / "wide-bundle", write)
 
 
 # Per module: its background work and log lines would disturb the tests of other modules.

@@ -36,9 +36,9 @@ async def no_message() -> AsyncIterator[bytes]:
 
 
 async def test_cancelled_requests_in_the_queue_are_not_computed(
-    bundle: Path, gate: Gate, picture: Encode
+    wide_bundle: Path, gate: Gate, picture: Encode
 ) -> None:
-    async with served(bundle) as address, connected(address) as stub:
+    async with served(wide_bundle) as address, connected(address) as stub:
         warm = gate.count
         gate.close()
         first = stub.Detect(pb.DetectRequest(image=picture()))
@@ -61,7 +61,7 @@ async def test_cancelled_requests_in_the_queue_are_not_computed(
 
 @pytest.mark.parametrize("ends", [["cancelled", "disconnected"], ["expired"]])
 async def test_slot_is_free_after_its_request_in_the_model_is_cancelled(
-    bundle: Path, gate: Gate, picture: Encode, ends: list[str]
+    wide_bundle: Path, gate: Gate, picture: Encode, ends: list[str]
 ) -> None:
     request = pb.DetectRequest(image=picture())
 
@@ -91,13 +91,13 @@ async def test_slot_is_free_after_its_request_in_the_model_is_cancelled(
             assert (await accepted).detections
 
     limit_s = 2.0 if ends == ["expired"] else None
-    async with served(bundle, queue_size=1, timeout_s=limit_s) as address:
+    async with served(wide_bundle, queue_size=1, timeout_s=limit_s) as address:
         for end in ends:
             await check(address, end)
 
 
 async def test_busy_client_does_not_block_another(
-    bundle: Path, gate: Gate, picture: Encode, caplog: pytest.LogCaptureFixture
+    wide_bundle: Path, gate: Gate, picture: Encode, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     order: list[str] = []
@@ -108,7 +108,7 @@ async def test_busy_client_does_not_block_another(
             order.append(name)
 
     async with (
-        served(bundle, queue_size=16, metrics_port=0) as address,
+        served(wide_bundle, queue_size=16, metrics_port=0) as address,
         connected(address) as greedy,
         connected(address) as modest,
         asyncio.TaskGroup() as tasks,
@@ -126,9 +126,9 @@ async def test_busy_client_does_not_block_another(
     assert "modest" in order[:3]
 
 
-async def test_failed_backend_is_restarted(bundle: Path, gate: Gate, picture: Encode) -> None:
+async def test_failed_backend_is_restarted(wide_bundle: Path, gate: Gate, picture: Encode) -> None:
     async with (
-        served(bundle) as address,
+        served(wide_bundle) as address,
         connected(address) as stub,
         connected(address, HealthStub) as health,
     ):
@@ -155,8 +155,8 @@ async def test_failed_backend_is_restarted(bundle: Path, gate: Gate, picture: En
         assert await status() is grpc.StatusCode.OK
 
 
-async def test_failing_restart_is_retried(bundle: Path, gate: Gate, picture: Encode) -> None:
-    async with served(bundle) as address, connected(address) as stub:
+async def test_failing_restart_is_retried(wide_bundle: Path, gate: Gate, picture: Encode) -> None:
+    async with served(wide_bundle) as address, connected(address) as stub:
         gate.break_with(RuntimeError("no memory"))
         for _ in range(3):
             await status_of(stub.Detect(pb.DetectRequest(image=picture())))

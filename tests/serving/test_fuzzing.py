@@ -62,11 +62,11 @@ class Server(NamedTuple):
 
 @pytest.fixture(scope="module")
 def server(
-    bundle: Path, tmp_path_factory: pytest.TempPathFactory, picture: Callable[..., bytes]
+    wide_bundle: Path, tmp_path_factory: pytest.TempPathFactory, picture: Callable[..., bytes]
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("fuzzing") / "log"
     with (
-        server_process(bundle, log, "--max-delay-ms", "0") as (process, address),
+        server_process(wide_bundle, log, "--max-delay-ms", "0") as (process, address),
         grpc.insecure_channel(address) as channel,
     ):
         yield Server(channel, likely_values([picture(), picture(codec="PNG"), picture()[:300]]))

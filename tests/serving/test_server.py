@@ -29,7 +29,7 @@ Encode = Callable[..., bytes]
 
 
 def test_sigterm_drains_calls_and_ends_an_open_stream(
-    bundle: Path, picture: Encode, tmp_path: Path
+    wide_bundle: Path, picture: Encode, tmp_path: Path
 ) -> None:
     log, hold = tmp_path / "log", threading.Event()
 
@@ -41,7 +41,7 @@ def test_sigterm_drains_calls_and_ends_an_open_stream(
     # The server waits half a second for each batch.
     options = "--max-batch", "64", "--max-delay-ms", "500"
     with (
-        server_process(bundle, log, *options) as (process, address),
+        server_process(wide_bundle, log, *options) as (process, address),
         grpc.insecure_channel(address) as channel,
     ):
         stub: Any = DetectorStub(channel)
@@ -64,14 +64,14 @@ def test_sigterm_drains_calls_and_ends_an_open_stream(
     assert "Traceback" not in log.read_text()
 
 
-async def test_failed_warm_up_raises_a_single_error(bundle: Path, gate: Gate) -> None:
+async def test_failed_warm_up_raises_a_single_error(wide_bundle: Path, gate: Gate) -> None:
     gate.break_with(BackendError("the runtime does not compute"))
     with pytest.raises(BackendError, match="does not compute"):
-        async with served(bundle):
+        async with served(wide_bundle):
             pass
 
 
-async def test_liveness_before_ready_and_after_stop(bundle: Path, gate: Gate) -> None:
+async def test_liveness_before_ready_and_after_stop(wide_bundle: Path, gate: Gate) -> None:
     liveness = HealthCheckRequest(service=LIVENESS)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -79,7 +79,7 @@ async def test_liveness_before_ready_and_after_stop(bundle: Path, gate: Gate) ->
 
     async with contextlib.AsyncExitStack() as server:
         gate.close()
-        started = detection_server(bundle, ServeConfig(port=port, drain_delay_s=0))
+        started = detection_server(wide_bundle, ServeConfig(port=port, drain_delay_s=0))
         starting = asyncio.create_task(server.enter_async_context(started))
         async with connected(f"127.0.0.1:{port}", HealthStub) as health:
             response = await health.Check(liveness, wait_for_ready=True)
@@ -94,7 +94,7 @@ async def test_liveness_before_ready_and_after_stop(bundle: Path, gate: Gate) ->
             assert await watch.read() is grpc.aio.EOF
 
 
-def test_garbage_collector_ignores_objects_of_a_ready_server(bundle: Path) -> None:
+def test_garbage_collector_ignores_objects_of_a_ready_server(wide_bundle: Path) -> None:
     program = (
         "import asyncio, gc, os, pathlib, signal\n"
         "from maskrcnn_trt.serving.config import ServeConfig\n"
@@ -102,7 +102,7 @@ def test_garbage_collector_ignores_objects_of_a_ready_server(bundle: Path) -> No
         "def stop(address):\n"
         "    print(gc.get_freeze_count(), len(gc.get_objects()))\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        f"bundle = pathlib.Path({str(bundle)!r})\n"
+        f"bundle = pathlib.Path({str(wide_bundle)!r})\n"
         "asyncio.run(serve(bundle, ServeConfig(port=0, drain_delay_s=0), stop))\n"
     )
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
@@ -110,21 +110,21 @@ def test_garbage_collector_ignores_objects_of_a_ready_server(bundle: Path) -> No
     assert tracked < frozen / 10
 
 
-def test_ipv6_host(bundle: Path, picture: Encode) -> None:
+def test_ipv6_host(wide_bundle: Path, picture: Encode) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
     assert ServeConfig(host="::1") == ServeConfig(host="[::1]")
     with (
-        served_in_thread(bundle, host="::1", metrics_port=0) as address,
+        served_in_thread(wide_bundle, host="::1", metrics_port=0) as address,
         DetectorClient(address) as client,
     ):
         assert address.startswith("[::1]:")
         assert len(client.detect(picture()))
 
 
-async def test_ports_in_use(bundle: Path) -> None:
+async def test_ports_in_use(wide_bundle: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for settings, error in (
@@ -132,5 +132,5 @@ async def test_ports_in_use(bundle: Path) -> None:
             ({"port": 0, "metrics_port": port}, r"cannot listen on 127.0.0.1:\d+ for metrics"),
         ):
             with pytest.raises(ServingError, match=error):
-                async with detection_server(bundle, ServeConfig(**settings)):
+                async with detection_server(wide_bundle, ServeConfig(**settings)):
                     pass

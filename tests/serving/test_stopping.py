@@ -84,7 +84,7 @@ async def silent_clients(address: str) -> AsyncIterator[Any]:
 
 @pytest.mark.slow
 async def test_stopping_server_completes_accepted_requests_and_ignores_silent_clients(
-    bundle: Path, tmp_path: Path, picture: Encode
+    wide_bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
     log, request = tmp_path / "log", pb.DetectRequest(image=picture())
 
@@ -96,7 +96,7 @@ async def test_stopping_server_completes_accepted_requests_and_ignores_silent_cl
         return status, REQUEST_ID_KEY in dict(metadata or ())
 
     async with contextlib.AsyncExitStack() as stack:
-        running = server_process(bundle, log, *OPTIONS, "--stop-grace-s", "3600")
+        running = server_process(wide_bundle, log, *OPTIONS, "--stop-grace-s", "3600")
         process, address = stack.enter_context(running)
         reflection = await stack.enter_async_context(silent_clients(address))
         sends = []
@@ -118,13 +118,15 @@ async def test_stopping_server_completes_accepted_requests_and_ignores_silent_cl
 
 @pytest.mark.slow
 async def test_no_call_fails_when_two_of_three_servers_stop(
-    bundle: Path, tmp_path: Path, picture: Encode
+    wide_bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
     image, delays = picture(), ("0.25", "0", "0")
     logs = [tmp_path / str(number) for number in range(len(delays))]
     async with contextlib.AsyncExitStack() as stack:
         servers = [
-            stack.enter_context(server_process(bundle, log, *OPTIONS, "--drain-delay-s", delay))
+            stack.enter_context(
+                server_process(wide_bundle, log, *OPTIONS, "--drain-delay-s", delay)
+            )
             for log, delay in zip(logs, delays, strict=True)
         ]
         addresses = ",".join(address for _, address in servers)

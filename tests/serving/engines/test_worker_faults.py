@@ -49,11 +49,11 @@ def is_detected(client: DetectorClient, image: bytes) -> bool:
 
 @pytest.mark.slow
 def test_a_killed_or_hanging_worker_is_restarted(
-    bundle: Path, tmp_path: Path, picture: Encode
+    wide_bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
     log = tmp_path / "log"
     with (
-        server_process(bundle, log, "--hang-timeout-s", "3") as (process, address),
+        server_process(wide_bundle, log, "--hang-timeout-s", "3") as (process, address),
         grpc.insecure_channel(address) as channel,
         DetectorClient(address) as client,
     ):
@@ -84,12 +84,12 @@ def test_a_killed_or_hanging_worker_is_restarted(
 
 
 async def test_all_requests_of_a_lost_batch_are_rejected(
-    bundle: Path, tmp_path: Path, picture: Encode
+    wide_bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
     """With the Open Inference Protocol, where several tasks get the error of a batch."""
     log = tmp_path / "log"
     options = "--max-delay-ms", "600000", "--max-batch", "8", "--metrics-port", "0"
-    with server_process(bundle, log, *options) as (process, address):
+    with server_process(wide_bundle, log, *options) as (process, address):
         metrics = metrics_from_log(log.read_text())
         async with connected(address, GRPCInferenceServiceStub) as stub:
             calls = [stub.ModelInfer(infer_request(MODEL, picture())) for _ in range(7)]
@@ -103,11 +103,11 @@ async def test_all_requests_of_a_lost_batch_are_rejected(
 
 
 def test_one_of_two_workers_continues_and_both_end_with_a_killed_server(
-    bundle: Path, tmp_path: Path, picture: Encode
+    wide_bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
     shared = set(os.listdir("/dev/shm"))
     with (
-        server_process(bundle, tmp_path / "log", "--workers", "2") as (process, address),
+        server_process(wide_bundle, tmp_path / "log", "--workers", "2") as (process, address),
         grpc.insecure_channel(address) as channel,
     ):
         with Load(DetectorStub(channel), picture()) as load:
@@ -131,11 +131,11 @@ def test_one_of_two_workers_continues_and_both_end_with_a_killed_server(
 
 @pytest.mark.slow
 async def test_a_hanging_batch_does_not_block_shutdown(
-    bundle: Path, tmp_path: Path, picture: Encode
+    wide_bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
     options = "--hang-timeout-s", "3600", "--stop-grace-s", "0.1", "--metrics-port", "0"
     log = tmp_path / "log"
-    with server_process(bundle, log, *options) as (process, address):
+    with server_process(wide_bundle, log, *options) as (process, address):
         metrics = metrics_from_log(log.read_text())
         async with connected(address) as stub:
             (pid,) = worker_pids(process.pid)
@@ -147,9 +147,9 @@ async def test_a_hanging_batch_does_not_block_shutdown(
         assert process.wait(120) == 0
 
 
-def test_a_server_can_be_stopped_while_loading(bundle: Path, tmp_path: Path) -> None:
+def test_a_server_can_be_stopped_while_loading(wide_bundle: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with starting_server(bundle, log) as process:
+    with starting_server(wide_bundle, log) as process:
         wait_until(lambda: worker_pids(process.pid))
         workers = worker_pids(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl+C in a terminal does
@@ -160,8 +160,8 @@ def test_a_server_can_be_stopped_while_loading(bundle: Path, tmp_path: Path) -> 
     assert "Traceback" not in log.read_text()
 
 
-def test_an_unloadable_model_is_reported_in_one_line(bundle: Path, tmp_path: Path) -> None:
-    damaged = linked_copy(bundle, tmp_path / "bundle")
+def test_an_unloadable_model_is_reported_in_one_line(wide_bundle: Path, tmp_path: Path) -> None:
+    damaged = linked_copy(wide_bundle, tmp_path / "bundle")
     for model in damaged.glob("*.onnx"):
         model.unlink()
         model.write_bytes(b"damaged")

@@ -43,9 +43,9 @@ def worker() -> Iterator[Process]:
     assert process.exited.result().endswith("ended: exit status 0")
 
 
-def test_outputs_equal_those_of_the_backend(bundle: Path, picture: Encode) -> None:
-    manifest = read_manifest(bundle)
-    backend = load_backend(bundle, manifest, "fp32")
+def test_outputs_equal_those_of_the_backend(wide_bundle: Path, picture: Encode) -> None:
+    manifest = read_manifest(wide_bundle)
+    backend = load_backend(wide_bundle, manifest, "fp32")
     images = [
         prepare_image(picture(i), manifest.preprocessing, backend.buckets, 10**6) for i in range(3)
     ]
@@ -54,7 +54,7 @@ def test_outputs_equal_those_of_the_backend(bundle: Path, picture: Encode) -> No
         np.stack([image.pixels for image in images]),
         np.array([image.size for image in images]),
     )
-    loader = BundleLoader(bundle, manifest, "fp32", "onnxruntime", 4)
+    loader = BundleLoader(wide_bundle, manifest, "fp32", "onnxruntime", 4)
     (process,) = start_workers(loader, assign_resources(1), 60)
     process.load()
     process.warm_up(4)

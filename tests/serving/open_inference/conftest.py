@@ -1,11 +1,10 @@
-"""Triton's client, a predictor that computes the expected detections, a bundle of one bucket."""
+"""Triton's client, and a predictor that computes the expected detections."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bundle_copies import one_bucket_bundle  # noqa: F401
 from tritonclient.grpc import InferenceServerClient
 
 from maskrcnn_trt.serving.offline.predictor import Predictor

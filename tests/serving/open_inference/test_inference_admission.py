@@ -40,12 +40,12 @@ async def error_of(client: triton_aio.InferenceServerClient, images: Sequence[In
 
 
 async def test_only_admitted_requests_are_converted(
-    bundle: Path, gate: Gate, picture: Encode
+    wide_bundle: Path, gate: Gate, picture: Encode
 ) -> None:
     pixels = two_images(picture)
     good, large = pixels_of(pixels, "UINT8"), pixels_of(np.zeros((2, 121, WIDTH, 3), "u1"), "UINT8")
     async with (
-        served(bundle, queue_size=3, max_batch=2, max_pixels=HEIGHT * WIDTH) as address,
+        served(wide_bundle, queue_size=3, max_batch=2, max_pixels=HEIGHT * WIDTH) as address,
         triton_aio.InferenceServerClient(address, channel_args=OWN_CONNECTION) as first,
         triton_aio.InferenceServerClient(address, channel_args=OWN_CONNECTION) as second,
     ):
@@ -69,7 +69,7 @@ async def test_only_admitted_requests_are_converted(
         assert (await second.infer(MODEL, good)).as_numpy("num_detections").all()
 
 
-async def test_pixels_per_image_are_limited_in_raw_and_typed_contents(bundle: Path) -> None:
+async def test_pixels_per_image_are_limited_in_raw_and_typed_contents(wide_bundle: Path) -> None:
     def typed(shape: tuple[int, ...], datatype: str) -> list[InferInput]:
         tensor = InferInput("images", shape, datatype)
         contents = tensor._get_tensor().contents
@@ -81,7 +81,7 @@ async def test_pixels_per_image_are_limited_in_raw_and_typed_contents(bundle: Pa
         return pixels_of(np.full(shape, 9, "u1" if datatype == "UINT8" else "f4"), datatype)
 
     async with (
-        served(bundle, max_pixels=400) as address,
+        served(wide_bundle, max_pixels=400) as address,
         triton_aio.InferenceServerClient(address) as client,
     ):
         for images, datatype in itertools.product((typed, raw), ("UINT8", "FP32")):

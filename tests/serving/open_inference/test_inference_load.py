@@ -22,13 +22,13 @@ Encode = Callable[..., bytes]
 
 
 async def test_failed_load_leaves_the_model_as_it_was(
-    bundle: Path,
+    wide_bundle: Path,
     tmp_path: Path,
     picture: Encode,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = linked_copy(bundle, tmp_path / "bundle")
+    path = linked_copy(wide_bundle, tmp_path / "bundle")
     manifest = path / "manifest.json"
     failure = "the old model stays unloaded"
     load = inference.RepositoryModelLoadRequest(model_name=MODEL)
@@ -71,13 +71,13 @@ async def test_failed_load_leaves_the_model_as_it_was(
 
 
 async def test_hanging_load_is_cancelled(
-    bundle: Path,
+    wide_bundle: Path,
     gate: Gate,
     picture: Encode,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with serving(bundle, caplog) as server:
+    async with serving(wide_bundle, caplog) as server:
         gate.close()
         with monkeypatch.context() as patched:
             patched.setattr(model_lifecycle, "START_TIMEOUT_S", 1.0)

@@ -144,10 +144,10 @@ async def test_model_reload_under_load(address: str, picture: Encode) -> None:
 
 
 async def test_bundle_is_loaded_by_its_new_name_if_it_is_valid(
-    bundle: Path, tmp_path: Path, picture: Encode
+    wide_bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
-    copy = linked_copy(bundle, tmp_path / "bundle")
-    manifest = read_manifest(bundle)
+    copy = linked_copy(wide_bundle, tmp_path / "bundle")
+    manifest = read_manifest(wide_bundle)
     async with (
         served(copy) as address,
         triton_aio.InferenceServerClient(address) as client,
@@ -169,7 +169,7 @@ async def test_bundle_is_loaded_by_its_new_name_if_it_is_valid(
         assert (await client.infer("newer", images_of(picture()))).as_numpy("scores").any()
 
 
-async def test_stop_drains_a_stream(bundle: Path, picture: Encode) -> None:
+async def test_stop_drains_a_stream(wide_bundle: Path, picture: Encode) -> None:
     hold = asyncio.Event()
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
@@ -178,7 +178,7 @@ async def test_stop_drains_a_stream(bundle: Path, picture: Encode) -> None:
         await hold.wait()
 
     async with contextlib.AsyncExitStack() as server:
-        running = served(bundle, max_delay_ms=100, drain_delay_s=1, stop_grace_s=30)
+        running = served(wide_bundle, max_delay_ms=100, drain_delay_s=1, stop_grace_s=30)
         address = await server.enter_async_context(running)
         async with triton_aio.InferenceServerClient(address) as client:
             stream = client.stream_infer(requests())

@@ -163,10 +163,10 @@ async def test_async_client(address: str, predictor: Predictor, picture: Encode)
             assert_row_is(result, 0, predictor.detect(picture(seed)))
 
 
-async def test_cancelled_request_releases_its_slots(bundle: Path, picture: Encode) -> None:
+async def test_cancelled_request_releases_its_slots(wide_bundle: Path, picture: Encode) -> None:
     images = images_of(*map(picture, range(3)))
     async with (
-        served(bundle, queue_size=3, max_batch=64, max_delay_ms=300) as address,
+        served(wide_bundle, queue_size=3, max_batch=64, max_delay_ms=300) as address,
         triton_aio.InferenceServerClient(address) as client,
     ):
         call = asyncio.create_task(client.infer(MODEL, images))

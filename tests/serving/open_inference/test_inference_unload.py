@@ -35,9 +35,9 @@ Encode = Callable[..., bytes]
 
 
 @pytest.fixture
-def served(bundle: Path, caplog: pytest.LogCaptureFixture) -> Any:
+def served(wide_bundle: Path, caplog: pytest.LogCaptureFixture) -> Any:
     """Return a function that serves the bundle within a context."""
-    return partial(serving, bundle, caplog)
+    return partial(serving, wide_bundle, caplog)
 
 
 async def test_unload_drains_requests_and_ends_the_workers(
@@ -209,10 +209,10 @@ async def test_stop_during_an_unload_drains_requests(
 
 
 @pytest.mark.slow
-def test_signal_stops_a_server_without_model(bundle: Path, tmp_path: Path) -> None:
+def test_signal_stops_a_server_without_model(wide_bundle: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with (
-        server_process(bundle, log) as (process, address),
+        server_process(wide_bundle, log) as (process, address),
         InferenceServerClient(address) as client,
     ):
         client.unload_model(MODEL)

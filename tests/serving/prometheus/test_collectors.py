@@ -57,12 +57,12 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_compiler
 def test_server_exports_the_values_of_its_gpus(
-    bundle: Path, libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wide_bundle: Path, libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in stubbed_driver(libraries, gpus=2).items():
         monkeypatch.setenv(name, value)
     no_driver, log = Path(os.environ["NO_DRIVER"]), tmp_path / "log"
-    with server_process(bundle, log, "--metrics-port", "0"):
+    with server_process(wide_bundle, log, "--metrics-port", "0"):
         url = metrics_from_log(log.read_text()).url
 
         def scrape() -> Gpus:

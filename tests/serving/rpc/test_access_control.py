@@ -160,10 +160,10 @@ def test_unencrypted_tokens_log_a_warning(
 
 
 @pytest.fixture(scope="module")
-def address(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(wide_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a server with two slots and both token files."""
     files = write_tokens(tmp_path_factory.mktemp("tokens"))
-    with served_in_thread(bundle, queue_size=2, **files) as address:
+    with served_in_thread(wide_bundle, queue_size=2, **files) as address:
         yield address
 
 
@@ -244,8 +244,8 @@ async def test_public_calls_need_no_token_and_are_limited_per_connection(address
 
 
 async def test_server_does_not_start_with_an_unreadable_token_file(
-    bundle: Path, tmp_path: Path
+    wide_bundle: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ServingError, match=r"cannot read .*missing"):
-        async with served(bundle, token_file=tmp_path / "missing"):
+        async with served(wide_bundle, token_file=tmp_path / "missing"):
             pass

@@ -55,13 +55,13 @@ class Server(NamedTuple):
 
 @pytest.fixture(scope="module")
 def running(
-    bundle: Path, authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory
+    wide_bundle: Path, authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("identity")
     identity = settings_of(write_identity(authority, "localhost", folder))
     (folder / "tokens").write_text(TOKEN)
     settings = {"host": "localhost", "token_file": folder / "tokens", **identity}
-    with served_in_thread(bundle, **settings) as address:
+    with served_in_thread(wide_bundle, **settings) as address:
         yield Server(address, identity)
 
 
@@ -117,13 +117,13 @@ def test_clients_connect_with_tls_and_token(
 
 
 def test_clients_need_a_certificate_of_the_authority(
-    bundle: Path, authority: trustme.CA, identity: dict[str, Path], tmp_path: Path
+    wide_bundle: Path, authority: trustme.CA, identity: dict[str, Path], tmp_path: Path
 ) -> None:
     root = tmp_path / "root.pem"
     root.write_bytes(authority.cert_pem.bytes())
     known = write_identity(authority, "known", tmp_path)
     unknown = write_identity(trustme.CA(), "unknown", tmp_path)
-    with served_in_thread(bundle, host="localhost", tls_client_ca=root, **identity) as address:
+    with served_in_thread(wide_bundle, host="localhost", tls_client_ca=root, **identity) as address:
         for identity_files, expected in ((known, True), (unknown, False), (None, False)):
             ours: dict[str, Any] = {"root_certificate": root.read_bytes()}
             tritons: dict[str, Any] = {"root_certificates": root}

@@ -20,9 +20,9 @@ Encode = Callable[..., bytes]
 
 
 @pytest.fixture(scope="module")
-def address(bundle: Path) -> Iterator[str]:
+def address(wide_bundle: Path) -> Iterator[str]:
     """Address of a server with more slots than calls per connection."""
-    with served_in_thread(bundle, queue_size=4000) as address:
+    with served_in_thread(wide_bundle, queue_size=4000) as address:
         yield address
 
 
@@ -46,12 +46,12 @@ def test_client_with_too_many_pings_is_disconnected(address: str) -> None:
 
 
 def test_unresponsive_connections_are_pinged_and_closed(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch
+    wide_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "_PING_TIMEOUT_MS", 500)
     monkeypatch.setattr(listener, "_HANDSHAKE_MS", 500)
     with (
-        served_in_thread(bundle, keepalive_s=1) as address,
+        served_in_thread(wide_bundle, keepalive_s=1) as address,
         http2.open_socket(address) as before_handshake,
         http2.connect(address) as silent,
     ):
@@ -60,8 +60,8 @@ def test_unresponsive_connections_are_pinged_and_closed(
         assert http2.is_closed(before_handshake)
 
 
-async def test_pending_calls_are_limited(bundle: Path, picture: Encode) -> None:
-    async with served(bundle, queue_size=1) as address:
+async def test_pending_calls_are_limited(wide_bundle: Path, picture: Encode) -> None:
+    async with served(wide_bundle, queue_size=1) as address:
         with grpc.insecure_channel(address) as channel:
             await asyncio.to_thread(grpc.channel_ready_future(channel).result)
             detect = channel.unary_unary(http2.DETECT)
@@ -75,8 +75,8 @@ async def test_pending_calls_are_limited(bundle: Path, picture: Encode) -> None:
         assert await gets_detections(address, picture())
 
 
-async def test_connections_are_limited(bundle: Path, picture: Encode) -> None:
-    async with served(bundle, max_connections=3) as address:
+async def test_connections_are_limited(wide_bundle: Path, picture: Encode) -> None:
+    async with served(wide_bundle, max_connections=3) as address:
         with contextlib.ExitStack() as open_connections:
             for _ in range(3):
                 open_connections.enter_context(http2.connect(address))
@@ -88,14 +88,14 @@ async def test_connections_are_limited(bundle: Path, picture: Encode) -> None:
 
 
 def test_connections_are_limited_by_open_files(
-    bundle: Path, caplog: pytest.LogCaptureFixture
+    wide_bundle: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     soft, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         pytest.skip("open files are not limited")
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
     try:
-        with served_in_thread(bundle, max_connections=100_000_000):
+        with served_in_thread(wide_bundle, max_connections=100_000_000):
             assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -103,9 +103,9 @@ def test_connections_are_limited_by_open_files(
 
 
 async def test_old_connections_are_ended_and_clients_reconnect(
-    bundle: Path, picture: Encode
+    wide_bundle: Path, picture: Encode
 ) -> None:
-    async with served(bundle, max_connection_age_s=0.5, stop_grace_s=5) as address:
+    async with served(wide_bundle, max_connection_age_s=0.5, stop_grace_s=5) as address:
         with http2.connect(address) as connection:
             await asyncio.to_thread(http2.frames_until, connection, http2.GOAWAY)
         async with grpc.aio.insecure_channel(address) as channel:

@@ -56,9 +56,9 @@ class Server(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(wide_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("hostile") / "log"
-    with server_process(bundle, log, "--max-delay-ms", "0") as (process, address):
+    with server_process(wide_bundle, log, "--max-delay-ms", "0") as (process, address):
         yield Server(process.pid, address, log)
 
 

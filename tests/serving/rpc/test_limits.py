@@ -37,9 +37,9 @@ BAD, LATE, BUSY = (
 
 
 @pytest.fixture(scope="module")
-def address(bundle: Path) -> Iterator[str]:
+def address(wide_bundle: Path) -> Iterator[str]:
     """Address of a server with eight slots and messages of at most 1 MiB."""
-    with served_in_thread(bundle, queue_size=8, max_message_mb=1) as address:
+    with served_in_thread(wide_bundle, queue_size=8, max_message_mb=1) as address:
         yield address
 
 
@@ -88,9 +88,9 @@ def test_message_size_is_limited_after_decompression(
         assert stub.Detect(pb.DetectRequest(image=picture())).detections
 
 
-async def test_time_for_a_request_to_arrive_is_limited(bundle: Path, picture: Encode) -> None:
+async def test_time_for_a_request_to_arrive_is_limited(wide_bundle: Path, picture: Encode) -> None:
     async with (
-        served(bundle, receive_timeout_s=0.3) as address,
+        served(wide_bundle, receive_timeout_s=0.3) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         never = asyncio.Event()
@@ -123,8 +123,8 @@ def test_incomplete_messages_do_not_block_other_clients(
             assert asyncio.run(gets_detections(address, picture()))
 
 
-async def test_oldest_waiting_stream_is_ended(bundle: Path, picture: Encode) -> None:
-    async with served(bundle, queue_size=2) as address, connected(address) as stub:
+async def test_oldest_waiting_stream_is_ended(wide_bundle: Path, picture: Encode) -> None:
+    async with served(wide_bundle, queue_size=2) as address, connected(address) as stub:
         streams = []
         for index in range(3):  # one more than the limit
             streams.append(stub.DetectStream())
@@ -140,7 +140,7 @@ async def test_oldest_waiting_stream_is_ended(bundle: Path, picture: Encode) -> 
 
 
 async def test_stream_is_not_read_while_it_has_no_slot(
-    bundle: Path, gate: Gate, picture: Encode
+    wide_bundle: Path, gate: Gate, picture: Encode
 ) -> None:
     # If the server awaited a message of the full stream, other streams could displace it.
     image = picture()
@@ -164,7 +164,7 @@ async def test_stream_is_not_read_while_it_has_no_slot(
             assert "not a JPEG" not in str(await full.read())
             assert await full.code() is grpc.StatusCode.OK
 
-    async with served(bundle, queue_size=4, max_batch=1) as address:
+    async with served(wide_bundle, queue_size=4, max_batch=1) as address:
         for is_triton in (False, True):
             await check(address, is_triton)
 
@@ -173,10 +173,12 @@ def request_of(image: bytes, is_triton: bool) -> pb.DetectRequest | triton_pb.Mo
     return infer_request(MODEL, image) if is_triton else pb.DetectRequest(image=image)
 
 
-async def test_calls_release_their_slots_however_they_end(bundle: Path, picture: Encode) -> None:
+async def test_calls_release_their_slots_however_they_end(
+    wide_bundle: Path, picture: Encode
+) -> None:
     request = pb.DetectRequest(image=picture())
     async with (
-        served(bundle, queue_size=1) as address,  # at most eight open calls
+        served(wide_bundle, queue_size=1) as address,  # at most eight open calls
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub: Any = DetectorStub(channel)

@@ -112,13 +112,13 @@ def test_malformed_messages_raise(message: bytes) -> None:
 
 
 def test_memory_per_message_is_bounded(
-    bundle: Path, picture: Callable[..., bytes], tmp_path: Path
+    wide_bundle: Path, picture: Callable[..., bytes], tmp_path: Path
 ) -> None:
     empty_inputs = 10 * MIB * sized(INPUT, b"")  # 0.9 GB when parsed
     many_ids = 10 * MIB * sized(b"\x0a", b"")
     log = tmp_path / "log"
     with (
-        server_process(bundle, log) as (process, address),
+        server_process(wide_bundle, log) as (process, address),
         grpc.insecure_channel(address, [("grpc.max_send_message_length", -1)]) as channel,
     ):
         before = peak_memory_of(process.pid)

@@ -26,9 +26,9 @@ SETTINGS = {"queue_size": 8, "max_batch": 4}
 
 
 @pytest.fixture(scope="module")
-def address(bundle: Path) -> Iterator[str]:
+def address(wide_bundle: Path) -> Iterator[str]:
     """Address of a server with eight slots."""
-    with served_in_thread(bundle, max_delay_ms=2, **SETTINGS) as address:
+    with served_in_thread(wide_bundle, max_delay_ms=2, **SETTINGS) as address:
         yield address
 
 
@@ -73,7 +73,7 @@ async def test_streams_of_batches_get_all_responses(
 
 
 async def test_requests_beside_a_full_queue(
-    bundle: Path, gate: Gate, picture: Encode, caplog: pytest.LogCaptureFixture
+    wide_bundle: Path, gate: Gate, picture: Encode, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     image = picture()
@@ -110,17 +110,17 @@ async def test_requests_beside_a_full_queue(
             gate.open()
             assert all([(await call).detections for call in calls])
 
-    async with served(bundle, metrics_port=0, **SETTINGS) as address:
+    async with served(wide_bundle, metrics_port=0, **SETTINGS) as address:
         await get_slot_beside_a_stream(address)
         await expire_while_waiting(address)
 
 
 async def test_stop_drains_admitted_requests_and_ends_the_stream(
-    bundle: Path, gate: Gate, picture: Encode
+    wide_bundle: Path, gate: Gate, picture: Encode
 ) -> None:
     request = pb.DetectRequest(image=picture())
     async with contextlib.AsyncExitStack() as server:
-        running = served(bundle, stop_grace_s=30, **SETTINGS)
+        running = served(wide_bundle, stop_grace_s=30, **SETTINGS)
         async with connected(await server.enter_async_context(running)) as stub:
             gate.close()
             stream = stub.DetectStream(iter([request] * REQUESTS))
