@@ -33,17 +33,15 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_defaults() -> None:
+def test_defaults_and_free_ports() -> None:
     assert config_of(run()) == ServeConfig()
+    assert config_of(run("--port", 0, "--metrics-port", 0)).metrics_port == 0
 
 
 def test_options_override_the_environment_which_overrides_the_file(file: Path) -> None:
     config = config_of(run("--config", file, "--port", 10, port="20", max_batch="20"))
     expected = ServeConfig(port=10, max_batch=20, queue_size=3, precision=("fp16", "fp32"))
     assert config == expected
-
-
-def test_file_from_the_environment(file: Path) -> None:
     assert config_of(run(config=str(file))).queue_size == 3
 
 
@@ -62,6 +60,7 @@ def test_each_setting_from_each_source(tmp_path: Path) -> None:
         "workers": 2,
         "max_connection_age_s": 600,
         "metrics_port": 9000,
+        "http_port": 9001,
         "tls_certificate": "server.pem",
         "tls_key": "server.key",
         "tls_client_ca": "clients.pem",
@@ -136,38 +135,11 @@ def test_file_with_merge_keys_and_empty_file(tmp_path: Path) -> None:
 def test_dependent_settings_from_several_sources(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("tls_certificate: server.pem\npreferred_batch: [9]\n")
-    expected = ServeConfig(
-        tls_certificate=Path("server.pem"),
-        tls_key=Path("server.key"),
-        preferred_batch=(9,),
-        max_batch=16,
-    )
+    files = {"tls_certificate": Path("server.pem"), "tls_key": Path("server.key")}
+    expected = ServeConfig(**files, preferred_batch=(9,), max_batch=16)
+    words = "--max-batch", 16, "--tls-key", "server.key"
     assert config_of(run("--config", file, max_batch="16", tls_key="server.key")) == expected
-    assert (
-        config_of(run("--config", file, "--max-batch", 16, "--tls-key", "server.key")) == expected
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("preferred_batch: [16]", "preferred_batch is 16; allowed: 1 to max_batch, which is 8"),
-        ("tls_key: server.key", "tls_certificate and tls_key"),
-        ("metrics_port: 8500", "port and metrics_port"),
-    ],
-)
-def test_conflicting_settings_of_the_file_are_rejected(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(text)
-    result = run("--config", file)
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
-def test_both_ports_may_be_0() -> None:
-    assert config_of(run("--port", 0, "--metrics-port", 0)).metrics_port == 0
+    assert config_of(run("--config", file, *words)) == expected
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "1e10"])
@@ -180,34 +152,35 @@ def test_times_are_at_most_a_day(name: str, value: str) -> None:
     assert f"MASKRCNN_{name.upper()} is" in run(**{name: value}).stderr
 
 
+# A text is the content of the file, a dictionary the environment, and a tuple the command line.
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("source", "message"),
     [
+        ("preferred_batch: [16]", "preferred_batch is 16; allowed: 1 to max_batch, which is 8"),
+        ("tls_key: server.key", "tls_certificate and tls_key"),
+        ("metrics_port: 8500", "port and metrics_port"),
         ({"prot": "1"}, "did you mean MASKRCNN_PORT?"),
         ({"port": "tcp://10.0.0.1:80"}, "MASKRCNN_PORT"),
         ({"max_batch": "0"}, "MASKRCNN_MAX_BATCH is 0; allowed: whole number, >= 1"),
         ({"backend": "cuda"}, "MASKRCNN_BACKEND"),
+        (("--max-batch", 0), "--max-batch is 0; allowed: whole number, >= 1"),
+        (("--preferred-batch", 9), "preferred_batch is 9; allowed: 1 to max_batch, which is 8"),
+        (("--precision", "int8"), "--precision"),
+        (("--timeout-s", -1), "--timeout-s is -1.0"),
+        (("--max-delay-ms", "nan"), "--max-delay-ms is nan; allowed: number, >= 0, <= 86400000"),
+        (("--queue-size", 2**31), "--queue-size is 2147483648; allowed: whole number, >= 1, <= 1"),
+        (("--metrics-port", 8500), "port and metrics_port"),
     ],
 )
-def test_errors_of_the_environment_are_reported(environment: dict[str, str], message: str) -> None:
-    result = run(**environment)
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--max-batch", 0, "--max-batch is 0; allowed: whole number, >= 1"),
-        ("--preferred-batch", 9, "preferred_batch is 9; allowed: 1 to max_batch, which is 8"),
-        ("--precision", "int8", "--precision"),
-        ("--timeout-s", -1, "--timeout-s is -1.0"),
-        ("--max-delay-ms", "nan", "--max-delay-ms is nan; allowed: number, >= 0, <= 86400000"),
-        ("--queue-size", 2**31, "--queue-size is 2147483648; allowed: whole number, >= 1, <= 1"),
-        ("--metrics-port", 8500, "port and metrics_port"),
-    ],
-)
-def test_errors_of_options_are_reported(option: str, value: object, message: str) -> None:
-    result = run(option, value)
+def test_invalid_values_and_conflicts_are_reported(
+    tmp_path: Path, source: str | dict[str, str] | tuple[object, ...], message: str
+) -> None:
+    if isinstance(source, dict):
+        result = run(**source)
+    elif isinstance(source, tuple):
+        result = run(*source)
+    else:
+        (tmp_path / "serve.yaml").write_text(source)
+        result = run("--config", tmp_path / "serve.yaml")
     assert result.exit_code == 2
     assert message in result.stderr

@@ -1,7 +1,6 @@
 """Trace spans of a real server, received by an OTLP collector."""
 
 import asyncio
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
+from http_server import free_port
+from in_process_server import connected, served
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -21,9 +23,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
-from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.server import detection_server
+from maskrcnn_trt.serving.errors import ServingError
+from maskrcnn_trt.serving.monitoring.tracing import load_tracer
 
 Encode = Callable[..., bytes]
 
@@ -75,32 +76,34 @@ def attributes_of(span: Span) -> dict[str, Any]:
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
 
-def trace(send: Callable[[Any], Any], bundle: Path, **settings: Any) -> None:
+def trace(send: Callable[[Any], Any], wide_bundle: Path, **settings: Any) -> None:
     """Send requests to a tracing server. When this returns, all spans have been exported."""
 
     async def serve() -> None:
-        config = ServeConfig(port=0, drain_delay_s=0, tracing=True, **settings)
         async with (
-            detection_server(bundle, config) as address,
-            grpc.aio.insecure_channel(address) as channel,
+            served(wide_bundle, tracing=True, stop_grace_s=30, **settings) as address,
+            connected(address) as stub,
         ):
-            await send(DetectorStub(channel))
+            await send(stub)
 
     asyncio.run(serve())
 
 
-def test_request_span_continues_the_trace_of_the_client(
-    bundle: Path, collector: SpanCollector, picture: Encode
+def test_spans_of_a_request_and_of_a_stream(
+    wide_bundle: Path, collector: SpanCollector, picture: Encode
 ) -> None:
     async def send(stub: Any) -> None:
         metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
         response = await stub.Detect(pb.DetectRequest(image=picture()), metadata=metadata)
         timings.append(response.timing)
+        images = (picture(), b"no image", picture())
+        stream = stub.DetectStream(pb.DetectRequest(image=image) for image in images)
+        assert len([response async for response in stream]) == 3
 
     timings: list[Any] = []
-    trace(send, bundle)
+    trace(send, wide_bundle)
     assert collector.service == "maskrcnn"
-    (call,) = collector.calls()
+    call, stream = collector.calls()
     assert (call.trace_id.hex(), call.parent_span_id.hex()) == (TRACE, PARENT)
     assert call.name == "maskrcnn.v1.Detector/Detect"
     attributes = attributes_of(call)
@@ -118,18 +121,23 @@ def test_request_span_continues_the_trace_of_the_client(
     for stage in stages:
         us = getattr(timings[0], f"{stage.name}_us")
         assert stage.end_time_unix_nano - stage.start_time_unix_nano == 1000 * us
-    assert {span.trace_id.hex() for span in collector.spans} == {TRACE}
+    own = [span for span in collector.spans if span.trace_id != stream.trace_id]
+    assert {span.trace_id.hex() for span in own} == {TRACE}
+
+    assert attributes_of(stream)["rpc.grpc.status_code"] == 0
+    of_messages = [[s.name for s in collector.children(d)] for d in collector.children(stream)]
+    assert sorted(of_messages) == [[], STAGES, STAGES]
 
 
 def test_failed_requests_have_spans(
-    bundle: Path, collector: SpanCollector, picture: Encode
+    wide_bundle: Path, collector: SpanCollector, picture: Encode
 ) -> None:
     async def send(stub: Any) -> None:
         await stub.Detect(pb.DetectRequest(image=b"no image")).code()
         await stub.Detect(pb.DetectRequest(image=picture(), timeout_us=50_000)).code()
         await stub.Detect(pb.DetectRequest(image=picture()), timeout=0.5).code()
 
-    trace(send, bundle, max_batch=4, max_delay_ms=60_000)
+    trace(send, wide_bundle, max_batch=4, max_delay_ms=60_000)
     calls = collector.calls()
     codes = [attributes_of(call)["rpc.grpc.status_code"] for call in calls]
     assert codes == [3, 4, 1]
@@ -143,23 +151,8 @@ def test_failed_requests_have_spans(
     assert "not a JPEG" in rejected.status.message
 
 
-def test_each_message_of_a_stream_has_a_span(
-    bundle: Path, collector: SpanCollector, picture: Encode
-) -> None:
-    async def send(stub: Any) -> None:
-        images = (picture(), b"no image", picture())
-        stream = stub.DetectStream(pb.DetectRequest(image=image) for image in images)
-        assert len([response async for response in stream]) == 3
-
-    trace(send, bundle)
-    (call,) = collector.calls()
-    assert attributes_of(call)["rpc.grpc.status_code"] == 0
-    stages = [[s.name for s in collector.children(d)] for d in collector.children(call)]
-    assert sorted(stages) == [[], STAGES, STAGES]
-
-
 def test_environment_variables_configure_the_exporter(
-    bundle: Path, collector: SpanCollector, picture: Encode, monkeypatch: pytest.MonkeyPatch
+    wide_bundle: Path, collector: SpanCollector, picture: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def send(stub: Any) -> None:
         sampled = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
@@ -168,33 +161,51 @@ def test_environment_variables_configure_the_exporter(
 
     monkeypatch.setenv("OTEL_SERVICE_NAME", "factory")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
-    trace(send, bundle)
+    trace(send, wide_bundle)
     assert collector.service == "factory"
     assert {span.trace_id.hex() for span in collector.spans} == {TRACE}
     assert len(collector.spans) == 6
 
 
 def test_server_works_without_a_collector(
-    bundle: Path, picture: Encode, monkeypatch: pytest.MonkeyPatch
+    wide_bundle: Path, picture: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def send(stub: Any) -> None:
         assert (await stub.Detect(pb.DetectRequest(image=picture()))).detections
 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    trace(send, bundle)
+    trace(send, wide_bundle)
 
 
-def test_missing_opentelemetry_names_the_extra(bundle: Path) -> None:
-    program = """
-import sys
-sys.modules["opentelemetry"] = None
-from maskrcnn_trt.cli import main
-main()
-"""
-    command = [sys.executable, "-c", program, "serve", str(bundle), "--tracing", "true"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "opentelemetry" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert 'pip install "maskrcnn-trt[tracing]"' in result.stderr
+def test_missing_opentelemetry_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ServingError, match=r'opentelemetry.*pip install "maskrcnn-trt\[tracing\]"'):
+        load_tracer(tracing=True)
+
+
+def test_spans_of_http_requests(
+    wide_bundle: Path, collector: SpanCollector, picture: Encode
+) -> None:
+    port = free_port()
+
+    async def send(_: Any) -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+            for body in (picture(), b"no image"):
+                await client.post("/v1/detect", content=body, headers=headers, timeout=60)
+
+    trace(send, wide_bundle, http_port=port)
+    good, bad = collector.calls()
+    assert (good.trace_id.hex(), good.parent_span_id.hex()) == (TRACE, PARENT)
+    assert good.name == "POST /v1/detect"
+    attributes = attributes_of(good)
+    assert attributes.pop("network.peer.address").startswith("ipv4:127.0.0.1")
+    assert attributes == {
+        "http.request.method": "POST",
+        "http.route": "/v1/detect",
+        "http.response.status_code": 200,
+    }
+    assert [span.name for span in collector.children(good)] == ["detect"]
+    assert attributes_of(bad)["http.response.status_code"] == 400
