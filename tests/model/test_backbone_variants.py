@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from small_models import BACKBONES, NORMS, ground_truth, noise_images, random_model, small_config
+from small_models import ground_truth, noise_images, random_model, small_config
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("name", "features"), BACKBONES)
-def test_a_training_step_lowers_the_loss(name: str, features: str, norm: str) -> None:
-    model = random_model(small_config(name, features, norm)).train()
+@pytest.mark.parametrize(
+    ("features", "norm"),
+    [("fpn", "frozen_bn"), ("fpn", "bn"), ("fpn", "gn"), ("c4", "bn"), ("c4", "gn"), ("c5", "gn")],
+)
+def test_a_training_step_lowers_the_loss(features: str, norm: str) -> None:
+    model = random_model(small_config("resnet50", features, norm)).train()
     images, sizes = noise_images()
     targets, seeds = ground_truth(), torch.arange(2)
     losses = model(images, sizes, targets, seeds).means()
@@ -22,7 +24,9 @@ def test_a_training_step_lowers_the_loss(name: str, features: str, norm: str) ->
         assert model(images, sizes, targets, seeds).means().sum() < losses.sum()
 
 
-@pytest.mark.parametrize(("name", "features"), BACKBONES)
+@pytest.mark.parametrize(
+    ("name", "features"), [("resnet101", "fpn"), ("resnet50", "c4"), ("resnet50", "c5")]
+)
 @torch.inference_mode()
 def test_shapes_of_detections(name: str, features: str) -> None:
     config = small_config(name, features, "frozen_bn")

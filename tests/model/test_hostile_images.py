@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from functools import cache
 from io import BytesIO
 from typing import Any
 
@@ -27,10 +28,10 @@ def chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
-def png(before: bytes = b"", after: bytes = b"", pixels: bytes = bytes(301 * 100)) -> bytes:
-    """Return a black PNG of 100x100 with additional chunks."""
+def png(before: bytes = b"", after: bytes = b"", pixels: bytes | None = None) -> bytes:
+    """Return a black PNG of 100x100 with additional chunks. `pixels` are compressed."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 100, 100, 8, 2, 0, 0, 0))
-    idat = chunk(b"IDAT", zlib.compress(pixels, 9))
+    idat = chunk(b"IDAT", pixels or zlib.compress(bytes(301 * 100)))
     return b"\x89PNG\r\n\x1a\n" + header + before + idat + after + chunk(b"IEND", b"")
 
 
@@ -54,7 +55,12 @@ def with_size(data: bytes, side: int) -> bytes:
     return data[:start] + struct.pack(">HH", side, side) + data[start + 4 :]
 
 
-_BOMB = zlib.compress(bytes(500 * _MIB), 9)
+@cache
+def bomb() -> bytes:
+    """Return 500 MiB in few bytes."""
+    return zlib.compress(bytes(500 * _MIB), 9)
+
+
 _EMPTY_EXIF = b"Exif\0\0MM\0*\0\0\0\x08\0\0"
 _HUGE_TAG = struct.pack(">HHII", 0x0112, 4, 1 << 28, 8)
 _HOSTILE_EXIF = b"MM\0*\0\0\0\x08\xff\xff" + _HUGE_TAG * 65535
@@ -70,9 +76,9 @@ REJECTED: dict[str, tuple[Callable[[], bytes], str]] = {
     "65500x65500": (lambda: with_size(encoded((64, 64), "JPEG"), 65500), "pixels allowed"),
     "chunks": (lambda: png(before=chunk(b"tEXt", b"a\0b") * 500_000), "100000 chunks"),
     "chunks behind": (lambda: png(after=chunk(b"tEXt", b"a\0b") * 500_000), "100000 chunks"),
-    "text bomb": (lambda: png(before=chunk(b"zTXt", b"k\0\0" + _BOMB)), "too large"),
-    "text bomb behind": (lambda: png(after=chunk(b"iTXt", b"k\0\1\0\0\0" + _BOMB)), "too large"),
-    "profile bomb": (lambda: png(before=chunk(b"iCCP", b"k\0\0" + _BOMB)), "too large"),
+    "text bomb": (lambda: png(before=chunk(b"zTXt", b"k\0\0" + bomb())), "too large"),
+    "text bomb behind": (lambda: png(after=chunk(b"iTXt", b"k\0\1\0\0\0" + bomb())), "too large"),
+    "profile bomb": (lambda: png(before=chunk(b"iCCP", b"k\0\0" + bomb())), "too large"),
 }
 
 
@@ -91,7 +97,7 @@ def animation(codec: str) -> bytes:
 
 
 READ: dict[str, Callable[[], bytes]] = {
-    "too many pixels of a PNG": lambda: png(pixels=bytes(500 * _MIB)),
+    "too many pixels of a PNG": lambda: png(pixels=bomb()),
     "EXIF": lambda: png(before=chunk(b"eXIf", _HOSTILE_EXIF)),
     "large EXIF of a WebP": lambda: encoded(
         (100, 100), "WEBP", exif=_EMPTY_EXIF + bytes(30 * _MIB)

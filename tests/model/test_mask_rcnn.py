@@ -53,19 +53,15 @@ def assert_same(found: BatchDetections, expected: BatchDetections) -> None:
     torch.testing.assert_close(found.masks, expected.masks, atol=1e-3, rtol=0)
 
 
-def test_parameter_names_of_resnet50_are_torchvisions() -> None:
+def test_parameter_names_are_torchvisions() -> None:
     with torch.device("meta"):
-        ours = MaskRCNN(ModelConfig(num_classes=90))
-        theirs = maskrcnn_resnet50_fpn(weights=None, weights_backbone=None)
-    assert shapes_of(ours) == shapes_of(theirs)
-
-
-def test_parameter_names_of_resnet101_are_torchvisions() -> None:
-    with torch.device("meta"):
-        ours = MaskRCNN(ModelConfig(num_classes=90, backbone=BackboneConfig(name="resnet101")))
         body = resnet_fpn_backbone(backbone_name="resnet101", weights=None)
-        theirs = TorchvisionMaskRCNN(body, num_classes=91)
-    assert shapes_of(ours) == shapes_of(theirs)
+        for name, theirs in (
+            ("resnet50", maskrcnn_resnet50_fpn(weights=None, weights_backbone=None)),
+            ("resnet101", TorchvisionMaskRCNN(body, num_classes=91)),
+        ):
+            ours = MaskRCNN(ModelConfig(num_classes=90, backbone=BackboneConfig(name=name)))
+            assert shapes_of(ours) == shapes_of(theirs)
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, torch.Size]:
@@ -127,18 +123,15 @@ def test_no_detections(model: MaskRCNN) -> None:
     strict = MaskRCNN(model.config.model_copy(update={"roi": roi})).eval()
     strict.load_state_dict(model.state_dict())
     found = strict(image_batch(), SIZES)
-    assert [tuple(part.shape) for part in found] == [
-        (3,),
-        (3, 20, 4),
-        (3, 20),
-        (3, 20),
-        (3, 20, 28, 28),
-    ]
+    shapes = [(3,), (3, 20, 4), (3, 20), (3, 20), (3, 20, 28, 28)]
+    assert [tuple(part.shape) for part in found] == shapes
     assert not any(part.any() for part in found)
 
 
-@pytest.mark.parametrize("norm", ["frozen_bn", "bn", "gn"])
-@pytest.mark.parametrize("counts", [(4, 0, 1), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("norm", "counts"),
+    [("frozen_bn", (4, 0, 1)), ("frozen_bn", (0, 0, 0)), ("bn", (4, 0, 1)), ("gn", (0, 0, 0))],
+)
 def test_losses_and_gradients_are_finite(
     model: MaskRCNN, norm: Literal["frozen_bn", "bn", "gn"], counts: tuple[int, ...]
 ) -> None:

@@ -1,6 +1,5 @@
 """Detections and losses equal torchvision's for the same weights."""
 
-import pytest
 import torch
 from torch import Tensor
 from torchvision.models.detection import MaskRCNN as TorchvisionMaskRCNN
@@ -74,39 +73,38 @@ def normalised(batch: Tensor, config: ModelConfig) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize(("threshold", "expected"), [(0.95, "none"), (0.6, "few"), (0.01, "all")])
-def test_detections_equal_torchvision(threshold: float, expected: str) -> None:
-    theirs = torchvision_model(box_score_thresh=threshold).eval()
-    config = ModelConfig(
-        num_classes=CLASSES,
-        rpn=RPN,
-        roi=RoiConfig(score_threshold=threshold, max_detections=DETECTIONS),
-    )
-    ours = MaskRCNN(config).eval()
-    ours.load_state_dict(theirs.state_dict())
-    batch = images()
-    with torch.inference_mode():
-        found = ours(batch, torch.tensor(SIZES))
-        features = theirs.backbone(normalised(batch, config))
-        image_list = ImageList(normalised(batch, config), list(SIZES))
-        proposals, _ = theirs.rpn(image_list, features)
+@torch.inference_mode()
+def test_detections_equal_torchvision() -> None:
+    theirs, batch = torchvision_model().eval(), images()
+    inputs = normalised(batch, ModelConfig())
+    features = theirs.backbone(inputs)
+    proposals, _ = theirs.rpn(ImageList(inputs, list(SIZES)), features)
+    for threshold, expected in ((0.95, "none"), (0.6, "few"), (0.01, "all")):
+        theirs.roi_heads.score_thresh = threshold
         wanted, _ = theirs.roi_heads(features, proposals, list(SIZES))
-
-    counts = [len(w["scores"]) for w in wanted]
-    assert {
-        "none": max(counts) == 0,
-        "few": 0 < max(counts) < DETECTIONS,
-        "all": min(counts) == DETECTIONS,
-    }[expected], counts
-    assert found.num_detections.tolist() == counts
-    for index, (count, want) in enumerate(zip(counts, wanted, strict=True)):
-        torch.testing.assert_close(found.boxes[index, :count], want["boxes"], atol=1e-2, rtol=0)
-        torch.testing.assert_close(found.scores[index, :count], want["scores"], atol=1e-4, rtol=0)
-        assert found.labels[index, :count].tolist() == want["labels"].tolist()
-        torch.testing.assert_close(
-            found.masks[index, :count], want["masks"][:, 0], atol=1e-3, rtol=0
-        )
-        assert all(not part[index, count:].any() for part in found[1:])
+        counts = [len(w["scores"]) for w in wanted]
+        assert {
+            "none": max(counts) == 0,
+            "few": 0 < max(counts) < DETECTIONS,
+            "all": min(counts) == DETECTIONS,
+        }[expected], counts
+        roi = RoiConfig(score_threshold=threshold, max_detections=DETECTIONS)
+        ours = MaskRCNN(ModelConfig(num_classes=CLASSES, rpn=RPN, roi=roi)).eval()
+        ours.load_state_dict(theirs.state_dict())
+        found = ours(batch, torch.tensor(SIZES))
+        assert found.num_detections.tolist() == counts
+        for index, (count, want) in enumerate(zip(counts, wanted, strict=True)):
+            own = (
+                found.boxes[index, :count],
+                found.scores[index, :count],
+                found.masks[index, :count],
+            )
+            masks = want["masks"][:, 0]
+            torch.testing.assert_close(own[0], want["boxes"], atol=1e-2, rtol=0)
+            torch.testing.assert_close(own[1], want["scores"], atol=1e-4, rtol=0)
+            torch.testing.assert_close(own[2], masks, atol=1e-3, rtol=0)
+            assert found.labels[index, :count].tolist() == want["labels"].tolist()
+            assert all(not part[index, count:].any() for part in found[1:])
 
 
 def ground_truth() -> tuple[Targets, list[dict[str, Tensor]]]:
@@ -126,13 +124,8 @@ def ground_truth() -> tuple[Targets, list[dict[str, Tensor]]]:
             labels[index, row] = 1 + row % CLASSES
             masks[index, row, y1:y2, x1:x2] = 1
             masks[index, row, y1 : (y1 + y2) // 2, x1 : (x1 + x2) // 2] = 0
-        lists.append(
-            {
-                "boxes": boxes[index, :count],
-                "labels": labels[index, :count],
-                "masks": masks[index, :count],
-            }
-        )
+        parts = {"boxes": boxes, "labels": labels, "masks": masks}
+        lists.append({name: part[index, :count] for name, part in parts.items()})
     return Targets(boxes, labels, masks), lists
 
 

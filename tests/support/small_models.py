@@ -7,10 +7,6 @@ from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 from maskrcnn_trt.model.targets import Targets
 
-BACKBONES = [
-    (name, features) for name in ("resnet50", "resnet101") for features in ("fpn", "c4", "c5")
-]
-NORMS = ("frozen_bn", "bn", "gn")
 HEIGHT, WIDTH = 64, 96
 
 

@@ -1,18 +1,17 @@
 """Command line of `maskrcnn weights convert`."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import run_main
 from foreign_states import State, maskrcnn_benchmark, random_state
 
-from maskrcnn_trt import cli
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.model.config.schema import ModelConfig
 
-Call = Callable[..., tuple[int, str, str]]
+Call = Callable[..., tuple[object, str, str]]
 
 
 @pytest.fixture
@@ -21,12 +20,9 @@ def convert(
 ) -> Call:
     """Return a function that converts to `converted.pth`: exit code, stdout and stderr."""
 
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
+    def call(*arguments: str | Path) -> tuple[object, str, str]:
         words = ["weights", "convert", *map(str, arguments), "-o", str(tmp_path / "converted.pth")]
-        monkeypatch.setattr(sys, "argv", ["maskrcnn", *words])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return (int(end.value.code or 0), *capsys.readouterr())
+        return run_main(monkeypatch, capsys, *words)
 
     return call
 
@@ -45,7 +41,7 @@ def test_convert_writes_a_checkpoint_and_prints_a_report(
     anchors = {"module.rpn.anchor_generator.cell_anchors.0": torch.ones(3, 4)}
     torch.save({"model": state | anchors}, tmp_path / "model.pth")
     code, out, err = convert(tmp_path / "model.pth", "backbone.stride_in_1x1=false")
-    assert (code, err) == (0, "")
+    assert (code or 0, err) == (0, "")
     for line in (
         "maskrcnn-benchmark: resnet50 fpn, frozen_bn",
         f"{len(state)} tensors, all that the model has",
@@ -57,19 +53,17 @@ def test_convert_writes_a_checkpoint_and_prints_a_report(
         assert line in out
     checkpoint = load_checkpoint(tmp_path / "converted.pth")
     assert not checkpoint.model_config.backbone.stride_in_1x1
-    assert [category.name for category in checkpoint.categories] == [
-        f"class {i}" for i in (1, 2, 3)
-    ]
-    assert checkpoint.build_model().pixel_mean.tolist() == pytest.approx(
-        [122.77, 115.95, 102.98], 1e-3
-    )
+    names = [category.name for category in checkpoint.categories]
+    assert names == ["class 1", "class 2", "class 3"]
+    mean = pytest.approx([122.77, 115.95, 102.98], 1e-3)
+    assert checkpoint.build_model().pixel_mean.tolist() == mean
 
 
 def test_other_channel_order_keeps_the_channels(
     state: State, convert: Call, tmp_path: Path
 ) -> None:
     torch.save(state, tmp_path / "model.pth")
-    assert convert(tmp_path / "model.pth", "--other-channel-order")[0] == 0
+    assert convert(tmp_path / "model.pth", "--other-channel-order")[0] in (0, None)
     stem = load_checkpoint(tmp_path / "converted.pth").weights["backbone.body.conv1.weight"]
     assert torch.equal(stem, state["module.backbone.body.stem.conv1.weight"])
 
