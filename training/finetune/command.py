@@ -9,6 +9,7 @@ from rich.console import Console
 from ..config_commands import ConfiguredCommand
 
 if TYPE_CHECKING:
+    from ..config import TrainConfig
     from .preparation import Finetuning
 
 
@@ -52,7 +53,7 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     with errors_of_main_process():
         checkpoint = run_training(config, resume=resume)
     if is_main_process():
-        _print_results(checkpoint)
+        _print_results(checkpoint, config)
 
 
 def _print_plan(data: Path, prepared: "Finetuning") -> None:
@@ -73,11 +74,13 @@ def _print_plan(data: Path, prepared: "Finetuning") -> None:
     Console(markup=False, emoji=False).print(prepared.table())
 
 
-def _print_results(checkpoint: Path) -> None:
+def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
     from ...model.checkpoint import load_checkpoint
+    from ..data.coco.dataset import CocoDataset
     from ..evaluation.coco_metrics import IOU_TITLES, IOU_TYPES, class_table
     from .curves import draw_curves
     from .preparation import next_commands
+    from .worst_images import draw_worst_images
 
     metrics = load_checkpoint(checkpoint).metrics
     if metrics:
@@ -87,6 +90,9 @@ def _print_results(checkpoint: Path) -> None:
         click.echo(f"{IOU_TITLES[iou_type]}: {', '.join(values)}")
     click.echo(f"the final checkpoint is {checkpoint}")
     click.echo(f"curves: {draw_curves(checkpoint.parent)}")
+    if metrics and config.data.val is not None:
+        worst = draw_worst_images(CocoDataset(config.data.val), checkpoint.parent)
+        click.echo(f"validation images with the most errors: {worst or 'none has an error'}")
     click.echo("next:")
     for command in next_commands(checkpoint):
         click.echo(f"  {command}")

@@ -94,10 +94,11 @@ def test_metrics_are_those_of_pycocotools_on_the_images_held_out(run: Run) -> No
     assert f"box: AP {evaluation.stats[0]:.3f}" in run.output
 
 
-def test_curves_and_the_next_commands_are_named(run: Run) -> None:
-    with Image.open(run.folder / "curves.png") as image:
-        assert image.format == "PNG"
-    assert str(run.folder / "curves.png") in run.output
+def test_curves_worst_images_and_the_next_commands_are_named(run: Run) -> None:
+    for name in ("curves.png", "worst.png"):
+        with Image.open(run.folder / name) as image:
+            assert image.format == "PNG"
+        assert str(run.folder / name) in run.output
     commands = [shlex.split(line) for line in run.output.splitlines() if "  maskrcnn " in line]
     assert [command[1] for command in commands] == ["export", "predict", "serve"]
     assert Path(commands[0][2]).is_file()
