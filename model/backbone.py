@@ -5,9 +5,10 @@ from functools import partial
 from typing import Literal, Self
 
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision import ops
 from torchvision.models import resnet
 from torchvision.models._utils import IntermediateLayerGetter
-from torchvision.ops import FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
 
 from .config.schema import PYRAMID_STRIDES, BackboneConfig
@@ -20,6 +21,50 @@ _LAST_STAGES = {
     "c4": ("layer3",),
     "c5": ("layer4",),
 }
+
+
+class FrozenBatchNorm2d(ops.FrozenBatchNorm2d):  # type: ignore[misc]
+    """Batch norm with constant weights and statistics, for maps [B, C, H, W]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised maps in the dtype of `x`."""
+        weight, bias, mean, variance = (
+            values.reshape(1, -1, 1, 1)
+            for values in (self.weight, self.bias, self.running_mean, self.running_var)
+        )
+        scale = weight * (variance + self.eps).rsqrt()
+        # torchvision does not convert them. Under autocast, its result is float32 and takes twice
+        # the memory and the time.
+        normalised: Tensor = x * scale.to(x.dtype) + (bias - mean * scale).to(x.dtype)
+        return normalised
+
+
+class FeaturePyramid(FeaturePyramidNetwork):  # type: ignore[misc]
+    """Feature pyramid (Lin et al., 2017) of torchvision, with a faster addition in training."""
+
+    def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the maps of the pyramid by name, finest first; `x` likewise."""
+        inputs = list(x.values())
+        inner = self.get_result_from_inner_blocks(inputs[-1], -1)
+        maps = [self.get_result_from_layer_blocks(inner, -1)]
+        for index in reversed(range(len(inputs) - 1)):
+            inner = self._add_coarser(
+                self.get_result_from_inner_blocks(inputs[index], index), inner
+            )
+            maps.insert(0, self.get_result_from_layer_blocks(inner, index))
+        assert self.extra_blocks is not None
+        outputs, names = self.extra_blocks(maps, inputs, list(x))
+        return dict(zip(names, outputs, strict=True))
+
+    def _add_coarser(self, fine: Tensor, coarse: Tensor) -> Tensor:
+        """Add a map [B, C, h, w] to one of twice its height and width."""
+        batch, channels, height, width = coarse.shape
+        if not self.training or fine.shape[2:] != (2 * height, 2 * width):
+            return fine + F.interpolate(coarse, size=fine.shape[2:], mode="nearest")
+        # The gradient of a broadcast is a sum, that of `interpolate` a compiled scatter with
+        # atomic additions, which takes 2 ms of a step of 8 images of 800x1344 on an H100.
+        blocks = fine.view(batch, channels, height, 2, width, 2) + coarse[:, :, :, None, :, None]
+        return blocks.view(fine.shape)
 
 
 def norm_layer(norm: Norm, eps: float = 1e-5) -> Callable[[int], nn.Module] | None:
@@ -71,11 +116,11 @@ class Backbone(nn.Module):
         widths = {f"layer{i}": network.inplanes * 2**i // 16 for i in range(1, 5)}
         last = _LAST_STAGES[config.features]
         self.body = IntermediateLayerGetter(network, {name: name for name in last})
-        self.fpn: FeaturePyramidNetwork | None = None
+        self.fpn: FeaturePyramid | None = None
         self.out_channels = widths[last[-1]]
         if config.features == "fpn":
             self.out_channels = config.fpn_channels
-            self.fpn = FeaturePyramidNetwork(
+            self.fpn = FeaturePyramid(
                 list(widths.values()),
                 config.fpn_channels,
                 extra_blocks=LastLevelMaxPool(),

@@ -53,6 +53,11 @@ class Trainer:
         self.scaler = torch.amp.grad_scaler.GradScaler(
             worker.device.type, enabled=config.precision == "fp16"
         )
+        if config.compile:
+            from .compiled_losses import CompiledLosses  # takes seconds
+
+            # Inside of DistributedDataParallel, which then works as without compilation.
+            self.model.losses = CompiledLosses(self.model)  # type: ignore[method-assign]
         self._parallel = self._over_ranks()
 
     def _over_ranks(self) -> nn.Module:

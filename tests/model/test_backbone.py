@@ -113,3 +113,25 @@ def test_all_stages_can_be_frozen_later() -> None:
     assert not any(parameter.requires_grad for parameter in backbone.body.parameters())
     assert all(parameter.requires_grad for parameter in backbone.fpn.parameters())
     assert not any(module.training for module in backbone.body["layer4"].modules())
+
+
+def test_training_pyramid_equals_the_interpolated_one() -> None:
+    backbone = Backbone(
+        BackboneConfig(name="resnet18", frozen_stages=0, fpn_channels=32, norm="gn")
+    ).double()
+    images, gradients = torch.rand(2, 3, 64, 96).double(), []
+    for training in (True, False):
+        backbone.fpn.train(training)
+        maps = backbone(images)
+        gradients.append(
+            torch.autograd.grad(sum(m.square().sum() for m in maps), [*backbone.parameters()])
+        )
+    for own, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+def test_frozen_norm_keeps_the_dtype_of_autocast() -> None:
+    config = BackboneConfig(name="resnet18", fpn_channels=32, norm="frozen_bn")
+    with torch.autocast("cpu", torch.bfloat16):
+        maps = Backbone(config).body(torch.rand(1, 3, 64, 64))
+    assert {m.dtype for m in maps.values()} == {torch.bfloat16}
