@@ -30,13 +30,18 @@ _CONCURRENCIES = (1, 4, 16)
 @click.option(
     "--concurrency", "concurrencies", multiple=True, type=click.IntRange(min=1),
     help="Requests in flight; each client sends its next image when the previous one is answered. "
-    f"Repeatable. Default: {', '.join(map(str, _CONCURRENCIES))}; none if only --streamed or "
-    "--rate is given.",
+    f"Repeatable. Default: {', '.join(map(str, _CONCURRENCIES))}; none if only --streamed, --http "
+    "or --rate is given.",
 )  # fmt: skip
 @click.option(
     "--streamed", multiple=True, type=click.IntRange(min=1),
     help="Requests in flight over one stream per client process, instead of unary calls. "
     "Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--http", multiple=True, type=click.IntRange(min=1),
+    help="Requests in flight over HTTP, each with a connection of its own, for comparison with "
+    "--concurrency. Repeatable. Needs a bundle as SERVER.",
 )  # fmt: skip
 @click.option(
     "--rate", "rates", multiple=True, type=POSITIVE,
@@ -96,6 +101,8 @@ def serve(
 
     images = read_images(sources)
     settings = ServeSettings(images=images, masks=MaskFormat(masks), **_with_defaults(values))
+    if settings.http and settings.masks is MaskFormat.PROBABILITIES:
+        raise click.UsageError("--http has no --masks probabilities; choose another format")
     bundle = Path(server)
     max_delay_ms, bulk = None, None
     if bundle.is_dir():
@@ -105,13 +112,14 @@ def serve(
             raise click.UsageError("--peer unbatched needs larger batches; raise --max-batch")
         results = _print_results(measure_bundle(bundle, settings, options))
         if peer:
-            closed = dataclasses.replace(settings, rates=(), loads=())
+            closed = dataclasses.replace(settings, http=(), rates=(), loads=())
             options = (*options, "--max-batch", "1")
             results += _print_results(measure_bundle(bundle, closed, options))
         max_delay_ms = config.max_delay_ms
-    elif options or engine_rate or peer:
+    elif options or engine_rate or peer or settings.http:
         raise click.UsageError(
-            f"OPTIONS, --engine-rate and --peer apply only to a bundle; {server} is not a bundle"
+            "OPTIONS, --engine-rate, --http and --peer apply only to a bundle; "
+            f"{server} is not a bundle"
         )
     else:
         try:
@@ -125,7 +133,7 @@ def serve(
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Add the default of --concurrency if no other load is given, or if --load needs it."""
-    others = values["rates"] or values["streamed"]
+    others = values["rates"] or values["streamed"] or values["http"]
     if not values["concurrencies"] and (values["loads"] or not others):
         return values | {"concurrencies": _CONCURRENCIES}
     return values

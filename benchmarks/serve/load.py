@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import itertools
+import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -13,10 +14,13 @@ import numpy as np
 
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ...serving.client.connection import channel_options
+from .http_client import HttpClient
 
 Arrivals = Literal["poisson", "constant"]
 
 _SERVICE = "/maskrcnn.v1.Detector"
+# Fields of a response's timing, in the order of `RequestLog.timing`.
+_TIMING = ("decode_us", "queue_us", "infer_us", "encode_us", "batch_size")
 _STATUS_NAMES = {status.value[0]: status.name for status in grpc.StatusCode}
 # Pause of a closed-loop client after a rejected request, as in the package's own client.
 _PAUSE_S = 0.1
@@ -29,6 +33,13 @@ class ClosedLoop:
     clients: int
     # All clients of a process share one stream, instead of one unary call per image.
     streamed: bool = False
+
+
+@dataclass(frozen=True)
+class HttpLoop(ClosedLoop):
+    """Closed loop over HTTP, with a connection per client."""
+
+    path: str = "/v1/detect"
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class ClientLoad:
     index: int
     # Number of client processes.
     count: int
-    # Serialized DetectRequests, sent in rotation.
+    # Serialized DetectRequests, or images if `load` is an HttpLoop; sent in rotation.
     requests: Sequence[bytes]
     window: LoadWindow
     # Deadline of a request.
@@ -82,7 +93,7 @@ class RequestLog(NamedTuple):
     due: float
     sent: float
     received: float
-    # Name of the gRPC status.
+    # Name of the gRPC status, or `HTTP` and the status code.
     status: str
     # Microseconds of decoding, queueing, inference and encoding, and the size of the batch.
     timing: tuple[int, ...]
@@ -128,10 +139,7 @@ def arrival_times(load: OpenLoop, share: ClientLoad) -> list[float]:
 async def _send_load(share: ClientLoad) -> ClientLog:
     images = itertools.cycle(share.requests)
     logs: list[RequestLog] = []
-    # A bare channel instead of the package's client leaves more CPU time to the server.
-    async with grpc.aio.insecure_channel(share.address, channel_options(retries=0)) as channel:
-        streamed = isinstance(share.load, ClosedLoop) and share.load.streamed
-        detect = (_stream_detect if streamed else _unary_detect)(channel, share)
+    async with _detecting(share) as detect:
 
         async def send(due: float) -> str:
             sent = time.monotonic()
@@ -149,6 +157,36 @@ async def _send_load(share: ClientLoad) -> ClientLog:
                     await _sleep_until(due)
                     group.create_task(send(due))
     return ClientLog(logs, cpu_s.result())
+
+
+@contextlib.asynccontextmanager
+async def _detecting(share: ClientLoad) -> AsyncIterator[_Detect]:
+    """Open the connections of a share. Yield a function that sends a request."""
+    if isinstance(share.load, HttpLoop):
+        with contextlib.closing(HttpClient(share.address)) as client:
+            yield _http_detect(client, share.load.path, share.timeout_s)
+        return
+    # A bare channel instead of the package's client leaves more CPU time to the server.
+    async with grpc.aio.insecure_channel(share.address, channel_options(retries=0)) as channel:
+        streamed = isinstance(share.load, ClosedLoop) and share.load.streamed
+        yield (_stream_detect if streamed else _unary_detect)(channel, share)
+
+
+def _http_detect(client: HttpClient, path: str, timeout_s: float) -> _Detect:
+    async def detect(image: bytes) -> _Outcome:
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await client.post(path, image)
+        except TimeoutError:
+            return _Outcome(grpc.StatusCode.DEADLINE_EXCEEDED.name)
+        except (OSError, EOFError):
+            return _Outcome(grpc.StatusCode.UNAVAILABLE.name)
+        if response.status != 200:
+            return _Outcome(f"HTTP {response.status}")
+        timing = json.loads(response.body)["timing"]
+        return _Outcome("OK", tuple(timing[name] for name in _TIMING))
+
+    return detect
 
 
 def _unary_detect(channel: grpc.aio.Channel, share: ClientLoad) -> _Detect:
@@ -224,8 +262,7 @@ async def _sleep_until(moment: float) -> None:
 
 
 def _outcome_of(response: pb.DetectResponse) -> _Outcome:
-    t = response.timing
-    return _Outcome("OK", (t.decode_us, t.queue_us, t.infer_us, t.encode_us, t.batch_size))
+    return _Outcome("OK", tuple(getattr(response.timing, name) for name in _TIMING))
 
 
 def _stream_outcome_of(response: pb.DetectStreamResponse) -> _Outcome:

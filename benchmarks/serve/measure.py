@@ -1,6 +1,7 @@
 """Measurement of a server by client processes: closed loops, streams and open loops."""
 
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -16,12 +17,23 @@ from typing import NamedTuple
 from ...model.bundle.spec import ShapeBucket
 from ...serving.client import DetectorClient
 from ...serving.client.image_requests import request_from_image
+from ...serving.config import address_of
 from ...serving.detections import DetectionOptions, MaskFormat
 from ..common.images import noise_jpeg
 from ..common.processes import measure_process_usage
-from .load import Arrivals, ClientLoad, ClosedLoop, Load, LoadWindow, OpenLoop, send_load
+from .load import (
+    Arrivals,
+    ClientLoad,
+    ClosedLoop,
+    HttpLoop,
+    Load,
+    LoadWindow,
+    OpenLoop,
+    send_load,
+)
 from .results import ServeResult, result_from_logs
 
+_LOCALHOST = "127.0.0.1"
 _NOISE_SIZE = ShapeBucket(480, 640)
 NOISE = f"noise in a JPEG of {_NOISE_SIZE} pixels (height x width), a frequent size in COCO"
 
@@ -51,6 +63,8 @@ class ServeSettings:
     concurrencies: Sequence[int] = (1, 4, 16)
     # Clients of each closed loop over one stream per client process.
     streamed: Sequence[int] = ()
+    # Clients of each closed loop over HTTP.
+    http: Sequence[int] = ()
     # Images per second of each open loop.
     rates: Sequence[float] = ()
     # More open loops, with rates as fractions of the highest throughput at `concurrencies`.
@@ -113,12 +127,18 @@ def measure_bundle(
     Raises:
         ServerStartError: the server did not start.
     """
+    http_address = None
+    if settings.http:
+        with socket.create_server((_LOCALHOST, 0)) as free:
+            port = free.getsockname()[1]
+        http_address = address_of(_LOCALHOST, port)
+        options = (*options, "--http-port", str(port))
     with running_server(bundle, *options) as server:
-        yield from measure_server(server.address, settings, server.pid)
+        yield from measure_server(server.address, settings, server.pid, http_address)
 
 
 def measure_server(
-    address: str, settings: ServeSettings, pid: int | None = None
+    address: str, settings: ServeSettings, pid: int | None = None, http_address: str | None = None
 ) -> Iterator[ServeResult]:
     """Measure the server at `host:port` under each load, closed loops first.
 
@@ -126,6 +146,7 @@ def measure_server(
         address: Address of the server.
         settings: Loads, images and durations.
         pid: Process ID of the server, to measure its resource use. None: it is not measured.
+        http_address: Address of the server's HTTP port, for `settings.http`. None: no HTTP.
 
     Yields:
         The result of each load when it is complete.
@@ -143,13 +164,18 @@ def measure_server(
             yield result
         for clients in settings.streamed:
             yield _measure(pool, target, ClosedLoop(clients, streamed=True), settings)
+        if http_address is not None:
+            over_http = target._replace(address=http_address, requests=settings.encoded_images())
+            path = f"/v1/detect?mask_format={settings.masks.value}"
+            for clients in settings.http:
+                yield _measure(pool, over_http, HttpLoop(clients, path=path), settings)
         for rate in (*settings.rates, *(share * capacity for share in settings.loads)):
             yield _measure(pool, target, OpenLoop(rate, settings.arrivals), settings)
 
 
 class _ServerTarget(NamedTuple):
     address: str
-    # Serialized DetectRequests, sent in rotation.
+    # As in `ClientLoad`.
     requests: Sequence[bytes]
     max_batch: int
     pid: int | None

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 from ..bulk.measure import BulkResult
 from ..common.processes import MachineInfo, describe_machine
 from ..common.record import PlotGrid, Record, ResultTable, format_verdict
-from .load import ClosedLoop, Load, OpenLoop
-from .results import ServeResult
+from .load import ClosedLoop, HttpLoop, OpenLoop
+from .results import ServeResult, closed_loops, fastest, load_name, own_results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Minimum throughput on a GPU as a fraction of the engine's own.
 _GOAL = 0.7
+# Goal for the throughput over HTTP as a fraction of that over gRPC.
+_HTTP_GOAL = 0.8
 _MAX_BATCH = "max batch"
 _LATENCIES = ("p50", "p90", "p95", "p99", "max")
 _TIMES = ("decode", "queue", "infer", "encode", "rest")
@@ -63,10 +65,11 @@ def serve_record(
         machine: None: this machine.
     """
     machine = machine or describe_machine()
+    over_http = " and HTTP" if any(isinstance(r.load, HttpLoop) for r in results) else ""
     engine = f", {bulk.engine} in {bulk.precision}" if bulk else ""
     return Record(
         subject="serve",
-        title=f"Serving over gRPC{engine}",
+        title=f"Serving over gRPC{over_http}{engine}",
         results=results,
         tables=_tables(results),
         plots=_plots(results, bulk),
@@ -82,7 +85,7 @@ def describe_result(result: ServeResult) -> str:
     """Describe a result in one line, as in `4 clients: 30.5 images/s, p50 126 ms, p99 198 ms`."""
     refused = _refused_requests(result)
     return (
-        f"{_load_name(result.load)}: {result.images_per_second:.1f} images/s, "
+        f"{load_name(result.load)}: {result.images_per_second:.1f} images/s, "
         f"p50 {_format_ms(result.latency.p50)} ms, p99 {_format_ms(result.latency.p99)} ms"
         + (f", {refused} refused" if refused else "")
     )
@@ -92,14 +95,15 @@ def serve_goals(
     results: Sequence[ServeResult], max_delay_ms: float | None, bulk: BulkResult | None
 ) -> list[str]:
     """Return sentences that compare throughput, latency and refusals with the goals."""
-    own = _own_results(results)
-    best = _fastest(own)
+    own = own_results(results)
+    best = fastest(own)
     goals = []
     if bulk is not None:
-        goals += [_throughput_goal(r, bulk) for r in (best, _fastest(own, streamed=True)) if r]
+        goals += [_throughput_goal(r, bulk) for r in (best, fastest(own, streamed=True)) if r]
     if best is None:
         return goals
-    unbatched = _fastest([r for r in results if r not in own])
+    goals += _http_goals(own)
+    unbatched = fastest([r for r in results if r not in own])
     if unbatched is not None:
         goals.append(
             f"Batches of up to {best.max_batch} give {best.images_per_second:.1f} images/s, "
@@ -113,6 +117,21 @@ def serve_goals(
     ]
 
 
+def _http_goals(own: Sequence[ServeResult]) -> list[str]:
+    """Compare each result over HTTP with that of as many clients over gRPC."""
+    unary = closed_loops(own, streamed=False)
+    rates = {r.load.clients: r.images_per_second for r in unary if isinstance(r.load, ClosedLoop)}
+    goals = []
+    for result in own:
+        if isinstance(result.load, HttpLoop) and result.load.clients in rates:
+            share = result.images_per_second / rates[result.load.clients]
+            goals.append(
+                f"{load_name(result.load)}: {result.images_per_second:.1f} images/s, {share:.0%} "
+                f"of gRPC's; the goal of {_HTTP_GOAL:.0%} is {format_verdict(share >= _HTTP_GOAL)}."
+            )
+    return goals
+
+
 def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
     engine_rate = bulk.engine_images_per_second
     share = best.images_per_second / engine_rate
@@ -120,7 +139,7 @@ def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
     if bulk.device == "cuda":
         verdict = f"; the goal of {_GOAL:.0%} is {format_verdict(share >= _GOAL)}"
     return (
-        f"{_load_name(best.load)}: {best.images_per_second:.1f} images/s, {share:.0%} of the "
+        f"{load_name(best.load)}: {best.images_per_second:.1f} images/s, {share:.0%} of the "
         f"engine's own {engine_rate:.1f} and "
         f"{best.images_per_second / bulk.images_per_second:.0%} of the "
         f"{bulk.images_per_second:.1f} without a server{verdict}."
@@ -136,7 +155,7 @@ def _latency_goal(
     if refused:
         refusal += f" with a p99 of {max(r.latency.p99 for r in result.refusals):.1f} ms"
     parts = [
-        f"{_load_name(load, best)}: {refusal}",
+        f"{load_name(load, best)}: {refusal}",
         f"p99 of the others {result.latency.p99:.1f} ms",
     ]
     if max_delay_ms is not None and load.rate < best.images_per_second:
@@ -151,8 +170,8 @@ def _latency_goal(
 def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:
     speed, times, use = [], [], []
     for r in results:
-        best = _fastest([other for other in results if other.max_batch == r.max_batch])
-        name = (_load_name(r.load, best), str(r.max_batch))
+        best = fastest([other for other in results if other.max_batch == r.max_batch])
+        name = (load_name(r.load, best), str(r.max_batch))
         latencies = (_format_ms(getattr(r.latency, key)) for key in _LATENCIES)
         speed.append((*name, f"{r.images_per_second:.1f}", *latencies, str(_refused_requests(r))))
         stages = (_format_ms(getattr(r.times, key)) for key in _TIMES)
@@ -189,28 +208,12 @@ def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:
 
 def _refusals(results: Sequence[ServeResult]) -> list[str]:
     return [
-        f"{_load_name(r.load)}: {f.requests} of {r.requests + _refused_requests(r)} requests ended "
+        f"{load_name(r.load)}: {f.requests} of {r.requests + _refused_requests(r)} requests ended "
         f"with {f.status}, p50 {_format_ms(f.latency.p50)} ms, "
         f"p99 {_format_ms(f.latency.p99)} ms"
         for r in results
         for f in r.refusals
     ]
-
-
-def _own_results(results: Sequence[ServeResult]) -> list[ServeResult]:
-    """Return the results of the server under test, without those of the unbatched baseline."""
-    return [r for r in results if r.max_batch == results[0].max_batch]
-
-
-def _fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeResult | None:
-    """Return the closed-loop result with the highest throughput. None: there is no closed loop."""
-    closed = _closed_loops(results, streamed=streamed)
-    return max(closed, key=lambda r: r.images_per_second, default=None)
-
-
-def _closed_loops(results: Sequence[ServeResult], *, streamed: bool) -> list[ServeResult]:
-    loads = ((r, r.load) for r in results)
-    return [r for r, load in loads if isinstance(load, ClosedLoop) and load.streamed == streamed]
 
 
 def _memory_mib(result: ServeResult) -> tuple[float, float] | None:
@@ -222,15 +225,6 @@ def _memory_mib(result: ServeResult) -> tuple[float, float] | None:
     return median(memory[:fifth]), median(memory[-fifth:])
 
 
-def _load_name(load: Load, best: ServeResult | None = None) -> str:
-    """Name a load, as in `16 clients` or, relative to the best result, `poisson 27/s (90%)`."""
-    if isinstance(load, ClosedLoop):
-        clients = f"{load.clients} client{'' if load.clients == 1 else 's'}"
-        return f"{clients} streamed" if load.streamed else clients
-    share = "" if best is None else f" ({load.rate / best.images_per_second:.0%})"
-    return f"{load.arrivals} {load.rate:.1f}/s{share}"
-
-
 def _refused_requests(result: ServeResult) -> int:
     return sum(refusals.requests for refusals in result.refusals)
 
@@ -240,8 +234,8 @@ def _format_ms(value: float) -> str:
 
 
 def _plots(results: Sequence[ServeResult], bulk: BulkResult | None) -> PlotGrid:
-    own = _own_results(results)
-    closed, streamed = (_closed_loops(own, streamed=streamed) for streamed in (False, True))
+    own = own_results(results)
+    closed, streamed = (closed_loops(own, streamed=streamed) for streamed in (False, True))
     opened = [r for r in own if isinstance(r.load, OpenLoop)]
     plots = []
     if closed or streamed:
@@ -255,7 +249,7 @@ def _plot_throughput(axes: "Axes", results: Sequence[ServeResult], bulk: BulkRes
     for size in dict.fromkeys(r.max_batch for r in results):
         same_size = [r for r in results if r.max_batch == size]
         for streamed in (False, True):
-            if curve := _closed_loops(same_size, streamed=streamed):
+            if curve := closed_loops(same_size, streamed=streamed):
                 rates = [r.images_per_second for r in curve]
                 label = f"batches up to {size}{', over streams' if streamed else ''}"
                 axes.plot(_ticks(curve), rates, "o-", label=label)
@@ -282,7 +276,7 @@ def _plot_latency(axes: "Axes", results: Sequence[ServeResult]) -> None:
 
 
 def _plot_times(axes: "Axes", results: Sequence[ServeResult]) -> None:
-    labels = [_load_name(r.load) for r in results]
+    labels = [load_name(r.load) for r in results]
     ends = [0.0] * len(results)
     for name in _TIMES:
         shares = [getattr(r.times, name) / r.latency.mean for r in results]

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..common.processes import ProcessUsage
 from ..common.timing import Latency, latency_from_seconds, percentile
-from .load import ClientLog, Load, LoadWindow, RequestLog
+from .load import ClientLog, ClosedLoop, HttpLoop, Load, LoadWindow, RequestLog
 
 
 class NoAnswerError(Exception):
@@ -141,3 +141,31 @@ def _by_outcome(
 
 def _latency_of(requests: Sequence[RequestLog]) -> Latency:
     return latency_from_seconds([r.received - r.due for r in requests])
+
+
+def own_results(results: Sequence[ServeResult]) -> list[ServeResult]:
+    """Return the results of the server under test, without those of the unbatched baseline."""
+    return [r for r in results if r.max_batch == results[0].max_batch]
+
+
+def fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeResult | None:
+    """Return the closed-loop result with the highest throughput. None: there is no closed loop."""
+    closed = closed_loops(results, streamed=streamed)
+    return max(closed, key=lambda r: r.images_per_second, default=None)
+
+
+def closed_loops(results: Sequence[ServeResult], *, streamed: bool) -> list[ServeResult]:
+    """Return the results of closed loops over gRPC, with streams or with unary calls."""
+    loads = ((r, r.load) for r in results)
+    # Without HttpLoop, which derives from ClosedLoop.
+    return [r for r, load in loads if type(load) is ClosedLoop and load.streamed == streamed]
+
+
+def load_name(load: Load, best: ServeResult | None = None) -> str:
+    """Name a load, as in `16 clients` or, relative to the best result, `poisson 27/s (90%)`."""
+    if isinstance(load, ClosedLoop):
+        clients = f"{load.clients} client{'' if load.clients == 1 else 's'}"
+        over_http = " over HTTP" if isinstance(load, HttpLoop) else ""
+        return f"{clients} streamed" if load.streamed else f"{clients}{over_http}"
+    share = "" if best is None else f" ({load.rate / best.images_per_second:.0%})"
+    return f"{load.arrivals} {load.rate:.1f}/s{share}"

@@ -11,7 +11,7 @@ from maskrcnn_trt.benchmarks.bulk.measure import BulkResult
 from maskrcnn_trt.benchmarks.common.processes import MachineInfo, ProcessUsage
 from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.benchmarks.common.timing import Latency
-from maskrcnn_trt.benchmarks.serve.load import ClosedLoop, Load, OpenLoop
+from maskrcnn_trt.benchmarks.serve.load import ClosedLoop, HttpLoop, Load, OpenLoop
 from maskrcnn_trt.benchmarks.serve.record import describe_result, serve_goals, serve_record
 from maskrcnn_trt.benchmarks.serve.results import ClientUse, Refusals, RequestTimes, ServeResult
 
@@ -97,3 +97,14 @@ def test_record_of_one_load(results: list[ServeResult], tmp_path: Path) -> None:
 def test_result_is_described_in_one_line() -> None:
     assert describe_result(RESULTS[0]) == "1 client: 100.0 images/s, p50 10.0 ms, p99 10.0 ms"
     assert describe_result(RESULTS[4]).endswith("p99 200 ms, 300 refused")
+
+
+def test_http_is_compared_with_as_many_clients_over_grpc() -> None:
+    results = [
+        make_result(ClosedLoop(8), 100, 10),
+        make_result(HttpLoop(8), 90, 11),
+        make_result(HttpLoop(64), 300, 20),
+    ]
+    (goal,) = serve_goals(results, None, None)
+    assert "8 clients over HTTP" in goal
+    assert "90%" in goal

@@ -1,0 +1,64 @@
+"""HTTP client of the load generator: keeps its connections, and does little else."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+
+_Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class HttpResponse(NamedTuple):
+    """Status code and body of a response."""
+
+    status: int
+    body: bytes
+
+
+class HttpClient:
+    """Client of one server with a connection per request in flight."""
+
+    # A general client would take more CPU time per request than the server.
+
+    def __init__(self, address: str) -> None:
+        """Send requests to `host:port`."""
+        self._address = address
+        self._host, _, self._port = address.rpartition(":")
+        self._idle: list[_Connection] = []
+
+    async def post(self, path: str, body: bytes) -> HttpResponse:
+        """Send a POST request.
+
+        Raises:
+            OSError, asyncio.IncompleteReadError: the connection failed.
+        """
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._address}\r\nContent-Length: {len(body)}"
+        async with self._connection() as (reader, writer):
+            writer.writelines([head.encode(), b"\r\n\r\n", body])
+            response = await reader.readuntil(b"\r\n\r\n")
+            length = _LENGTH.search(response)
+            content = await reader.readexactly(int(length[1]) if length else 0)
+        return HttpResponse(int(response.split(maxsplit=2)[1]), content)
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            _, writer = self._idle.pop()
+            writer.close()
+
+    @contextlib.asynccontextmanager
+    async def _connection(self) -> AsyncIterator[_Connection]:
+        """Lend a connection. It is reused unless the body of the context raises."""
+        host = self._host.strip("[]")
+        connection = (
+            self._idle.pop() if self._idle else await asyncio.open_connection(host, self._port)
+        )
+        try:
+            yield connection
+        except BaseException:
+            connection[1].close()
+            raise
+        self._idle.append(connection)
