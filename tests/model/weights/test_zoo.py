@@ -3,8 +3,10 @@
 import re
 
 import pytest
+from click.testing import CliRunner
 from torchvision.models import get_weight
 
+from maskrcnn_trt.model.weights.commands import weights
 from maskrcnn_trt.model.weights.zoo import ZOO_MODELS, ZooError, is_zoo_name, zoo_model
 
 DETECTRON2 = "https://dl.fbaipublicfiles.com/detectron2"
@@ -63,6 +65,13 @@ def test_every_name_is_unique_and_resolves() -> None:
     assert len({model.file_name for model in ZOO_MODELS}) == len(ZOO_MODELS)
     assert all(is_zoo_name(model) and zoo_model(str(model)) is model for model in ZOO_MODELS)
     assert not any(map(is_zoo_name, ("model.pth", "https://torchvision:80/x", "torchvision")))
+
+
+def test_the_list_has_every_name_and_licence() -> None:
+    result = CliRunner().invoke(weights, ["list"])
+    words = result.output.split()
+    assert all(str(model) in words for model in ZOO_MODELS)
+    assert "CC BY-SA 3.0" in result.output
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from small_models import random_model  # noqa: E402
 from zoo_mirror import zoo_mirror  # noqa: E402
 
 from maskrcnn_trt.benchmarks.accuracy import evaluate  # noqa: E402
+from maskrcnn_trt.benchmarks.bulk import bulk  # noqa: E402
+from maskrcnn_trt.benchmarks.infer import infer  # noqa: E402
 from maskrcnn_trt.model.bundle.manifest import read_manifest  # noqa: E402
 from maskrcnn_trt.model.config.schema import ModelConfig  # noqa: E402
 from maskrcnn_trt.model.download.local_files import DownloadError  # noqa: E402
@@ -110,7 +112,7 @@ def test_a_checkpoint_is_exported_once(
     assert list((tmp_path / "cache").rglob("*.onnx")) == exported
 
 
-@pytest.mark.parametrize("command", [predict, serve])
+@pytest.mark.parametrize("command", [predict, serve, infer, bulk])
 def test_unknown_names_have_a_suggestion(command: object, tmp_path: Path, picture: Encode) -> None:
     image = tmp_path / "1.png"
     image.write_bytes(picture())
@@ -133,6 +135,7 @@ def test_a_failed_download_is_an_error_of_the_command(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_unreadable_weights_file_ends_the_command(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
