@@ -1,7 +1,9 @@
 """Fixtures shared by several folders: a tiny model with random weights, and its bundles."""
 
+import asyncio
 import gc
 import importlib
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +42,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip GPU tests on machines without a GPU."""
     if item.get_closest_marker("gpu") and not importlib.import_module("torch").cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run tests that are coroutines."""
+    # Not with the plugin of anyio: it fails tests for messages that gRPC's threads send to closed
+    # event loops.
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="session")

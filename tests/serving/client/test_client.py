@@ -1,4 +1,3 @@
-import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
@@ -121,11 +120,6 @@ def test_detect_many_keeps_the_order_and_shares_batches(
     assert 1 < max(batches) <= 4
 
 
-def test_empty_runs(client: DetectorClient) -> None:
-    assert list(client.detect_many([])) == []
-    assert list(client.stream([])) == []
-
-
 def test_abandoned_results_are_cancelled(client: DetectorClient, picture: Encode) -> None:
     results = client.detect_many([picture(i) for i in range(9)])
     assert isinstance(next(results), Detections)
@@ -133,45 +127,28 @@ def test_abandoned_results_are_cancelled(client: DetectorClient, picture: Encode
     assert len(client.detect(picture())) > 0
 
 
-def test_stream_continues_after_an_invalid_image(
-    client: DetectorClient, predictor: Predictor, picture: Encode
-) -> None:
-    images = [picture(i) for i in range(12)]
-    images[3] = b""
-    outcomes = dict(client.stream(images))
-    assert set(outcomes) == set(range(12))
-    refused = outcomes.pop(3)
-    assert isinstance(refused, RefusedError)
-    assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "empty" in str(refused)
-    for index, outcome in outcomes.items():
-        assert_equal(outcome, predictor.detect(images[index]))
-
-
-def test_async_client_agrees_with_the_sync_client(
+async def test_streams_and_async_clients_agree(
     address: str, client: DetectorClient, picture: Encode
 ) -> None:
     images = [picture(i) for i in range(6)]
-    images[2] = b"no image"
-
-    async def run() -> tuple[Any, list[Any], dict[int, Any], str]:
-        async with AsyncDetectorClient(address) as other:
-            one = await other.detect(images[0])
-            many = [outcome async for outcome in other.detect_many(images, concurrency=4)]
-            streamed = {index: outcome async for index, outcome in other.stream(images)}
-            return one, many, streamed, (await other.model()).name
-
-    one, many, streamed, name = asyncio.run(run())
-    assert_equal(one, client.detect(images[0]))
-    assert name == client.model().name
-    assert set(streamed) == set(range(6))
-    for index, expected in enumerate(client.detect_many(images)):
-        for outcome in (many[index], streamed[index]):
-            if isinstance(expected, RefusedError):
-                assert isinstance(outcome, RefusedError)
-                assert (outcome.code, str(outcome)) == (expected.code, str(expected))
-            else:
-                assert_equal(outcome, expected)
+    images[2] = b""
+    expected = list(client.detect_many(images))
+    async with AsyncDetectorClient(address) as other:
+        assert_equal(await other.detect(images[0]), expected[0])
+        many = [outcome async for outcome in other.detect_many(images, concurrency=4)]
+        streamed = {index: outcome async for index, outcome in other.stream(images)}
+        assert (await other.model()).name == client.model().name
+        assert [outcome async for outcome in other.detect_many([])] == []
+    assert list(client.detect_many([])) == list(client.stream([])) == []
+    for outcomes in (dict(enumerate(many)), streamed, dict(client.stream(images))):
+        assert set(outcomes) == set(range(6))
+        refused, cause = outcomes.pop(2), expected[2]
+        assert isinstance(refused, RefusedError)
+        assert isinstance(cause, RefusedError)
+        assert (refused.code, str(refused)) == (grpc.StatusCode.INVALID_ARGUMENT, str(cause))
+        assert "empty" in str(refused)
+        for index, outcome in outcomes.items():
+            assert_equal(outcome, expected[index])
 
 
 def test_model_describes_the_bundle(client: DetectorClient, predictor: Predictor) -> None:
@@ -187,7 +164,7 @@ def test_model_describes_the_bundle(client: DetectorClient, predictor: Predictor
     assert model.limits.max_batch == 4
 
 
-def test_unreachable_server_is_named() -> None:
+async def test_unreachable_server_is_named() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -200,12 +177,9 @@ def test_unreachable_server_is_named() -> None:
         with pytest.raises(UnreachableError, match=message):
             client.model()
 
-    async def run() -> None:
-        async with AsyncDetectorClient(address, retries=0) as other:
+    async with AsyncDetectorClient(address, retries=0) as other:
+        with pytest.raises(UnreachableError, match=message):
             await other.detect(b"image")
-
-    with pytest.raises(UnreachableError, match=message):
-        asyncio.run(run())
 
 
 def test_deadline_is_reported(address: str, client: DetectorClient, picture: Encode) -> None:

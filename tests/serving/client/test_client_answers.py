@@ -22,7 +22,7 @@ Encode = Callable[..., bytes]
 
 
 @both_runs
-def test_run_survives_the_restart_of_an_engine(
+async def test_run_survives_the_restart_of_an_engine(
     bundle: Path, gate: Gate, picture: Encode, run: Callable[..., Run]
 ) -> None:
     outcomes: list[Any] = []
@@ -34,23 +34,20 @@ def test_run_survives_the_restart_of_an_engine(
         while not isinstance(outcomes[-1], Detections):
             yield picture()
 
-    async def detect() -> None:
-        async with served(bundle) as address:
-            detect_many = partial(asyncio.to_thread, run, address, concurrency=1, retries=0)
-            gate.break_with(RuntimeError("no memory"))
-            broken = (await detect_many([picture()] * 3)).outcomes
-            assert [error.code for error in broken] == [grpc.StatusCode.INTERNAL] * 3
-            gate.close()  # keeps the new engine from starting
-            assert (await detect_many(images(), into=outcomes)).error is None
-
-    asyncio.run(detect())
+    async with served(bundle) as address:
+        detect_many = partial(asyncio.to_thread, run, address, concurrency=1, retries=0)
+        gate.break_with(RuntimeError("no memory"))
+        broken = (await detect_many([picture()] * 3)).outcomes
+        assert [error.code for error in broken] == [grpc.StatusCode.INTERNAL] * 3
+        gate.close()  # keeps the new engine from starting
+        assert (await detect_many(images(), into=outcomes)).error is None
     refused = [outcome for outcome in outcomes if isinstance(outcome, RefusedError)]
     assert len(refused) > 7
     assert {error.code for error in refused} == {grpc.StatusCode.UNAVAILABLE}
     assert all("try again" in str(error) for error in refused)
 
 
-def test_stream_reports_that_the_server_is_stopping(bundle: Path, picture: Encode) -> None:
+async def test_stream_reports_that_the_server_is_stopping(bundle: Path, picture: Encode) -> None:
     answered = asyncio.Event()
 
     async def images() -> AsyncIterator[bytes]:
@@ -62,15 +59,12 @@ def test_stream_reports_that_the_server_is_stopping(bundle: Path, picture: Encod
             async for _ in client.stream(images()):
                 answered.set()
 
-    async def detect() -> None:
-        async with served(bundle, stop_grace_s=30) as address:
-            streaming = asyncio.create_task(stream(address))
-            await answered.wait()
-        with pytest.raises(RefusedError, match="stopping") as caught:
-            await streaming
-        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
-
-    asyncio.run(detect())
+    async with served(bundle, stop_grace_s=30) as address:
+        streaming = asyncio.create_task(stream(address))
+        await answered.wait()
+    with pytest.raises(RefusedError, match="stopping") as caught:
+        await streaming
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
 
 
 def test_killed_server_is_unreachable(bundle: Path, tmp_path: Path, picture: Encode) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +13,6 @@ from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
 from maskrcnn_trt.serving.errors import ClosedError
 
 IMAGES = [b"an image"] * 9
-
-# Call of a client method, to its end.
-Use = Callable[[Any], Any]
 
 
 class BlockingDetector(StubDetector):
@@ -55,56 +52,52 @@ def blocking() -> Iterator[tuple[str, BlockingDetector]]:
         detector.release.set()
 
 
-async def collect(results: Any) -> list[Any]:
-    return [result async for result in results]
+# Arguments by method.
+METHODS: dict[str, tuple[Any, ...]] = {
+    "detect": (IMAGES[0],),
+    "detect_many": (IMAGES,),
+    "stream": (IMAGES,),
+    "model": (),
+}
+methods = pytest.mark.parametrize("method", METHODS)
 
 
-uses = pytest.mark.parametrize(
-    "use",
-    [
-        lambda client: client.detect(IMAGES[0]),
-        lambda client: list(client.detect_many(IMAGES)),
-        lambda client: list(client.stream(IMAGES)),
-        lambda client: client.model(),
-    ],
-    ids=["detect", "detect_many", "stream", "model"],
-)
-async_uses = pytest.mark.parametrize(
-    "use",
-    [
-        lambda client: client.detect(IMAGES[0]),
-        lambda client: collect(client.detect_many(IMAGES)),
-        lambda client: collect(client.stream(IMAGES)),
-        lambda client: client.model(),
-    ],
-    ids=["detect", "detect_many", "stream", "model"],
-)
+def use(client: DetectorClient, method: str) -> None:
+    """Call a method and read all its results."""
+    result = getattr(client, method)(*METHODS[method])
+    if isinstance(result, Iterator):
+        list(result)
 
 
-@uses
-def test_closed_client_raises(use: Use) -> None:
+async def use_async(client: AsyncDetectorClient, method: str) -> None:
+    result = getattr(client, method)(*METHODS[method])
+    if isinstance(result, AsyncIterator):
+        _ = [outcome async for outcome in result]
+    else:
+        await result
+
+
+@methods
+def test_closed_client_raises(method: str) -> None:
     client = DetectorClient("localhost:1")
     for _ in range(2):
         client.close()
         with pytest.raises(ClosedError, match="localhost:1 is closed"):
-            use(client)
+            use(client, method)
 
 
-@async_uses
-def test_closed_async_client_raises(use: Use) -> None:
-    async def run() -> None:
-        client = AsyncDetectorClient("localhost:1")
-        for _ in range(2):
-            await client.close()
-            with pytest.raises(ClosedError, match="localhost:1 is closed"):
-                await use(client)
-
-    asyncio.run(run())
+@methods
+async def test_closed_async_client_raises(method: str) -> None:
+    client = AsyncDetectorClient("localhost:1")
+    for _ in range(2):
+        await client.close()
+        with pytest.raises(ClosedError, match="localhost:1 is closed"):
+            await use_async(client, method)
 
 
-@uses
+@methods
 def test_closing_a_client_ends_pending_calls(
-    use: Use, blocking: tuple[str, BlockingDetector]
+    method: str, blocking: tuple[str, BlockingDetector]
 ) -> None:
     address, detector = blocking
     client = DetectorClient(address)
@@ -116,46 +109,38 @@ def test_closing_a_client_ends_pending_calls(
     closing = threading.Thread(target=close)
     closing.start()
     with pytest.raises(ClosedError):
-        use(client)
+        use(client, method)
     closing.join()
 
 
-@async_uses
-def test_closing_an_async_client_ends_pending_calls(
-    use: Use, blocking: tuple[str, BlockingDetector]
+@methods
+async def test_closing_an_async_client_ends_pending_calls(
+    method: str, blocking: tuple[str, BlockingDetector]
 ) -> None:
     address, detector = blocking
+    client = AsyncDetectorClient(address)
+    call = asyncio.create_task(use_async(client, method))
+    await asyncio.to_thread(detector.called.wait, 60)
+    await client.close()
+    with pytest.raises(ClosedError):
+        await call
+    assert not call.cancelled()
 
-    async def run() -> None:
+
+@methods
+async def test_cancelled_task_raises_cancelled_error(
+    method: str, blocking: tuple[str, BlockingDetector]
+) -> None:
+    address, detector = blocking
+    for closed in (False, True):
+        detector.called.clear()
         client = AsyncDetectorClient(address)
-        call = asyncio.create_task(use(client))
+        call = asyncio.create_task(use_async(client, method))
         await asyncio.to_thread(detector.called.wait, 60)
-        await client.close()
-        with pytest.raises(ClosedError):
-            await call
-        assert not call.cancelled()
-
-    asyncio.run(run())
-
-
-@async_uses
-def test_cancelled_task_raises_cancelled_error(
-    use: Use, blocking: tuple[str, BlockingDetector]
-) -> None:
-    address, detector = blocking
-
-    async def run() -> None:
-        for closed in (False, True):
-            detector.called.clear()
-            client = AsyncDetectorClient(address)
-            call = asyncio.create_task(use(client))
-            await asyncio.to_thread(detector.called.wait, 60)
-            call.cancel()
-            if closed:
-                await client.close()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            assert call.cancelled()
+        call.cancel()
+        if closed:
             await client.close()
-
-    asyncio.run(run())
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert call.cancelled()
+        await client.close()

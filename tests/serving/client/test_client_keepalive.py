@@ -61,34 +61,41 @@ async def stream_async(address: str, image: bytes, pause: Pause) -> list[int]:
     return indices
 
 
-both_streams = pytest.mark.parametrize("stream", [stream_sync, stream_async])
+async def end_unreachable(address: str, image: bytes, on_pause: Pause, match: str) -> None:
+    """Check that streams of both clients end with an error while no image is sent."""
+
+    async def end(stream: Stream) -> None:
+        ended = threading.Event()
+
+        def pause() -> None:
+            on_pause()
+            ended.wait(60)
+
+        try:
+            with pytest.raises(UnreachableError, match=match):
+                await stream(address, image, pause)
+        finally:
+            ended.set()
+
+    await asyncio.gather(end(stream_sync), end(stream_async))
 
 
-@both_streams
-def test_stream_ends_when_the_server_vanishes(
-    bundle: Path, picture: Encode, monkeypatch: pytest.MonkeyPatch, stream: Stream
+async def test_streams_end_when_the_server_vanishes(
+    address: str, picture: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "_PING_TIMEOUT_MS", 500)
-    ended = threading.Event()
+    paused = threading.Barrier(2)
+    async with proxied(address) as proxy:
 
-    async def run() -> None:
-        async with served(bundle) as address, proxied(address) as proxy:
+        def vanish() -> None:
+            paused.wait(60)  # both streams have their first result
+            proxy.silent = True
 
-            def vanish() -> None:
-                proxy.silent = True
-                ended.wait(60)
-
-            try:
-                with pytest.raises(UnreachableError, match="stopped responding"):
-                    await stream(proxy.address, picture(), vanish)
-            finally:
-                ended.set()
-
-    asyncio.run(run())
+        await end_unreachable(proxy.address, picture(), vanish, "stopped responding")
 
 
 @pytest.mark.slow
-def test_idle_streams_stay_open(
+async def test_idle_streams_stay_open(
     bundle: Path, picture: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "_CLIENT_PING_MS", 500)
@@ -106,28 +113,16 @@ def test_idle_streams_stay_open(
             assert proxy.connections == 1
             assert bytes_sent[1] > bytes_sent[0]  # pings
 
-    async def run() -> None:
-        async with served(bundle) as address:
-            await asyncio.gather(*(idle_stream(address, s) for s in (stream_sync, stream_async)))
-
-    asyncio.run(run())
+    async with served(bundle) as address:
+        await asyncio.gather(*(idle_stream(address, s) for s in (stream_sync, stream_async)))
 
 
-@both_streams
-def test_stream_ends_with_the_age_limit_of_its_connection(
-    bundle: Path, picture: Encode, stream: Stream
+async def test_streams_end_with_the_age_limit_of_their_connection(
+    bundle: Path, picture: Encode
 ) -> None:
-    ended = threading.Event()
-
-    async def run() -> None:
-        async with served(bundle, max_connection_age_s=0.5, stop_grace_s=0.5) as address:
-            try:
-                with pytest.raises(UnreachableError, match=r"age.*--max-connection-age-s"):
-                    await stream(address, picture(), lambda: ended.wait(60))
-            finally:
-                ended.set()
-
-    asyncio.run(run())
+    reason = r"age.*--max-connection-age-s"
+    async with served(bundle, max_connection_age_s=0.5, stop_grace_s=0.5) as address:
+        await end_unreachable(address, picture(), lambda: None, reason)
 
 
 def test_server_allows_the_default_keepalive() -> None:

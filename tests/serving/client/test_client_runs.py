@@ -152,22 +152,17 @@ def test_error_of_the_images_is_raised_after_the_outcomes(run: RunMany, scripted
     assert kinds(outcomes) == [1, 2, RefusedError, 4]
 
 
-def test_error_of_async_images_is_raised_after_the_outcomes(scripted: str) -> None:
+async def test_error_of_async_images_is_raised_after_the_outcomes(scripted: str) -> None:
     async def images() -> AsyncIterator[bytes]:
         for image in (b"a", b"bb"):
             yield image
         raise LookupError("no more")
 
-    outcomes: list[Any] = []
-
-    async def detect() -> None:
-        async with AsyncDetectorClient(scripted) as client:
-            async for outcome in client.detect_many(images()):
-                outcomes.append(outcome)  # noqa: PERF401  # to keep those before the error
-
-    with pytest.raises(LookupError, match="no more"):
-        asyncio.run(detect())
-    assert kinds(outcomes) == [1, 2]
+    async with AsyncDetectorClient(scripted) as client:
+        results = client.detect_many(images())
+        assert kinds([await anext(results), await anext(results)]) == [1, 2]
+        with pytest.raises(LookupError, match="no more"):
+            await anext(results)
 
 
 def test_closing_the_results_cancels_pending_calls(
@@ -184,32 +179,26 @@ def test_closing_the_results_cancels_pending_calls(
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
-def test_closing_or_cancelling_async_results_cancels_pending_calls(
+async def test_closing_or_cancelling_async_results_cancels_pending_calls(
     detector: ScriptedDetector, scripted: str, how: str
 ) -> None:
-    async def detect() -> None:
-        async with AsyncDetectorClient(scripted) as client:
-            results: Any = client.detect_many([b"a", b"late", b"late"], concurrency=2)
-            assert kinds([await anext(results)]) == [1]
+    async with AsyncDetectorClient(scripted) as client:
+        results: Any = client.detect_many([b"a", b"late", b"late"], concurrency=2)
+        assert kinds([await anext(results)]) == [1]
+        assert await asyncio.to_thread(detector.started.acquire, timeout=60)
+        if how == "closed":
+            await results.aclose()
+        else:
+            following = asyncio.ensure_future(anext(results))
             assert await asyncio.to_thread(detector.started.acquire, timeout=60)
-            if how == "closed":
-                await results.aclose()
-            else:
-                following = asyncio.ensure_future(anext(results))
-                assert await asyncio.to_thread(detector.started.acquire, timeout=60)
-                following.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await following
-            assert await asyncio.to_thread(detector.ended.acquire, timeout=60)
-
-    asyncio.run(detect())
+            following.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await following
+        assert await asyncio.to_thread(detector.ended.acquire, timeout=60)
 
 
 @pytest.mark.parametrize("concurrency", [0, -1])
 @pytest.mark.parametrize("client", [DetectorClient, AsyncDetectorClient])
-def test_concurrency_must_be_positive(client: type[Any], concurrency: int) -> None:
-    async def detect() -> None:
-        with pytest.raises(ValueError, match=f"concurrency is {concurrency}"):
-            client("localhost:1").detect_many([b"x"], concurrency=concurrency)
-
-    asyncio.run(detect())
+async def test_concurrency_must_be_positive(client: type[Any], concurrency: int) -> None:
+    with pytest.raises(ValueError, match=f"concurrency is {concurrency}"):
+        client("localhost:1").detect_many([b"x"], concurrency=concurrency)

@@ -2,12 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from in_process_server import served
 from many_requests import Run, both_runs
 from stub_server import IMAGE, StubDetector, detect, detect_async, stub_server
 from tcp_proxy import proxied
@@ -53,33 +51,23 @@ all_methods = pytest.mark.parametrize("detect_one", [detect, detect_async, strea
 
 
 @all_methods
-def test_request_larger_than_the_limit_is_not_sent(
-    bundle: Path, detect_one: Callable[..., Any]
+async def test_request_larger_than_the_limit_is_not_sent(
+    address: str, detect_one: Callable[..., Any]
 ) -> None:
-    async def run() -> None:
-        async with served(bundle, max_message_mb=2) as address, proxied(address) as proxy:
-            with pytest.raises(RefusedError, match=TOO_LARGE) as caught:
-                await asyncio.to_thread(detect_one, proxy.address, LARGE)
-            assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
-            assert 0 < proxy.sent < 10_000
-
-    asyncio.run(run())
+    async with proxied(address) as proxy:
+        with pytest.raises(RefusedError, match=TOO_LARGE) as caught:
+            await asyncio.to_thread(detect_one, proxy.address, LARGE)
+        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert 0 < proxy.sent < 10_000
 
 
 @all_methods
 def test_rejection_by_the_server_names_the_remedy(
-    bundle: Path, detect_one: Callable[..., Any]
+    address: str, detect_one: Callable[..., Any]
 ) -> None:
-    async def run() -> None:
-        async with served(bundle, max_message_mb=1) as address:
-            with pytest.raises(
-                RefusedError,
-                match=r"larger than .* 1048576.*--max-message-mb",
-            ) as caught:
-                await asyncio.to_thread(detect_one, address, LARGE[: 3 << 20], retries=0)
-            assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
-
-    asyncio.run(run())
+    with pytest.raises(RefusedError, match=r"larger than .* 2097152.*--max-message-mb") as caught:
+        detect_one(address, LARGE[: 3 << 20], retries=0)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @both_runs

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 from stub_server import IMAGE, StubDetector, both_clients, stub_server
 
-from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
 from maskrcnn_trt.serving.commands.client import client
 from maskrcnn_trt.serving.detections import Detections
@@ -22,33 +21,23 @@ OVERLOADED, UNAVAILABLE = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UN
 
 
 @both_clients
-def test_overloaded_server_is_retried(detect: Callable[..., Detections]) -> None:
+def test_retries_of_overloaded_servers(detect: Callable[..., Detections]) -> None:
     detector = StubDetector([OVERLOADED, UNAVAILABLE, OVERLOADED])
     with stub_server(detector) as address:
         assert detect(address).height == len(IMAGE)
-    assert detector.calls == 4
-
-
-@both_clients
-def test_number_of_retries(detect: Callable[..., Detections]) -> None:
-    detector = StubDetector([OVERLOADED] * 9)
-    with stub_server(detector) as address:
+        assert detector.calls == 4
         for retries in (0, 2):
-            detector.calls = 0
+            detector.calls, detector.errors = 0, [OVERLOADED] * 9
             with pytest.raises(RefusedError, match="not now") as caught:
                 detect(address, retries=retries)
             assert caught.value.code is OVERLOADED
             assert detector.calls == 1 + retries
+        detector.calls, detector.errors = 0, [grpc.StatusCode.INVALID_ARGUMENT]
+        with pytest.raises(RefusedError):
+            detect(address)
+        assert detector.calls == 1
     with pytest.raises(ValueError, match=r"retries is 5.* 0 to 4"):
         detect("localhost:1", retries=5)
-
-
-@both_clients
-def test_invalid_request_is_not_retried(detect: Callable[..., Detections]) -> None:
-    detector = StubDetector([grpc.StatusCode.INVALID_ARGUMENT])
-    with stub_server(detector) as address, pytest.raises(RefusedError):
-        detect(address)
-    assert detector.calls == 1
 
 
 @both_clients
@@ -72,41 +61,35 @@ def test_missing_server_is_distinguished_from_an_expired_request(
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_scheduling_options_reach_the_server(tmp_path: Path) -> None:
+async def test_scheduling_options_reach_the_server(tmp_path: Path) -> None:
     scheduling = SchedulingOptions(precision="fp16", priority=1, timeout_s=0.25)
-    expected = pb.DetectRequest(precision="fp16", priority=1, timeout_us=250_000)
-    fields = "precision", "priority", "timeout_us"
-
-    def check(detector: StubDetector) -> None:
-        sent, detector.last_request = detector.last_request, None
-        assert [getattr(sent, f) for f in fields] == [getattr(expected, f) for f in fields]
-
-    async def run(address: str) -> None:
-        async with AsyncDetectorClient(address) as client:
-            await client.detect(IMAGE, scheduling=scheduling)
-            check(detector)
-            assert [result async for result in client.detect_many([IMAGE], scheduling=scheduling)]
-            check(detector)
-            assert [result async for result in client.stream([IMAGE], scheduling=scheduling)]
-            check(detector)
-
     detector = StubDetector()
+
+    def check() -> None:
+        sent, detector.last_request = detector.last_request, None
+        assert sent is not None
+        assert (sent.precision, sent.priority, sent.timeout_us) == ("fp16", 1, 250_000)
+
     with stub_server(detector) as address:
-        asyncio.run(run(address))
+        async with AsyncDetectorClient(address) as other:
+            await other.detect(IMAGE, scheduling=scheduling)
+            check()
+            for many in (other.detect_many, other.stream):
+                assert [result async for result in many([IMAGE], scheduling=scheduling)]
+                check()
         with DetectorClient(address) as sync:
             sync.detect(IMAGE, scheduling=scheduling)
-            check(detector)
-            assert list(sync.detect_many([IMAGE], scheduling=scheduling))
-            check(detector)
-            assert list(sync.stream([IMAGE], scheduling=scheduling))
-            check(detector)
+            check()
+            for call in (sync.detect_many, sync.stream):
+                assert list(call([IMAGE], scheduling=scheduling))
+                check()
         image, output = tmp_path / "a.jpg", str(tmp_path / "detections")
         image.write_bytes(IMAGE)
         words = [address, str(image), "-o", output, "--format", "coco", "--precision", "fp16"]
         words += ["--priority", "1", "--server-timeout", "0.25"]
         result = CliRunner().invoke(client, words)
         assert result.exit_code == 0, result.output
-        check(detector)
+        check()
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "1e30", "0"])
@@ -117,17 +100,6 @@ def test_timeouts_must_be_finite_and_positive(tmp_path: Path, option: str, value
     result = CliRunner().invoke(client, ["localhost:1", str(image), option, value])
     assert result.exit_code == 2
     assert f"Invalid value for '{option}'" in result.stderr
-
-
-def test_rejected_image_does_not_affect_the_others() -> None:
-    images = [b"a", b"bb", b"ccc", b"dddd"]
-    with (
-        stub_server(StubDetector([OVERLOADED])) as address,
-        DetectorClient(address, retries=0) as client,
-    ):
-        outcomes = list(client.detect_many(images, concurrency=1))
-    assert isinstance(outcomes[0], RefusedError)
-    assert [outcome.height for outcome in outcomes[1:]] == [2, 3, 4]
 
 
 @both_clients
@@ -153,7 +125,7 @@ def test_stream_survives_rejections_and_ends_at_an_unreadable_file(tmp_path: Pat
     assert [outcome.height for _, outcome in results[1:]] == [2, 3]
 
 
-def test_async_client_accepts_async_images(tmp_path: Path) -> None:
+async def test_async_client_accepts_async_images(tmp_path: Path) -> None:
     async def frames() -> AsyncIterator[bytes | Path]:
         for size in (1, 2, 3):
             await asyncio.sleep(0.01)
@@ -166,16 +138,13 @@ def test_async_client_accepts_async_images(tmp_path: Path) -> None:
         async for index, _ in detector.stream(frames()):
             indices.append(index)
 
-    async def run(address: str) -> None:
+    with stub_server(StubDetector()) as address:
         async with AsyncDetectorClient(address) as detector:
             many = [result async for result in detector.detect_many(frames(), concurrency=1)]
             assert [type(result) for result in many] == [Detections] * 3 + [FileNotFoundError]
             with pytest.raises(FileNotFoundError):
                 await stream(detector)
             assert indices == [0, 1, 2]
-
-    with stub_server(StubDetector()) as address:
-        asyncio.run(run(address))
 
 
 @both_clients

@@ -82,47 +82,34 @@ def test_command_sends_its_credentials(authority: trustme.CA, tmp_path: Path) ->
     token.write_text("# of this machine\n\ns3cret  # until May\n")
     root.write_bytes(authority.cert_pem.bytes())
     output = tmp_path / "detections"
+    trust = ["--root-certificate", str(root)]
+
+    def run(address: str, *words: str | Path) -> Any:
+        options = address, image, "-o", output, "--format", "coco", *words
+        return CliRunner().invoke(client, [*map(str, options)])
+
     with stub_server(StubDetector(token="s3cret"), server_credentials(authority)) as address:
-        words = [address, str(image), "-o", str(output), "--format", "coco"]
-        trust = ["--root-certificate", str(root)]
-        accepted = CliRunner().invoke(client, [*words, *trust, "--token-file", str(token)])
-        refused = CliRunner().invoke(client, [*words, *trust])
+        accepted = run(address, *trust, "--token-file", token)
+        refused = run(address, *trust)
     assert accepted.exit_code == 0, accepted.output
     assert [path.name for path in output.iterdir()] == ["detections.json"]
     assert isinstance(refused.exception, AccessError)
-    half = CliRunner().invoke(client, [*words, "--certificate", str(root)])
-    assert "--certificate and --key go together" in half.stderr
-    both = CliRunner().invoke(client, [*words, *trust, "--no-tls"])
-    assert "--no-tls" in both.stderr
-
-
-def test_command_sends_a_token_without_tls(tmp_path: Path) -> None:
-    image, token = tmp_path / "a.jpg", tmp_path / "token"
-    image.write_bytes(IMAGE)
-    token.write_text("s3cret\n")
     with stub_server(StubDetector(token="s3cret")) as address:
-        words = [address, str(image), "-o", str(tmp_path / "detections"), "--format", "coco"]
-        result = CliRunner().invoke(client, [*words, "--token-file", str(token), "--no-tls"])
-    assert result.exit_code == 0, result.output
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+        without_tls = run(address, "--token-file", token, "--no-tls")
+    assert without_tls.exit_code == 0, without_tls.output
+    assert "--certificate and --key go together" in run(address, "--certificate", root).stderr
+    assert "--no-tls" in run(address, *trust, "--no-tls").stderr
+    for content, message in (
         (b"\xff\xfe\x00", "cannot read"),
         (b"# mine\n", "no token"),
         (b"one\ntwo\n", "holds 2 tokens"),
         (b"Bearer one\n", "line 1 of"),
-    ],
-)
-def test_token_file_must_hold_one_token(tmp_path: Path, content: bytes, message: str) -> None:
-    image, token = tmp_path / "a.jpg", tmp_path / "token"
-    image.write_bytes(IMAGE)
-    token.write_bytes(content)
-    result = CliRunner().invoke(client, ["localhost:1", str(image), "--token-file", str(token)])
-    assert result.exit_code == 2
-    assert str(token) in result.stderr
-    assert message in result.stderr
+    ):
+        token.write_bytes(content)
+        result = run("localhost:1", "--token-file", token)
+        assert result.exit_code == 2
+        assert str(token) in result.stderr
+        assert message in result.stderr
 
 
 @both_clients

@@ -19,7 +19,7 @@ Encode = Callable[..., bytes]
 RESOLUTION_INTERVAL = ("grpc.dns_min_time_between_resolutions_ms", 200)
 
 
-def test_clients_use_servers_added_later(
+async def test_clients_use_servers_added_later(
     bundle: Path, picture: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default_options = connection.channel_options
@@ -40,10 +40,7 @@ def test_clients_use_servers_added_later(
                 while not late.calls and time.monotonic() < until:
                     client.detect(picture())
 
-    async def run() -> None:
-        async with served(bundle, max_connection_age_s=0.5, stop_grace_s=5) as first:
-            with dns_server(addresses) as resolver:
-                await asyncio.to_thread(detect, resolver, first.rpartition(":")[2])
-
-    asyncio.run(run())
+    async with served(bundle, max_connection_age_s=0.5, stop_grace_s=5) as first:
+        with dns_server(addresses) as resolver:
+            await asyncio.to_thread(detect, resolver, first.rpartition(":")[2])
     assert late.calls
