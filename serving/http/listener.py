@@ -5,7 +5,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
 
 import uvicorn
@@ -146,6 +146,8 @@ class _Connection(HttpToolsProtocol):
         self._opened_at = self.loop.time()
         # Closes the connection if the next head does not arrive in time.
         self._head_timer: asyncio.TimerHandle | None = None
+        # Closes the connection if its client is slow after that.
+        self._slow_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -157,8 +159,11 @@ class _Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        # A timer would keep the connection and its request in memory.
         self._unset_head_timer()
         self._unset_keepalive_if_required()
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
 
     def data_received(self, data: bytes) -> None:
         self._chunk_bytes = len(data)
@@ -191,13 +196,14 @@ class _Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():  # it closes when the client has received the response
-            self.loop.call_later(_STALL_S, self.transport.abort)
+            self._set_slow_timer(_STALL_S, self.transport.abort)
         elif not self._is_body_complete:
-            self.loop.call_later(_LINGER_S, self._close_incomplete, self.cycle)
+            self._set_slow_timer(_LINGER_S, self._close_incomplete, self.cycle)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.loop.call_later(_STALL_S, self._check_progress, self.transport.get_write_buffer_size())
+        waiting = self.transport.get_write_buffer_size()
+        self._set_slow_timer(_STALL_S, self._check_progress, waiting)
 
     def timeout_keep_alive_handler(self) -> None:
         self.transport.abort() if self.transport.get_write_buffer_size() else self.transport.close()
@@ -210,7 +216,7 @@ class _Connection(HttpToolsProtocol):
             b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
         )
         self.transport.close()
-        self.loop.call_later(_STALL_S, self.transport.abort)
+        self._set_slow_timer(_STALL_S, self.transport.abort)
 
     def _expect_head(self) -> None:
         if self._head_timer is None:
@@ -221,6 +227,11 @@ class _Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _set_slow_timer(self, delay_s: float, act: Callable[..., None], *arguments: Any) -> None:
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+        self._slow_timer = self.loop.call_later(delay_s, act, *arguments)
 
     def _close_incomplete(self, cycle: object) -> None:
         """Close the connection if it still receives the body of a request that has a response."""
@@ -235,7 +246,7 @@ class _Connection(HttpToolsProtocol):
         if waiting >= before:
             self.transport.abort()
         else:
-            self.loop.call_later(_STALL_S, self._check_progress, waiting)
+            self._set_slow_timer(_STALL_S, self._check_progress, waiting)
 
 
 def _detect_lost_clients(connection: socket.socket, keepalive_s: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...model.bundle.manifest import MODEL_VERSION
 from ...protos.inference import open_inference_pb2 as pb
 from ..open_inference.service import InferenceService
 from ..pipeline.pipeline import Pipeline
@@ -78,7 +79,9 @@ class OpenInferenceRoutes:
         name, version = _model_of(call)
         request = pb.ModelReadyRequest(name=name, version=version)
         response = await self._service.ModelReady(request, call)
-        return _readiness({"name": name, **value_from_message(response)})
+        is_known = name in self._pipeline.model.names and version in ("", MODEL_VERSION)
+        value = {"name": name, **value_from_message(response)}
+        return _readiness(value) if is_known else JsonResponse(value, 404)
 
     async def _model_metadata(self, call: HttpCall) -> Response:
         name, version = _model_of(call)

@@ -154,7 +154,7 @@ def _operation(summary: str, content: _Content | None = None) -> dict[str, Any]:
         "summary": summary,
         "responses": {
             "200": {"description": "Success.", "content": content or {_JSON: {}}},
-            "4XX": error,
+            "4XX": not_ready if "whether" in summary else error,
             "5XX": not_ready if "whether" in summary else error,
         },
     }
