@@ -1,35 +1,36 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from shared_exports import made_once
+from torch import Tensor
+from torch.nn import functional as F
 
-from maskrcnn_trt.model.bundle.manifest import Category, Preprocessing
-from maskrcnn_trt.model.bundle.spec import ShapeBucket
-from maskrcnn_trt.model.checkpoint import Checkpoint, save_checkpoint
-from maskrcnn_trt.model.config.schema import ModelConfig
-from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
+
+SIZES = ((96, 160), (70, 160), (96, 33), (50, 50)) * 2
 
 
 @pytest.fixture(scope="session")
-def true_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """R-50-FPN with random weights, for inputs of 800x1344."""
-    torch.manual_seed(0)
-    config = ModelConfig(num_classes=80)
-    path = tmp_path_factory.mktemp("checkpoint") / "r50-fpn.pth"
-    save_checkpoint(
-        path,
-        Checkpoint(
-            model_config=config,
-            weights=MaskRCNN(config).state_dict(),
-            categories=tuple(Category(id=n, name=f"class {n}") for n in range(1, 81)),
-            preprocessing=Preprocessing(
-                min_size=800,
-                max_size=1333,
-                pixel_mean=config.pixel_mean,
-                pixel_std=config.pixel_std,
-            ),
-            buckets=(ShapeBucket(800, 1344),),
-            iteration=0,
-        ),
-    )
-    return path
+def smooth_noise() -> tuple[Tensor, Tensor]:
+    """Images [8, 3, 96, 160] uint8 and their sizes."""
+    coarse = torch.rand(8, 3, 6, 10, generator=torch.Generator().manual_seed(0)) * 255
+    images = F.interpolate(coarse, SIZES[0], mode="bilinear").to(torch.uint8)
+    return images, torch.tensor(SIZES)
+
+
+@pytest.fixture(scope="session")
+def strict_checkpoint(
+    tiny_checkpoint: Path, shared_folder: Path, smooth_noise: tuple[Tensor, Tensor]
+) -> Path:
+    """The tiny model with a threshold that leaves some of the smooth images without detections."""
+    tiny = load_checkpoint(tiny_checkpoint)
+    with torch.inference_mode():
+        best = tiny.build_model().detect(*smooth_noise).scores[:, 0].sort().values
+    gap = best[1:5].diff().argmax() + 1
+    config = tiny.model_config
+    threshold = {"score_threshold": float(best[gap] + best[gap + 1]) / 2}
+    roi = config.roi.model_copy(update=threshold)
+    strict = replace(tiny, model_config=config.model_copy(update={"roi": roi}))
+    return made_once(shared_folder / "strict.pth", lambda path: save_checkpoint(path, strict))

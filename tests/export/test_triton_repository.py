@@ -87,6 +87,19 @@ def test_second_export_adds_a_version(bundle: Path, tmp_path: Path) -> None:
         assert (tmp_path / name / "2" / "model.onnx").is_file()
 
 
+def test_bundles_of_programs_and_damaged_ones_raise(bundle: Path, tmp_path: Path) -> None:
+    damaged, models = with_plan(bundle, tmp_path / "b"), tmp_path / "models"
+    (damaged / "model.plan").write_bytes(b"plam")
+    with pytest.raises(BundleError, match=r"model.plan"):
+        triton_repository_from_bundle(damaged, models)
+    assert not list(models.glob("*-tensorrt"))
+    manifest = read_manifest(bundle)
+    (program,) = (a.model_copy(update={"kind": "torch"}) for a in manifest.artifacts[:1])
+    write_manifest(damaged, manifest.model_copy(update={"artifacts": (program,)}))
+    with pytest.raises(BundleError, match=r"ONNX files.*--precision fp32"):
+        triton_repository_from_bundle(damaged, models)
+
+
 def with_plan(bundle: Path, folder: Path) -> Path:
     """Copy the bundle and add a fake plan."""
     shutil.copytree(bundle, folder)
@@ -126,19 +139,3 @@ def test_plan_sets_profiles_and_batch_limit(bundle: Path, tmp_path: Path) -> Non
     assert not config.HasField("optimization")
     assert list(config.input) == list(of_graph.input)
     assert list(config.output) == list(of_graph.output)
-
-
-def test_bundle_of_programs_raises(bundle: Path, tmp_path: Path) -> None:
-    manifest = read_manifest(bundle)
-    (program,) = (a.model_copy(update={"kind": "torch"}) for a in manifest.artifacts[:1])
-    write_manifest(tmp_path, manifest.model_copy(update={"artifacts": (program,)}))
-    with pytest.raises(BundleError, match=r"ONNX files.*--precision fp32"):
-        triton_repository_from_bundle(tmp_path, tmp_path / "models")
-
-
-def test_damaged_file_is_not_copied(bundle: Path, tmp_path: Path) -> None:
-    damaged = with_plan(bundle, tmp_path / "b")
-    (damaged / "model.plan").write_bytes(b"plam")
-    with pytest.raises(BundleError, match=r"model.plan"):
-        triton_repository_from_bundle(damaged, tmp_path / "models")
-    assert not list((tmp_path / "models").glob("*-tensorrt"))

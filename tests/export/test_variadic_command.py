@@ -16,18 +16,12 @@ def probe(model: str, sizes: tuple[int, ...], colors: tuple[str, ...], name: str
 
 @pytest.mark.parametrize(
     ("line", "parsed"),
-    [
-        ("m --size 1 2 3", "m (1, 2, 3) () None"),
-        ("--size 1 2 m", "m (1, 2) () None"),
-        ("--size 1 --size 2 m", "m (1, 2) () None"),
-        ("--size=1 2 m", "m (1, 2) () None"),
-        ("m -c red blue --size 4 -c red", "m (4,) ('red', 'blue', 'red') None"),
-        ("m --size 1 2 --name 3", "m (1, 2) () 3"),
-        ("--size 1 2 -- 3", "3 (1, 2) () None"),
-        ("--size 1 -- --size", "--size (1,) () None"),
-        ("m", "m () () None"),
-    ],
-)
+    [("m --size 1 2 3", "m (1, 2, 3) () None"), ("--size 1 2 m", "m (1, 2) () None"),
+     ("--size 1 --size 2 m", "m (1, 2) () None"), ("--size=1 2 m", "m (1, 2) () None"),
+     ("m -c red blue --size 4 -c red", "m (4,) ('red', 'blue', 'red') None"),
+     ("m --size 1 2 --name 3", "m (1, 2) () 3"), ("--size 1 2 -- 3", "3 (1, 2) () None"),
+     ("--size 1 -- --size", "--size (1,) () None"), ("m", "m () () None")],
+)  # fmt: skip
 def test_values_belong_to_the_preceding_option(line: str, parsed: str) -> None:
     result = CliRunner().invoke(probe, line.split())
     assert result.output == parsed + "\n"

@@ -77,11 +77,7 @@ def with_shifted_weights(
     ids=["boxes", "scores", "no detections", "masks"],
 )
 def test_changed_weights_fail(
-    bundle: Path,
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    name: str,
-    shift: float | list[float],
+    bundle: Path, tiny_checkpoint: Path, tmp_path: Path, name: str, shift: float | list[float]
 ) -> None:
     copy = tmp_path / "changed"
     manifest = with_shifted_weights(bundle, copy, name, shift)
@@ -91,17 +87,15 @@ def test_changed_weights_fail(
     assert untouched.passed
 
 
-def test_file_with_another_hash_raises(bundle: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(bundle, tmp_path / "copy")
-    manifest = read_manifest(copy)
+def test_damaged_files_and_images_raise(
+    bundle: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    checkpoint, manifest = load_checkpoint(tiny_checkpoint), read_manifest(bundle)
+    copy, image = shutil.copytree(bundle, tmp_path / "copy"), tmp_path / "broken.jpg"
     with (copy / manifest.artifacts[0].path).open("ab") as file:
         file.write(b"\0")
     with pytest.raises(BundleError, match=manifest.artifacts[0].path):
-        verify_bundle(copy, manifest, load_checkpoint(tiny_checkpoint), [])
-
-
-def test_unreadable_image_raises(bundle: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    path = tmp_path / "broken.jpg"
-    path.write_bytes(b"\xff\xd8\xff\xe0 no more")
+        verify_bundle(copy, manifest, checkpoint, [])
+    image.write_bytes(b"\xff\xd8\xff\xe0 no more")
     with pytest.raises(ImageError):
-        verify_bundle(bundle, read_manifest(bundle), load_checkpoint(tiny_checkpoint), [path])
+        verify_bundle(bundle, manifest, checkpoint, [image])

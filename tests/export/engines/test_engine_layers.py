@@ -25,22 +25,13 @@ CONVOLUTIONS = ("CaskConvolution", "CaskDeconvolutionV2", "CaskGemmConvolution",
 PRODUCTS = ("gemm", "MatrixMultiply", "CaskGemmMatrixMultiply")
 
 
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
-def test_convolution_kinds(kind: str) -> None:
-    assert layer(kind).is_convolution
-    assert not layer(kind).is_matrix_product
-
-
-@pytest.mark.parametrize("kind", PRODUCTS)
-def test_matrix_product_kinds(kind: str) -> None:
-    assert layer(kind).is_matrix_product
-    assert not layer(kind).is_convolution
-
-
-@pytest.mark.parametrize("kind", ["kgen", "Reformat", "PluginV3", "Constant", "NoOp", "maxpool"])
-def test_other_kinds(kind: str) -> None:
-    assert not layer(kind).is_convolution
-    assert not layer(kind).is_matrix_product
+@pytest.mark.parametrize(
+    "kind",
+    [*CONVOLUTIONS, *PRODUCTS, "kgen", "Reformat", "PluginV3", "Constant", "NoOp", "maxpool"],
+)
+def test_kinds(kind: str) -> None:
+    assert layer(kind).is_convolution == (kind in CONVOLUTIONS)
+    assert layer(kind).is_matrix_product == (kind in PRODUCTS)
 
 
 @pytest.mark.parametrize(
@@ -84,20 +75,16 @@ def test_engine_of_another_precision_raises(
 
 @pytest.mark.parametrize(
     ("tensor", "dtype"),
-    [
-        ({"Format/Datatype": "Row major linear FP32"}, "fp32"),
-        ({"Format/Datatype": "Channel major FP16 format where channel % 8 == 0"}, "fp16"),
-        ({"Format/Datatype": "Half"}, "fp16"),
-        ({"Format/Datatype": "N/A due to dynamic shapes"}, ""),
-        ({"Datatype": "Float", "Format": "(NHWC) Channel major format"}, "fp32"),
-        ({"Datatype": "BFloat16"}, "bf16"),
-        ({"Format/Datatype": "Row major linear UINT8 format (kLINEAR)"}, "uint8"),
-        ({"Format/Datatype": "Thirty-two wide channel vectorized row major Int8 format."}, "int8"),
-        ({"Datatype": "Int64"}, "int64"),
-        ({"Datatype": "Bool"}, "bool"),
-        ({}, ""),
-    ],
-)
+    [({"Format/Datatype": "Row major linear FP32"}, "fp32"),
+     ({"Format/Datatype": "Channel major FP16 format where channel % 8 == 0"}, "fp16"),
+     ({"Format/Datatype": "Half"}, "fp16"),
+     ({"Format/Datatype": "N/A due to dynamic shapes"}, ""),
+     ({"Datatype": "Float", "Format": "(NHWC) Channel major format"}, "fp32"),
+     ({"Datatype": "BFloat16"}, "bf16"),
+     ({"Format/Datatype": "Row major linear UINT8 format (kLINEAR)"}, "uint8"),
+     ({"Format/Datatype": "Thirty-two wide channel vectorized row major Int8 format."}, "int8"),
+     ({"Datatype": "Int64"}, "int64"), ({"Datatype": "Bool"}, "bool"), ({}, "")],
+)  # fmt: skip
 @pytest.mark.parametrize("rest", [{"Bindings": ["x"]}, {"I/O Tensors": [{"Name": "x"}]}])
 def test_types_in_json(tensor: dict[str, str], dtype: str, rest: dict[str, Any]) -> None:
     tensor = {"Name": "x", "Dimensions": [-1, 3], **tensor}

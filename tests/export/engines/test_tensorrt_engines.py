@@ -1,12 +1,11 @@
-"""Detections, dependencies and speed of TensorRT engines on a GPU.
+"""Detections and dependencies of TensorRT engines on a GPU.
 
-Run them with `pytest -m tensorrt -s`. The engines are compared with the checkpoint in fp32 on the
+The engines are compared with the checkpoint in fp32 on the
 CPU, within `export.verify.TOLERANCES`.
 """
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -34,22 +33,6 @@ BUCKET = ShapeBucket(96, 160)
 MAX_BATCH = 4
 
 
-def exported(
-    checkpoint: Path, folder: Path, bucket: ShapeBucket, batches: tuple[int, ...], plugins: bool
-) -> Path:
-    """Export a bundle with one engine per precision, with or without plugins."""
-    log = BuildLog(folder / "build.log")
-    options = EngineOptions(
-        batches=batches, plugins=plugins, timing_cache=folder.parent / "timing.cache"
-    )
-    builder = builder_for("tensorrt", options, log)
-    bundle_from_checkpoint(
-        checkpoint, folder / "bundle", precisions=PRECISIONS, buckets=(bucket,), builders=[builder]
-    )
-    assert log.errors == []
-    return folder / "bundle"
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["plugins", "function bodies"])
 def plugins(request: pytest.FixtureRequest) -> bool:
     """Whether the engines contain our CUDA kernels."""
@@ -58,8 +41,19 @@ def plugins(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def bundle(plugins: bool, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bundle with one engine per precision, with or without plugins."""
     folder = tmp_path_factory.mktemp("engines")
-    return exported(tiny_checkpoint, folder, BUCKET, (1, MAX_BATCH), plugins)
+    log = BuildLog(folder / "build.log")
+    options = EngineOptions(
+        batches=(1, MAX_BATCH), plugins=plugins, timing_cache=folder.parent / "timing.cache"
+    )
+    builders = [builder_for("tensorrt", options, log)]
+    path = folder / "bundle"
+    bundle_from_checkpoint(
+        tiny_checkpoint, path, precisions=PRECISIONS, buckets=(BUCKET,), builders=builders
+    )
+    assert log.errors == []
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -156,26 +150,3 @@ def test_plan_runs_in_a_process_without_our_plugins(
     finally:
         backend.close()
     np.testing.assert_allclose(np.load(tmp_path / "scores.npy"), found.scores, atol=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("plugins", [True, False], ids=["plugins", "function bodies"])
-def test_speed_at_true_size(true_checkpoint: Path, tmp_path: Path, plugins: bool) -> None:
-    """Print the time per batch between copies from and to host memory. No limit is asserted."""
-    bucket = ShapeBucket(800, 1344)
-    bundle = exported(true_checkpoint, tmp_path, bucket, (1, 8), plugins)
-    manifest = read_manifest(bundle)
-    for precision in PRECISIONS:
-        backend = load_backend(bundle, manifest, precision, "tensorrt", 8)
-        backend.warm_up(8)
-        for batch in (1, 8):
-            images = np.zeros((batch, 3, *bucket), np.uint8)
-            sizes = np.array([bucket] * batch)
-            start = time.perf_counter()
-            for _ in range(20):
-                found = backend.infer(bucket, images, sizes)
-            elapsed = (time.perf_counter() - start) / 20 * 1000
-            print(f"{precision} batch {batch} plugins {plugins}: {elapsed:.2f} ms")
-            assert found.num_detections.shape == (batch,)
-        backend.close()

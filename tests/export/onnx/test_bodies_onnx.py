@@ -1,5 +1,6 @@
 """Equality of ONNX Runtime and torch for every kind of backbone and convention."""
 
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -12,9 +13,8 @@ from small_models import HEIGHT, WIDTH, noise_images, random_model, small_config
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 from maskrcnn_trt.export.onnx.export import onnx_from_model
 from maskrcnn_trt.export.onnx.precision import fold_batch_norms
-from maskrcnn_trt.model.bundle.manifest import Category, Preprocessing
 from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES, ShapeBucket
-from maskrcnn_trt.model.checkpoint import Checkpoint, save_checkpoint
+from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 from maskrcnn_trt.model.mask_rcnn import BatchDetections
 from maskrcnn_trt.model.masks import mask_from_rle
 from maskrcnn_trt.serving.offline.predictor import Predictor
@@ -37,8 +37,8 @@ DETECTRON2_V2_HEADS = {
 }
 # Each export takes ten seconds, so that the cases combine backbones, norms and conventions.
 CASES = {
-    "R-50-FPN of detectron2, V2 heads": ("resnet50", "fpn", "bn", DETECTRON2_V2_HEADS),
-    "R-101-FPN of maskrcnn-benchmark": ("resnet101", "fpn", "frozen_bn", LEGACY),
+    "R-18-FPN with detectron2's V2 heads": ("resnet18", "fpn", "bn", DETECTRON2_V2_HEADS),
+    "R-18-FPN with maskrcnn-benchmark's boxes": ("resnet18", "fpn", "frozen_bn", LEGACY),
     "R-50-C4 of maskrcnn-benchmark": ("resnet50", "c4", "bn", LEGACY),
     "R-50-C5 of detectron2": ("resnet50", "c5", "gn", DETECTRON2),
 }
@@ -64,22 +64,17 @@ def test_runtime_reproduces_the_model_for_every_body(case: str) -> None:
 
 
 @pytest.mark.slow
-def test_c4_bundle_runs_in_half_precision(tmp_path: Path) -> None:
+def test_c4_bundle_runs_in_half_precision(tiny_checkpoint: Path, tmp_path: Path) -> None:
     config = small_config("resnet50", "c4", "frozen_bn", mask_paste="detectron2")
-    bucket = ShapeBucket(HEIGHT, WIDTH)
     model = random_model(config).eval()
-    checkpoint = Checkpoint(
+    tiny = load_checkpoint(tiny_checkpoint)
+    sizes = {"min_size": HEIGHT, "max_size": WIDTH}
+    checkpoint = replace(
+        tiny,
         model_config=config,
         weights=model.state_dict(),
-        categories=tuple(Category(id=i, name=f"class {i}") for i in range(1, 4)),
-        preprocessing=Preprocessing(
-            min_size=HEIGHT,
-            max_size=WIDTH,
-            pixel_mean=config.pixel_mean,
-            pixel_std=config.pixel_std,
-        ),
-        buckets=(bucket,),
-        iteration=0,
+        preprocessing=tiny.preprocessing.model_copy(update=sizes),
+        buckets=(ShapeBucket(HEIGHT, WIDTH),),
     )
     save_checkpoint(tmp_path / "c4.pth", checkpoint)
     manifest = bundle_from_checkpoint(

@@ -7,9 +7,10 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from shared_exports import cached_graphs
 from torch import Tensor
 
-from maskrcnn_trt.export.onnx.export import onnx_from_model
+from maskrcnn_trt.export import bundle
 from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES, ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
@@ -17,34 +18,18 @@ from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
 pytestmark = pytest.mark.slow
 
 BUCKET = ShapeBucket(96, 160)
-
-
-def noise_images(count: int) -> tuple[Tensor, Tensor]:
-    """Smooth noise [count, 3, 96, 160] uint8, and its sizes."""
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.rand(count, 3, 6, 10, generator=generator) * 255
-    images = torch.nn.functional.interpolate(coarse, BUCKET, mode="bilinear").to(torch.uint8)
-    return images, torch.tensor([[96, 160], [70, 160], [96, 33], [50, 50]]).repeat(2, 1)[:count]
+Images = tuple[Tensor, Tensor]
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Path) -> MaskRCNN:
-    """The tiny model with a threshold that leaves some of eight images without detections."""
-    loose = load_checkpoint(tiny_checkpoint).build_model()
-    with torch.inference_mode():
-        best = loose.detect(*noise_images(8)).scores[:, 0].sort().values
-    gap = best[1:5].diff().argmax() + 1
-    roi = loose.config.roi.model_copy(
-        update={"score_threshold": float(best[gap] + best[gap + 1]) / 2}
-    )
-    model = MaskRCNN(loose.config.model_copy(update={"roi": roi})).eval()
-    model.load_state_dict(loose.state_dict())
-    return model
+def model(strict_checkpoint: Path) -> MaskRCNN:
+    return load_checkpoint(strict_checkpoint).build_model()
 
 
 @pytest.fixture(scope="module")
-def proto(model: MaskRCNN) -> onnx.ModelProto:
-    return onnx_from_model(model, BUCKET, torch.float32)
+def proto(model: MaskRCNN, shared_folder: Path) -> onnx.ModelProto:
+    with cached_graphs(shared_folder):
+        return bundle.onnx_from_model(model, BUCKET, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +46,9 @@ def detections_of(
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8])
 def test_runtime_reproduces_the_model(
-    session: onnxruntime.InferenceSession, model: MaskRCNN, batch: int
+    session: onnxruntime.InferenceSession, model: MaskRCNN, smooth_noise: Images, batch: int
 ) -> None:
-    images, sizes = (part[-batch:] for part in noise_images(8))
+    images, sizes = (part[-batch:] for part in smooth_noise)
     with torch.inference_mode():
         expected = model.detect(images, sizes)
     found = detections_of(session, images.float(), sizes)
@@ -78,23 +63,23 @@ def test_runtime_reproduces_the_model(
 
 
 def test_batch_without_any_detection(
-    session: onnxruntime.InferenceSession, model: MaskRCNN
+    session: onnxruntime.InferenceSession, model: MaskRCNN, smooth_noise: Images
 ) -> None:
-    images, sizes = noise_images(8)
+    images, sizes = smooth_noise
     with torch.inference_mode():
         empty = model.detect(images, sizes).num_detections == 0
     found = detections_of(session, images[empty].float(), sizes[empty])
     assert not any(part.any() for part in found)
 
 
-def test_top_k_inputs_are_finite(proto: onnx.ModelProto) -> None:
+def test_top_k_inputs_are_finite(proto: onnx.ModelProto, smooth_noise: Images) -> None:
     """Levels with few anchors are padded with -inf, which would rank below the padding of ONNX
     Runtime's TopK on CUDA."""
     probe = onnx.ModelProto()
     probe.CopyFrom(proto)
     names = [node.input[0] for node in probe.graph.node if node.op_type == "TopK"]
     probe.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names)
-    images, sizes = (tensor.numpy() for tensor in noise_images(2))
+    images, sizes = (tensor[:2].numpy() for tensor in smooth_noise)
     feeds = {"images": images.astype(np.float32), "image_sizes": sizes}
     session = onnxruntime.InferenceSession(probe.SerializeToString())
     found = session.run(names, feeds)

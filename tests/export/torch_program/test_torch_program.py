@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared_exports import cached_graphs
 from torch.export import ExportedProgram
 from torch.nn import functional as F
 
@@ -10,13 +11,8 @@ from maskrcnn_trt.export.bundle import bundle_from_checkpoint, model_for_export
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.export.torch_program.fused_graph import fuse_convolutions
 from maskrcnn_trt.export.torch_program.fused_modules import optimize_for_gpu
-from maskrcnn_trt.export.torch_program.program import (
-    Compilation,
-    compile_programs,
-    program_from_model,
-    write_program,
-)
-from maskrcnn_trt.model.bundle.manifest import BundleError
+from maskrcnn_trt.export.torch_program.program import Compilation, compile_programs
+from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
 from maskrcnn_trt.model.bundle.program import load_program
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint
@@ -41,14 +37,33 @@ def test_optimized_model_keeps_its_detections(tiny_checkpoint: Path) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.fixture(scope="module")
+def programs(
+    tiny_checkpoint: Path, shared_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Bundle of the tiny model with programs in tf32 and bf16 for inputs of 96x160."""
+    path = tmp_path_factory.mktemp("programs") / "bundle"
+    with cached_graphs(shared_folder):
+        bundle_from_checkpoint(
+            tiny_checkpoint, path, precisions=("tf32", "bf16"), buckets=[BUCKET], with_programs=True
+        )
+    return path
+
+
 @pytest.mark.slow
-def test_program_reproduces_the_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(tiny_checkpoint)
-    model = model_for_export(checkpoint, "fp32")
-    optimize_for_gpu(model)
-    write_program(program_from_model(model, BUCKET, torch.uint8), tmp_path / "model.pt2")
-    program = load_program(tmp_path / "model.pt2", "fp32", torch.device("cpu"))
-    own = checkpoint.build_model()
+def test_manifest_lists_programs(programs: Path) -> None:
+    listed = [(a.kind, a.precision, a.path) for a in read_manifest(programs).artifacts]
+    assert listed == [
+        ("onnx", "tf32", "model-fp32-96x160.onnx"),
+        ("torch", "tf32", "model-fp32-96x160.pt2"),
+        ("torch", "bf16", "model-bf16-96x160.pt2"),
+    ]
+
+
+@pytest.mark.slow
+def test_program_reproduces_the_checkpoint(tiny_checkpoint: Path, programs: Path) -> None:
+    program = load_program(programs / "model-fp32-96x160.pt2", "fp32", torch.device("cpu"))
+    own = load_checkpoint(tiny_checkpoint).build_model()
     for batch in (1, 2, 5):
         seed = torch.Generator().manual_seed(batch)
         images = torch.randint(0, 256, (batch, 3, *BUCKET), dtype=torch.uint8, generator=seed)
@@ -58,28 +73,21 @@ def test_program_reproduces_the_checkpoint(tiny_checkpoint: Path, tmp_path: Path
         torch.testing.assert_close(program(images, sizes), tuple(expected), rtol=1e-4, atol=1e-3)
 
 
-def test_convolutions_before_a_relu_are_fused(tiny_checkpoint: Path) -> None:
-    model = model_for_export(load_checkpoint(tiny_checkpoint), "fp32")
-    optimize_for_gpu(model)
-    found = operations_in(program_from_model(model, BUCKET, torch.uint8))
-    # The stem, two per block of ResNet-18, the RPN's hidden map at five levels, three for masks.
-    assert found["maskrcnn.convolution_relu.default"] == 1 + 16 + 5 + 3
-    # Shortcuts, two per level of the pyramid, the RPN's output at five levels.
-    assert found["aten.conv2d.default"] == 3 + 8 + 5
-    assert found["aten.add.Tensor"] < 16
-
-
 @pytest.mark.slow
-def test_pointwise_convolutions_are_fused_with_additions_in_half_precision(
-    tiny_checkpoint: Path,
-) -> None:
-    model = model_for_export(load_checkpoint(tiny_checkpoint), "fp16")
-    optimize_for_gpu(model)
-    found = operations_in(program_from_model(model, BUCKET, torch.uint8))
+def test_convolutions_are_fused(programs: Path) -> None:
+    single, half = (
+        operations_in(torch.export.load(programs / f"model-{types}-96x160.pt2"))
+        for types in ("fp32", "bf16")
+    )
+    # The stem, two per block of ResNet-18, the RPN's hidden map at five levels, three for masks.
+    assert single["maskrcnn.convolution_relu.default"] == 1 + 16 + 5 + 3
+    # Shortcuts, two per level of the pyramid, the RPN's output at five levels.
+    assert single["aten.conv2d.default"] == 3 + 8 + 5
+    assert single["aten.add.Tensor"] < 16
     # Shortcuts, the pyramid's lateral convolutions with their additions, the RPN's output.
-    assert found["maskrcnn.pointwise_convolution.default"] == 3 + 4 + 5
-    assert found["aten.conv2d.default"] == 4
-    assert not found["aten.upsample_nearest2d.vec"]
+    assert half["maskrcnn.pointwise_convolution.default"] == 3 + 4 + 5
+    assert half["aten.conv2d.default"] == 4
+    assert not half["aten.upsample_nearest2d.vec"]
 
 
 class _Branching(torch.nn.Module):
@@ -103,24 +111,6 @@ def test_shared_values_are_not_fused() -> None:
     assert found["aten.relu.default"] == 1
     assert found["aten.upsample_nearest2d.vec"] == 1
     torch.testing.assert_close(program.module()(*arguments), expected, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("exported_graphs")
-def test_manifest_lists_programs(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    manifest = bundle_from_checkpoint(
-        tiny_checkpoint,
-        tmp_path / "bundle",
-        precisions=("tf32", "bf16"),
-        buckets=[BUCKET],
-        with_programs=True,
-    )
-    listed = [(a.kind, a.precision, a.path) for a in manifest.artifacts]
-    assert listed == [
-        ("onnx", "tf32", "model-fp32-96x160.onnx"),
-        ("torch", "tf32", "model-fp32-96x160.pt2"),
-        ("torch", "bf16", "model-bf16-96x160.pt2"),
-    ]
 
 
 def test_bf16_without_programs_raises(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -13,15 +13,10 @@ def test_suitable_tensor_is_not_copied() -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [
-        torch.rand(3, 2, 4).transpose(0, 1),
-        torch.rand(2, 4, 3).mT,
-        torch.rand(1, 1, 4).expand(2, 3, 4),
-        torch.rand(25)[1:].view(2, 3, 4),
-        torch.rand(0, 3, 4),
-    ],
+    [torch.rand(3, 2, 4).transpose(0, 1), torch.rand(2, 4, 3).mT,
+     torch.rand(1, 1, 4).expand(2, 3, 4), torch.rand(25)[1:].view(2, 3, 4), torch.rand(0, 3, 4)],
     ids=["batch inside", "channels outside", "expanded", "shifted", "empty"],
-)
+)  # fmt: skip
 def test_other_tensors_are_copied_to_the_kernel_layout(tensor: torch.Tensor) -> None:
     argument = kernel_argument("boxes", tensor, torch.float32, SHAPE)
     assert torch.equal(argument, tensor)
