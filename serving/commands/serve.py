@@ -164,7 +164,9 @@ def _variable(name: str) -> str:
     "The exit code is 1 if the server would not start.",
 )
 def serve(model: str, doctor: bool, **values: Any) -> None:
-    """Serve MODEL over gRPC until SIGTERM or Ctrl+C, then finish the in-flight requests.
+    """Serve MODEL over gRPC and, with --http-port, over HTTP with a page for browsers.
+
+    On SIGTERM or Ctrl+C the server finishes the in-flight requests and ends.
 
     MODEL is a bundle, a checkpoint, or a name of `maskrcnn weights list`, such as
     torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or a name is exported once, in fp32 unless
