@@ -6,16 +6,13 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
 import pytest
 from gated_engine import Gate
+from in_process_server import connected, served
 from scraped_metrics import Metrics, metrics_from_log
 from triton_requests import MODEL
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
-from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
 
@@ -37,12 +34,10 @@ async def busy_server(
     bundle: Path, gate: Gate, log: pytest.LogCaptureFixture, image: bytes, **settings: Any
 ) -> AsyncIterator[BusyServer]:
     log.set_level("INFO")
-    config = ServeConfig(port=0, metrics_port=0, drain_delay_s=0, **settings)
     async with (
-        detection_server(bundle, config) as address,
-        grpc.aio.insecure_channel(address) as channel,
+        served(bundle, metrics_port=0, **settings) as address,
+        connected(address) as stub,
     ):
-        stub: Any = DetectorStub(channel)
         warm = gate.count
         gate.close()
         first = stub.Detect(pb.DetectRequest(image=image))
@@ -50,33 +45,30 @@ async def busy_server(
         yield BusyServer(stub, metrics_from_log(log.text), first)
 
 
-def test_urgent_requests_are_computed_first(
+async def test_urgent_requests_are_computed_first(
     bundle: Path, gate: Gate, picture: Encode, caplog: pytest.LogCaptureFixture
 ) -> None:
     completed: list[int] = []
 
-    async def detect(served: BusyServer, priority: int) -> None:
+    async def detect(server: BusyServer, priority: int) -> None:
         request = pb.DetectRequest(image=picture(), priority=priority)
-        assert (await served.detector.Detect(request)).detections
+        assert (await server.detector.Detect(request)).detections
         completed.append(priority)
 
-    async def run() -> None:
-        async with (
-            busy_server(bundle, gate, caplog, picture(), max_batch=1) as served,
-            asyncio.TaskGroup() as tasks,
-        ):
-            for number, priority in enumerate((3, 3, 2, 1), start=1):
-                tasks.create_task(detect(served, priority))
-                await served.queues(number)
-            gate.open()
-            await served.first
-
-    asyncio.run(run())
+    async with (
+        busy_server(bundle, gate, caplog, picture(), max_batch=1, max_delay_ms=2) as server,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for number, priority in enumerate((3, 3, 2, 1), start=1):
+            tasks.create_task(detect(server, priority))
+            await server.queues(number)
+        gate.open()
+        await server.first
     assert completed == [1, 2, 3, 3]
 
 
 @pytest.mark.parametrize(("preferred", "sizes"), [((), [5, 5, 5, 5, 5]), ((2, 4), [1, 4, 4, 4, 4])])
-def test_preferred_batch_sizes_do_not_wait(
+async def test_preferred_batch_sizes_do_not_wait(
     bundle: Path,
     gate: Gate,
     picture: Encode,
@@ -84,14 +76,11 @@ def test_preferred_batch_sizes_do_not_wait(
     preferred: tuple[int, ...],
     sizes: list[int],
 ) -> None:
-    async def run() -> list[int]:
-        settings = {"max_batch": 8, "max_delay_ms": 1000, "preferred_batch": preferred}
-        async with busy_server(bundle, gate, caplog, picture(), **settings) as served:
-            request = pb.DetectRequest(image=picture())
-            calls = [served.detector.Detect(request) for _ in range(5)]
-            await served.queues(5)
-            gate.open()
-            assert (await served.first).detections
-            return [(await call).timing.batch_size for call in calls]
-
-    assert sorted(asyncio.run(run())) == sizes
+    settings = {"max_batch": 8, "max_delay_ms": 1000, "preferred_batch": preferred}
+    async with busy_server(bundle, gate, caplog, picture(), **settings) as server:
+        request = pb.DetectRequest(image=picture())
+        calls = [server.detector.Detect(request) for _ in range(5)]
+        await server.queues(5)
+        gate.open()
+        assert (await server.first).detections
+        assert sorted([(await call).timing.batch_size for call in calls]) == sizes

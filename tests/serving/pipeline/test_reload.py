@@ -13,8 +13,9 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from in_process_server import connected
 from scraped_metrics import metrics_from_log
-from server_load import Load, memory_of, server_process, wait_until, worker_pids
+from server_load import Load, Process, memory_of, server_process, wait_until, worker_pids
 
 from maskrcnn_trt.model.bundle.manifest import read_manifest, write_manifest
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
@@ -29,8 +30,13 @@ Encode = Callable[..., bytes]
 
 PRECISIONS = "--precision", "fp32", "--precision", "tf32"
 BOTH = "fp32", "tf32", "fp32"
+# Time in which clients see that the server stops, before it rejects requests.
+DRAINING = "--drain-delay-s", "2"
+TRITON = GRPCInferenceServiceStub
 SERVING = HealthCheckResponse.SERVING
-# Tolerance of the memory after a reload, in bytes.
+# Reloads after which files and threads are counted again.
+RELOADS = 5
+# Tolerance of the memory after these reloads, in bytes.
 _SPARE_BYTES = 30 << 20
 
 
@@ -46,10 +52,10 @@ def own_bundle(bundle: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_reload_under_load(own_bundle: Path, tmp_path: Path, picture: Encode) -> None:
+def test_reload_and_stop_under_load(own_bundle: Path, tmp_path: Path, picture: Encode) -> None:
     log = tmp_path / "log"
     with (
-        server_process(own_bundle, log, *PRECISIONS) as (process, address),
+        server_process(own_bundle, log, *PRECISIONS, *DRAINING) as (process, address),
         grpc.insecure_channel(address) as c,
     ):
         stub: Any = DetectorStub(c)
@@ -80,16 +86,42 @@ def test_reload_under_load(own_bundle: Path, tmp_path: Path, picture: Encode) ->
             os.replace(damaged, own_bundle / manifest.artifacts[0].path)
             write_manifest(own_bundle, manifest.model_copy(update={"model_name": "damaged"}))
             process.send_signal(signal.SIGHUP)
-            wait_until(
-                lambda: (
-                    "reloading the bundle failed, and the old model is still served"
-                    in log.read_text()
-                )
-            )
+            failed = "reloading the bundle failed, and the old model is still served"
+            wait_until(lambda: failed in log.read_text())
             load.wait_for_responses()
             assert model().name == "newer"
-        assert load.failures == []
+            assert_stops(process, c, lambda: process.send_signal(signal.SIGTERM), load)
     assert "Traceback" not in log.read_text()
+
+
+def test_stop_of_the_process_group_under_load(
+    own_bundle: Path, tmp_path: Path, picture: Encode
+) -> None:
+    log = tmp_path / "log"
+    with (
+        server_process(own_bundle, log, *PRECISIONS, *DRAINING) as (process, address),
+        grpc.insecure_channel(address) as c,
+        Load(DetectorStub(c), picture(), BOTH) as load,
+    ):
+        load.wait_for_responses()
+        assert_stops(process, c, lambda: os.killpg(process.pid, signal.SIGTERM), load)
+    assert "Traceback" not in log.read_text()
+
+
+def assert_stops(
+    process: Process, channel: grpc.Channel, stop: Callable[[], None], load: Load
+) -> None:
+    """Stop a server with two workers and check that its load notices nothing but its health."""
+    wait_until(lambda: len(worker_pids(process.pid)) == 2)  # those of a failed reload are gone
+    workers = worker_pids(process.pid)
+    health = HealthStub(channel).Watch(HealthCheckRequest(), timeout=60)
+    assert next(health).status == SERVING
+    stop()
+    assert next(health).status == HealthCheckResponse.NOT_SERVING
+    load.stop()
+    assert load.failures == []
+    assert process.wait(timeout=60) == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 def test_restarted_workers_load_the_original_files(
@@ -134,68 +166,35 @@ def test_reloads_leak_nothing(own_bundle: Path, tmp_path: Path, picture: Encode)
 
         for _ in range(2):
             files, threads, memory = reload()
-        for _ in range(8):
+        for _ in range(RELOADS):
             *now, memory_now = reload()
-        assert all(n < before + 8 for n, before in zip(now, (files, threads), strict=True))
+        assert all(n < before + RELOADS for n, before in zip(now, (files, threads), strict=True))
         assert memory_now < memory + _SPARE_BYTES
         assert len(worker_pids(process.pid)) == 1
 
 
-@pytest.mark.parametrize("whole_group", [False, True])
-def test_stop_under_load(
-    own_bundle: Path, tmp_path: Path, picture: Encode, whole_group: bool
-) -> None:
-    log = tmp_path / "log"
-    options = *PRECISIONS, "--drain-delay-s", "2"
-    with (
-        server_process(own_bundle, log, *options) as (process, address),
-        grpc.insecure_channel(address) as c,
-    ):
-        workers = worker_pids(process.pid)
-        assert len(workers) == 2
-        health = HealthStub(c).Watch(HealthCheckRequest(), timeout=60)
-        assert next(health).status == SERVING
-        with Load(DetectorStub(c), picture(), BOTH) as load:
-            load.wait_for_responses()
-            if whole_group:
-                os.killpg(process.pid, signal.SIGTERM)
-            else:
-                process.send_signal(signal.SIGTERM)
-            assert next(health).status == HealthCheckResponse.NOT_SERVING
-        assert load.failures == []
-        assert process.wait(timeout=60) == 0
-        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-    assert "Traceback" not in log.read_text()
-
-
 @pytest.mark.slow
-def test_shutdown_waits_for_requests_of_the_replaced_model(
+async def test_shutdown_waits_for_requests_of_the_replaced_model(
     bundle: Path, picture: Encode, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     name = read_manifest(bundle).model_name
-
-    async def run() -> None:
-        # The request waits for its batch to fill until long after the reload.
-        config = ServeConfig(port=0, metrics_port=0, max_batch=64, max_delay_ms=8000)
-        async with contextlib.AsyncExitStack() as server:
-            address = await server.enter_async_context(detection_server(bundle, config))
-            metrics = metrics_from_log(caplog.text)
-            async with grpc.aio.insecure_channel(address) as channel:
-                detector: Any = DetectorStub(channel)
-                triton: Any = GRPCInferenceServiceStub(channel)
-                waiting = asyncio.ensure_future(detector.Detect(pb.DetectRequest(image=picture())))
-                await metrics.becomes(1, "maskrcnn_requests_in_progress")
-                load = inference.RepositoryModelLoadRequest(model_name=name)
-                loading = triton.RepositoryModelLoad(load)
-                await metrics.becomes(1, "maskrcnn_reloads_total", result="success")
-                stopping = asyncio.create_task(server.aclose())
-                assert await loading.code() is grpc.StatusCode.UNAVAILABLE
-                assert (await waiting).detections
-                await stopping
-                assert not worker_pids(os.getpid())
-
-    asyncio.run(run())
+    # The request waits for its batch to fill until long after the reload.
+    config = ServeConfig(port=0, metrics_port=0, max_batch=64, max_delay_ms=20_000)
+    async with contextlib.AsyncExitStack() as server:
+        address = await server.enter_async_context(detection_server(bundle, config))
+        metrics = metrics_from_log(caplog.text)
+        async with connected(address) as detector, connected(address, TRITON) as triton:
+            waiting = asyncio.ensure_future(detector.Detect(pb.DetectRequest(image=picture())))
+            await metrics.becomes(1, "maskrcnn_requests_in_progress")
+            load = inference.RepositoryModelLoadRequest(model_name=name)
+            loading = triton.RepositoryModelLoad(load)
+            await metrics.becomes(1, "maskrcnn_reloads_total", result="success")
+            stopping = asyncio.create_task(server.aclose())
+            assert await loading.code() is grpc.StatusCode.UNAVAILABLE
+            assert (await waiting).detections
+            await stopping
+            assert not worker_pids(os.getpid())
 
 
 @pytest.mark.parametrize("trigger", ["signal", "call"])

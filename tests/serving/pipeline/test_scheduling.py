@@ -66,9 +66,8 @@ def test_a_new_connection_does_not_wait_for_a_backlog() -> None:
 
 def test_the_higher_priority_goes_first() -> None:
     schedule = schedule_of(max_batch=3)
-    add(schedule, "ccc", priority=3)
-    add(schedule, "bbb", priority=2)
-    add(schedule, "aaa", priority=1)
+    for priority, name in ((3, "c"), (2, "b"), (1, "a")):
+        add(schedule, name * 3, priority)
     assert batches_of(schedule) == ["aaa", "bbb", "ccc"]
 
 
@@ -123,12 +122,8 @@ def test_a_batch_waits_until_its_oldest_image_is_due() -> None:
     assert schedule.take(10.4) == []
     assert batches_of(schedule, now=10.5) == ["ab"]
     assert schedule.due() is None
-
-
-def test_a_full_batch_does_not_wait() -> None:
-    schedule = schedule_of(max_batch=2, max_delay_s=0.5)
-    add(schedule, "aaa", now=10.0)
-    assert batches_of(schedule, now=10.0) == ["aa"]
+    add(schedule, "aaaaa", now=11.0)
+    assert batches_of(schedule, now=11.0) == ["aaaa"]  # a full batch does not wait
 
 
 def test_batches_of_one_bucket_do_not_starve_another() -> None:

@@ -1,22 +1,21 @@
 """Invalid bundles, at the start of a server and at a reload."""
 
-import asyncio
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from in_process_server import served
 from triton_requests import MODEL, images_of
 from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest, sha256_of, write_manifest
-from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]
 
@@ -41,44 +40,37 @@ async def error_of(call: Any) -> tuple[str, str]:
     return str(caught.value.status()), caught.value.message()
 
 
-@pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        ({"categories": []}, "categories: Tuple should have at least 1 item"),
-        ({"model_name": ""}, "model_name: String should match pattern"),
-        ({"model_name": f"{MODEL}\n"}, "model_name: String should match pattern"),
-        ({"preprocessing": {"min_size": 800, "max_size": 1333}}, "fits its bucket 96x160"),
-        (None, "manifest.json cannot be read (Is a directory)"),
-    ],
-)
-def test_invalid_bundle_is_rejected(
-    own_bundle: Path,
-    picture: Encode,
-    caplog: pytest.LogCaptureFixture,
-    entries: dict[str, Any] | None,
-    words: str,
+def replace_manifest_by_folder(bundle: Path) -> None:
+    (bundle / "manifest.json").unlink()
+    (bundle / "manifest.json").mkdir()
+
+
+INVALID: list[tuple[Callable[[Path], None], str]] = [
+    (partial(change, categories=[]), "categories: Tuple should have at least 1 item"),
+    (partial(change, model_name=f"{MODEL}\n"), "model_name: String should match pattern"),
+    (partial(change, preprocessing={"min_size": 800, "max_size": 1333}), "fits its bucket 96x160"),
+    (replace_manifest_by_folder, "manifest.json cannot be read (Is a directory)"),
+]
+
+
+async def test_invalid_bundles_are_rejected(
+    own_bundle: Path, picture: Encode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        config = ServeConfig(port=0, drain_delay_s=0)
-        async with (
-            detection_server(own_bundle, config) as address,
-            triton_aio.InferenceServerClient(address) as client,
-        ):
-            if entries is None:
-                (own_bundle / "manifest.json").unlink()
-                (own_bundle / "manifest.json").mkdir()
-            else:
-                change(own_bundle, **entries)
+    manifest = read_manifest(own_bundle)
+    async with (
+        served(own_bundle) as address,
+        triton_aio.InferenceServerClient(address) as client,
+    ):
+        for spoil, words in INVALID:
+            write_manifest(own_bundle, manifest)
+            spoil(own_bundle)
             status, message = await error_of(client.load_model(MODEL))
             assert "FAILED_PRECONDITION" in status
             assert words in message
-            assert (await client.infer(MODEL, images_of(picture()))).as_numpy("scores").any()
-        with pytest.raises(BundleError) as caught:
-            async with detection_server(own_bundle, config):
-                pass
-        assert words in str(caught.value)
-
-    asyncio.run(run())
+            with pytest.raises(BundleError) as caught:
+                await served(own_bundle).__aenter__()
+            assert words in str(caught.value)
+        assert (await client.infer(MODEL, images_of(picture()))).as_numpy("scores").any()
     # gRPC logs harmless errors of its own through asyncio.
     ours = [record for record in caplog.records if record.name.startswith("maskrcnn_trt")]
     assert ours
@@ -105,21 +97,17 @@ def add_to_labels(bundle: Path, surplus: int) -> None:
 
 
 @pytest.mark.parametrize("label", [0, 4])
-def test_label_without_a_category(
+async def test_label_without_a_category(
     own_bundle: Path, picture: Encode, caplog: pytest.LogCaptureFixture, label: int
 ) -> None:
     add_to_labels(own_bundle, label - 1)  # the model returns 1
-
-    async def run() -> None:
-        async with (
-            detection_server(own_bundle, ServeConfig(port=0, drain_delay_s=0)) as address,
-            triton_aio.InferenceServerClient(address) as client,
-        ):
-            status, message = await error_of(client.infer(MODEL, images_of(picture())))
-            assert "INTERNAL" in status
-            assert "log" in message
-
-    asyncio.run(run())
+    async with (
+        served(own_bundle) as address,
+        triton_aio.InferenceServerClient(address) as client,
+    ):
+        status, message = await error_of(client.infer(MODEL, images_of(picture())))
+        assert "INTERNAL" in status
+        assert "log" in message
     assert (
         f"the model returned label {label}, but the bundle's manifest has 3 categories"
         in caplog.text
