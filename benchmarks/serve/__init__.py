@@ -93,9 +93,12 @@ def serve(
 ) -> None:
     """Measure a server at given numbers of requests in flight, or at given rates.
 
-    SERVER is the host:port of a running server, or a bundle. For a bundle a server is started with
-    OPTIONS, which are options of `maskrcnn serve` after `--`.
+    SERVER is the host:port of a running server, or a bundle, a checkpoint or a name of `maskrcnn
+    weights list`. For these a server is started with OPTIONS, which are options of `maskrcnn serve`
+    after `--`.
     """
+    from ...model.weights.zoo import is_zoo_name
+    from ...serving.commands.model_reference import bundle_for_backend
     from .measure import NOISE, ServeSettings, measure_bundle, measure_server
     from .record import serve_record
 
@@ -103,10 +106,10 @@ def serve(
     settings = ServeSettings(images=images, masks=MaskFormat(masks), **_with_defaults(values))
     if settings.http and settings.masks is MaskFormat.PROBABILITIES:
         raise click.UsageError("--http has no --masks probabilities; choose another format")
-    bundle = Path(server)
     max_delay_ms, bulk = None, None
-    if bundle.is_dir():
-        config = _parse_serve_options(bundle, options)
+    if is_zoo_name(server) or Path(server).exists():
+        config = _parse_serve_options(server, options)
+        bundle = bundle_for_backend(server, config.backend, config.precision)
         bulk = _measure_bulk(bundle, config, settings) if engine_rate else None
         if peer and config.max_batch == 1:
             raise click.UsageError("--peer unbatched needs larger batches; raise --max-batch")
@@ -139,12 +142,12 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _parse_serve_options(bundle: Path, options: Sequence[str]) -> "ServeConfig":
+def _parse_serve_options(model: str, options: Sequence[str]) -> "ServeConfig":
     """Parse options of `maskrcnn serve`. Raise `click.UsageError` if one is invalid."""
     from ...serving.commands.serve import config_from_options, serve
     from ...serving.config import ServeConfig
 
-    with serve.make_context("maskrcnn serve", [str(bundle), *options]) as context:
+    with serve.make_context("maskrcnn serve", [model, *options]) as context:
         return config_from_options(
             {name: context.params[name] for name in ServeConfig.model_fields}
         )

@@ -18,6 +18,7 @@ from zoo_mirror import zoo_mirror  # noqa: E402
 from maskrcnn_trt.benchmarks.accuracy import evaluate  # noqa: E402
 from maskrcnn_trt.benchmarks.bulk import bulk  # noqa: E402
 from maskrcnn_trt.benchmarks.infer import infer  # noqa: E402
+from maskrcnn_trt.benchmarks.serve import serve as bench_serve  # noqa: E402
 from maskrcnn_trt.model.bundle.manifest import read_manifest  # noqa: E402
 from maskrcnn_trt.model.config.schema import ModelConfig  # noqa: E402
 from maskrcnn_trt.model.download.local_files import DownloadError  # noqa: E402
@@ -112,7 +113,7 @@ def test_a_checkpoint_is_exported_once(
     assert list((tmp_path / "cache").rglob("*.onnx")) == exported
 
 
-@pytest.mark.parametrize("command", [predict, serve, infer, bulk])
+@pytest.mark.parametrize("command", [predict, serve, infer, bulk, bench_serve])
 def test_unknown_names_have_a_suggestion(command: object, tmp_path: Path, picture: Encode) -> None:
     image = tmp_path / "1.png"
     image.write_bytes(picture())
