@@ -79,7 +79,7 @@ class Client:
             pb.DetectRequest(image=image, **fields),
             metadata=((ID, sent_id),) if sent_id else (),
             wait_for_ready=True,
-            timeout=30,
+            timeout=120,  # the server may still be starting
         )
         return call.code(), dict(call.trailing_metadata())[ID]
 

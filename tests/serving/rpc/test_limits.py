@@ -49,10 +49,11 @@ async def test_messages_that_cannot_be_parsed_are_rejected_without_a_log(
     caplog.set_level(logging.WARNING, "grpc")
     async with grpc.aio.insecure_channel(address) as channel:
         unary = channel.unary_unary(http2.DETECT)
-        for _ in range(200):
-            status, message = await status_of(unary(GARBAGE))
-            assert status is BAD
-            assert "another .proto" in message
+        for _ in range(10):
+            for call in [unary(GARBAGE) for _ in range(20)]:
+                status, message = await status_of(call)
+                assert status is BAD
+                assert "another .proto" in message
         watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(GARBAGE)
         assert (await status_of(watch))[0] is BAD
         for method in (http2.DETECT_STREAM, REFLECTION):
