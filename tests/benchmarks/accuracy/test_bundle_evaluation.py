@@ -152,13 +152,22 @@ def test_invalid_images_can_be_errors(bundle: Path, data: DatasetConfig, tmp_pat
     with pytest.raises(DataError, match=r"5\.jpg: .*data\.on_broken=skip"):
         evaluate_bundle(bundle, ValidationSet(changed, on_broken="refuse"))
     assert set(threading.enumerate()) <= before
-
-
-def test_one_image_must_be_valid(bundle: Path, data: DatasetConfig, tmp_path: Path) -> None:
-    changed = _copied(data, tmp_path)
     for path in changed.images.iterdir():
         path.write_bytes(b"no image")
     with pytest.raises(DataError, match=r"val\.json"):
+        evaluate_bundle(bundle, ValidationSet(changed))
+
+
+def test_other_annotations(bundle: Path, data: DatasetConfig, tmp_path: Path) -> None:
+    """Without annotations, metrics are -1. Another category is an error."""
+    changed = _copied(data, tmp_path)
+    content = json.loads(changed.annotations.read_text())
+    changed.annotations.write_text(json.dumps({**content, "annotations": []}))
+    settings = EvaluationConfig(evaluator="faster-coco-eval")
+    assert set(evaluate_bundle(bundle, ValidationSet(changed, settings)).metrics.values()) == {-1}
+    content["categories"][1]["name"] = "bowl"
+    changed.annotations.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"7.*bowl.*box"):
         evaluate_bundle(bundle, ValidationSet(changed))
 
 
@@ -177,22 +186,3 @@ def test_images_have_the_annotated_orientation(
     assert ours.left_out == 0
     expected = _measure_checkpoint(tiny_checkpoint, rotated, tmp_path / "theirs")
     assert ours.metrics == pytest.approx(expected, abs=1e-6)
-
-
-def test_other_categories_are_an_error(bundle: Path, data: DatasetConfig, tmp_path: Path) -> None:
-    other = _copied(data, tmp_path)
-    content = json.loads(other.annotations.read_text())
-    content["categories"][1]["name"] = "bowl"
-    other.annotations.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"7.*bowl.*box"):
-        evaluate_bundle(bundle, ValidationSet(other))
-
-
-def test_metrics_without_annotations_are_minus_one(
-    bundle: Path, data: DatasetConfig, tmp_path: Path
-) -> None:
-    empty = _copied(data, tmp_path)
-    content = json.loads(empty.annotations.read_text())
-    empty.annotations.write_text(json.dumps({**content, "annotations": []}))
-    settings = EvaluationConfig(evaluator="faster-coco-eval")
-    assert set(evaluate_bundle(bundle, ValidationSet(empty, settings)).metrics.values()) == {-1}

@@ -64,7 +64,6 @@ def test_invalid_input_is_an_error(
     assert fact in f"{result.output} {result.exception}"
 
 
-@pytest.mark.usefixtures("exported_graphs")
 def test_default_images_are_those_that_fit(bundle: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(bundle, tmp_path / "landscapes")
     manifest = read_manifest(folder)
@@ -74,19 +73,14 @@ def test_default_images_are_those_that_fit(bundle: Path, tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
 
 
-def test_goals_apply_to_gpus() -> None:
-    met, missed = bulk_goals(
-        [make_result(8, 600.0), make_result(1, 200.0), make_result(8, 9.0, "cpu")]
-    )
+def test_page_has_all_numbers_and_goals_of_gpus(tmp_path: Path) -> None:
+    results = [make_result(8, 600.0), make_result(1, 200.0), make_result(8, 9.0, "cpu")]
+    met, missed = bulk_goals(results)
     assert "75%" in met
     assert "70% is met" in met
     assert "25%" in missed
     assert "70% is missed" in missed
-
-
-def test_page_has_all_numbers(tmp_path: Path) -> None:
-    record = bulk_record([make_result(1, 200.0), make_result(8, 600.0)], "some images")
-    page = write_record(record, tmp_path).read_text()
+    page = write_record(bulk_record(results[:2], "some images"), tmp_path).read_text()
     assert "| 8 | 600.0 | 800.0 | 75.0% | 37.5 |" in page
     assert "| 8 | 2.00 | 10.00 | 1.00 | 4.00 |" in page
 

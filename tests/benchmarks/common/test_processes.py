@@ -85,15 +85,11 @@ def test_usage_includes_child_processes() -> None:
             os.killpg(process.pid, signal.SIGKILL)
     assert usage.cores > 0
     assert usage.memory_mib[-1] > 200
-
-
-def test_ended_process_uses_nothing() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
+    # The process has ended.
     now = time.monotonic()
     usage = measure_process_usage(process.pid, now, now + 0.05)
     assert usage.cores == 0
-    assert usage.memory_mib == pytest.approx([0] * len(usage.memory_mib))
+    assert set(usage.memory_mib) <= {0}
 
 
 def test_machine_is_described_in_json():

@@ -99,13 +99,8 @@ def test_terminal_omits_columns_without_information(
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [
-        (0.00512, "0.00512"),
-        (0.4567, "0.457"),
-        (7.231, "7.23"),
-        (999.94, "1000"),
-        (12345.6, "12346"),
-    ],
-)
+    [(0.00512, "0.00512"), (0.4567, "0.457"), (7.231, "7.23"), (999.94, "1000"),
+     (12345.6, "12346")],
+)  # fmt: skip
 def test_numbers_have_three_significant_digits(value: float, text: str):
     assert format_significant(value) == text

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from maskrcnn_trt.benchmarks.common.images import batch_from_encoded, noise_jpeg
 from maskrcnn_trt.benchmarks.infer import infer
@@ -30,7 +30,11 @@ from maskrcnn_trt.model.bundle.manifest import Precision, read_manifest, sha256_
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import CheckpointError, load_checkpoint
 
-QUICK = ("--seconds", "0.05", "--warmup", "1")
+
+def run(*args: object) -> Result:
+    """Run the command with short measurements."""
+    words = map(str, (*args, "--seconds", "0.05", "--warmup", "1"))
+    return CliRunner().invoke(infer, list(words))
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +57,8 @@ def single_image_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.slow
 def test_bundle_checkpoint_and_peer_in_one_run(bundle: Path, tiny_checkpoint: Path, tmp_path: Path):
     record = tmp_path / "new" / "record.json"
-    models = (str(bundle), str(tiny_checkpoint))
     peers = ("--peer", "torchvision", "--peer", "onnxruntime")
-    options = ("--batch", "3", "--batch", "1", *peers, "--json", str(record))
-    result = CliRunner().invoke(infer, [*models, *options, *QUICK])
+    result = run(bundle, tiny_checkpoint, "--batch", 3, "--batch", 1, *peers, "--json", record)
     assert result.exit_code == 0, result.output
     content = json.loads(record.read_text())
     assert [(r["engine"], r["data"], r["batch"]) for r in content["results"]] == [
@@ -88,10 +90,9 @@ def test_failures_are_rows_and_other_engines_are_measured(
     single_image_bundle: Path, tmp_path: Path
 ):
     """The runtime fails at batch 2, and there is no model in bf16."""
-    options = ("--precision", "bf16", "--precision", "fp32", "--batch", "1", "--batch", "2")
+    options = ("--precision", "bf16", "--precision", "fp32", "--batch", 1, "--batch", 2)
     backend = ("--backend", "onnxruntime", "--peer", "onnxruntime")
-    arguments = [str(single_image_bundle), *options, *backend, "--output", str(tmp_path)]
-    result = CliRunner().invoke(infer, [*arguments, *QUICK])
+    result = run(single_image_bundle, *options, *backend, "--output", tmp_path)
     assert result.exit_code == 0, result.output
     (record,) = tmp_path.glob("infer-*.json")
     content = json.loads(record.read_text())
@@ -110,8 +111,7 @@ def test_torch_bundle_is_measured_on_the_device_and_from_the_host(
     torch_bundle: Path, tmp_path: Path
 ):
     record = tmp_path / "record.json"
-    arguments = [str(torch_bundle), "--backend", "torch", "--batch", "2", "--json", str(record)]
-    result = CliRunner().invoke(infer, [*arguments, *QUICK])
+    result = run(torch_bundle, "--backend", "torch", "--batch", 2, "--json", record)
     assert result.exit_code == 0, result.output
     content = json.loads(record.read_text())
     measured = [(r["engine"], r["data"], r["batch"]) for r in content["results"]]
@@ -123,9 +123,8 @@ def test_torch_bundle_is_measured_on_the_device_and_from_the_host(
 def test_gpu_time_is_measured_by_stage(tiny_checkpoint: Path, tmp_path: Path):
     folder, output = tmp_path / "bundle", tmp_path / "record"
     bundle_from_checkpoint(tiny_checkpoint, folder, precisions=("fp16",), with_programs=True)
-    models = (str(folder), str(tiny_checkpoint))
-    options = ("--precision", "fp16", "--batch", "1", "--batch", "2", "--output", str(output))
-    result = CliRunner().invoke(infer, [*models, *options, *QUICK])
+    options = ("--precision", "fp16", "--batch", 1, "--batch", 2, "--output", output)
+    result = run(folder, tiny_checkpoint, *options)
     assert result.exit_code == 0, result.output
     content = json.loads(next(output.glob("infer-*.json")).read_text())
     assert content["failures"] == []
@@ -160,8 +159,7 @@ def test_engines_are_ordered_by_precision_and_peers_last(bundle: Path, tiny_chec
 def test_other_input_size_and_image(bundle: Path, tmp_path: Path):
     image = tmp_path / "image.jpg"
     image.write_bytes(noise_jpeg(ShapeBucket(50, 40)))
-    arguments = [str(bundle), "--shape", "160x96", "--images", str(image), "--batch", "2"]
-    result = CliRunner().invoke(infer, [*arguments, *QUICK])
+    result = run(bundle, "--shape", "160x96", "--images", image, "--batch", 2)
     assert result.exit_code == 0, result.output
     assert "160x96" in result.output
 
@@ -169,29 +167,23 @@ def test_other_input_size_and_image(bundle: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "fact"),
     [
-        (["--shape", "64x64"], "choose from 96x160, 160x96"),
-        (["--precision", "fp16"], "no fp16 onnx artifact, only fp32 onnx"),
-        (["--shape", "big"], "800x1344"),
-        (["--peer", "torchvision"], "needs the weights of a checkpoint"),
-        (["--images", "IMAGE"], "JPEG, PNG or WebP"),
+        (["BUNDLE", "--shape", "64x64"], "choose from 96x160, 160x96"),
+        (["BUNDLE", "--precision", "fp16"], "no fp16 onnx artifact, only fp32 onnx"),
+        (["BUNDLE", "--shape", "big"], "800x1344"),
+        (["BUNDLE", "--peer", "torchvision"], "needs the weights of a checkpoint"),
+        (["BUNDLE", "--images", "IMAGE"], "JPEG, PNG or WebP"),
+        (["CHECKPOINT", "--peer", "onnxruntime"], "needs a bundle"),
     ],
 )
 def test_invalid_arguments_are_errors(
-    bundle: Path, tmp_path: Path, arguments: list[str], fact: str
+    bundle: Path, tiny_checkpoint: Path, tmp_path: Path, arguments: list[str], fact: str
 ):
     image = tmp_path / "image.jpg"
     image.write_bytes(b"none")
-    arguments = [str(image) if word == "IMAGE" else word for word in arguments]
-    result = CliRunner().invoke(infer, [str(bundle), *arguments, *QUICK])
+    paths = {"BUNDLE": bundle, "CHECKPOINT": tiny_checkpoint, "IMAGE": image}
+    result = run(*(paths.get(word, word) for word in arguments))
     assert result.exit_code != 0
     assert fact in f"{result.output} {result.exception}"
-
-
-def test_onnxruntime_as_a_peer_needs_a_bundle(tiny_checkpoint: Path):
-    arguments = [str(tiny_checkpoint), "--peer", "onnxruntime"]
-    result = CliRunner().invoke(infer, [*arguments, *QUICK])
-    assert result.exit_code == 2
-    assert "needs a bundle" in result.output
 
 
 def test_torchvision_needs_the_same_architecture(tiny_checkpoint: Path):

@@ -39,31 +39,16 @@ BATCH = [
 def test_stages_start_with_their_kernel_and_sum_up():
     times = milliseconds_by_stage(BATCH)
     assert tuple(times) == (*STAGES, IDLE)
-    assert times == pytest.approx(
-        {
-            "trunk": 1.0,
-            "proposals": 0.065,
-            "box head": 0.3,
-            "selection": 0.015,
-            "mask head": 0.2,
-            "idle": 0.02,
-        }
-    )
+    assert list(times.values()) == pytest.approx([1.0, 0.065, 0.3, 0.015, 0.2, 0.02])
     assert sum(times.values()) == pytest.approx(1.6)
 
 
-def test_overlap_counts_once():
-    times = milliseconds_by_stage(
-        [GpuActivity("a", 5, 10), GpuActivity("b", 7, 3), GpuActivity("c", 12, 8)]
-    )
-    assert times["trunk"] == pytest.approx(0.015)
-    assert times[IDLE] == 0
-
-
-def test_missing_stages_take_no_time():
-    times = milliseconds_by_stage(
-        [GpuActivity("convolve", 0, 10), GpuActivity("sort_top_k", 10, 5)]
-    )
+def test_overlap_counts_once_and_missing_stages_take_no_time():
+    overlapping = [GpuActivity("a", 5, 10), GpuActivity("b", 7, 3), GpuActivity("c", 12, 8)]
+    times = milliseconds_by_stage(overlapping)
+    assert times == pytest.approx(dict.fromkeys((*STAGES, IDLE), 0) | {"trunk": 0.015})
+    activities = [GpuActivity("convolve", 0, 10), GpuActivity("sort_top_k", 10, 5)]
+    times = milliseconds_by_stage(activities)
     assert times == dict.fromkeys(times, 0) | {"trunk": 0.01, "proposals": 0.005}
 
 
@@ -106,12 +91,6 @@ def test_profile_of_a_gpu():
     assert sum(mean_milliseconds_by_stage(kernels, 4).values()) > 0
 
 
-def test_operations_of_the_model():
-    """Counted by hand: 267 GMAC, with 1000 proposals and 100 detections."""
-    flops = flops_per_image(ModelConfig(), ShapeBucket(800, 1344))
-    assert flops == pytest.approx(2 * 267e9, rel=0.01)
-
-
 def test_operations_grow_with_detections():
     """Per detection: four 3x3 convolutions at 14x14, a deconvolution, and one class of a 1x1."""
     few, many = (
@@ -131,6 +110,9 @@ def test_matmul_rate_is_measured(precision: Precision):
 
 
 def test_roofline_is_rate_divided_by_operations():
+    """The operations were counted by hand: 267 GMAC, with 1000 proposals and 100 detections."""
+    flops = flops_per_image(ModelConfig(), ShapeBucket(800, 1344))
+    assert flops == pytest.approx(2 * 267e9, rel=0.01)
     roofline = MatmulRoofline("fp16", teraflops_per_second=800.0, flops_per_image=500_000_000_000)
     assert roofline.images_per_second == pytest.approx(1600)
 

@@ -33,11 +33,7 @@ ROOFLINES = (
 
 
 def make_result(
-    engine: str,
-    batch: int,
-    speed: float,
-    precision: Precision = "fp16",
-    data: DataPlace = "device",
+    engine: str, batch: int, speed: float, precision: Precision = "fp16", data: DataPlace = "device"
 ) -> InferResult:
     return InferResult(
         model="bundle",
@@ -57,16 +53,12 @@ def make_result(
 
 
 RESULTS = (
-    make_result("torch", 1, 250),
-    make_result("torch", 1, 200, data="host"),
-    make_result("torch", 8, 600),
-    make_result("torch", 8, 500, data="host"),
-    make_result("eager", 8, 160),
-    make_result("torchvision", 1, 20),
-    make_result("torchvision", 8, 24),
-    make_result("torch", 8, 60, "fp32"),
+    make_result("torch", 1, 250), make_result("torch", 1, 200, data="host"),
+    make_result("torch", 8, 600), make_result("torch", 8, 500, data="host"),
+    make_result("eager", 8, 160), make_result("torchvision", 1, 20),
+    make_result("torchvision", 8, 24), make_result("torch", 8, 60, "fp32"),
     make_result("onnxruntime", 8, 30, "fp32"),
-)
+)  # fmt: skip
 FAILURES = (
     InferFailure("bundle", "onnxruntime", "bf16", None, "there is no such model"),
     InferFailure("bundle", "eager", "fp32", 16, "OutOfMemoryError: CUDA out of memory."),

@@ -158,15 +158,11 @@ def test_traffic_is_that_of_inputs_and_outputs():
 
 @pytest.mark.parametrize(
     ("milliseconds", "peer", "goal", "met"),
-    [
-        (0.5, 3.0, None, True),
-        (0.5, 3.0, KernelGoal(0.6), True),
-        (0.6, 3.0, KernelGoal(0.6), False),
-        (0.5, 3.0, KernelGoal(0.6, times_peer=6), True),
-        (0.5, 2.9, KernelGoal(0.6, times_peer=6), False),
-        (0.7, 9.0, KernelGoal(0.6, times_peer=6), False),
-    ],
-)
+    [(0.5, 3.0, None, True), (0.5, 3.0, KernelGoal(0.6), True),
+     (0.6, 3.0, KernelGoal(0.6), False), (0.5, 3.0, KernelGoal(0.6, times_peer=6), True),
+     (0.5, 2.9, KernelGoal(0.6, times_peer=6), False),
+     (0.7, 9.0, KernelGoal(0.6, times_peer=6), False)],
+)  # fmt: skip
 def test_goals_are_met_or_missed(
     milliseconds: float, peer: float, goal: KernelGoal | None, met: bool
 ):
@@ -196,9 +192,6 @@ def test_row_has_times_ratios_and_goal():
     assert (first["ms"], first["GB/s"], first["of copying"]) == ("0.500", "48.0", "2.4%")
     assert (second["speedup"], second["goal"]) == ("4.00", "< 0.4 ms: missed")
     assert third["baselines"] == third["speedup"] == third["goal"] == ""
-
-
-def test_goals_are_sentences():
     first, second = kernels_record(RESULTS).goals
     for fact in ("`nms_keep`, 2x9", "0.500 ms", "6.00 times", "< 0.6 ms, >= 5 times, is met"):
         assert fact in first
@@ -221,17 +214,21 @@ def test_page_and_plot(results: list[KernelResult], tmp_path: Path):
     assert content["results"] == json.loads(json.dumps([asdict(result) for result in results]))
 
 
-def test_unknown_kernel_is_an_error():
-    result = CliRunner().invoke(kernels, ["--kernel", "nms"])
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        (["--kernel", "nms"], "choose from pyramid_roi_align, "),
+        pytest.param(
+            [],
+            "NVIDIA GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_unknown_kernels_and_machines_without_a_gpu_are_errors(options: list[str], fact: str):
+    result = CliRunner().invoke(kernels, options)
     assert result.exit_code == 2
-    assert "choose from pyramid_roi_align, " in result.output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_is_required():
-    result = CliRunner().invoke(kernels, [])
-    assert result.exit_code == 2
-    assert "NVIDIA GPU" in result.output
+    assert fact in result.output
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -89,45 +90,41 @@ def test_rejected_requests_are_counted_separately(server: ServerProcess) -> None
     assert opened.offered_per_second == 200
 
 
-def test_late_responses_count_as_refused(server: ServerProcess) -> None:
-    settings = ServeSettings(concurrencies=(), rates=(100,), seconds=1, timeout_s=1e-4)
-    with pytest.raises(NoAnswerError, match="DEADLINE_EXCEEDED"):
-        list(measure_server(server.address, settings))
+@pytest.mark.parametrize(
+    ("error", "fact", "settings"),
+    [
+        # Late responses count as refused.
+        (
+            NoAnswerError,
+            "DEADLINE_EXCEEDED",
+            {"concurrencies": (), "rates": (100,), "timeout_s": 1e-4},
+        ),
+        (RefusedError, "JPEG, PNG or WebP", {"concurrencies": (2,), "images": [b"no image"]}),
+        (NoAnswerError, "--seconds", {"concurrencies": (1,), "seconds": 1e-9, "warmup_seconds": 0}),
+    ],
+)
+def test_measurements_without_a_result_are_errors(
+    server: ServerProcess, error: type[Exception], fact: str, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=fact):
+        list(measure_server(server.address, ServeSettings(**{"seconds": 0.5, **settings})))
 
 
-def test_rejected_image_is_an_error(server: ServerProcess) -> None:
-    settings = ServeSettings(concurrencies=(2,), images=[b"no image"], seconds=0.5)
-    with pytest.raises(RefusedError, match="JPEG, PNG or WebP"):
-        list(measure_server(server.address, settings))
-
-
-def test_too_short_a_measurement_is_an_error(server: ServerProcess) -> None:
-    settings = ServeSettings(concurrencies=(1,), seconds=1e-9, warmup_seconds=0)
-    with pytest.raises(NoAnswerError, match="--seconds"):
-        list(measure_server(server.address, settings))
-
-
-def test_missing_server_is_an_error() -> None:
+def test_missing_server_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UnreachableError):
         list(measure_server("127.0.0.1:1", ServeSettings(concurrencies=(1,), seconds=0.1)))
-
-
-def test_server_that_does_not_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ServerStartError), running_server(tmp_path):
         pass
 
 
 @pytest.mark.parametrize(
     ("args", "fact"),
-    [
-        (["127.0.0.1:1", "--engine-rate"], "not a bundle"),
-        (["127.0.0.1:1", "--", "--max-batch", "2"], "not a bundle"),
-        (["BUNDLE", "--", "--max-batch", "0"], "--max-batch is 0"),
-        (["BUNDLE", "--", "--max-bach", "1"], "--max-bach"),
-        (["BUNDLE", "--rate", "0"], "--rate"),
-        (["BUNDLE", "--peer", "unbatched", "--", "--max-batch", "1"], "larger batches"),
-    ],
-)
+    [(["127.0.0.1:1", "--engine-rate"], "not a bundle"),
+     (["127.0.0.1:1", "--", "--max-batch", "2"], "not a bundle"),
+     (["BUNDLE", "--", "--max-batch", "0"], "--max-batch is 0"),
+     (["BUNDLE", "--", "--max-bach", "1"], "--max-bach"), (["BUNDLE", "--rate", "0"], "--rate"),
+     (["BUNDLE", "--peer", "unbatched", "--", "--max-batch", "1"], "larger batches")],
+)  # fmt: skip
 def test_invalid_arguments_are_errors(bundle: Path, args: list[str], fact: str) -> None:
     result = run(*(bundle if arg == "BUNDLE" else arg for arg in args))
     assert result.exit_code == 2
