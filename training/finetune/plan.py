@@ -23,11 +23,13 @@ _MEMORY_SHARE = 0.8
 _MAX_BATCH = 16
 # On a CPU: longest shorter side, images per step, and RoIs and proposals per image.
 _CPU_SIZE, _CPU_BATCH, _CPU_ROIS, _CPU_PROPOSALS = 320, 2, 64, 300
-# On a CPU, the run has at most this number of images of 320x320 pixels with a ResNet-50. That
-# takes about a quarter of an hour on two cores.
-_CPU_IMAGES = 400
-# Weights of a ResNet-50, and input pixels, that this number refers to.
-_REFERENCE_WEIGHTS, _REFERENCE_PIXELS = 23.5e6, 320 * 320
+# On a CPU, the forward passes of the run have at most this number of multiplications: those of 400
+# images of 320x320 pixels with torchvision's maskrcnn_resnet50_fpn_v2.
+_CPU_MULTIPLICATIONS = 1.6e13
+# Multiplications per input pixel of a ResNet, per parameter.
+_RESNET_USES = 3.4e-3
+# Positions of an RPN of all levels per input pixel: 1/16 of the finest level, and 1/3 more.
+_RPN_POSITIONS = 4 / 3 / 16
 # Epochs for 1,000 images. Smaller data sets get more, so that the number of steps grows with the
 # square root of the number of images.
 _EPOCHS, _REFERENCE_IMAGES = 12, 1000
@@ -98,6 +100,8 @@ def plan_finetuning(
     iterations = int(given.get("solver.max_iterations", math.ceil(seen / batch)))
     reasons["solver.base_lr"] = f"AdamW, {batch} images per step"
     on_gpu = machine.device == "cuda"
+    if not on_gpu:
+        reasons["model.rpn.post_nms_top_n_test"] = "no GPU"
     cores = max(1, machine.cores // machine.processes - 1)
     values = {
         "precision": "fp32" if not on_gpu else "bf16" if machine.has_bf16 else "fp16",
@@ -192,12 +196,33 @@ def _images_to_see(
     seen = math.ceil(epochs * images.count)
     reason = f"{epochs:.3g} epochs of {images.count} images"
     if machine.device == "cpu":
-        body = sum(t.numel() for name, t in start.weights.items() if "backbone.body" in name)
-        cost = body / _REFERENCE_WEIGHTS * pixels / _REFERENCE_PIXELS
-        limit = max(8, int(_CPU_IMAGES / cost))
+        limit = max(8, int(_CPU_MULTIPLICATIONS / _forward_multiplications(start, pixels)))
         if seen > limit:
             seen, reason = limit, f"no GPU: {limit / images.count:.2g} epochs, longer is better"
     return seen, reason
+
+
+def _forward_multiplications(start: Checkpoint, pixels: int) -> float:
+    """Estimate the multiplications of a training image's forward pass."""
+
+    def parameters(prefix: str, dimensions: tuple[int, ...] = (2, 4)) -> int:
+        return sum(
+            tensor.numel()
+            for name, tensor in start.weights.items()
+            if name.startswith(prefix) and tensor.dim() in dimensions
+        )
+
+    roi = start.model_config.roi
+    rois = min(_CPU_ROIS, roi.sampling.batch_size_per_image)
+    pyramid = parameters("backbone.fpn.layer_blocks.0") + parameters("rpn.head")
+    box_head = parameters("roi_heads.box_head", (2,))
+    box_head += roi.box_pool**2 * parameters("roi_heads.box_head", (4,))
+    mask_head = roi.mask_pool**2 * parameters("roi_heads.mask_head")
+    return (
+        pixels * (_RESNET_USES * parameters("backbone.body") + _RPN_POSITIONS * pyramid)
+        + rois * box_head
+        + rois * roi.sampling.positive_fraction * mask_head
+    )
 
 
 def _model_values(start: Checkpoint, machine: Machine) -> dict[str, Any]:
@@ -211,5 +236,6 @@ def _model_values(start: Checkpoint, machine: Machine) -> dict[str, Any]:
     rpn, sampling = values["rpn"], values["roi"]["sampling"]
     rpn["post_nms_top_n_train"] = min(rpn["post_nms_top_n_train"], proposals)
     if machine.device == "cpu":
+        rpn["post_nms_top_n_test"] = min(rpn["post_nms_top_n_test"], proposals)
         sampling["batch_size_per_image"] = min(sampling["batch_size_per_image"], _CPU_ROIS)
     return values

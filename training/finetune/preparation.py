@@ -32,6 +32,7 @@ _SHOWN = (
     "weights",
     "device",
     "precision",
+    "model.rpn.post_nms_top_n_test",
     "data.min_size",
     "data.max_size",
     "data.buckets",

@@ -87,6 +87,8 @@ def test_a_cpu_gets_a_short_run_on_small_images(resnet50: Any) -> None:
     assert config.data.min_size == 320
     assert config.solver.max_iterations * config.solver.images_per_batch <= 500
     assert config.model.roi.sampling.batch_size_per_image == 64
+    assert config.model.rpn.post_nms_top_n_test == 300
+    assert planned(images(), resnet50).model.rpn.post_nms_top_n_test == 1000
 
 
 def test_a_small_model_gets_its_own_input_size_and_more_steps_on_a_cpu(
