@@ -23,7 +23,7 @@ from ..results.drawing import annotated_png
 from ..rpc.detector_service import DetectorService
 from .call import HttpCall
 from .endpoint import Endpoint, JsonResponse, Transport
-from .open_inference_json import value_from_message
+from .message_json import value_from_message
 
 _SERVICE: Final = "/maskrcnn.v1.Detector/"
 # Folder of the bundle whose images the page offers as samples.

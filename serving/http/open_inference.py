@@ -13,6 +13,7 @@ from ..open_inference.service import InferenceService
 from ..pipeline.pipeline import Pipeline
 from .call import HttpCall
 from .endpoint import Endpoint, JsonResponse, Transport
+from .message_json import value_from_message
 from .open_inference_json import (
     BinaryOutputs,
     IndexRequest,
@@ -20,7 +21,6 @@ from .open_inference_json import (
     http_from_infer_response,
     infer_request_from_http,
     parse_json,
-    value_from_message,
 )
 
 # Header with the size of the JSON part of a body that continues with binary data.
