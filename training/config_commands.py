@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,7 +58,7 @@ class ConfiguredCommand(click.Command):
                 f"{error.option_name} is not an option; set the key {key}=VALUE{length}", ctx
             ) from None
         overrides: Sequence[str] = ctx.params.get("overrides", ())
-        for text, value in zip(overrides, (*overrides[1:], "VALUE"), strict=True):
+        for text, value in zip_longest(overrides, overrides[1:], fillvalue="VALUE"):
             if "=" not in text and text in _known_keys():
                 raise click.UsageError(f"{text} has no value; write {text}={value}", ctx)
         return rest

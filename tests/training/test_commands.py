@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from maskrcnn_trt.training.commands import train
 from maskrcnn_trt.training.config import ConfigError
+from maskrcnn_trt.training.data.coco.dataset import DataError
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,15 @@ def test_a_schedule_that_ends_before_its_first_step_is_a_warning(tmp_path: Path)
     assert "solver.steps=[140,180]" in output
     assert "950" in output
     assert "steps" not in CliRunner().invoke(train, common).output
+
+
+def test_no_key_is_needed(tmp_path: Path) -> None:
+    config = tmp_path / "mine.yaml"
+    paths = "{images: nowhere, annotations: nowhere}"
+    output = tmp_path / "run"
+    config.write_text(f"{{base: quick, output_dir: {output}, data: {{train: {paths}}}}}")
+    assert isinstance(CliRunner().invoke(train, [str(config)]).exception, DataError)
+    assert isinstance(CliRunner().invoke(train, ["finetune", "nowhere"]).exception, DataError)
 
 
 def test_mistyped_keys_are_reported_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
