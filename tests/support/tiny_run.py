@@ -26,7 +26,6 @@ LoadTiny = Callable[..., TrainConfig]
 _CONFIG = """
 device: cpu
 precision: fp32
-compile: false
 channels_last: false
 log_period: 2
 data:

@@ -176,9 +176,8 @@ def _integers(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
 
 
 def _targets_from(samples: Sequence[Sample], mask_size: tuple[int, int]) -> Targets:
-    # At least two rows: the model does not support empty tensors, and torch.compile makes a program
-    # of its own for tensors with a dimension of one.
-    rows = max(2, *(len(sample.labels) for sample in samples))
+    # At least one row of padding, because the model does not support empty tensors.
+    rows = max(1, *(len(sample.labels) for sample in samples))
     boxes = np.zeros((len(samples), rows, 4), np.float32)
     labels = np.zeros((len(samples), rows), np.int64)
     masks = np.zeros((len(samples), rows, *mask_size), np.uint8)
