@@ -8,6 +8,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from ...model.images import ImageError
 
+# Formats that `decode_image` reads.
+_FORMATS = ("JPEG", "PNG", "WEBP")
 # EXIF orientations from this one on swap width and height.
 _FIRST_SWAPPED = 5
 
@@ -25,19 +27,19 @@ def read_header_size(path: Path) -> HeaderSize:
     """Read the size of an image file without reading its pixels.
 
     Raises:
-        ImageError: The file cannot be read, or is not an image.
+        ImageError: The file cannot be read, or is not an image in a supported format.
     """
     try:
         with warnings.catch_warnings():
             # The pixels are not decoded, so a large image is harmless here.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
+            with Image.open(path, formats=_FORMATS) as image:
                 width, height = image.size
                 # Pillow would decode a whole PNG to find metadata after its pixels.
                 has_exif = image.format != "PNG" or "exif" in image.info
                 orientation = image.getexif().get(ExifTags.Base.Orientation) if has_exif else 1
     except UnidentifiedImageError:
-        raise ImageError("not an image, or in an unknown format") from None
+        raise ImageError("not a JPEG, PNG or WebP image") from None
     except OSError as error:
         raise ImageError(error.strerror or str(error)) from None
     except Exception as error:  # on damaged files, codecs raise exceptions of any type

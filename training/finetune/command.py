@@ -63,6 +63,8 @@ def _print_plan(data: Path, prepared: "Finetuning") -> None:
     click.echo(prepared.splits.description)
     if prepared.splits.faults:
         click.echo(f"left out: {summary_of(prepared.splits.faults)}", err=True)
+    if prepared.unusable:
+        click.echo(f"left out: {summary_of({'image files': prepared.unusable})}", err=True)
     names = [category.name for category in prepared.train.categories]
     click.echo(f"{len(prepared.train)} training images; {len(names)} classes: {', '.join(names)}")
     if prepared.replaced_predictors:

@@ -40,7 +40,7 @@ _RANDOM_LENGTH = 6
 _MAX_ENLARGEMENT = 2.0
 # Learning rate of AdamW for `_RATE_BATCH` images per step. It grows with the square root of the
 # batch size.
-_RATE, _RATE_BATCH = 1e-4, 4
+_RATE, _RATE_BATCH = 3e-4, 4
 
 
 class Plan(NamedTuple):

@@ -18,8 +18,9 @@ from ...model.config.overrides import value_at, with_overrides
 from ...model.config.reference import text_from_value
 from ...model.weights.layouts import CLASS_ROWS
 from ..config import ConfigError, TrainConfig
-from ..data.coco.dataset import CocoDataset, DataError
+from ..data.coco.dataset import CocoDataset, DataError, ImageRecord
 from ..data.convert.layouts import DataLayout, recognize_layout
+from ..data.inspect.file_checks import misfit_files
 from ..run_folder import RunFolder
 from .initial_weights import DEFAULT_WEIGHTS, initial_checkpoint
 from .machine import this_machine
@@ -54,6 +55,8 @@ class Finetuning:
     # Reason for the value of a key, by dotted key.
     reasons: Mapping[str, str]
     train: CocoDataset
+    # Training images with objects whose file cannot be used, each with the reason.
+    unusable: tuple[str, ...]
     # Model of the initial weights.
     start: Checkpoint
 
@@ -99,15 +102,13 @@ def prepare_finetuning(
     """
     layout = recognize_layout(path)
     RunFolder(output).open(resume=False)
-    weights = given.get("weights", DEFAULT_WEIGHTS)
-    start = initial_checkpoint(None if weights is None else str(weights))
     splits = choose_splits(layout, output / "data")
     with _no_warnings():
         # Training reads the annotations again, and then logs the invalid ones.
         train = CocoDataset(splits.train)
-    records = [record for record in train.records if record.objects]
-    if not records:
-        raise DataError(f"{path} has no image with an annotated object")
+    records, unusable = _usable_records(train)
+    weights = given.get("weights", DEFAULT_WEIGHTS)
+    start = initial_checkpoint(None if weights is None else str(weights))
     machine = this_machine(given.get("device", "auto"))
     statistics = ImageStatistics.of(records)
     plan = plan_finetuning(statistics, start, machine, given, is_pretrained=weights is not None)
@@ -115,7 +116,8 @@ def prepare_finetuning(
     paths = {"train": splits.train, "val": splits.val}
     values["data"] |= {k: v and v.model_dump(mode="json") for k, v in paths.items()}
     reasons = plan.reasons | dict.fromkeys(given, "as set")
-    return Finetuning(layout, splits, _config(values, overrides), reasons, train, start)
+    config = _config(values, overrides)
+    return Finetuning(layout, splits, config, reasons, train, unusable, start)
 
 
 def next_commands(checkpoint: Path) -> tuple[str, ...]:
@@ -126,6 +128,23 @@ def next_commands(checkpoint: Path) -> tuple[str, ...]:
         f"maskrcnn predict {bundle} IMAGE_OR_FOLDER -o predicted",
         f"maskrcnn serve {bundle} --port 8500",
     )
+
+
+def _usable_records(dataset: CocoDataset) -> tuple[list[ImageRecord], tuple[str, ...]]:
+    """Return the images with objects, and the unusable image files with the reasons.
+
+    Raises:
+        DataError: There is no usable image with objects.
+    """
+    records = [record for record in dataset.records if record.objects]
+    if not records:
+        raise DataError(f"{dataset.name} has no image with an annotated object")
+    misfits = {misfit.record.id: misfit.subject for misfit in misfit_files(records)}
+    usable = [record for record in records if record.id not in misfits]
+    if not usable:
+        first = next(iter(misfits.values()))
+        raise DataError(f"{dataset.name} lists no usable image file; the first is {first}")
+    return usable, tuple(misfits.values())
 
 
 def _config(values: dict[str, Any], overrides: Sequence[str]) -> TrainConfig:

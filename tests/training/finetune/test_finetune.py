@@ -122,6 +122,20 @@ def test_each_layout_is_recognised(tmp_path: Path, tiny_checkpoint: Path, name: 
     assert not (tmp_path / "run" / "model_final.pth").exists()
 
 
+def test_images_of_another_size_than_annotated_are_named(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    WRITERS["COCO"](tmp_path / "data", SCENES[:4], SCENES[:2])
+    images = sorted((tmp_path / "data" / "train2017").iterdir())
+    arguments = (tmp_path / "data", tmp_path / "run", f"weights={tiny_checkpoint}", "--dry-run")
+    Image.new("RGB", (90, 50)).save(images[0])
+    assert f"{images[0]}: 50x90 pixels" in call(*arguments)
+    for image in images:
+        Image.new("RGB", (90, 50)).save(image)
+    with pytest.raises(DataError, match=r"usable image.*50x90 pixels"):
+        call(*arguments)
+
+
 def test_mistyped_keys_and_unknown_folders_are_errors(tmp_path: Path) -> None:
     for override in ("solver.max_iteration=3", "solver.max_iterations=many", "output"):
         with pytest.raises(ConfigError, match=override.partition("=")[0]):

@@ -19,6 +19,8 @@ from .polygons import annotation_from_polygons
 
 logger = logging.getLogger(__name__)
 
+# Files in other formats are reported as unusable.
+_SUFFIXES = IMAGE_SUFFIXES | {".bmp", ".gif", ".heic", ".tif", ".tiff"}
 _SPLITS = ("train", "val", "test")
 # A label with a class and this number of values is a box without an outline.
 _BOX_VALUES = 4
@@ -99,7 +101,7 @@ def _images_of(file: Path, content: Mapping[Any, Any], value: Any) -> Iterator[P
         if path is None:
             continue
         if path.is_dir():
-            yield from (p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+            yield from (p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES)
         else:
             lines = (line.strip() for line in path.read_text(errors="replace").splitlines())
             listed = (_resolve(path.parent, str(file.parent), line) for line in lines if line)
@@ -136,8 +138,8 @@ def _convert(image: Path, root: Path, known: set[int]) -> ConvertedImage:
     try:
         # Label files refer to the upright image.
         height, width = read_header_size(image).upright
-    except ImageError:
-        raise UnusableSourceError("images: not readable", name) from None
+    except ImageError as error:
+        raise UnusableSourceError(f"images: {error}", name) from None
     annotations, faults = [], []
     labels = _label_file(image)
     lines = labels.read_text(errors="replace").splitlines() if labels else []

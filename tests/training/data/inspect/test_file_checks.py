@@ -85,4 +85,4 @@ def test_headers_of_another_size_than_annotated_are_named(
     found = {s.record.path.name: s.detail for s in misfit_files(records)}
     assert set(found) == {"2.png", "5.jpg", "8.jpg", "11.jpg"}
     assert found["5.jpg"] == f"{HEIGHT - 3}x{WIDTH} pixels, but annotated as {HEIGHT}x{WIDTH}"
-    assert "not an image" in found["11.jpg"]
+    assert "not a JPEG" in found["11.jpg"]
