@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 @click.argument("data", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--dry-run", is_flag=True, help="Print the plan, but do not train.")
-@click.option("--resume", is_flag=True, help="Resume the run in output_dir with its configuration.")
+@click.option(
+    "--resume", is_flag=True, help="Resume the run in output_dir. If it has no run, start one."
+)
 def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool) -> None:
     """Fine-tune a model on the data set in the folder DATA.
 
@@ -41,7 +43,7 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     from ..terminal import errors_of_main_process
     from .preparation import prepare_finetuning
 
-    if resume:
+    if resume and (output / CONFIG_FILE).is_file():
         config = load_config(str(output / CONFIG_FILE), overrides)
     else:
         prepared = prepare_finetuning(data, overrides, given, output)

@@ -70,7 +70,8 @@ def recognize_layout(path: Path) -> DataLayout:
     if files := _roboflow_files(path):
         return DataLayout("COCO as exported by Roboflow", _roboflow_splits(files))
     coco = annotation_files(path)
-    if coco and not is_labelme(_content_of(coco[0])):
+    # Only files of other names are read, because those of COCO have hundreds of megabytes.
+    if coco and (coco[0].name.startswith("instances_") or not is_labelme(_content_of(coco[0]))):
         return _coco_layout(path)
     if (file := yolo_file(path)) is not None:
         return _foreign("YOLO", yolo(file), file)
@@ -80,6 +81,10 @@ def recognize_layout(path: Path) -> DataLayout:
     for file, content in samples.items():
         if file.parent == path and isinstance(content, dict) and "annotations" in content:
             return DataLayout("COCO", {file.stem: LayoutSplit(_images_beside(file), file)})
+    folders = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))]
+    if len(folders) == 1:
+        # Archives often contain a folder around the data set.
+        return recognize_layout(folders[0])
     raise DataError(
         f"{path} has none of the known layouts: COCO (annotations/instances_*.json), Roboflow "
         f"(train/{_ROBOFLOW_FILE}), CVAT (annotations/instances_default.json and images/), LabelMe "

@@ -356,6 +356,12 @@ def test_incomplete_yaml_files_are_errors(tmp_path: Path, text: str, message: st
         recognize_layout(yolo_folder(tmp_path, text))
 
 
+def test_a_folder_around_the_data_set_is_skipped(tmp_path: Path) -> None:
+    WRITERS["Roboflow"](tmp_path / "download" / "parts", TRAIN, VAL)
+    (tmp_path / "download" / "README.txt").touch()
+    assert set(recognize_layout(tmp_path).splits) == {"train", "valid"}
+
+
 def test_unknown_folders_are_errors_that_name_the_layouts(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"COCO.*Roboflow.*CVAT.*LabelMe.*YOLO"):
         recognize_layout(tmp_path)
