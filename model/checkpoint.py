@@ -42,7 +42,11 @@ class Checkpoint:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint atomically: a crash leaves the previous file intact."""
+    """Write a checkpoint atomically: a crash leaves the previous file intact.
+
+    Raises:
+        CheckpointError: the file cannot be written, for example because the disk is full.
+    """
     content = {
         "format": _FORMAT,
         "model_config": checkpoint.model_config.model_dump(mode="json"),
@@ -54,8 +58,17 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "metrics": checkpoint.metrics,
         "training_state": checkpoint.training_state,
     }
-    with atomic_write(path) as file:
-        torch.save(content, file)
+    try:
+        with atomic_write(path) as file:
+            torch.save(content, file)
+    except (OSError, RuntimeError) as error:
+        # After a failed write torch cannot complete the archive, and raises a RuntimeError.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise CheckpointError(
+            f"cannot write {path}: {cause.strerror}; free disk space or choose another folder"
+        ) from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

@@ -4,6 +4,7 @@ import itertools
 import logging
 from typing import Any
 
+import torch
 from rich.progress import Progress
 
 from ..model.bundle.manifest import Preprocessing
@@ -13,6 +14,7 @@ from .data.coco.dataset import CocoDataset
 from .data.loading.device_batches import prefetch_batches
 from .data.loading.loader import train_loader
 from .evaluation.validation import Validation, log_metrics, reached_targets
+from .interruption import Interruption, TrainingInterrupted
 from .reporting import DivergenceError, TrainingReport
 from .run_folder import RunFolder
 from .schedule import learning_rate
@@ -69,6 +71,8 @@ class TrainingLoop:
         self._epoch = self._batches.iterations_per_epoch
         self._metrics = last.metrics if last else {}
         self._best_ap: float = last.training_state["best_ap"] if last else -1.0
+        self._interruption = Interruption()
+        self._saved_iteration = trainer.iteration
         self._validation = None
         if config.data.val is not None and not config.evaluation.skip_test:
             self._validation = Validation(config, dataset.categories, worker)
@@ -89,15 +93,18 @@ class TrainingLoop:
         Raises:
             DataError: An image is unreadable and `data.on_broken` is "refuse".
             DivergenceError: A loss or a weight is not finite.
+            TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
         """
         trainer, config = self._trainer, self._config
         if self._has_reached_targets():
             return self._metrics
         iterations = range(trainer.iteration, config.solver.max_iterations)
         batches = prefetch_batches(trainer.worker.device, self._batches)
-        with TrainingReport(
-            self._folder.path, config.log_period, iterations, trainer.worker, self._progress
-        ) as report:
+        report_settings = self._folder.path, config.log_period, iterations, trainer.worker
+        with (
+            TrainingReport(*report_settings, self._progress) as report,
+            self._interruption,
+        ):
             if not iterations and not (
                 self._validation is None or config.evaluation.skip_eval or self._metrics
             ):
@@ -110,6 +117,7 @@ class TrainingLoop:
                 report.record(iteration, losses, learning_rate(config.solver, iteration))
                 if self._evaluate_and_save(report):
                     break
+                self._stop_if_interrupted()
         return self._metrics
 
     def _freeze_if_due(self, iteration: int) -> None:
@@ -123,18 +131,44 @@ class TrainingLoop:
         final = trainer.iteration >= config.solver.max_iterations
         best, self._metrics = False, {}
         if self._validation is not None and self._evaluation_is_due(final):
-            with report.evaluating():
-                self._metrics = self._validation.measure(trainer.model, self._progress)
-            log_metrics(self._metrics)
-            report.record_metrics(trainer.iteration, self._metrics)
+            # An evaluation can fail, be killed or be interrupted. The run then resumes after the
+            # last step, and a finished one with its evaluation.
+            self._save(final=final)
+            self._metrics = self._evaluate(self._validation, report)
             final = self._has_reached_targets() or final
             best = self._metrics.get(_BEST_BY, -1) > self._best_ap
         if best:
             self._best_ap = self._metrics[_BEST_BY]
             logger.info("%s %.4f is the best of this run so far", _BEST_BY, self._best_ap)
-        if final or best or trainer.iteration % config.checkpoint_period == 0:
+        if final or self._metrics or trainer.iteration % config.checkpoint_period == 0:
             self._save(final=final, best=best)
         return final
+
+    def _evaluate(self, validation: Validation, report: TrainingReport) -> dict[str, float]:
+        self._stop_if_interrupted()
+        self._interruption.immediate = True
+        with report.evaluating():
+            metrics = validation.measure(self._trainer.model, self._progress)
+        self._interruption.immediate = False
+        log_metrics(metrics)
+        report.record_metrics(self._trainer.iteration, metrics)
+        return metrics
+
+    def _stop_if_interrupted(self) -> None:
+        """Write a checkpoint and end the run if a signal has requested it."""
+        trainer, config = self._trainer, self._config
+        stops, worker = self._interruption.requested, trainer.worker
+        if worker.world_size > 1:
+            # Ranks receive a signal at different times, but must stop after the same iteration. To
+            # agree, the host waits for the device, so they do it rarely.
+            if trainer.iteration % config.log_period:
+                return
+            stops = bool(worker.sum_over_ranks(torch.tensor(float(stops), device=worker.device)))
+        if not stops:
+            return
+        if self._saved_iteration != trainer.iteration:
+            self._save(final=False)
+        raise TrainingInterrupted
 
     def _evaluation_is_due(self, final: bool) -> bool:
         settings, iteration = self._config.evaluation, self._trainer.iteration
@@ -152,7 +186,7 @@ class TrainingLoop:
             )
         return reached is not None
 
-    def _save(self, *, final: bool, best: bool) -> None:
+    def _save(self, *, final: bool, best: bool = False) -> None:
         """Write a checkpoint on rank 0. Every rank must call this.
 
         Raises:
@@ -180,5 +214,6 @@ class TrainingLoop:
                 "best_ap": self._best_ap,
             },
         )
+        self._saved_iteration = trainer.iteration
         if trainer.worker.is_main:
             self._folder.save(checkpoint, final=final, best=best)

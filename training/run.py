@@ -12,6 +12,7 @@ from .data.coco.dataset import CocoDataset
 from .distributed import Worker, worker
 from .evaluation.config import warn_of_other_sizes
 from .evaluation.validation import Validation, check_expected
+from .interruption import TrainingInterrupted
 from .loop import TrainingLoop
 from .reporting import LOG_FILE
 from .resumption import check_resumable, run_identity
@@ -35,6 +36,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
         DataError: The data set is unreadable or has no usable image.
         DivergenceError: A loss or a weight is not finite.
         ExpectationError: The final metrics are below `evaluation.expected`.
+        TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
     """
     with worker(config.device) as rank:
         checkpoint, metrics = train(config, rank, resume=resume)
@@ -92,7 +94,18 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         if last is not None:
             trainer.load_state(last)
             logger.info("resuming the run at iteration %d", trainer.iteration)
-        metrics = TrainingLoop(trainer, dataset, folder, identity, progress, last).run()
+        try:
+            metrics = TrainingLoop(trainer, dataset, folder, identity, progress, last).run()
+        except TrainingInterrupted:
+            rank.wait_for_ranks()
+            logger.info(
+                "interrupted after iteration %d of %d; to continue from %s, repeat the command "
+                "with --resume",
+                trainer.iteration,
+                config.solver.max_iterations,
+                folder.last(),
+            )
+            raise
         # The first rank writes the checkpoint; the others must not return before it exists.
         rank.wait_for_ranks()
         return folder.last(), metrics

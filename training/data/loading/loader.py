@@ -1,6 +1,7 @@
 """Data loaders for training and evaluation."""
 
 import logging
+import signal
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -155,3 +156,5 @@ def eval_loader(
 def _initialise_worker(_: int) -> None:
     # Threads in the worker processes would compete for cores, which the processes already use.
     torch.set_num_threads(1)
+    # Ctrl+C reaches all processes of a terminal. The main process takes one more step.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

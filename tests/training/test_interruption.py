@@ -1,0 +1,73 @@
+"""Runs that end early: by a signal, a failing evaluation or a full disk."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_run import LoadTiny, assert_equal, load_tiny, train
+
+from maskrcnn_trt.model.checkpoint import CheckpointError, load_checkpoint
+from maskrcnn_trt.training.evaluation.validation import Validation
+from maskrcnn_trt.training.run import run_training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_run_after_a_checkpoint(
+    tiny_config: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    settings = ("log_period=1", "data.workers=1", "solver.max_iterations=100000", "solver.steps=[]")
+    log = tmp_path / "run" / "log.txt"
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    command = [sys.executable, "-m", "maskrcnn_trt", "train", str(tiny_config), *settings]
+    process = subprocess.Popen(
+        [*command, f"output_dir={log.parent}"], stderr=subprocess.PIPE, start_new_session=True
+    )
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert b"--resume" in errors
+    assert b"Traceback" not in errors
+    last = load_checkpoint(log.parent / (log.parent / "last_checkpoint").read_text().strip())
+    reported = [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()]
+    assert last.iteration == reported[-1]
+
+
+def test_failing_evaluations_lose_nothing(
+    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed run goes on with the evaluation."""
+    whole = train(load_tiny(tiny_config, tmp_path / "whole", "evaluation={}"))
+    config = load_tiny(tiny_config, tmp_path / "cut", "evaluation={}")
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "measure", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_training(config)
+    resumed = load_checkpoint(run_training(config, resume=True))
+    assert_equal(resumed.weights, whole.weights)
+    assert resumed.metrics == whole.metrics
+    assert resumed.metrics
+
+
+def test_full_disks_are_reported(tiny: LoadTiny, tmp_path: Path) -> None:
+    config = tiny()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"model_final\.pth.*disk space"):
+            run_training(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob(".*.partial"))

@@ -1,0 +1,49 @@
+"""Interruption of a training run by SIGINT (Ctrl+C) or SIGTERM."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """A signal ended the run after a checkpoint was written."""
+
+
+class Interruption:
+    """Context that records the first SIGINT or SIGTERM, so that the current step can be completed.
+
+    A second signal has its usual effect. In threads other than the main one, where Python allows no
+    signal handlers, signals keep their usual effect.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        # Whether a signal raises `TrainingInterrupted` at once.
+        self.immediate = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._record) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._restore()
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self._restore()
+        if self.immediate:
+            raise TrainingInterrupted
+
+    def _restore(self) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
