@@ -23,9 +23,10 @@ _MEMORY_SHARE = 0.8
 _MAX_BATCH = 16
 # On a CPU: longest shorter side, images per step, and RoIs and proposals per image.
 _CPU_SIZE, _CPU_BATCH, _CPU_ROIS, _CPU_PROPOSALS = 320, 2, 64, 300
-# On a CPU, the forward passes of the run have at most this number of multiplications: those of 400
-# images of 320x320 pixels with torchvision's maskrcnn_resnet50_fpn_v2.
-_CPU_MULTIPLICATIONS = 1.6e13
+# On a CPU, the forward passes of the run have at most this number of multiplications: those of 260
+# images of 320x320 pixels with torchvision's maskrcnn_resnet50_fpn_v2. With the backward passes,
+# they take about 20 minutes at 50 GFLOPS, the estimated rate of two cores.
+_CPU_MULTIPLICATIONS = 1e13
 # Multiplications per input pixel of a ResNet, per parameter.
 _RESNET_USES = 3.4e-3
 # Positions of an RPN of all levels per input pixel: 1/16 of the finest level, and 1/3 more.
