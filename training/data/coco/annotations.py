@@ -1,5 +1,6 @@
 """Validate and convert the annotations in a COCO file."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,8 @@ def instance_from_annotation(
     else:
         raise InvalidAnnotationError("segmentation is neither polygons nor RLE")
     area = annotation.get("area")
-    if not isinstance(area, int | float):
+    # An integer may be too large for a float.
+    if not isinstance(area, int | float) or abs(area) > sys.float_info.max:
         area = mask_from_segmentation(segmentation, (height, width), (height, width)).sum()
     name = annotation.get("id", -1)
     instance = Instance(

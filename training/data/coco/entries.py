@@ -123,6 +123,7 @@ def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
     """Return the path of an image file in a folder with the files `present`. None: missing."""
     # Programs on Windows write backslashes.
     for candidate in (name, name.replace("\\", "/")):
-        if candidate in present or (folder / candidate).is_file():
+        # os.path also answers for names that are too long for a path.
+        if candidate in present or os.path.isfile(folder / candidate):
             return folder / candidate
     return None

@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import os
 import re
 from collections.abc import Iterator
 from itertools import islice
@@ -63,7 +64,7 @@ def _image_folder(folder: Path, split: str, file: Path) -> Path | None:
     named += [common] if common.is_dir() else []
     names = list(islice(_file_names(file), _LOOKUPS))
     for place in (*named, folder, *places):
-        if any((place / name).is_file() for name in names):
+        if any(os.path.isfile(place / name) for name in names):
             return place
     return next(iter(named), None)
 

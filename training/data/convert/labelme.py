@@ -151,7 +151,8 @@ def _image_of(path: Path, image_path: str, folder: Path) -> Path | None:
     candidates = [path.parent / written] if written else []
     candidates += [place / name for place in places if name]
     candidates += [place / (path.stem + suffix) for place in places for suffix in IMAGE_SUFFIXES]
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
+    # os.path also answers for names that are too long for a path.
+    return next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
 
 
 class _InvalidShapeError(Exception):

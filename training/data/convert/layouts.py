@@ -131,7 +131,7 @@ def _group_categories(contents: Sequence[Mapping[str, Any]]) -> frozenset[int | 
     """
     used = {id_from(a.get("category_id")) for c in contents for a in c["annotations"]}
     categories = [category for c in contents for category in c["categories"]]
-    parents = {c.get("supercategory") for c in categories}
+    parents = [category.get("supercategory") for category in categories]
     return frozenset(
         id_
         for c in categories

@@ -71,7 +71,8 @@ def _is_yolo(path: Path) -> bool:
     try:
         content = _read_yaml(path)
     except DataError:
-        return False
+        # `yolo` then raises the error.
+        return path.stem == "data"
     return "names" in content and any(name in content for name in _SPLITS)
 
 
@@ -117,7 +118,8 @@ def _resolve(folder: Path, root: str, text: str) -> Path | None:
     # of the machine that exported the data. A folder `images` alone could be that of other splits.
     ends = (parts[start:] for start in range(len(parts)))
     candidates += [folder.joinpath(*end) for end in ends if end != ["images"] or len(parts) == 1]
-    return next((Path(os.path.normpath(path)) for path in candidates if path.exists()), None)
+    # os.path also answers for names that are too long for a path.
+    return next((Path(os.path.normpath(p)) for p in candidates if os.path.exists(p)), None)
 
 
 def _label_file(image: Path) -> Path | None:

@@ -202,6 +202,7 @@ def test_polygons_with_absurd_coordinates_do_not_reach_pycocotools(tmp_path: Pat
     ("changes", "reason"),
     [
         ({"file_name": "none.jpg"}, "file missing"),
+        ({"file_name": "x" * 5000}, "file missing"),
         ({"width": None}, "no height and width"),
         ({"height": 0}, "no height and width"),
         ({"id": None}, "no id or no file name"),

@@ -92,6 +92,15 @@ def test_splits_of_cvat_have_their_own_image_folders(tmp_path: Path) -> None:
     assert_same(layout.splits["Validation"].load("refuse"), VAL)
 
 
+def test_odd_categories_of_roboflow_are_errors_or_ignored(tmp_path: Path) -> None:
+    WRITERS["Roboflow"](tmp_path, TRAIN, VAL)
+    path = tmp_path / "train" / "_annotations.coco.json"
+    content = read_json(path)
+    content["categories"][1]["supercategory"] = ["parts"]
+    path.write_text(json.dumps(content))
+    assert_same(recognize_layout(tmp_path).splits["train"].load("refuse"), TRAIN)
+
+
 def test_one_coco_file_beside_its_images_is_a_data_set(tmp_path: Path) -> None:
     save_images(tmp_path, TRAIN)
     write_json(tmp_path / "labels.json", coco_content(TRAIN))
@@ -229,7 +238,7 @@ def test_regions_that_labelme_ignores_are_left_out(tmp_path: Path) -> None:
     assert not dataset.faults
 
 
-@pytest.mark.parametrize("path", ["..\\elsewhere\\photo_000.jpg", "", "gone.jpg"])
+@pytest.mark.parametrize("path", ["..\\elsewhere\\photo_000.jpg", "", "gone.jpg", "x" * 5000])
 def test_images_of_labelme_are_found_after_a_move(tmp_path: Path, path: str) -> None:
     dataset = labelme_dataset(tmp_path, {"points": SQUARE}, imagePath=path, imageHeight=None)
     assert dataset.records[0].path.resolve() == tmp_path / "photo_000.jpg"
@@ -349,6 +358,8 @@ def test_labels_of_yolo_refer_to_the_upright_image(tmp_path: Path) -> None:
     [
         ("train: nowhere\nnames: [a]\n", "no split with images.*nowhere"),
         ("train: train/images\nnames: 3\n", "`names` must be"),
+        ("names: [a\n", "is not YAML"),
+        (f"train: {'x' * 5000}\nnames: [a]\n", "no split with images"),
     ],
 )
 def test_incomplete_yaml_files_are_errors(tmp_path: Path, text: str, message: str) -> None:
