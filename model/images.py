@@ -31,10 +31,13 @@ _START_OF_JPEG = b"\xff\xd8\xff"
 _END_OF_JPEG = b"\xff\xd9"
 _START_OF_SCAN = b"\xff\xda"
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
+# Markers that end the data of a scan: neither restart markers nor reserved ones.
+_MARKER_AFTER_SCAN = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]", re.DOTALL)
 # Limits against files that are small but slow to decode.
 # Scans of a JPEG: each is a pass over all pixels; progressive JPEGs have about ten.
 _MAX_SCANS = 100
-# Segments before the first scan of a JPEG; a large colour profile or description takes hundreds.
+# Segments before the first scan of a JPEG, where a large colour profile or description takes
+# hundreds, and segments from there to its end.
 _MAX_SEGMENTS = 2000
 # Bytes between the segments of a JPEG.
 _MAX_JUNK = 4096
@@ -213,9 +216,14 @@ def _plugin_for(data: bytes) -> type[ImageFile]:
 
 def _check_jpeg(data: bytes) -> None:
     """Reject a JPEG that is much slower to decode than others of its size."""
-    scans = _occurrences(_START_OF_SCAN, data)
-    if scans > _MAX_SCANS:
-        raise ImageError(f"the image has {scans} scans, more than the {_MAX_SCANS} allowed")
+    first_scan = _first_scan(data)
+    # This count is fast but too high: it includes thumbnails, and videos behind the image's end.
+    if _occurrences(_START_OF_SCAN, data) > _MAX_SCANS:
+        _check_scans(data, first_scan)
+
+
+def _first_scan(data: bytes) -> int:
+    """Return the position of a JPEG's first scan, or the end of the data. Check the header."""
     # Pillow parses the header in Python, byte by byte between segments.
     position, junk = 2, 0
     for _ in range(_MAX_SEGMENTS):
@@ -224,14 +232,33 @@ def _check_jpeg(data: bytes) -> None:
         junk += start - position
         if junk > _MAX_JUNK:
             raise ImageError(f"the image's header has over {_MAX_JUNK} bytes outside of segments")
-        marker = data[start : start + 2]
-        if match is None or marker == _START_OF_SCAN:
-            return
-        position = start + 2
-        *_, segment = MARKER.get(int.from_bytes(marker), (None,))
-        if segment is not None:  # a segment begins with its length
-            position += max(2, int.from_bytes(data[position : position + 2]))
+        if match is None or match[0] == _START_OF_SCAN:
+            return start
+        position = _end_of_segment(data, start)
     raise ImageError(f"the image's header has more than {_MAX_SEGMENTS} segments")
+
+
+def _check_scans(data: bytes, position: int) -> None:
+    """Check the number of scans and segments between a JPEG's first scan and its end."""
+    scans = 0
+    for _ in range(_MAX_SEGMENTS):
+        match = _MARKER_AFTER_SCAN.search(data, position)
+        if match is None or match[0] == _END_OF_JPEG:
+            return
+        scans += match[0] == _START_OF_SCAN
+        if scans > _MAX_SCANS:
+            raise ImageError(f"the image has more than the {_MAX_SCANS} scans allowed")
+        position = _end_of_segment(data, match.start())
+    raise ImageError(f"the image has more than {_MAX_SEGMENTS} segments")
+
+
+def _end_of_segment(data: bytes, start: int) -> int:
+    """Return the end of the JPEG segment whose marker is at `start`."""
+    position = start + 2
+    *_, segment = MARKER.get(int.from_bytes(data[start:position]), (None,))
+    if segment is None:  # a marker alone; segments begin with their length
+        return position
+    return position + max(2, int.from_bytes(data[position : position + 2]))
 
 
 def _occurrences(pair: bytes, data: bytes) -> int:

@@ -66,7 +66,15 @@ _HUGE_TAG = struct.pack(">HHII", 0x0112, 4, 1 << 28, 8)
 _HOSTILE_EXIF = b"MM\0*\0\0\0\x08\xff\xff" + _HUGE_TAG * 65535
 
 REJECTED: dict[str, tuple[Callable[[], bytes], str]] = {
-    "scans": (lambda: jpeg_of_many_scans(5000), "scans, more than the 100 allowed"),
+    "scans": (lambda: jpeg_of_many_scans(5000), "more than the 100 scans"),
+    "scans behind a comment with an end": (
+        lambda: between_scans(b"\xff\xfe\0\4\xff\xd9", jpeg_of_many_scans(5000)),
+        "more than the 100 scans",
+    ),
+    "segments after scans": (
+        lambda: between_scans(b"\xff\xe5\0\4\xff\xda" * 3 * _MIB),
+        "more than 2000 segments",
+    ),
     "fill bytes": (lambda: jpeg(b"\xff" * 20 * _MIB), "4096 bytes outside of segments"),
     "junk": (lambda: jpeg(b"\xff\xe1\0\2" + bytes(20 * _MIB)), "bytes outside of segments"),
     "escapes": (lambda: jpeg(b"\xff\xd0" + b"\xff\0" * 10 * _MIB), "bytes outside of segments"),
@@ -82,9 +90,10 @@ REJECTED: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
-def between_scans(inserted: bytes) -> bytes:
-    data = encoded((64, 64), "JPEG", progressive=True)
-    start = data.rindex(b"\xff\xda")
+def between_scans(inserted: bytes, data: bytes | None = None) -> bytes:
+    """Return a progressive JPEG with bytes inserted after its first scan."""
+    data = data or encoded((64, 64), "JPEG", progressive=True)
+    start = data.index(b"\xff\xda", data.index(b"\xff\xda") + 2)
     return data[:start] + inserted + data[start:]
 
 
@@ -106,6 +115,9 @@ READ: dict[str, Callable[[], bytes]] = {
     "fill bytes after the pixels": lambda: (
         encoded((64, 64), "JPEG")[:-2] + b"\xff" * 20 * _MIB + b"\xd9"
     ),
+    "video behind the end": lambda: encoded((64, 64), "JPEG") + b"\xff\xda\0\x08" * 5 * _MIB,
+    "images behind the end": lambda: encoded((64, 64), "JPEG") + jpeg_of_many_scans(5000),
+    "scans in a comment": lambda: jpeg(b"\xff\xfe\x80\0" + b"\xff\xda" * 0x3FFF),
     "fill bytes between scans": lambda: between_scans(b"\xff" * 20 * _MIB),
     "frames of a JPEG": lambda: encoded(
         (600, 600), "MPO", save_all=True, append_images=[Image.new("RGB", (600, 600))] * 50
