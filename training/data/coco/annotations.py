@@ -14,8 +14,8 @@ from .numbers import id_from, integer_from
 
 # Larger coordinates are invalid, in multiples of the image's longer side. The memory and time that
 # pycocotools needs for a polygon are proportional to its extent.
-_MAX_EXTENT = 10
-_FAR = "coordinates far outside the image"
+MAX_EXTENT = 10
+FAR_OUTSIDE = "coordinates far outside the image"
 
 
 class InvalidAnnotationError(ValueError):
@@ -66,7 +66,7 @@ def instance_from_annotation(
     category = id_from(annotation.get("category_id"))
     if not isinstance(category, int) or category not in label_by_category:
         raise InvalidAnnotationError("unknown category")
-    limit = float(_MAX_EXTENT * max(height, width))
+    limit = float(MAX_EXTENT * max(height, width))
     bbox = _bbox_from(annotation.get("bbox"), limit)
     left, top, right, bottom = _clip(bbox, height, width)
     if right <= left or bottom <= top:
@@ -118,7 +118,7 @@ def _bbox_from(value: Any, limit: float) -> tuple[float, float, float, float]:
     if not all(isinstance(side, int | float) and side == side for side in value):
         raise InvalidAnnotationError("box is not four numbers")
     if max(map(abs, value)) > limit:
-        raise InvalidAnnotationError(_FAR)
+        raise InvalidAnnotationError(FAR_OUTSIDE)
     return (value[0], value[1], value[2], value[3])
 
 
@@ -165,7 +165,7 @@ def _ring_from(points: Any, limit: float) -> Ring:
     except (TypeError, ValueError):
         raise InvalidAnnotationError("polygon is not a list of numbers") from None
     except OverflowError:
-        raise InvalidAnnotationError(_FAR) from None
+        raise InvalidAnnotationError(FAR_OUTSIDE) from None
     if ring.ndim == 2 and ring.shape[1] == 2:
         ring = ring.ravel()
     # A ring of one or two points covers nothing, and pycocotools reads four numbers as a box.
@@ -175,7 +175,7 @@ def _ring_from(points: Any, limit: float) -> Ring:
     if np.isnan(low):
         raise InvalidAnnotationError("polygon is not a list of numbers")
     if low < -limit or high > limit:
-        raise InvalidAnnotationError(_FAR)
+        raise InvalidAnnotationError(FAR_OUTSIDE)
     return ring
 
 

@@ -2,24 +2,25 @@
 
 from typing import Any
 
+# Integers are stored in 64 bits.
+_LIMIT = 2**63
+
 
 def integer_from(value: Any) -> int | None:
-    """Return an integer, integral float or string of digits as `int`. None: another value."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
-        return int(value)
-    return None
+    """Return an integer, integral float or string of digits as `int`.
+
+    None: another value, or it has more than 64 bits.
+    """
+    is_digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20
+    if is_digits or (isinstance(value, float) and value.is_integer()):
+        value = int(value)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_integer and -_LIMIT <= value < _LIMIT else None
 
 
 def id_from(value: Any) -> int | str | None:
     """Return an id as `int` if it is integral, else as `str`. None: neither number nor string."""
     number = integer_from(value)
     if number is not None:
-        # Ids are stored as 64-bit integers.
-        return number if -(2**63) <= number < 2**63 else str(number)
+        return number
     return value if isinstance(value, str) and value else None

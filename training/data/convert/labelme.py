@@ -16,6 +16,7 @@ from PIL import Image
 from ....model.bundle.manifest import Category
 from ....model.images import IMAGE_SUFFIXES, ImageError
 from ....model.masks import coco_from_rle, rle_from_mask
+from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError, read_json
 from ..coco.numbers import integer_from
 from ..image_sizes import read_header_size
@@ -130,6 +131,8 @@ def _convert(
             # Shapes without a group are objects of their own.
             key = f"shape {number}" if group is None else f"group {group}"
             polygon = _polygon_from(shape)
+            if not np.abs(polygon).max() <= MAX_EXTENT * max(height, width):
+                raise _InvalidShapeError(FAR_OUTSIDE)
             groups[label, key].append(polygon)
         except _InvalidShapeError as error:
             faults.append((f"shapes: {error}", f"{name}:{number}"))

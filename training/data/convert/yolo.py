@@ -12,6 +12,7 @@ import yaml
 from ....model.bundle.manifest import Category
 from ....model.config.strict_yaml import value_from_yaml
 from ....model.images import IMAGE_SUFFIXES, ImageError
+from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError
 from ..image_sizes import read_header_size
 from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
@@ -171,4 +172,6 @@ def _annotation_from(line: str, height: int, width: int, known: set[int]) -> dic
     points = np.array(values).reshape(-1, 2)
     if not np.isfinite(points).all():
         return "not a class and numbers"
+    if np.abs(points).max() > MAX_EXTENT:
+        return FAR_OUTSIDE
     return annotation_from_polygons(int(number), [points * (width, height)])

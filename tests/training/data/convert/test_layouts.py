@@ -220,6 +220,8 @@ def test_shapes_of_a_group_are_one_object(tmp_path: Path) -> None:
         ({"points": SQUARE, "shape_type": "linestrip"}, "linestrip has no area"),
         ({"points": SQUARE, "shape_type": "mask", "mask": "AAAA"}, "mask is damaged"),
         ({"points": SQUARE, "label": ""}, "no label"),
+        ({"points": [[1e300, 0], [0, 1e300], [5, 5]]}, "far outside"),
+        ({"points": [[0, 0], [1e300, 1e300]], "shape_type": "circle"}, "far outside"),
     ],
 )
 def test_invalid_shapes_of_labelme_are_named(
@@ -318,6 +320,7 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
         "",
         "0 0 0 1 0 1",
         "1 nan 0" * 3,
+        "0 0 0 1e9 0 1 1",
     ]
     label.write_text(label.read_text() + "\n".join(lines))
     (tmp_path / "train" / "images" / "photo_001.jpg").write_bytes(b"no image")
@@ -328,6 +331,7 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
         "labels: box without an outline": ("photo_000.txt:2",),
         "labels: unknown class": ("photo_000.txt:3",),
         "labels: not a class and numbers": ("photo_000.txt:4", "photo_000.txt:7"),
+        "labels: coordinates far outside the image": ("photo_000.txt:8",),
         "labels: polygon of fewer than three points, or without a last y": ("photo_000.txt:6",),
     }
     others = ("photo_001.jpg", "photo_005.bmp")
