@@ -13,7 +13,7 @@ from .errors import InvalidRequestError
 
 Value = TypeVar("Value")
 
-# Outer outlines of one mask, one per connected part: [P, 2] x, y in pixels of the source image,
+# Outer outlines of one mask, one per connected part: [P, 2] x, y in pixels of the upright image,
 # P >= 3, clockwise, without repeating the first point. Holes count as filled. Parts within a hole
 # have their own outline. An empty mask has none.
 Outlines = tuple[NDArray[np.float32], ...]
@@ -79,7 +79,8 @@ class Timing:
 class Detections:
     """N detections of one image by descending score.
 
-    Coordinates are in pixels of the source image, after the rotation in its EXIF data.
+    Coordinates and sizes are in pixels of the upright image: the source image after its EXIF
+    rotation.
     """
 
     height: int

@@ -46,11 +46,11 @@ def output_specs(manifest: Manifest) -> tuple[OutputSpec, ...]:
     Each image has `num_detections` rows, padded to D with zeros or empty strings.
 
     - num_detections [B, 1]
-    - boxes [B, D, 4] xyxy in pixels of the source image after its EXIF orientation was applied
+    - boxes [B, D, 4] xyxy in pixels of the upright image: the source image after its EXIF rotation
     - scores [B, D] in descending order
     - labels [B, D]; 1 is the first class
-    - masks [B, D] COCO RLE (compressed counts) of masks with the size of the source image
-    - image_sizes [B, 2] height and width of the source image, which COCO RLE needs
+    - masks [B, D] COCO RLE (compressed counts) of masks with the size of the upright image
+    - image_sizes [B, 2] height and width of the upright image, which COCO RLE needs
     - mask_probabilities [B, D, M, M] over each box; sent only if the request names this output
     """
     count, side = manifest.max_detections, manifest.mask_side

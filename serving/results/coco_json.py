@@ -18,7 +18,7 @@ def image_id_from_path(path: Path) -> int | str:
 def coco_results(image_id: int | str, detections: Detections) -> list[dict[str, Any]]:
     """Return detections in COCO's results format, which `pycocotools.coco.COCO.loadRes` reads.
 
-    Each detection is a record with `bbox` (x, y, width, height in pixels of the source image) and,
+    Each detection is a record with `bbox` (x, y, width, height in pixels of the upright image) and,
     if the detections have RLE masks, `segmentation`.
     """
     x_min, y_min, x_max, y_max = detections.boxes.astype(float).T
@@ -42,7 +42,7 @@ def coco_results(image_id: int | str, detections: Detections) -> list[dict[str, 
 def arrays_from_detections(detections: Detections) -> dict[str, NDArray[Any]]:
     """Return N detections as arrays by name, for `numpy.savez`. No array needs pickle.
 
-    `boxes` [N, 4] float32 xyxy in pixels of the source image, `scores` [N] float32, `labels` and
+    `boxes` [N, 4] float32 xyxy in pixels of the upright image, `scores` [N] float32, `labels` and
     `category_ids` [N] int64, `class_names` [N] str, `size` [2] int64 (height, width) and, if the
     detections have RLE masks, `masks` [N, height, width] bool.
     """

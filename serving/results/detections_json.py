@@ -12,8 +12,8 @@ def json_from_detections(detections: Detections) -> bytes:
     """Return detections as a JSON object with `height`, `width` and `detections`.
 
     Each detection has `class_name`, `label`, `category_id`, `score`, `box` (x_min, y_min, x_max,
-    y_max in pixels of the source image) and, depending on the mask format, `segmentation`: COCO RLE
-    as an object with `size` and `counts`, or a list of polygons, each a list x, y, x, y, ...
+    y_max in pixels of the upright image) and, depending on the mask format, `segmentation`: COCO
+    RLE as an object with `size` and `counts`, or a list of polygons, each a list x, y, x, y, ...
     """
     rows = zip(
         detections.class_names,
