@@ -19,7 +19,7 @@ _Content = Mapping[str, Any]
 class Rle(BaseModel):
     """Mask in COCO's compressed run-length encoding."""
 
-    size: tuple[int, int] = Field(description="Height and width in pixels, after the EXIF rotation.")
+    size: tuple[int, int] = Field(description="Height, width in pixels after the EXIF rotation.")
     counts: str
 
 
