@@ -1,5 +1,7 @@
 """Bearer token files, and automatic reload of token and TLS files that change."""
 
+import hashlib
+import hmac
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -16,14 +18,21 @@ _TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
 T = TypeVar("T")
 
 
+class NoTokensError(ServingError):
+    """The token file does not exist, or contains no token."""
+
+
 def read_tokens(path: Path) -> list[str]:
     """Read bearer tokens from a file with one token per line; `#` begins a comment.
 
     Raises:
-        ServingError: the file cannot be read, or contains an invalid token or none.
+        NoTokensError: the file does not exist, or contains no token.
+        ServingError: the file cannot be read, or contains an invalid token.
     """
     try:
         lines = path.read_text().splitlines()
+    except FileNotFoundError as error:
+        raise NoTokensError(f"cannot read the tokens in {path}: {error.strerror}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ServingError(f"cannot read the tokens in {path}: {error}") from None
     tokens = []
@@ -38,7 +47,7 @@ def read_tokens(path: Path) -> list[str]:
             )
         tokens.append(token)
     if not tokens:
-        raise ServingError(
+        raise NoTokensError(
             f"{path} contains no tokens; write one per line, or remove the setting that names it"
         )
     return tokens
@@ -47,32 +56,36 @@ def read_tokens(path: Path) -> list[str]:
 class ReloadOnChange(Generic[T]):
     """Value that is loaded from files, and reloaded after one of them changes."""
 
-    def __init__(self, files: Sequence[Path], load: Callable[[], T]) -> None:
+    def __init__(
+        self, files: Sequence[Path], load: Callable[[], T], reload: Callable[[T], T]
+    ) -> None:
         """Load the value for the first time.
 
         Args:
             files: Files that the value depends on.
             load: Function that loads the value. It raises ServingError if a file is invalid.
+            reload: Function that loads it again, with the previous value as its argument. If it
+                raises ServingError, the previous value stays in use.
 
         Raises:
             ServingError: a file is invalid.
         """
         self._files = files
-        self._load = load
+        self._reload = reload
         self._versions = self._file_versions()
         self._value = load()
 
     def current(self) -> T:
         """Return the value. If a file has changed, reload the value first.
 
-        If the changed file is invalid, log the error and return the previous value.
+        If that fails, log the error and return the previous value.
         """
         versions = self._file_versions()
         if versions != self._versions:
             self._versions = versions
             names = " and ".join(map(str, self._files))
             try:
-                self._value = self._load()
+                self._value = self._reload(self._value)
             except ServingError as error:
                 _log.error("cannot reload %s; the previous content stays in use: %s", names, error)
             else:
@@ -81,6 +94,43 @@ class ReloadOnChange(Generic[T]):
 
     def _file_versions(self) -> list[tuple[int, ...] | None]:
         return [_file_version(path) for path in self._files]
+
+
+class TokenFile:
+    """Bearer tokens in a file, reloaded when it changes.
+
+    If the file is emptied or deleted, no token is valid. If it is otherwise invalid, the previous
+    tokens stay valid.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            ServingError: the file cannot be read, or contains an invalid token or none.
+        """
+        self._path = path
+        self._digests = ReloadOnChange([path], self._load, self._reload)
+
+    def contains(self, token: str) -> bool:
+        """Return whether a token is valid."""
+        digest = _digest(token)
+        # All tokens are compared, so that the duration does not reveal which one matches.
+        return sum(hmac.compare_digest(digest, other) for other in self._digests.current()) > 0
+
+    def _load(self) -> tuple[bytes, ...]:
+        return tuple(map(_digest, read_tokens(self._path)))
+
+    def _reload(self, _: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        try:
+            return self._load()
+        except NoTokensError as error:  # the operator has revoked all tokens
+            _log.error("calls that need a token of %s are rejected: %s", self._path, error)
+            return ()
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
 
 
 def _file_version(path: Path) -> tuple[int, ...] | None:

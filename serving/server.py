@@ -6,7 +6,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -25,12 +25,15 @@ from .open_inference.service import InferenceService
 from .pipeline.model_lifecycle import ModelLifecycle
 from .pipeline.pipeline import Pipeline
 from .prometheus.collectors import LoopLag
-from .prometheus.endpoint import add_server_metrics, metrics_server
+from .prometheus.endpoint import add_certificate_metric, add_server_metrics, metrics_server
 from .rpc.access_control import AccessInterceptor, AccessPolicy
-from .rpc.certificates import server_credentials, server_ssl_context
+from .rpc.certificates import ServerCertificate, server_certificate
 from .rpc.detector_service import DetectorService, add_detector_service
 from .rpc.health import HealthService
 from .rpc.listener import add_reflection, allowed_connections, listening_server
+
+if TYPE_CHECKING:
+    from .http.listener import HttpServer  # needs the extra `http`
 
 _log = logging.getLogger(__name__)
 
@@ -102,18 +105,19 @@ async def detection_server(
     """
     _check_http_packages(config)
     # Invalid token and certificate files are reported at once, not after the model has loaded.
-    policy, credentials = AccessPolicy(config), server_credentials(config)
+    policy, certificate = AccessPolicy(config), server_certificate(config)
     telemetry, lag = Telemetry(load_tracer(config.tracing)), LoopLag()
     with (
         contextlib.closing(telemetry.tracer),
         contextlib.closing(Pipeline(bundle, config, telemetry)) as pipeline,
-        _metrics_server(pipeline, lag, config),
+        _metrics_server(pipeline, lag, config, certificate),
     ):
         await pipeline.model.load()
         access = AccessInterceptor(policy, config, pipeline)
-        server, port = listening_server(config, credentials, telemetry.tracer, access)
+        server, port = listening_server(config, certificate, telemetry.tracer, access)
         detector, inference, health = _add_services(server, pipeline, config)
-        async with _accepting(server, detector, inference, pipeline, access, config) as stop:
+        http = _http_server(detector, inference, pipeline, access, config)
+        async with _accepting(server, http, certificate) as stop:
             # Before the task groups below, which would wrap its exception in an ExceptionGroup.
             await pipeline.model.warm_up()
             reload = reload or asyncio.Event()
@@ -137,42 +141,44 @@ async def detection_server(
 
 @contextlib.asynccontextmanager
 async def _accepting(
-    server: grpc.aio.Server,
+    server: grpc.aio.Server, http: "HttpServer | None", certificate: ServerCertificate | None
+) -> AsyncIterator[Callable[[float], Coroutine[Any, Any, None]]]:
+    """Accept requests over gRPC and, if there is an HTTP server, over HTTP within the context.
+
+    Yields:
+        Function that rejects new requests, and waits up to its argument in seconds for others.
+    """
+
+    async def stop(grace_s: float) -> None:
+        await asyncio.gather(server.stop(grace_s), *([http.stop(grace_s)] if http else ()))
+
+    async with contextlib.AsyncExitStack() as running:
+        if http:
+            context = certificate.ssl_context() if certificate else None
+            await running.enter_async_context(http.running(context))
+        await server.start()
+        try:
+            yield stop
+        finally:
+            await server.stop(None)
+
+
+def _http_server(
     detector: DetectorService,
     inference: InferenceService,
     pipeline: Pipeline,
     access: AccessInterceptor,
     config: ServeConfig,
-) -> AsyncIterator[Callable[[float], Coroutine[Any, Any, None]]]:
-    """Accept requests over gRPC and, if `config.http_port` is set, over HTTP within the context.
-
-    Yields:
-        Function that rejects new requests, and waits up to its argument in seconds for others.
-    """
+) -> "HttpServer | None":
     if config.http_port is None:
-        await server.start()
-        try:
-            yield server.stop
-        finally:
-            await server.stop(None)
-        return
+        return None
     from .http.app import http_app
     from .http.endpoint import Transport
     from .http.listener import HttpServer
 
     transport = Transport(access, pipeline.telemetry.tracer, config)
     app = http_app(detector, inference, pipeline, transport)
-    http = HttpServer(app, config, allowed_connections(config))
-
-    async def stop(grace_s: float) -> None:
-        await asyncio.gather(server.stop(grace_s), http.stop(grace_s))
-
-    async with http.running(server_ssl_context(config)):
-        await server.start()
-        try:
-            yield stop
-        finally:
-            await server.stop(None)
+    return HttpServer(app, config, allowed_connections(config))
 
 
 def _check_http_packages(config: ServeConfig) -> None:
@@ -203,13 +209,17 @@ def _add_services(
 
 
 @contextlib.contextmanager
-def _metrics_server(pipeline: Pipeline, lag: LoopLag, config: ServeConfig) -> Iterator[None]:
+def _metrics_server(
+    pipeline: Pipeline, lag: LoopLag, config: ServeConfig, certificate: ServerCertificate | None
+) -> Iterator[None]:
     """Run the Prometheus endpoint within the context if `config.metrics_port` is set."""
     if config.metrics_port is None:
         yield
         return
     registry = pipeline.telemetry.metrics.registry
     add_server_metrics(registry, pipeline, lag)
+    if certificate:
+        add_certificate_metric(registry, lambda: certificate.days_left)
     with metrics_server(registry, config.host, config.metrics_port) as url:
         _log.info("metrics at %s", url)
         yield

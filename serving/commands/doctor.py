@@ -21,6 +21,7 @@ from ..backends.loading import BACKENDS, check_backend, choose_backend, served_p
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
 from ..host import available_cores, available_memory, gpu_names, installed_versions
+from ..rpc.certificates import server_certificate
 from ..rpc.message_reader import MESSAGES_PER_SLOT
 from ..server import detection_server
 
@@ -42,6 +43,9 @@ _DISTRIBUTIONS: Final = (
 # stream that waits for a slot, and MESSAGES_PER_SLOT that are being received.
 _REQUESTS_PER_SLOT: Final = 2 + MESSAGES_PER_SLOT
 
+# Days before its end at which a certificate is reported.
+_MIN_CERTIFICATE_DAYS: Final = 14
+
 State = Literal["ok", "note", "warning", "fault"]
 
 _STYLES: Final[Mapping[State, str]] = {
@@ -57,7 +61,7 @@ class CheckResult(NamedTuple):
 
     subject: str
     text: str
-    # "fault": the server would not start.
+    # "fault": the server would not start, or clients would reject it.
     state: State = "ok"
 
 
@@ -140,6 +144,7 @@ def _setting_results(config: ServeConfig, sources: Mapping[str, str]) -> list[Ch
 
 def _limit_results(config: ServeConfig) -> list[CheckResult]:
     results = [_port_result(name, config.host, port) for name, port in config.ports.items()]
+    results += _certificate_results(config)
     cores = available_cores()
     memory, requests = available_memory(), most_request_bytes(config)
     return [
@@ -169,6 +174,22 @@ def _port_result(name: str, host: str, port: int) -> CheckResult:
             name, f"{address_of(host, port)} is not available ({error.strerror}); {remedy}", "fault"
         )
     return CheckResult(name, f"{port} is free at {host}" if port else "any free port")
+
+
+def _certificate_results(config: ServeConfig) -> list[CheckResult]:
+    name = "tls_certificate"
+    try:
+        with _warnings():  # `problem` repeats them
+            certificate = server_certificate(config)
+    except ServingError as error:
+        return [CheckResult(name, str(error), "fault")]
+    if certificate is None:
+        return []
+    if certificate.problem:
+        return [CheckResult(name, certificate.problem, "fault")]
+    days = certificate.days_left
+    state: State = "warning" if days < _MIN_CERTIFICATE_DAYS else "ok"
+    return [CheckResult(name, f"valid for another {days:.1f} days", state)]
 
 
 def _bundle_results(bundle: Path) -> list[CheckResult]:

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -38,6 +38,13 @@ def add_server_metrics(registry: CollectorRegistry, pipeline: Pipeline, lag: Loo
     ):
         name = f"maskrcnn_event_loop_{name}_seconds"
         Gauge(name, documentation, registry=registry).set_function(value)
+
+
+def add_certificate_metric(registry: CollectorRegistry, days_left: Callable[[], float]) -> None:
+    """Add the time until the TLS certificate expires, in days, to a registry."""
+    documentation = "Days until the TLS certificate in use expires; negative after that."
+    gauge = Gauge("maskrcnn_certificate_days_left", documentation, registry=registry)
+    gauge.set_function(days_left)
 
 
 class _ErrorLog(io.StringIO):

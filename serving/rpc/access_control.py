@@ -1,13 +1,10 @@
 """Access control of calls: bearer tokens, model control rights, limits on open calls."""
 
 import asyncio
-import hashlib
-import hmac
 import ipaddress
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import unquote
 
@@ -15,7 +12,7 @@ import grpc
 
 from ..call_context import CallContext
 from ..config import ServeConfig
-from ..credential_files import ReloadOnChange, read_tokens
+from ..credential_files import TokenFile
 from ..errors import ForbiddenError, QueueFullError, ServingError, UnauthenticatedError
 from ..grpc_status import status_and_message
 from ..pipeline.pipeline import Pipeline
@@ -76,8 +73,9 @@ class AccessPolicy:
         Raises:
             ServingError: a file cannot be read or is invalid.
         """
-        self._tokens = _load_tokens(config.token_file)
-        self._admin_tokens = _load_tokens(config.admin_token_file)
+        self._tokens = TokenFile(config.token_file) if config.token_file else None
+        path = config.admin_token_file
+        self._admin_tokens = TokenFile(path) if path else None
         self._local_admin = config.local_admin
         has_tokens = self._tokens or self._admin_tokens
         if has_tokens and not config.tls_certificate and not _is_loopback_host(config.host):
@@ -103,9 +101,9 @@ class AccessPolicy:
             return
         if self._tokens is None and method not in ADMIN_METHODS:
             return
-        digest = _digest(_bearer_token(metadata))
-        is_admin = _contains(self._admin_tokens, digest)
-        is_user = is_admin or _contains(self._tokens, digest)
+        token = _bearer_token(metadata)
+        is_admin = self._admin_tokens is not None and self._admin_tokens.contains(token)
+        is_user = is_admin or (self._tokens is not None and self._tokens.contains(token))
         if method in ADMIN_METHODS:
             self._check_admin(peer, is_admin=is_admin, is_user=is_user)
         elif not is_user:
@@ -250,25 +248,6 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 del self._public_calls[peer]
 
         context.add_done_callback(end)
-
-
-_Digests = ReloadOnChange[tuple[bytes, ...]]
-
-
-def _load_tokens(path: Path | None) -> _Digests | None:
-    if path is None:
-        return None
-    return ReloadOnChange([path], lambda: tuple(map(_digest, read_tokens(path))))
-
-
-def _contains(tokens: _Digests | None, digest: bytes) -> bool:
-    known = tokens.current() if tokens else ()
-    # All tokens are compared, so that the duration does not reveal which one matches.
-    return sum(hmac.compare_digest(digest, other) for other in known) > 0
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
 
 
 def _bearer_token(metadata: Metadata) -> str:

@@ -1,10 +1,12 @@
-"""TLS credentials of the server, reloaded when the certificate files change."""
+"""TLS certificate of the server, reloaded when its files change."""
 
 import base64
+import logging
+import re
 import ssl
-from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 import grpc
 
@@ -12,7 +14,7 @@ from ..config import ServeConfig
 from ..credential_files import ReloadOnChange
 from ..errors import ServingError
 
-T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 # DER encodings (RFC 3279 and RFC 5480) of the key algorithms that gRPC's Python and C++ clients
 # accept in a certificate. OpenSSL accepts more.
@@ -26,70 +28,134 @@ _KEY_ALGORITHMS = tuple(
 )
 
 
-def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
-    """Load the server's TLS credentials. None: the server does not use TLS.
+# Validity of a certificate in DER: two times of type UTCTime or GeneralizedTime (RFC 5280, section
+# 4.1.2.5).
+_VALIDITY = re.compile(
+    rb"\x30[\x1e-\x22](?:\x17\x0d|\x18\x0f)(\d{12,14})Z(?:\x17\x0d|\x18\x0f)(\d{12,14})Z"
+)
+_PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.DOTALL)
 
-    If the files are replaced later, new connections use the new files.
+
+class _Loaded(NamedTuple):
+    configuration: grpc.ServerCertificateConfiguration
+    context: ssl.SSLContext
+    # Time range in which all certificates of the chain are valid.
+    start: datetime
+    end: datetime
+
+    @property
+    def is_valid(self) -> bool:
+        return self.start <= datetime.now(UTC) < self.end
+
+
+class ServerCertificate:
+    """TLS certificate chain, key and client CAs of the server, for gRPC and for HTTP.
+
+    If the files are replaced later, new connections use the new files, unless these are invalid. A
+    chain that has expired, or is not valid yet, does not replace a valid one.
+    """
+
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
+        """Load the files. If the certificate is not valid at present, log a warning.
+
+        Args:
+            certificate: PEM file of the certificate chain.
+            key: PEM file of the private key.
+            client_ca: PEM file of the authorities whose certificates clients must present. None:
+                clients need no certificate.
+
+        Raises:
+            ServingError: a file is missing or invalid.
+        """
+        self._files = certificate, key, client_ca
+        files = [path for path in self._files if path]
+        self._reloaded = ReloadOnChange(files, self._load, self._reload)
+
+    @property
+    def days_left(self) -> float:
+        """Days until the certificate in use expires. Negative: days since then."""
+        return (self._reloaded.current().end - datetime.now(UTC)) / timedelta(days=1)
+
+    @property
+    def problem(self) -> str | None:
+        """Reason for which clients reject the certificate in use. None: it is valid."""
+        loaded = self._reloaded.current()
+        return None if loaded.is_valid else self._validity_error(loaded)
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Return the credentials for a gRPC server."""
+        current = self._reloaded.current()
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal current
+            before, current = current, self._reloaded.current()
+            return None if current is before else current.configuration
+
+        return grpc.dynamic_ssl_server_credentials(
+            current.configuration,
+            changed,  # type: ignore[arg-type]  # in the stubs, None (no change) is not allowed
+            require_client_authentication=self._files[2] is not None,
+        )
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return the context for an HTTP server."""
+        context = self._reloaded.current().context
+
+        def use_current(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+            connection.context = self._reloaded.current().context
+
+        context.sni_callback = use_current  # called at each handshake
+        return context
+
+    def _load(self) -> _Loaded:
+        loaded = _load(*self._files)
+        if not loaded.is_valid:
+            _log.warning("%s", self._validity_error(loaded))
+        return loaded
+
+    def _reload(self, current: _Loaded) -> _Loaded:
+        loaded = _load(*self._files)
+        if loaded.is_valid:
+            return loaded
+        if current.is_valid:
+            raise ServingError(self._validity_error(loaded))
+        _log.warning("%s", self._validity_error(loaded))
+        return loaded
+
+    def _validity_error(self, loaded: _Loaded) -> str:
+        expired = loaded.end <= datetime.now(UTC)
+        problem = f"expired at {loaded.end}" if expired else f"is not valid before {loaded.start}"
+        return (
+            f"the TLS certificate in {self._files[0]} {problem}, so clients reject it; replace "
+            "the file with a valid certificate"
+        )
+
+
+def server_certificate(config: ServeConfig) -> ServerCertificate | None:
+    """Load the server's TLS certificate. None: the server does not use TLS.
 
     Raises:
         ServingError: a file is missing or invalid.
     """
-    reloaded = _reloaded(config, _load_configuration)
-    if reloaded is None:
+    if config.tls_certificate is None or config.tls_key is None:
         return None
-    current = reloaded.current()
-
-    def changed() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal current
-        before, current = current, reloaded.current()
-        return None if current is before else current
-
-    return grpc.dynamic_ssl_server_credentials(
-        current,
-        changed,  # type: ignore[arg-type]  # in the stubs, None (no change) is not allowed
-        require_client_authentication=config.tls_client_ca is not None,
-    )
+    return ServerCertificate(config.tls_certificate, config.tls_key, config.tls_client_ca)
 
 
-def server_ssl_context(config: ServeConfig) -> ssl.SSLContext | None:
-    """Load the server's TLS credentials for HTTP; otherwise as `server_credentials`."""
-    reloaded = _reloaded(config, _load_context)
-    if reloaded is None:
-        return None
-    context = reloaded.current()
-
-    def use_current(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-        connection.context = reloaded.current()
-
-    context.sni_callback = use_current  # called at each handshake
-    return context
-
-
-def _reloaded(
-    config: ServeConfig, load: Callable[[Path, Path, Path | None], T]
-) -> ReloadOnChange[T] | None:
-    certificate, key, client_ca = config.tls_certificate, config.tls_key, config.tls_client_ca
-    if certificate is None or key is None:
-        return None
-    files = [certificate, key, *([client_ca] if client_ca else [])]
-    return ReloadOnChange(files, lambda: load(certificate, key, client_ca))
-
-
-def _load_configuration(
-    certificate: Path, key: Path, client_ca: Path | None
-) -> grpc.ServerCertificateConfiguration:
-    """Load and validate the PEM files of a certificate, its key and the client CAs."""
-    pair = _read(key, "tls_key"), _read(certificate, "tls_certificate")
+def _load(certificate: Path, key: Path, client_ca: Path | None) -> _Loaded:
+    """Load and validate the PEM files of a certificate chain, its key and the client CAs."""
+    pem = _read(certificate, "tls_certificate")
+    pair = _read(key, "tls_key"), pem
     authorities = None if client_ca is None else _read(client_ca, "tls_client_ca")
     # gRPC does not validate the files: with invalid ones it would reject every connection.
-    _load_context(certificate, key, client_ca)
-    return grpc.ssl_server_certificate_configuration([pair], authorities)
+    context = _load_context(certificate, key, client_ca, pem)
+    configuration = grpc.ssl_server_certificate_configuration([pair], authorities)
+    return _Loaded(configuration, context, *_validity(certificate, pem))
 
 
-def _load_context(certificate: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
-    """Load and validate the PEM files of a certificate, its key and the client CAs."""
-    pem = _read(certificate, "tls_certificate")
-    _read(key, "tls_key")
+def _load_context(
+    certificate: Path, key: Path, client_ca: Path | None, pem: bytes
+) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
     try:
@@ -103,7 +169,6 @@ def _load_context(certificate: Path, key: Path, client_ca: Path | None) -> ssl.S
         ) from None
     if client_ca is None:
         return context
-    _read(client_ca, "tls_client_ca")
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_verify_locations(client_ca)
@@ -113,6 +178,24 @@ def _load_context(certificate: Path, key: Path, client_ca: Path | None) -> ssl.S
             "authority that signed the client certificates"
         ) from None
     return context
+
+
+def _validity(certificate: Path, pem: bytes) -> tuple[datetime, datetime]:
+    """Return the time range in which all certificates of a chain are valid."""
+    ranges = []
+    for block in _PEM.findall(pem):
+        match = _VALIDITY.search(base64.b64decode(block))
+        if match is None:
+            raise ServingError(f"{certificate} has a certificate without dates of validity")
+        ranges.append([_time(text.decode()) for text in match.groups()])
+    starts, ends = zip(*ranges, strict=True)
+    return max(starts), min(ends)
+
+
+def _time(text: str) -> datetime:
+    """Return the time of a UTCTime (YYMMDDHHMMSS) or GeneralizedTime (YYYYMMDDHHMMSS)."""
+    pattern = "%y%m%d%H%M%S" if len(text) == 12 else "%Y%m%d%H%M%S"
+    return datetime.strptime(text, pattern).replace(tzinfo=UTC)
 
 
 def _check_key_algorithm(certificate: Path, pem: bytes) -> None:

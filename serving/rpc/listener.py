@@ -17,6 +17,7 @@ from ..messages import REQUEST_ID_KEY
 from ..monitoring.logs import name_call
 from ..monitoring.tracing import Tracer
 from .access_control import AccessInterceptor
+from .certificates import ServerCertificate
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
 def listening_server(
     config: ServeConfig,
-    credentials: grpc.ServerCredentials | None,
+    certificate: ServerCertificate | None,
     tracer: Tracer,
     access: AccessInterceptor,
 ) -> tuple[grpc.aio.Server, int]:
@@ -50,7 +51,7 @@ def listening_server(
 
     Args:
         config: Server settings.
-        credentials: TLS credentials. None: connections are not encrypted.
+        certificate: TLS certificate. None: connections are not encrypted.
         tracer: Records a span per call.
         access: Interceptor that checks and limits the calls.
 
@@ -65,9 +66,9 @@ def listening_server(
     server = grpc.aio.server(interceptors=interceptors, options=_options(config))
     address = address_of(config.host, config.port)
     try:
-        if credentials is None:
+        if certificate is None:
             return server, server.add_insecure_port(address)
-        return server, server.add_secure_port(address, credentials)
+        return server, server.add_secure_port(address, certificate.grpc_credentials())
     except RuntimeError:
         raise ServingError(
             f"cannot listen on {address}; "

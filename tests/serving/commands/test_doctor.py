@@ -1,10 +1,12 @@
 """Checks of `serve --doctor` with real bundles, ports and a trial start."""
 
+import datetime
 import socket
 import sys
 from pathlib import Path
 
 import pytest
+import trustme
 from bundle_copies import linked_copy
 from click.testing import CliRunner, Result
 
@@ -106,6 +108,19 @@ def test_occupied_port(bundle: Path) -> None:
             assert report["Limits"][name].state == "fault"
             assert f"127.0.0.1:{port}" in report["Limits"][name].text
             assert "Trial" not in report
+
+
+def test_certificates(bundle: Path, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    settings = {"tls_certificate": certificate, "tls_key": key}
+    now = datetime.datetime.now(datetime.UTC)
+    for days, state in ((-1, "fault"), (3, "warning"), (30, "ok")):
+        issued = trustme.CA().issue_cert("localhost", not_after=now + datetime.timedelta(days=days))
+        issued.cert_chain_pems[0].write_to_path(certificate)
+        issued.private_key_pem.write_to_path(key)
+        assert section_of(bundle, "Limits", **settings)["tls_certificate"].state == state
+    key.unlink()
+    assert section_of(bundle, "Limits", **settings)["tls_certificate"].state == "fault"
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs dual-stack sockets")

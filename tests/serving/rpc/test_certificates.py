@@ -1,6 +1,7 @@
 """TLS with and without client certificates, over real connections."""
 
 import datetime
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +12,14 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from in_process_server import served_in_thread
+from scraped_metrics import Metrics
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from maskrcnn_trt.serving.client import Credentials, DetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import AccessError, ServingError, UnreachableError
-from maskrcnn_trt.serving.rpc.certificates import server_credentials
+from maskrcnn_trt.serving.rpc.certificates import server_certificate
 
 TOKEN = "s3cret"
 
@@ -47,10 +49,11 @@ def identity(authority: trustme.CA, tmp_path: Path) -> dict[str, Any]:
 
 
 class Server(NamedTuple):
-    """Running server with TLS and the token TOKEN, and the files of its certificate and key."""
+    """Running server with TLS and the token TOKEN, the files of its certificate and key."""
 
     address: str
     identity: dict[str, Path]
+    metrics: Metrics
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +63,11 @@ def running(
     folder = tmp_path_factory.mktemp("identity")
     identity = settings_of(write_identity(authority, "localhost", folder))
     (folder / "tokens").write_text(TOKEN)
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
     settings = {"host": "localhost", "token_file": folder / "tokens", **identity}
-    with served_in_thread(wide_bundle, **settings) as address:
-        yield Server(address, identity)
+    with served_in_thread(wide_bundle, metrics_port=port, **settings) as address:
+        yield Server(address, identity, Metrics(f"http://localhost:{port}/metrics"))
 
 
 @pytest.fixture
@@ -163,12 +168,21 @@ def encrypted(key: bytes) -> bytes:
 Key = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey
 
 
-def write_self_signed(key: Key, identity: dict[str, Path]) -> bytes:
-    """Give the server a key and a self-signed certificate. Return the certificate as PEM."""
+def write_self_signed(
+    key: Key, identity: dict[str, Path], days: tuple[float, float] = (-1, 1)
+) -> bytes:
+    """Give the server a key and a self-signed certificate. Return the certificate as PEM.
+
+    Args:
+        key: The key.
+        identity: Settings of the files.
+        days: Start and end of the certificate's validity, in days from now.
+    """
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    now = datetime.datetime.now(datetime.UTC)
+    start, end = (now + datetime.timedelta(days=count) for count in days)
     builder = (
-        x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
+        x509.CertificateBuilder(name, name, key.public_key(), 1, start, end)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
     )
@@ -196,10 +210,46 @@ def test_key_algorithms(server: Server, caplog: pytest.LogCaptureFixture) -> Non
         write_self_signed(unsupported, server.identity)
         assert client_connects(server.address, root_certificate=root)
         with pytest.raises(ServingError, match=r"RSA, P-256 or P-384") as caught:
-            server_credentials(ServeConfig(**server.identity))
+            server_certificate(ServeConfig(**server.identity))
         assert str(server.identity["tls_certificate"]) in str(caught.value)
         assert f"stays in use: {caught.value}" in caplog.text
         caplog.clear()
+
+
+async def test_expired_certificates_replace_no_valid_one(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    # Over 40 years, so that the end is a GeneralizedTime.
+    for end in (90, 20_000):
+        valid = write_self_signed(key, server.identity, (-1, end))
+        assert client_connects(server.address, root_certificate=valid)
+        days_left = await server.metrics.value("maskrcnn_certificate_days_left")
+        assert days_left == pytest.approx(end, abs=0.1)
+    for days, reason in (((-2, -1), "expired"), ((1, 2), "is not valid before")):
+        write_self_signed(key, server.identity, days)
+        assert client_connects(server.address, root_certificate=valid)
+        assert f"{server.identity['tls_certificate']} {reason}" in caplog.text
+        assert await server.metrics.value("maskrcnn_certificate_days_left") == pytest.approx(
+            20_000, abs=0.1
+        )
+
+
+def test_an_expired_certificate_is_used_only_with_a_warning(
+    identity: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    write_self_signed(key, identity, (-3, -2))
+    certificate = server_certificate(ServeConfig(**identity))
+    assert certificate is not None
+    assert "expired" in caplog.text
+    # Another expired one is as good.
+    write_self_signed(key, identity, (-3, -1))
+    assert certificate.days_left == pytest.approx(-1, abs=0.1)
+    assert certificate.problem is not None
+    write_self_signed(key, identity)
+    assert certificate.days_left == pytest.approx(1, abs=0.1)
+    assert certificate.problem is None
 
 
 @pytest.mark.parametrize(
@@ -233,12 +283,12 @@ def test_invalid_files_raise(
         path.write_text(content)
     config = ServeConfig(**(identity | {setting: path}))
     with pytest.raises(ServingError, match=message) as caught:
-        server_credentials(config)
+        server_certificate(config)
     assert "\n" not in str(caught.value)
 
 
 def test_dependent_settings(tmp_path: Path) -> None:
-    assert server_credentials(ServeConfig()) is None
+    assert server_certificate(ServeConfig()) is None
     for names in (["tls_certificate"], ["tls_key"], ["tls_key", "tls_client_ca"]):
         with pytest.raises(ValueError, match="tls_certificate and tls_key"):
             ServeConfig(**dict.fromkeys(names, tmp_path))
