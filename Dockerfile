@@ -15,14 +15,20 @@ WORKDIR /source
 COPY . .
 # The lock pins all extras. As a constraints file it pins only what an image installs.
 RUN sed -e 's/ *\\$//' -e '/^ *--hash=/d' requirements.lock > constraints.txt \
- && python -m venv /opt/maskrcnn
+ && python -m venv --without-pip /opt/maskrcnn
 
 FROM source AS serving-install
 ARG EXTRAS
-RUN /opt/maskrcnn/bin/pip install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[$EXTRAS]}"
+RUN pip --python /opt/maskrcnn/bin/python install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[$EXTRAS]}"
 
 FROM source AS training-install
-RUN /opt/maskrcnn/bin/pip install --no-cache-dir --constraint constraints.txt ".[train]"
+RUN pip --python /opt/maskrcnn/bin/python install --no-cache-dir --constraint constraints.txt ".[train]"
+
+# Software bill of materials. In a stage of its own, so that its tools do not touch the image.
+FROM serving-install AS serving-sbom
+RUN python -m venv /opt/sbom \
+ && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
+ && /opt/sbom/bin/cyclonedx-py environment --output-reproducible --output-file /sbom.json /opt/maskrcnn
 
 FROM python:3.12-slim AS base
 RUN useradd --create-home --uid 1000 maskrcnn
@@ -49,7 +55,10 @@ RUN case ",$EXTRAS," in *,torch,*) \
      && rm -rf /var/lib/apt/lists/* ;; \
     esac
 COPY --from=serving-install /opt/maskrcnn /opt/maskrcnn
+COPY --from=serving-sbom /sbom.json /opt/maskrcnn/sbom.json
 USER maskrcnn
 EXPOSE 8500
 STOPSIGNAL SIGTERM
+# Without TLS, on the default port. For others, give `docker run` another --health-cmd.
+HEALTHCHECK --interval=10s --timeout=10s --start-period=5m --retries=3 CMD ["maskrcnn", "health"]
 CMD ["serve", "/bundle", "--host", "0.0.0.0"]
