@@ -52,6 +52,9 @@ _COMMANDS = {
     "client": _LazyCommand(
         "serving.commands.client:client", "Detect objects in images with a server."
     ),
+    "health": _LazyCommand(
+        "serving.commands.health:health", "Check whether a server can process requests."
+    ),
     "bench": _LazyCommand("benchmarks.commands:bench", "Measure throughput and latency."),
     "kernels": _LazyCommand("plugins.commands:kernels", "Compile the CUDA kernels ahead of time."),
 }

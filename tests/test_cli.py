@@ -16,7 +16,7 @@ from maskrcnn_trt import cli
 
 COMMANDS = (
     "quickstart", "data", "config", "weights", "train", "eval", "export", "engine", "serve",
-    "predict", "client", "bench", "kernels",
+    "predict", "client", "health", "bench", "kernels",
 )  # fmt: skip
 
 

@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import click
 
 from ...model.bundle.manifest import Precision
 from ...model.config.option_types import FiniteRange
-from ..config import DAY_S, MAX_RETRIES, ReportFormat, check_address
+from ..config import DAY_S, MAX_RETRIES, ReportFormat
+from .connection_options import CREDENTIAL_OPTIONS, checked_address, credentials_from_options
 from .report_options import REPORT_OPTIONS, SOURCE, files_and_folder, options_of
 
-if TYPE_CHECKING:
-    from ..client import Credentials
-
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SECONDS = FiniteRange(min=0, min_open=True, max=DAY_S)
 _SCHEDULING_OPTIONS = (
     click.option(
@@ -44,36 +41,13 @@ _CONNECTION_OPTIONS = (
         help="Maximum number of retries, with growing pauses, if the server is overloaded or "
         "unreachable.",
     ),
-    click.option(
-        "--tls/--no-tls", default=None,
-        help="Use TLS. The options below imply --tls. With --no-tls the token is sent in plain "
-        "text; use it if something else encrypts the connection, such as a service mesh.",
-    ),
-    click.option(
-        "--root-certificate", type=_FILE,
-        help="PEM of the CA that signed the server's certificate. Not needed for public CAs.",
-    ),
-    click.option("--certificate", type=_FILE, help="PEM of the client certificate."),
-    click.option("--key", type=_FILE, help="PEM of the private key of --certificate."),
-    click.option(
-        "--token-file", type=_FILE,
-        help="File with the bearer token for the server; # begins a comment.",
-    ),
 )  # fmt: skip
 
 
-def _checked_address(_: click.Context, __: click.Parameter, value: str) -> str:
-    try:
-        check_address(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    return value
-
-
 @click.command()
-@click.argument("host", callback=_checked_address)
+@click.argument("host", callback=checked_address)
 @click.argument("images", nargs=-1, required=True, type=SOURCE)
-@options_of(*REPORT_OPTIONS, *_SCHEDULING_OPTIONS, *_CONNECTION_OPTIONS)
+@options_of(*REPORT_OPTIONS, *_SCHEDULING_OPTIONS, *_CONNECTION_OPTIONS, *CREDENTIAL_OPTIONS)
 def client(
     host: str,
     images: Sequence[Path],
@@ -102,47 +76,9 @@ def client(
     scheduling = SchedulingOptions(
         precision=precision, priority=priority, timeout_s=server_timeout_s
     )
-    credentials = _credentials(**security)
+    credentials = credentials_from_options(**security)
     with DetectorClient(
         host, timeout_s=timeout_s, retries=retries, credentials=credentials
     ) as connection:
         outcomes = connection.detect_many(files, options, scheduling, concurrency=concurrency)
         write_report(files, outcomes, folder, formats)
-
-
-def _credentials(
-    *,
-    tls: bool | None,
-    root_certificate: Path | None,
-    certificate: Path | None,
-    key: Path | None,
-    token_file: Path | None,
-) -> "Credentials":
-    """Return the credentials that the command's options describe."""
-    from ..client import Credentials
-
-    files = (root_certificate, certificate, key)
-    # Credentials imply TLS unless --no-tls is given.
-    uses_tls = bool(token_file or any(files)) if tls is None else tls
-    if (certificate is None) != (key is None):
-        raise click.UsageError("--certificate and --key go together; give both or none")
-    if any(files) and not uses_tls:
-        raise click.UsageError("certificates require TLS; omit the certificates or --no-tls")
-    root, own, private = (None if path is None else path.read_bytes() for path in files)
-    token = None if token_file is None else _read_token(token_file)
-    return Credentials(
-        root_certificate=root, certificate=own, key=private, token=token, tls=uses_tls
-    )
-
-
-def _read_token(path: Path) -> str:
-    from ..credential_files import read_tokens
-    from ..errors import ServingError
-
-    try:
-        tokens = read_tokens(path)
-    except ServingError as error:
-        raise click.UsageError(str(error)) from None
-    if len(tokens) > 1:
-        raise click.UsageError(f"{path} holds {len(tokens)} tokens; keep only your own in the file")
-    return tokens[0]
