@@ -17,6 +17,7 @@ from ..config import address_of
 from ..errors import ServingError
 from ..pipeline.pipeline import Pipeline
 from .collectors import CpuCollector, GpuCollector, LoopLag, PipelineCollector
+from .connections import ConnectionCollector
 
 _log = logging.getLogger(__name__)
 
@@ -28,16 +29,20 @@ _POLL_S = 0.05
 
 
 def add_server_metrics(registry: CollectorRegistry, pipeline: Pipeline, lag: LoopLag) -> None:
-    """Add collectors of pipeline, event loop lag, process, CPU and GPUs to a registry."""
-    for collector in (PipelineCollector(pipeline), CpuCollector(), GpuCollector()):
+    """Add collectors of pipeline, connections, event loop lag, process, CPU and GPUs."""
+    own = (PipelineCollector(pipeline), ConnectionCollector(), CpuCollector(), GpuCollector())
+    for collector in own:
         registry.register(collector)
     ProcessCollector(registry=registry)
+    worst = "Maximum lag of the last ten seconds or slightly more."
+    slots, slots_in_use = "Admission slots at the recent service rate.", "Admission slots in use."
     for name, documentation, value in (
-        ("lag", "Latest lag of the event loop.", lambda: lag.last_s),
-        ("lag_worst", "Maximum lag of the last ten seconds or slightly more.", lambda: lag.worst_s),
+        ("event_loop_lag_seconds", "Latest lag of the event loop.", lambda: lag.last_s),
+        ("event_loop_lag_worst_seconds", worst, lambda: lag.worst_s),
+        ("slots", slots, lambda: pipeline.admission.capacity),
+        ("slots_in_use", slots_in_use, lambda: pipeline.admission.in_use),
     ):
-        name = f"maskrcnn_event_loop_{name}_seconds"
-        Gauge(name, documentation, registry=registry).set_function(value)
+        Gauge(f"maskrcnn_{name}", documentation, registry=registry).set_function(value)
 
 
 def add_certificate_metric(registry: CollectorRegistry, days_left: Callable[[], float]) -> None:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from bundle_copies import linked_copy
 from gated_engine import Gate
+from http_server import free_port
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as openmetrics_families,
 )
@@ -129,10 +130,33 @@ async def test_pending_images_are_counted_by_model_name(served: Any, picture: En
         name, by_name = "nv_inference_pending_request_count", OWN | {"model": f"{MODEL}-fp32"}
         await metrics.becomes(2, name, **OWN)
         await metrics.becomes(3, name, **by_name)
+        # Two slots for the images of the last request.
+        assert await metrics.value("maskrcnn_slots_in_use") == 5
+        assert await metrics.value("maskrcnn_slots") == 256
         for call in waiting:
             call.cancel()
         await metrics.becomes(0, name, **OWN)
         await metrics.becomes(0, name, **by_name)
+        await metrics.becomes(0, "maskrcnn_slots_in_use")
+
+
+async def test_connections_are_counted_by_port(served: Any, picture: Encode) -> None:
+    free = free_port()
+    async with served(http_port=free) as server:
+        metrics, http = server.metrics, {"port": str(free)}
+        assert await metrics.value("maskrcnn_connections", **http) == 0
+        readers = [await asyncio.open_connection("127.0.0.1", free) for _ in range(3)]
+        await metrics.becomes(3, "maskrcnn_connections", **http)
+        for _, writer in readers:
+            writer.close()
+        await metrics.becomes(0, "maskrcnn_connections", **http)
+        assert (await server.detector.Detect(detect_request(picture()))).detections
+        text = await asyncio.to_thread(read, metrics.url)
+    counts = dict(re.findall(r'^maskrcnn_connections{port="(\d+)"} (\S+)', text, re.M))
+    scraped = metrics.url.rpartition(":")[2].removesuffix("/metrics")
+    (grpc_port,) = counts.keys() - {http["port"], scraped}
+    # The channel of the Triton client is idle.
+    assert float(counts[grpc_port]) >= 1
 
 
 async def test_stream_messages_and_unauthenticated_calls_are_counted(
