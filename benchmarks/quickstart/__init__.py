@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,10 @@ from rich.table import Table
 if TYPE_CHECKING:
     from ...serving.detections import Detections
     from ...training.config import TrainConfig
+    from ...training.data.synthetic.dataset import SyntheticConfig
     from ..infer.measure import InferResult
     from ..serve.results import ServeResult
+    from .plan import PlannedStep
 
 # Empty file in an output folder, which shows that a quickstart created the folder.
 _MARKER = ".quickstart"
@@ -29,7 +31,8 @@ _BENCH_SECONDS = 4.0
 # Validation images that the server is measured with, and numbers of concurrent clients.
 _BENCH_IMAGES = 32
 _CLIENTS = (1, 8)
-_STEPS = 7
+# Validation images that are copied into the bundle as samples for the page of the server.
+_SAMPLES = 6
 _SHOWN_METRICS = [
     f"{kind}/{metric}" for kind in ("bbox", "segm") for metric in ("AP", "AP50", "AP75", "AR100")
 ]
@@ -66,37 +69,49 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
     Takes minutes on two CPU cores, and needs neither a GPU nor the network.
     """
     from ...export.bundle import bundle_from_checkpoint
+    from ...model.bundle.manifest import SAMPLES_FOLDER
+    from ...training.data.synthetic.dataset import draw_dataset
     from ...training.run import run_training
     from .figures import plot_losses
+    from .plan import next_commands, plan_steps, plan_table
 
     start, console = time.monotonic(), Console(markup=False, emoji=False)
     _prepare_folder(output)
-    with _step(console, 1, "generating a data set", output / "data"):
-        config = _generate_data(output, seed, images, iterations)
-    with _step(console, 2, "training from scratch and evaluating", output / "train"):
+    synthetic, config = _configure(output, seed, images, iterations)
+    steps = plan_steps(synthetic.train + synthetic.val, config)
+    console.print(plan_table(steps))
+    with _step(console, steps, 1, output / "data"):
+        draw_dataset(output / "data", synthetic, workers=os.cpu_count() or 1)
+    with _step(console, steps, 2, output / "train"):
         checkpoint = run_training(config)
         plot_losses(output / "train" / "metrics.jsonl", output / "loss.png")
     bundle = output / "bundle"
-    with _step(console, 3, "exporting to ONNX", bundle):
+    with _step(console, steps, 3, bundle):
         bundle_from_checkpoint(checkpoint, bundle, report=console.print)
-    with _step(console, 4, "verifying the bundle against the checkpoint"):
+    with _step(console, steps, 4):
         _verify(console, bundle, checkpoint, output / "data" / "val")
-    with _step(console, 5, "serving the bundle and sending images to the server"):
+    _copy_samples(output / "data" / "val", bundle / SAMPLES_FOLDER)
+    with _step(console, steps, 5):
         _serve_and_compare(console, bundle, config, output / "predictions.png")
-    with _step(console, 6, "measuring inference"):
+    with _step(console, steps, 6):
         infer_results = _measure_inference(bundle)
-    with _step(console, 7, "measuring the server"):
+    with _step(console, steps, 7):
         serve_results = _measure_server(bundle, output / "data" / "val")
     metrics = _metrics_from(checkpoint, infer_results, serve_results)
     (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     console.print(_summary(metrics, time.monotonic() - start))
     for name, description in _OUTPUTS.items():
         click.echo(f"{description}: {output / name}")
+    for purpose, command in next_commands(bundle).items():
+        click.echo(f"\n{purpose}:\n  {command}")
 
 
 @contextmanager
-def _step(console: Console, number: int, title: str, folder: Path | None = None) -> Iterator[None]:
-    console.rule(f"{number}/{_STEPS} {title}", align="left")
+def _step(
+    console: Console, steps: "Sequence[PlannedStep]", number: int, folder: Path | None = None
+) -> Iterator[None]:
+    title = f"{number}/{len(steps)} {steps[number - 1].title}"
+    console.rule(title, align="left")
     start = time.monotonic()
     yield
     location = f", in {folder}" if folder else ""
@@ -115,9 +130,12 @@ def _prepare_folder(output: Path) -> None:
     (output / _MARKER).touch()
 
 
-def _generate_data(output: Path, seed: int, images: int, iterations: int | None) -> "TrainConfig":
+def _configure(
+    output: Path, seed: int, images: int, iterations: int | None
+) -> "tuple[SyntheticConfig, TrainConfig]":
+    """Return the configurations of the data set and of the training."""
     from ...training.config import load_config
-    from ...training.data.synthetic.dataset import SyntheticConfig, draw_dataset
+    from ...training.data.synthetic.dataset import SyntheticConfig
 
     data, (width, height) = output / "data", _IMAGE_SIZE
     synthetic = SyntheticConfig(
@@ -128,14 +146,20 @@ def _generate_data(output: Path, seed: int, images: int, iterations: int | None)
         seed=seed,
         classes=_CLASSES,
     )
-    draw_dataset(data, synthetic, workers=os.cpu_count() or 1)
     overrides = [f"output_dir={output / 'train'}", f"seed={seed}"]
     for split in ("train", "val"):
         overrides.append(f"data.{split}.images={data / split}")
         overrides.append(f"data.{split}.annotations={data / 'annotations' / f'{split}.json'}")
     if iterations is not None:
         overrides.append(f"solver.max_iterations={iterations}")
-    return load_config("quick", overrides)
+    return synthetic, load_config("quick", overrides)
+
+
+def _copy_samples(images: Path, samples: Path) -> None:
+    """Copy images into the bundle, for the page of the server."""
+    samples.mkdir()
+    for path in sorted(images.iterdir())[:_SAMPLES]:
+        shutil.copy(path, samples)
 
 
 def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> None:

@@ -11,6 +11,8 @@ from ..masks import MaskPaste
 from .spec import ShapeBucket
 
 MANIFEST_NAME = "manifest.json"
+# Folder of a bundle with images that the page of the HTTP server offers. The manifest omits them.
+SAMPLES_FOLDER = "samples"
 # Model version that servers report for every bundle.
 MODEL_VERSION = "1"
 

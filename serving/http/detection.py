@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...model.bundle.manifest import SAMPLES_FOLDER
 from ...model.images import IMAGE_SUFFIXES
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import Detections, TimedResponse, Timing
@@ -26,8 +27,6 @@ from .endpoint import Endpoint, JsonResponse, Transport
 from .message_json import value_from_message
 
 _SERVICE: Final = "/maskrcnn.v1.Detector/"
-# Folder of the bundle whose images the page offers as samples.
-_SAMPLES: Final = "samples"
 _MASK_FORMATS: Final = {
     "rle": pb.MASK_FORMAT_RLE,
     "polygon": pb.MASK_FORMAT_POLYGON,
@@ -124,7 +123,7 @@ class DetectionRoutes:
         return Response(await in_daemon_thread(path.read_bytes), media_type=f"image/{kind}")
 
     def _sample_files(self) -> dict[str, Path]:
-        folder = self._pipeline.lifecycle.bundle / _SAMPLES
+        folder = self._pipeline.lifecycle.bundle / SAMPLES_FOLDER
         if not folder.is_dir():
             return {}
         files = (path for path in folder.iterdir() if path.is_file())

@@ -1,6 +1,8 @@
 """`maskrcnn quickstart` with few images, few iterations and short measurements."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from PIL import Image
 
 from maskrcnn_trt.benchmarks import quickstart as package
 from maskrcnn_trt.benchmarks.quickstart import QuickstartError, quickstart
+from maskrcnn_trt.model.bundle.manifest import read_manifest, verified_path
 
 
 def test_folder_with_other_files_is_not_changed(tmp_path: Path) -> None:
@@ -37,8 +40,24 @@ def test_all_steps_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert metrics["serve/clients_8/p99_ms"] > 0
     for name in ("infer", "serve"):
         assert len(json.loads((folder / "bench" / f"{name}.json").read_text())["results"]) >= 2
-    assert (folder / "bundle" / "manifest.json").is_file()
+    bundle = folder / "bundle"
+    for artifact in read_manifest(bundle).artifacts:
+        verified_path(bundle, artifact)
+    samples = list((bundle / "samples").iterdir())
+    assert samples
+    for sample in samples:
+        assert sample.read_bytes() == (folder / "data" / "val" / sample.name).read_bytes()
     for name in ("loss.png", "predictions.png"):
         with Image.open(folder / name) as image:
             assert image.width > 400
         assert str(folder / name) in result.stdout
+    assert result.stdout.index("minutes on two") < result.stdout.index("1/7")
+    commands = commands_in(result.stdout)
+    assert ["serve", str(bundle), "--http-port", "8080"] in commands
+    assert [words[0] for words in commands] == ["train", "serve", "predict"]
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """Return the arguments of the commands in indented lines."""
+    lines = re.findall(r"^  (\S*maskrcnn .+)$", text, re.MULTILINE)
+    return [shlex.split(line)[1:] for line in lines]

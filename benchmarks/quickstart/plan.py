@@ -1,0 +1,79 @@
+"""Plan of a quickstart, with expected durations, and the commands to type after it."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ...training.config import TrainConfig
+
+# Measured on two CPU cores. The durations of the other steps do not depend on the options.
+_SECONDS_PER_DRAWN_IMAGE: Final = 0.007
+_SECONDS_PER_TRAINED_IMAGE: Final = 0.11
+
+
+class PlannedStep(NamedTuple):
+    """Step of a quickstart, with its expected duration on two CPU cores."""
+
+    title: str
+    seconds: float
+
+
+def plan_steps(images: int, config: "TrainConfig") -> tuple[PlannedStep, ...]:
+    """Return the steps of a quickstart.
+
+    Args:
+        images: Number of images to draw.
+        config: Configuration of the training.
+    """
+    trained = config.solver.max_iterations * config.solver.images_per_batch
+    return (
+        PlannedStep("generate a data set", 5 + images * _SECONDS_PER_DRAWN_IMAGE),
+        PlannedStep("train from scratch and evaluate", 20 + trained * _SECONDS_PER_TRAINED_IMAGE),
+        PlannedStep("export to ONNX", 15),
+        PlannedStep("verify the bundle against the checkpoint", 10),
+        PlannedStep("serve the bundle and send images to the server", 15),
+        PlannedStep("measure inference", 25),
+        PlannedStep("measure the server", 20),
+    )
+
+
+def plan_table(steps: Sequence[PlannedStep]) -> Table:
+    """Return the steps with their expected minutes as a table."""
+    table = Table("step", "", title="plan", title_justify="left")
+    table.add_column("minutes on two CPU cores", justify="right")
+    for number, step in enumerate(steps, start=1):
+        table.add_row(str(number), step.title, f"{step.seconds / 60:.1f}")
+    table.add_section()
+    table.add_row("", "all", f"{sum(step.seconds for step in steps) / 60:.0f}")
+    return table
+
+
+def next_commands(bundle: Path) -> dict[str, str]:
+    """Return the commands to type after a quickstart, each with its purpose as key."""
+    program = shlex.quote(_program())
+    return {
+        "To train on your own images (COCO, Roboflow, CVAT, LabelMe or YOLO)": (
+            f"{program} train finetune DATA"
+        ),
+        "To serve this model with a page, and open http://localhost:8080 in a browser": (
+            f"{program} serve {shlex.quote(str(bundle))} --http-port 8080"
+        ),
+        "To detect COCO's classes in a photograph with a published model": (
+            f"{program} predict torchvision:maskrcnn_resnet50_fpn_v2 IMAGE"
+        ),
+    }
+
+
+def _program() -> str:
+    """Return `maskrcnn`, or its path if the shell would not find it."""
+    if shutil.which("maskrcnn"):
+        return "maskrcnn"
+    path = Path(sys.executable).with_name("maskrcnn")
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
