@@ -43,6 +43,10 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
         rank 0 shows them, and only if standard error is a terminal.
     """
     console = Console(stderr=True)
+    if console.is_jupyter:
+        # Plain log lines. Rich would put each line into an HTML element of its own, and notebooks
+        # cannot redraw its progress bars.
+        console = Console(stderr=True, force_jupyter=False, force_terminal=False)
     handlers: list[logging.Handler] = [_ConsoleHandler(console)]
     if worker.is_main and log is not None:
         handlers.append(logging.FileHandler(log))
