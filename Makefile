@@ -10,7 +10,7 @@ PARENT := .venv/parent
 PROTOS := maskrcnn_trt/protos
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast lint check protos lock clean
+.PHONY: help quickstart test test-fast lint check docs dist protos lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,13 @@ lint: $(STAMP) ## Check style, types, import layers, spelling and wording
 	$(BIN)/python tests/prose/check_prose.py
 
 check: lint test ## Run all checks of CI
+
+docs: .venv/.extra-docs ## Build the documentation site in build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/docs/index.html"
+
+dist: .venv/.extra-release ## Build wheel and sdist in dist, check them, and try the wheel on each Python
+	$(BIN)/python tests/install/check_release.py
 
 protos: $(STAMP) ## Generate the code of the gRPC services
 	$(BIN)/python -m grpc_tools.protoc --proto_path=$(PARENT) \
@@ -71,4 +78,10 @@ $(STAMP): requirements.lock pyproject.toml
 		|| $(BIN)/pip install --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	mkdir -p $(PARENT) && ln -sfn ../.. $(PARENT)/maskrcnn_trt
+	touch $@
+
+# Tools of one target, in versions that fit requirements.lock.
+.venv/.extra-%: $(STAMP)
+	$(BIN)/uv pip install --python $(BIN)/python --constraint requirements.lock \
+		--requirements pyproject.toml --extra $*
 	touch $@

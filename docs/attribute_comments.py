@@ -1,0 +1,20 @@
+"""Griffe extension: comments above an attribute or a field become its docstring."""
+
+from typing import Any
+
+from griffe import Attribute, Docstring, Extension
+
+
+class AttributeComments(Extension):
+    """Give attributes the comment lines directly above them as their docstring."""
+
+    def on_attribute_instance(self, *, attr: Attribute, **_: Any) -> None:
+        """Set the docstring of an attribute that has none."""
+        if attr.docstring is not None or attr.lineno is None or not attr.parent:
+            return
+        lines = attr.lines_collection[attr.filepath][: attr.lineno - 1]
+        comments: list[str] = []
+        while lines and lines[-1].strip().startswith("#"):
+            comments.insert(0, lines.pop().strip().lstrip("#:").strip())
+        if comments:
+            attr.docstring = Docstring("\n".join(comments), parent=attr)
