@@ -57,8 +57,8 @@ class ServeFields(FrozenConfig):
     preferred_batch: tuple[int, ...] = ()
     """Batch sizes, besides `max_batch`, that start without waiting for more images."""
     queue_size: int = Field(256, ge=1, le=1_000_000)
-    """Maximum number of in-flight images (slots). Requests beyond it are rejected. So are requests
-    of a connection that would then hold more than eight times as many slots as are free."""
+    """Maximum number of in-flight images (slots). If all are in use, further requests of a
+    connection that has its share of them are rejected."""
     max_wait_s: float = Field(1.0, gt=0, le=DAY_S)
     """Maximum estimated queue time in seconds. Requests that would wait longer are rejected
     immediately, unless few images are in flight. The estimate uses the recent service rate."""

@@ -39,8 +39,8 @@ _DISTRIBUTIONS: Final = (
     "pycuda",
 )
 
-# Maximum number of request messages in memory per admission slot: the in-flight one, one of a
-# stream that waits for a slot, and MESSAGES_PER_SLOT that are being received.
+# Maximum number of request messages in memory per admission slot: the in-flight one, one that
+# waits for a slot, and MESSAGES_PER_SLOT that are being received.
 _REQUESTS_PER_SLOT: Final = 2 + MESSAGES_PER_SLOT
 
 # Days before its end at which a certificate is reported.

@@ -2,60 +2,65 @@
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 from ..errors import QueueFullError
 
-# Maximum number of slots that a connection may hold per free slot.
-_SLOTS_PER_FREE_SLOT = 8
 # Weight of the latest image in the moving average of the service time.
 _SERVICE_TIME_WEIGHT = 0.05
 
 
-class _Waiter(NamedTuple):
-    peer: str
-    slots: int
-    is_admitted: asyncio.Event
+class _Waiter:
+    """Request that waits for slots."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.is_admitted = False
+        # Set when the request is admitted or rejected.
+        self.is_decided = asyncio.Event()
 
 
 class AdmissionController:
-    """Admission slots. Each in-flight image (or open call, depending on `resource`) holds one.
+    """Admission slots. Each in-flight image holds one.
 
-    A connection may hold up to eight times as many slots as are free. A single connection gets
-    nearly all slots, and a second one still finds free slots and soon holds as many as the first
-    (dynamic thresholds; Choudhury and Hahne, 1998).
+    The slots are shared among connections, max-min fair within one request:
+
+    - While slots are free and no request waits, each request is admitted. A single connection can
+      use all slots.
+    - Otherwise a request waits if its connection then has at most its share, in slots that it holds
+      or waits for: `capacity` divided by the number of connections. A connection's only request
+      waits in any case, as long as there are as many slots as connections.
+    - Requests beyond that share are rejected. Those of streams wait instead; see `acquire`.
+    - Freed slots go to the waiting connection that holds the fewest, in round-robin order among
+      equals. If they are too few for its request, all others wait too, so that large requests are
+      not overtaken forever.
 
     If the server, at its recent service rate, cannot compute `capacity` images within `max_wait_s`,
-    there are fewer slots, so that images that would wait longer are rejected immediately.
+    there are fewer slots, so that images that would wait longer are rejected immediately. Batches
+    are fair to connections too, so requests within the share are computed within `max_wait_s`.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        max_wait_s: float = math.inf,
-        min_capacity: int = 1,
-        resource: str = "images in progress",
-    ) -> None:
+    def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:
         """Create a controller with all slots free.
 
         Args:
-            capacity: Maximum number of slots.
+            capacity: Maximum number of slots, and of waiting requests.
             max_wait_s: Maximum estimated queue time of an image in seconds.
             min_capacity: Slots that a slow model leaves available. A slow service rate otherwise
                 lowers the number of slots below `capacity`.
-            resource: Plural name of the objects that hold slots, used in error messages.
         """
         self._max_capacity = capacity
         self._max_wait_s = max_wait_s
         self._min_capacity = min_capacity
-        self._resource = resource
         self._service_s = 0.0
         self._in_use = 0
-        self._held: dict[str, int] = {}
-        self._waiters: deque[_Waiter] = deque()
+        # Slots by connection: those it holds, and those it holds or waits for.
+        self._held = Counter[str]()
+        self._claimed = Counter[str]()
+        # Waiting requests by connection, in order of arrival. Connections in round-robin order.
+        self._waiting: dict[str, deque[_Waiter]] = {}
 
     @property
     def capacity(self) -> int:
@@ -76,18 +81,20 @@ class AdmissionController:
         self._admit_waiters()
 
     def check(self, peer: str, slots: int = 1) -> None:
-        """Check that `reserve` would succeed now, without holding slots.
+        """Check that `acquire` without `wait` would not reject a request now.
 
         Raises:
-            QueueFullError: the connection may not hold `slots` more slots.
+            QueueFullError: no slots are free, and the connection has its share.
         """
-        if not self._fits(peer, slots):
-            held, free = self._held.get(peer, 0), max(0, self.capacity - self._in_use)
-            raise QueueFullError(
-                f"the request needs {slots} admission slots ({self._resource}); {free} are free "
-                f"and its connection holds {held}; a connection may hold {_SLOTS_PER_FREE_SLOT} "
-                "slots per free slot; try again later"
-            )
+        if self._is_free(slots) or self._is_within_share(peer, slots):
+            return
+        capacity, connections = self.capacity, self._connections_with(peer)
+        setting = "max-wait-s" if capacity < self._max_capacity else "queue-size"
+        raise QueueFullError(
+            f"the request needs {slots} admission slots; {self._in_use} of {capacity} are in use, "
+            f"{self._claimed[peer]} of them held or awaited by its connection, which is one of "
+            f"{connections}; try again later, or raise the server's --{setting}"
+        )
 
     @asynccontextmanager
     async def acquire(
@@ -98,70 +105,105 @@ class AdmissionController:
         Args:
             peer: gRPC peer of the request; it identifies the client's connection.
             slots: Number of slots, at most the `capacity` given to the constructor.
-            wait: True: if the slots are not free, wait in a first-in-first-out queue.
+            wait: True: if the slots are not free, wait for them even beyond the connection's share.
 
         Raises:
-            QueueFullError: without `wait`, the connection may not hold `slots` more slots now;
-                with it, the queue of waiting requests is full.
+            QueueFullError: without `wait`, the connection has its share; with it or without, too
+                many requests are waiting, most of them of this connection.
         """
-        if wait:
-            await self._reserve_in_order(peer, slots)
+        if not wait:
+            self.check(peer, slots)
+        if not self._is_free(slots):
+            await self._wait(peer, slots)
         else:
-            self.reserve(peer, slots)
+            self._hold(peer, slots)
         try:
             yield
         finally:
-            self.release(peer, slots)
+            self._release(peer, slots)
 
-    def reserve(self, peer: str, slots: int = 1) -> None:
-        """Hold slots for a connection until `release`.
-
-        A connection that holds none may take any number of free slots.
-
-        Raises:
-            QueueFullError: the connection may not hold `slots` more slots.
-        """
-        self.check(peer, slots)
-        self._count(peer, slots)
-
-    def release(self, peer: str, slots: int = 1) -> None:
-        """Free slots of a connection, then admit waiting requests that fit."""
-        self._count(peer, -slots)
-        self._admit_waiters()
-
-    async def _reserve_in_order(self, peer: str, slots: int) -> None:
-        if not self._waiters and self._fits(peer, slots):
-            self._count(peer, slots)
-        elif len(self._waiters) >= self._max_capacity:
-            raise QueueFullError("too many requests wait for an admission slot; try again later")
-        else:
-            await self._wait_for_admission(_Waiter(peer, slots, asyncio.Event()))
-
-    async def _wait_for_admission(self, waiter: _Waiter) -> None:
-        self._waiters.append(waiter)
+    async def _wait(self, peer: str, slots: int) -> None:
+        self._make_room(peer)
+        waiter = _Waiter(slots)
+        self._waiting.setdefault(peer, deque()).append(waiter)
+        self._claimed[peer] += slots
         try:
-            await waiter.is_admitted.wait()
+            await waiter.is_decided.wait()
         except asyncio.CancelledError:
-            if waiter.is_admitted.is_set():
-                self.release(waiter.peer, waiter.slots)
-            else:
-                self._waiters.remove(waiter)
+            if waiter.is_admitted:
+                self._release(peer, slots)
+            elif not waiter.is_decided.is_set():
+                self._remove(peer, waiter)
                 self._admit_waiters()  # the waiters behind it may fit
             raise
+        if not waiter.is_admitted:
+            raise _too_many_waiting()
+
+    def _make_room(self, peer: str) -> None:
+        """Reject a request if as many wait as allowed: one of the connection with the most."""
+        if sum(map(len, self._waiting.values())) < self._max_capacity:
+            return
+        largest = max(self._waiting, key=lambda other: len(self._waiting[other]))
+        if len(self._waiting[largest]) <= len(self._waiting.get(peer, ())) + 1:
+            raise _too_many_waiting()
+        newest = self._waiting[largest][-1]
+        self._remove(largest, newest)
+        newest.is_decided.set()
 
     def _admit_waiters(self) -> None:
-        """Admit waiting requests in order of arrival, up to the first that does not fit."""
-        while self._waiters and self._fits(self._waiters[0].peer, self._waiters[0].slots):
-            first = self._waiters.popleft()
-            self._count(first.peer, first.slots)
-            first.is_admitted.set()
+        """Admit waiting requests, up to the first that does not fit."""
+        while self._waiting:
+            peer = min(self._waiting, key=lambda peer: self._held[peer])
+            first = self._waiting[peer][0]
+            if self._in_use + first.slots > self.capacity:
+                return
+            self._remove(peer, first)
+            self._hold(peer, first.slots)
+            if peer in self._waiting:  # its next request is behind the other connections
+                self._waiting[peer] = self._waiting.pop(peer)
+            first.is_admitted = True
+            first.is_decided.set()
 
-    def _fits(self, peer: str, slots: int) -> bool:
-        held, left = self._held.get(peer, 0), self.capacity - self._in_use - slots
-        return left >= 0 and (not held or held + slots - 1 <= _SLOTS_PER_FREE_SLOT * left)
+    def _is_free(self, slots: int) -> bool:
+        return not self._waiting and self._in_use + slots <= self.capacity
 
-    def _count(self, peer: str, slots: int) -> None:
+    def _is_within_share(self, peer: str, slots: int) -> bool:
+        capacity, connections = self.capacity, self._connections_with(peer)
+        own = self._claimed[peer]
+        return connections <= capacity and (not own or (own + slots) * connections <= capacity)
+
+    def _connections_with(self, peer: str) -> int:
+        """Return the number of connections with requests, including `peer`."""
+        return len(self._claimed) + (peer not in self._claimed)
+
+    def _hold(self, peer: str, slots: int) -> None:
         self._in_use += slots
-        self._held[peer] = self._held.get(peer, 0) + slots
-        if not self._held[peer]:
-            del self._held[peer]
+        _add(self._held, peer, slots)
+        _add(self._claimed, peer, slots)
+
+    def _release(self, peer: str, slots: int) -> None:
+        self._in_use -= slots
+        _add(self._held, peer, -slots)
+        _add(self._claimed, peer, -slots)
+        self._admit_waiters()
+
+    def _remove(self, peer: str, waiter: _Waiter) -> None:
+        queue = self._waiting[peer]
+        queue.remove(waiter)
+        if not queue:
+            del self._waiting[peer]
+        _add(self._claimed, peer, -waiter.slots)
+
+
+def _add(slots: Counter[str], peer: str, number: int) -> None:
+    """Add a number of slots to those of a connection. Connections without slots have no entry."""
+    slots[peer] += number
+    if not slots[peer]:
+        del slots[peer]
+
+
+def _too_many_waiting() -> QueueFullError:
+    return QueueFullError(
+        "too many requests wait for an admission slot, most of them of this connection; try again "
+        "later, or raise the server's --queue-size"
+    )

@@ -16,6 +16,7 @@ from ..steps.preprocessing import SourceImage
 from .admission import AdmissionController
 from .batching import BatchResult
 from .model_lifecycle import ModelLifecycle
+from .open_calls import OpenCalls
 from .served_model import ModelBatcher, ServedModel
 from .threads import FairThreadPool, TimedResult, time_limit, timed
 
@@ -61,10 +62,8 @@ class Pipeline:
             config.max_wait_s,
             min_capacity=max(_MIN_SLOTS, _MIN_BATCHES * config.max_batch),
         )
-        # Limit of open gRPC calls. Each call holds a slot until its responses have been sent.
-        self.call_admission = AdmissionController(
-            _CALLS_PER_SLOT * config.queue_size, resource="open calls"
-        )
+        # A call is open until its responses have been sent.
+        self.open_calls = OpenCalls(_CALLS_PER_SLOT * config.queue_size)
         # Threads that decode images and encode responses.
         self.threads = FairThreadPool(config.threads)
 
@@ -84,12 +83,12 @@ class Pipeline:
         self.model.close()
 
     def check_admission(self, peer: str) -> None:
-        """Check, before a request is read, that its connection may hold one more admission slot.
+        """Check, before a request is read, that its connection may have one more image in flight.
 
         If not, the request is counted in the metrics as failed.
 
         Raises:
-            QueueFullError: the connection may not hold another slot.
+            QueueFullError: no slots are free, and the connection has its share.
         """
         try:
             self.admission.check(peer)

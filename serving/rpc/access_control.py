@@ -224,9 +224,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if is_public(method):
             self._count_public_call(peer, context)
             return
-        calls = self._pipeline.call_admission
-        calls.reserve(peer)
-        context.add_done_callback(lambda _: calls.release(peer))
+        calls = self._pipeline.open_calls
+        calls.add(peer)
+        context.add_done_callback(lambda _: calls.remove(peer))
         if method in _DETECTION_METHODS:
             # Rejects the call before its message, which can be large, is received.
             try:

@@ -25,8 +25,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class Streams(Generic[Request]):
     """Open request streams of a gRPC service.
 
-    If no admission slot is free, a request waits for one instead of being rejected. Meanwhile its
-    stream is not read, and HTTP/2 flow control slows the client down.
+    If no admission slot is free, a request waits for one, even beyond its connection's share.
+    Meanwhile its stream is not read, and HTTP/2 flow control slows the client down.
     """
 
     def __init__(self, pipeline: Pipeline, image_count: Callable[[Request], int]) -> None:

@@ -54,10 +54,10 @@ async def test_only_admitted_requests_are_converted(
         held = asyncio.create_task(first.infer(MODEL, good))
         await gate.comes_to(warm + 1)
         # One slot is free: the request is read, but two images are not admitted.
-        message = await error_of(second, out_of_range())
+        message = await error_of(first, out_of_range())
         assert "RESOURCE_EXHAUSTED" in message
         assert "2 admission slots" in message
-        message = await error_of(second, large)
+        message = await error_of(first, large)
         assert "INVALID_ARGUMENT" in message
         assert "24200 pixels" in message
         assert "max_pixels" in message

@@ -5,11 +5,14 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
-from in_process_server import served
+import pytest
+from in_process_server import connected, served
 
+from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.errors import RefusedError
 from maskrcnn_trt.serving.offline.predictor import Predictor
@@ -51,3 +54,34 @@ async def test_overload_computes_or_rejects_every_request(bundle: Path, picture:
         assert statuses.keys() == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
         after = [group.create_task(detect(client, number)) for number in range(_SLOTS // 2)]
         assert {await task for task in after} == {grpc.StatusCode.OK}  # all slots are free again
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_single_requests_beside_bursts_are_not_rejected(
+    wide_bundle: Path, picture: Encode, *, is_stream: bool
+) -> None:
+    request = pb.DetectRequest(image=picture())
+    idle = asyncio.Event()
+
+    async def send_bursts(stub: Any) -> None:
+        while not idle.is_set():
+            if is_stream:
+                stream = stub.DetectStream(iter([request] * 20))
+                assert len([response async for response in stream]) == 20
+            else:
+                await asyncio.gather(*(stub.Detect(request).code() for _ in range(20)))
+
+    async def send_single_requests(address: str) -> Counter[grpc.StatusCode]:
+        async with connected(address) as stub:
+            return Counter([await stub.Detect(request).code() for _ in range(3)])
+
+    async with (
+        served(wide_bundle, queue_size=_SLOTS, max_batch=4) as address,
+        connected(address) as busy,
+        asyncio.TaskGroup() as group,
+    ):
+        bursts = group.create_task(send_bursts(busy))
+        clients = [send_single_requests(address) for _ in range(4)]
+        assert sum(await asyncio.gather(*clients), Counter()) == {grpc.StatusCode.OK: 12}
+        assert not bursts.done()
+        idle.set()

@@ -47,7 +47,7 @@ def detect_request(image: bytes, **fields: Any) -> pb.DetectRequest:
 
 async def test_requests_of_both_protocols_are_counted(served: Any, picture: Encode) -> None:
     wide, tall = picture(), picture(size=(200, 120))
-    settings = {"max_batch": 2, "max_delay_ms": 60_000, "queue_size": 3}
+    settings = {"max_batch": 2, "max_delay_ms": 60_000, "queue_size": 2}
 
     async def check(metrics: Metrics) -> None:
         by_name = {"model": f"{MODEL}-fp32", "version": "1"}

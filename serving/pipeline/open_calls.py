@@ -1,0 +1,45 @@
+"""Limit of open calls, shared among connections."""
+
+from collections import Counter
+
+from ..errors import QueueFullError
+
+# Maximum number of open calls of a connection per call that can still be opened.
+_CALLS_PER_FREE_CALL = 8
+
+
+class OpenCalls:
+    """Open calls by connection, and their limit.
+
+    A connection may have up to eight times as many open calls as can still be opened. A single
+    connection opens nearly all, and a second one still opens some and soon has as many as the first
+    (dynamic thresholds; Choudhury and Hahne, 1998). Calls can stay open for hours, so no call waits
+    for another one to end.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open = Counter[str]()
+
+    def add(self, peer: str) -> None:
+        """Count a call until `remove`.
+
+        Args:
+            peer: gRPC peer of the call; it identifies the client's connection.
+
+        Raises:
+            QueueFullError: too many calls are open, of all connections or of this one.
+        """
+        own, free = self._open[peer], self._limit - self._open.total() - 1
+        if free < 0 or own > _CALLS_PER_FREE_CALL * free:
+            raise QueueFullError(
+                f"the server has {self._open.total()} open calls of at most {self._limit}, {own} "
+                "of this connection; try again later, or raise the server's --queue-size"
+            )
+        self._open[peer] += 1
+
+    def remove(self, peer: str) -> None:
+        """Stop counting a call that has ended."""
+        self._open[peer] -= 1
+        if not self._open[peer]:
+            del self._open[peer]
