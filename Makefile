@@ -42,7 +42,7 @@ lint: $(STAMP) ## Check style, types, import layers, spelling and wording
 check: lint test ## Run all checks of CI
 
 docs: .venv/.extra-docs ## Build the documentation site in build/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "build/docs/index.html"
 
 dist: .venv/.extra-release ## Build wheel and sdist in dist, check them, and try the wheel on each Python

@@ -187,7 +187,7 @@ def main() -> int:
     try:
         tags = _run("git", "tag", "--points-at", "HEAD").split()
         version = checked_version(ROOT, tags)
-        print(f"version {version}: {'release' if tags else 'not tagged'}", flush=True)
+        print(f"version {version}", flush=True)
         if _run("git", "status", "--porcelain"):
             print("Uncommitted changes are not in the release.", flush=True)
         wheel, sdist = build()
@@ -200,7 +200,7 @@ def main() -> int:
             try_wheel(wheel, interpreter, version)
             print(f"Python {python}: installed, --version and --help run", flush=True)
     except (ReleaseError, subprocess.CalledProcessError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{getattr(error, 'stdout', None) or ''}error: {error}", file=sys.stderr)
         return 1
     return 0
 
