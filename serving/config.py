@@ -59,9 +59,9 @@ class ServeFields(FrozenConfig):
     queue_size: int = Field(256, ge=1, le=1_000_000)
     """Maximum number of in-flight images (slots). If all are in use, further requests of a
     connection that has its share of them are rejected."""
-    max_wait_s: float = Field(1.0, gt=0, le=DAY_S)
-    """Maximum estimated queue time in seconds. Requests that would wait longer are rejected
-    immediately, unless few images are in flight. The estimate uses the recent service rate."""
+    max_wait_s: float = Field(10.0, gt=0, le=DAY_S)
+    """Maximum estimated queue time in seconds. If the recent service rate is too low for
+    `queue_size` images in this time, there are fewer slots, but at least 32."""
     timeout_s: float | None = Field(None, gt=0, le=DAY_S)
     """Time limit of a request in seconds. Requests may set a lower one. None: no limit."""
     max_pixels: int = Field(MAX_PIXELS, ge=64)

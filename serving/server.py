@@ -119,7 +119,7 @@ async def detection_server(
         http = _http_server(detector, inference, pipeline, access, config)
         async with _accepting(server, http, certificate) as stop:
             # Before the task groups below, which would wrap its exception in an ExceptionGroup.
-            await pipeline.model.warm_up()
+            pipeline.admission.set_service_time(await pipeline.model.warm_up())
             reload = reload or asyncio.Event()
             async with (
                 pipeline.lifecycle.running(),

@@ -75,6 +75,16 @@ class AdmissionController:
         """Number of slots that requests hold."""
         return self._in_use
 
+    @property
+    def estimated_wait_s(self) -> float:
+        """Estimated queue time in seconds of a request that arrives now."""
+        return self._in_use * self._service_s
+
+    def set_service_time(self, seconds: float) -> None:
+        """Set the moving average of the service time of an image, in seconds."""
+        self._service_s = seconds
+        self._admit_waiters()
+
     def observe_service_time(self, seconds: float) -> None:
         """Add the service time of one image to the moving average, in seconds."""
         self._service_s += _SERVICE_TIME_WEIGHT * (seconds - self._service_s)

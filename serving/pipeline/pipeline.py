@@ -21,8 +21,8 @@ from .served_model import ModelBatcher, ServedModel
 from .threads import FairThreadPool, TimedResult, time_limit, timed
 
 # Minimum number of admission slots, however slow the model is: two batches, so that one can fill
-# while the other is computed, and enough for a client that sends a few images at a time.
-_MIN_BATCHES, _MIN_SLOTS = 2, 16
+# while the other is computed, and enough for clients of Triton with the usual concurrency.
+_MIN_BATCHES, _MIN_SLOTS = 2, 32
 # Maximum number of open gRPC calls per admission slot. This limits the responses that are held in
 # memory for slow clients.
 _CALLS_PER_SLOT = 8

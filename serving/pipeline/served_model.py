@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,10 +133,22 @@ class ServedModel:
         """Wait until no request is in the `use` context."""
         await self._unused.wait()
 
-    async def warm_up(self) -> None:
-        """Warm up all precisions. Requests that arrive meanwhile are queued."""
+    async def warm_up(self) -> float:
+        """Warm up all precisions. Requests that arrive meanwhile are queued.
+
+        Returns:
+            Duration per image in seconds, in the slowest precision; 0 on a GPU.
+        """
+        image_s = 0.0
         for batcher in self.batchers.values():
+            start = time.monotonic()
             await batcher.warm_up()
+            # On a CPU, each worker computes one image per bucket. On a GPU, the warm-up also
+            # compiles the model, so its duration tells nothing about an image.
+            if batcher.info.device == "cpu":
+                images = len(batcher.info.buckets) * batcher.engines_up
+                image_s = max(image_s, (time.monotonic() - start) / images)
+        return image_s
 
     async def run(self) -> None:
         """Run all batchers until cancelled."""

@@ -35,12 +35,14 @@ def add_server_metrics(registry: CollectorRegistry, pipeline: Pipeline, lag: Loo
         registry.register(collector)
     ProcessCollector(registry=registry)
     worst = "Maximum lag of the last ten seconds or slightly more."
+    wait = "Estimated queue time of a request that arrives now."
     slots, slots_in_use = "Admission slots at the recent service rate.", "Admission slots in use."
     for name, documentation, value in (
         ("event_loop_lag_seconds", "Latest lag of the event loop.", lambda: lag.last_s),
         ("event_loop_lag_worst_seconds", worst, lambda: lag.worst_s),
         ("slots", slots, lambda: pipeline.admission.capacity),
         ("slots_in_use", slots_in_use, lambda: pipeline.admission.in_use),
+        ("estimated_wait_seconds", wait, lambda: pipeline.admission.estimated_wait_s),
     ):
         Gauge(f"maskrcnn_{name}", documentation, registry=registry).set_function(value)
 

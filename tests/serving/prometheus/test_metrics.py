@@ -119,7 +119,7 @@ async def test_requests_of_both_protocols_are_counted(served: Any, picture: Enco
 async def test_pending_images_are_counted_by_model_name(served: Any, picture: Encode) -> None:
     chosen = infer_request(MODEL, picture())
     chosen.parameters["precision"].string_param = "fp32"
-    async with served(max_batch=8, max_delay_ms=60_000) as server:
+    async with served(max_batch=8, max_delay_ms=60_000, max_wait_s=600) as server:
         detector, triton, metrics = server.detector, server.inference, server.metrics
         waiting = [
             detector.Detect(detect_request(picture())),
@@ -138,6 +138,20 @@ async def test_pending_images_are_counted_by_model_name(served: Any, picture: En
         await metrics.becomes(0, name, **OWN)
         await metrics.becomes(0, name, **by_name)
         await metrics.becomes(0, "maskrcnn_slots_in_use")
+
+
+async def test_a_fresh_server_estimates_its_rate_from_the_warm_up(
+    served: Any, gate: Gate, picture: Encode
+) -> None:
+    gate.open()
+    async with served(max_wait_s=0.001) as server:
+        gate.close()
+        call = server.detector.Detect(detect_request(picture()))
+        await server.metrics.becomes(1, "maskrcnn_slots_in_use")
+        assert await server.metrics.value("maskrcnn_slots") == 32
+        assert await server.metrics.value("maskrcnn_estimated_wait_seconds") > 0.001
+        gate.open()
+        assert (await call).detections
 
 
 async def test_connections_are_counted_by_port(served: Any, picture: Encode) -> None:
