@@ -14,7 +14,7 @@ from http_server import free_port
 from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions
 
-pytestmark = [pytest.mark.image, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.image, pytest.mark.slow, pytest.mark.timeout(680)]
 
 
 @pytest.fixture(scope="module")
