@@ -113,7 +113,7 @@ def test_signal_to_predict_leaves_the_results_so_far(
     fifo, output = tmp_path / "20.jpg", tmp_path / "output"
     with stuck_run(fifo, "predict", bundle, *paths, fifo, "-o", output) as (process, _):
         process.send_signal(signal.SIGHUP)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=240)
     assert process.returncode == 129
     assert "Traceback" not in stderr
     images = images_of(output / "detections.json")
