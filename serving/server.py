@@ -30,7 +30,7 @@ from .rpc.access_control import AccessInterceptor, AccessPolicy
 from .rpc.certificates import ServerCertificate, server_certificate
 from .rpc.detector_service import DetectorService, add_detector_service
 from .rpc.health import HealthService
-from .rpc.listener import add_reflection, allowed_connections, listening_server
+from .rpc.listener import add_reflection, allowed_connections, check_ports, listening_server
 
 if TYPE_CHECKING:
     from .http.listener import HttpServer  # needs the extra `http`
@@ -73,8 +73,11 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
             freeze_garbage_collector()
             on_ready(address)
             await stop.wait()
+            grace_s = config.drain_delay_s + config.stop_grace_s
+            _log.info("stopping; in-flight requests may take up to %g s", grace_s)
             for number in signals:  # a second signal ends the process immediately
                 loop.remove_signal_handler(number)
+        _log.info("stopped")
     except asyncio.CancelledError:
         if not stop.is_set():
             raise
@@ -104,6 +107,7 @@ async def detection_server(
             invalid, or a package of an extra is missing.
     """
     _check_http_packages(config)
+    check_ports(config)
     # Invalid token and certificate files are reported at once, not after the model has loaded.
     policy, certificate = AccessPolicy(config), server_certificate(config)
     telemetry, lag = Telemetry(load_tracer(config.tracing)), LoopLag()

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import platform
-import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from ..config import ServeConfig, address_of
 from ..errors import ServingError
 from ..host import available_cores, available_memory, gpu_names, installed_versions
 from ..rpc.certificates import server_certificate
+from ..rpc.listener import check_port
 from ..rpc.message_reader import MESSAGES_PER_SLOT
 from ..server import detection_server
 
@@ -164,10 +164,8 @@ def _limit_results(config: ServeConfig) -> list[CheckResult]:
 
 
 def _port_result(name: str, host: str, port: int) -> CheckResult:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        both = host == "::" and socket.has_dualstack_ipv6()  # gRPC too listens on both
-        socket.create_server((host, port), family=family, dualstack_ipv6=both).close()
+        check_port(host, port)
     except OSError as error:
         remedy = "choose an address of this machine and a free port"
         return CheckResult(

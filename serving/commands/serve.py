@@ -1,6 +1,7 @@
 """Command `serve` and its settings: command-line options, environment variables and a YAML file."""
 
 import difflib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from ...model.config.error_messages import validation_message
 from ...model.config.strict_yaml import value_from_yaml
 from ...model.weights.sources import CHECKSUMS_VARIABLE, MIRROR_VARIABLE
-from ..config import ServeConfig, ServeFields
+from ..config import LogFormat, ServeConfig, ServeFields
 
 # Prefix of the environment variables.
 _PREFIX = "MASKRCNN_"
@@ -57,6 +58,8 @@ def config_from_options(values: dict[str, Any]) -> ServeConfig:
         name = str(next(iter(error.errors()[0]["loc"]), ""))
         if name:
             message = message.replace(name, _spelling(name), 1)
+            # In a YAML file the value is null; an option has no such value.
+            message = message.replace(", or null", ", or leave it out")
         raise click.UsageError(message) from None
 
 
@@ -191,9 +194,18 @@ def serve(model: str, doctor: bool, **values: Any) -> None:
     configure_logs(config.log_format, config.log_level)
     asyncio.run(
         serve_bundle(
-            bundle, config, lambda address: _print_line(f"Ready at {address}, serving {bundle}")
+            bundle,
+            config,
+            lambda address: _print_line(_ready_line(address, bundle, config.log_format)),
         )
     )
+
+
+def _ready_line(address: str, bundle: Path, log_format: LogFormat) -> str:
+    line = f"Ready at {address}, serving {bundle}"
+    if log_format == "text":
+        return line
+    return json.dumps({"message": line, "address": address, "bundle": str(bundle)})
 
 
 def _print_line(line: str) -> None:

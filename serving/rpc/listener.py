@@ -2,6 +2,7 @@
 
 import logging
 import resource
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -74,6 +75,31 @@ def listening_server(
             f"cannot listen on {address}; "
             "choose an address of this machine and a free port; port 0 selects one"
         ) from None
+
+
+def check_ports(config: ServeConfig) -> None:
+    """Check that the server can listen on its ports, before it loads a model.
+
+    Raises:
+        ServingError: a port is in use, or the host is not an address of this machine.
+    """
+    for name, port in config.ports.items():
+        try:
+            check_port(config.host, port)
+        except socket.gaierror:
+            continue  # gRPC may resolve a host name that this function does not
+        except OSError as error:
+            raise ServingError(
+                f"cannot listen on {address_of(config.host, port)} for {name} ({error.strerror}); "
+                "choose an address of this machine and a free port; port 0 selects one"
+            ) from None
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise OSError if no server can listen on a port. 0: any free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()  # gRPC too listens on both
+    socket.create_server((host, port), family=family, dualstack_ipv6=both).close()
 
 
 def add_reflection(services: Iterable[ServiceDescriptor], server: grpc.aio.Server) -> None:

@@ -22,6 +22,7 @@ from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import BackendError, ServingError
+from maskrcnn_trt.serving.pipeline.served_model import ServedModel
 from maskrcnn_trt.serving.rpc.health import LIVENESS
 from maskrcnn_trt.serving.server import detection_server
 
@@ -124,11 +125,13 @@ def test_ipv6_host(wide_bundle: Path, picture: Encode) -> None:
         assert len(client.detect(picture()))
 
 
-async def test_ports_in_use(wide_bundle: Path) -> None:
+async def test_ports_in_use(wide_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ServedModel, "load")  # the model is not loaded before the check
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for settings, error in (
             ({"port": port}, r"cannot listen on 127.0.0.1:.*a free port"),
+            ({"port": 0, "http_port": port}, r"cannot listen on 127.0.0.1:\d+ for http"),
             ({"port": 0, "metrics_port": port}, r"cannot listen on 127.0.0.1:\d+ for metrics"),
         ):
             with pytest.raises(ServingError, match=error):

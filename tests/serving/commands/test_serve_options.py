@@ -163,6 +163,7 @@ def test_times_are_at_most_a_day(name: str, value: str) -> None:
         ({"port": "tcp://10.0.0.1:80"}, "MASKRCNN_PORT"),
         ({"max_batch": "0"}, "MASKRCNN_MAX_BATCH is 0; allowed: whole number, >= 1"),
         ({"backend": "cuda"}, "MASKRCNN_BACKEND"),
+        (("--workers", -1), "--workers is -1; allowed: whole number, >= 1, or leave it out"),
         (("--max-batch", 0), "--max-batch is 0; allowed: whole number, >= 1"),
         (("--preferred-batch", 9), "preferred_batch is 9; allowed: 1 to max_batch, which is 8"),
         (("--precision", "int8"), "--precision"),

@@ -16,7 +16,7 @@ import grpc
 import pytest
 import raw_http2 as http2
 import trustme
-from server_load import Process, server_process
+from server_load import Process, server_process, starting_server
 from triton_requests import MODEL
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
@@ -121,7 +121,10 @@ def test_json_log_has_requests_with_their_ids_and_no_protocol_violations(
         assert {"time", "level", "logger", "message"} <= set(line)
         age = datetime.now(UTC) - datetime.fromisoformat(line["time"])
         assert timedelta() <= age < timedelta(minutes=5)
-    assert "ready at" in [line["message"] for line in lines if line["level"] != "DEBUG"][-1]
+    *_, ready, stopping, stopped = (x["message"] for x in lines if x["level"] != "DEBUG")
+    assert "ready at" in ready
+    assert stopping.startswith("stopping")
+    assert stopped == "stopped"
     assert "secret" not in log.read_text()
     logged = {line["request_id"]: line for line in lines if line.get("status")}
     assert {"frame:7/b", f"{generated}/seven", f"{stream_id}/1", stream_id} <= set(logged)
@@ -139,11 +142,14 @@ def test_failed_handshakes_log_only_json(wide_bundle: Path, tmp_path: Path) -> N
     issued.cert_chain_pems[0].write_to_path(certificate)
     issued.private_key_pem.write_to_path(key)
     options = "--log-format", "json", "--tls-certificate", str(certificate), "--tls-key", str(key)
-    with server(wide_bundle, log, *options) as address:
+    with starting_server(wide_bundle, log, *options) as process:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
         for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\xff" + bytes(255)):
-            with http2.open_socket(address) as client:
+            with http2.open_socket(ready["address"]) as client:
                 client.sendall(sent)
                 assert http2.is_closed(client)
+        stop(process)
     messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
     assert any("ready at" in message for message in messages)
 
