@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidGraph, InvalidProtobuf, NoSuchFile
 
-from ...model.bundle.manifest import Manifest, Precision, verified_path
+from ...model.bundle.manifest import BundleError, Manifest, Precision, verified_path
 from ...model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from ..errors import BackendError
 from .base import HostOutputs, ModelOutputs, batch_sizes, black_batch, check_outputs
@@ -204,7 +205,13 @@ class OnnxRuntimeBackend:
             # Otherwise it logs a warning for each low-memory convolution.
             onnxruntime.set_default_logger_severity(options.log_severity_level)
             providers.insert(0, (_CUDA, cuda_options(self._precision, memory_bound)))
-        return onnxruntime.InferenceSession(self._paths[bucket], options, providers=providers)
+        path = self._paths[bucket]
+        try:
+            return onnxruntime.InferenceSession(path, options, providers=providers)
+        except (InvalidGraph, InvalidProtobuf, NoSuchFile) as error:
+            raise BundleError(
+                f"{path} is missing or no valid ONNX model; export the bundle again ({error})"
+            ) from None
 
 
 def cuda_options(precision: Precision, memory_bound: int | None) -> dict[str, str]:

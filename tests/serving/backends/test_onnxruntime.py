@@ -1,3 +1,4 @@
+import hashlib
 import logging
 import weakref
 from pathlib import Path
@@ -212,6 +213,12 @@ def test_damaged_model_is_rejected(bundle: Path, tmp_path: Path) -> None:
         (tmp_path / artifact.path).write_bytes(b"no graph")
     with pytest.raises(BundleError, match="is not the file that was exported"):
         OnnxRuntimeBackend(tmp_path, manifest, "fp32")
+    damaged = [
+        artifact.model_copy(update={"sha256": hashlib.sha256(b"no graph").hexdigest()})
+        for artifact in manifest.artifacts
+    ]
+    with pytest.raises(BundleError, match=r"\.onnx .* export the bundle again"):
+        OnnxRuntimeBackend(tmp_path, manifest.model_copy(update={"artifacts": damaged}), "fp32")
 
 
 @pytest.mark.parametrize("entry", ["max_detections", "mask_side"])
