@@ -31,10 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 @pytest.fixture
 def interrupts_enabled() -> Iterator[None]:
-    """Let subprocesses receive SIGINT even if the tests run as a background job of a shell."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let subprocesses receive signals that a background job of a shell or `nohup` ignores."""
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGHUP, hang_up)
 
 
 def images_of(results: Path) -> set[int]:
@@ -106,6 +108,7 @@ def test_signal_leaves_the_results_so_far(
     assert {path.stem for path in output.iterdir()} == {"0", "1", "2", "detections"}
 
 
+@pytest.mark.usefixtures("interrupts_enabled")
 def test_signal_to_predict_leaves_the_results_so_far(
     bundle: Path, picture: Encode, tmp_path: Path
 ) -> None:
@@ -113,7 +116,7 @@ def test_signal_to_predict_leaves_the_results_so_far(
     fifo, output = tmp_path / "20.jpg", tmp_path / "output"
     with stuck_run(fifo, "predict", bundle, *paths, fifo, "-o", output) as (process, _):
         process.send_signal(signal.SIGHUP)
-        _, stderr = process.communicate(timeout=240)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 129
     assert "Traceback" not in stderr
     images = images_of(output / "detections.json")
