@@ -36,7 +36,7 @@ def test_crash_while_saving_keeps_the_previous_file(
     save_checkpoint(path, replace(checkpoint, iteration=1))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", _fail)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(CheckpointError, match="no space"):
             save_checkpoint(path, replace(checkpoint, iteration=2))
     assert load_checkpoint(path).iteration == 1
     save_checkpoint(path, replace(checkpoint, iteration=3))
