@@ -100,11 +100,10 @@ class TrainingLoop:
             return self._metrics
         iterations = range(trainer.iteration, config.solver.max_iterations)
         batches = prefetch_batches(trainer.worker.device, self._batches)
-        report_settings = self._folder.path, config.log_period, iterations, trainer.worker
-        with (
-            TrainingReport(*report_settings, self._progress) as report,
-            self._interruption,
-        ):
+        report = TrainingReport(
+            self._folder.path, config.log_period, iterations, trainer.worker, self._progress
+        )
+        with report, self._interruption:
             if not iterations and not (
                 self._validation is None or config.evaluation.skip_eval or self._metrics
             ):
