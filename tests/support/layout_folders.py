@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw
+from pycocotools import mask as coco_mask
+
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset
+from maskrcnn_trt.training.data.coco.mask_targets import mask_from_segmentation
 
 # In alphabetical order, as LabelMe files do not define one.
 NAMES = ("bolt", "gear", "nut", "washer")
@@ -40,6 +44,10 @@ def draw_scenes(count: int, seed: int = 0) -> list[Scene]:
             objects.append((label, points.round(2)))
         scenes.append(Scene(f"photo_{number:03d}.jpg", height, width, tuple(objects)))
     return scenes
+
+
+TRAIN = draw_scenes(5, seed=1)
+VAL = [scene._replace(name=f"val_{scene.name}") for scene in draw_scenes(2, seed=2)]
 
 
 def save_images(folder: Path, scenes: Sequence[Scene]) -> None:
@@ -154,3 +162,22 @@ WRITERS: dict[str, Callable[[Path, Sequence[Scene], Sequence[Scene]], None]] = {
     "LabelMe": write_labelme,
     "YOLO": write_yolo,
 }
+
+
+def assert_same(dataset: CocoDataset, scenes: list[Scene]) -> None:
+    """Compare sizes, classes and masks with the scenes."""
+    names = [category.name for category in dataset.categories]
+    assert {r.path.name for r in dataset.records} == {scene.name for scene in scenes}
+    by_name = {scene.name: scene for scene in scenes}
+    for record in dataset.records:
+        scene = by_name[record.path.name]
+        size = (record.height, record.width)
+        assert size == (scene.height, scene.width)
+        assert [names[i.label - 1] for i in record.objects] == [n for n, _ in scene.objects]
+        for instance, (_, points) in zip(record.objects, scene.objects, strict=True):
+            (expected,) = coco_mask.frPyObjects([points.ravel().tolist()], *size)
+            mask = mask_from_segmentation(instance.segmentation, size, size)
+            reference = coco_mask.decode(expected)
+            assert np.logical_xor(mask, reference).sum() <= 0.03 * reference.sum()
+            low, high = points.min(axis=0), points.max(axis=0)
+            np.testing.assert_allclose(instance.bbox, [*low, *(high - low)], atol=0.01)
