@@ -19,8 +19,8 @@ ADDRESS = (
 )
 SOLVER_KEYS = (
     "optimizer, images_per_batch, accumulate, scale_from_batch, base_lr, bias_lr_factor, momentum, "
-    "weight_decay, max_iterations, steps, gamma, warmup_iterations, warmup_factor, warmup_method, "
-    "freeze_backbone_after_epoch, clip_gradient_norm"
+    "weight_decay, max_iterations, epochs, schedule, steps, gamma, warmup_iterations, "
+    "warmup_factor, warmup_method, freeze_backbone_after_epoch, clip_gradient_norm, ema_decay"
 )
 
 # Exit code 2, by command line.

@@ -9,7 +9,7 @@ from .config_commands import ConfiguredCommand
 from .finetune.command import finetune
 
 if TYPE_CHECKING:
-    from .config import SolverConfig
+    from .solver_config import SolverConfig
 
 
 class _TrainCommand(ConfiguredCommand):
@@ -103,7 +103,9 @@ def train(
 def _warn_of_late_steps(solver: "SolverConfig") -> None:
     """Print a warning if the learning rate never decreases, because the run is too short."""
     length = solver.max_iterations
-    if solver.steps and min(solver.steps) >= length:
+    if solver.epochs is not None or solver.schedule != "steps" or not solver.steps:
+        return
+    if min(solver.steps) >= length:
         steps = sorted({round(0.7 * length), round(0.9 * length)} - {0, length})
         click.echo(
             f"warning: the learning rate does not decrease, because solver.steps begin at "

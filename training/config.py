@@ -13,6 +13,7 @@ from ..model.config.error_messages import validation_message
 from ..model.config.overrides import OverrideError
 from ..model.config.schema import FrozenConfig, ModelConfig
 from .config_sources import SourceError, Values, read_values
+from .solver_config import SolverConfig
 
 
 class ConfigError(Exception):
@@ -67,84 +68,6 @@ class DataConfig(FrozenConfig):
         return self
 
 
-class SolverConfig(FrozenConfig):
-    """Optimiser and learning-rate schedule (warm-up, then multi-step decay)."""
-
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """SGD with momentum, as in detectron2, or AdamW, which converges faster from random weights."""
-    images_per_batch: int = Field(16, ge=1)
-    """Images per optimiser step: total over all ranks and accumulated passes."""
-    accumulate: int = Field(1, ge=1)
-    """Forward and backward passes per optimiser step. More passes need less memory."""
-    scale_from_batch: int | None = Field(None, ge=1)
-    """Images per step for which `base_lr`, `max_iterations`, `steps` and `warmup_iterations` are
-    given. They are scaled linearly to `images_per_batch` (Goyal et al., 2017). None: no scaling.
-    After scaling, the loaded configuration contains None."""
-    base_lr: float = Field(0.02, gt=0)
-    """Learning rate after warm-up."""
-    bias_lr_factor: float = Field(1.0, gt=0)
-    """Factor by which the learning rate of biases is multiplied."""
-    momentum: float = Field(0.9, ge=0, lt=1)
-    """Momentum of SGD, or the first beta of AdamW."""
-    weight_decay: float = Field(1e-4, ge=0)
-    """Weight decay of layer weights. Biases and normalisation parameters have none."""
-    max_iterations: int = Field(90000, ge=1)
-    """Number of optimiser steps of the run."""
-    steps: tuple[int, ...] = (60000, 80000)
-    """Iterations at which the learning rate is multiplied by `gamma`."""
-    gamma: float = Field(0.1, gt=0, le=1)
-    """Factor by which the learning rate is multiplied at each of `steps`."""
-    warmup_iterations: int = Field(500, ge=0)
-    """Length of the warm-up in iterations."""
-    warmup_factor: float = Field(1 / 3, ge=0, le=1)
-    """Initial learning rate, as a fraction of `base_lr`."""
-    warmup_method: Literal["linear", "constant"] = "linear"
-    """Learning rate during warm-up: rising linearly to `base_lr`, or constant at its initial
-    value."""
-    freeze_backbone_after_epoch: int | None = Field(None, ge=0)
-    """Number of epochs after which the whole ResNet (not the FPN) is frozen. None: never."""
-    clip_gradient_norm: float | None = Field(None, gt=0)
-    """Upper limit of the L2 norm of all gradients together. None: no clipping."""
-
-    @model_validator(mode="after")
-    def _check_batch(self) -> "SolverConfig":
-        if self.images_per_batch % self.accumulate:
-            raise ValueError(
-                f"images_per_batch {self.images_per_batch} is not divisible by accumulate "
-                f"{self.accumulate}"
-            )
-        if list(self.steps) != sorted(set(self.steps)):
-            raise ValueError(f"steps {list(self.steps)} are not in ascending order")
-        return self
-
-    def scaled(self) -> "SolverConfig":
-        """Return the configuration with its schedule scaled to `images_per_batch`.
-
-        With ratio = `images_per_batch` / `scale_from_batch`, the learning rate is multiplied by the
-        ratio, and all numbers of iterations are divided by it.
-
-        Raises:
-            ValueError: Two of `steps` are equal after rounding.
-        """
-        if self.scale_from_batch is None:
-            return self
-        ratio = self.images_per_batch / self.scale_from_batch
-        steps = tuple(round(step / ratio) for step in self.steps)
-        if len(set(steps)) < len(steps):
-            raise ValueError(
-                f"steps {list(self.steps)} become {list(steps)} when scaled from "
-                f"{self.scale_from_batch} to {self.images_per_batch} images_per_batch"
-            )
-        scaled = {
-            "scale_from_batch": None,
-            "base_lr": self.base_lr * ratio,
-            "max_iterations": max(1, round(self.max_iterations / ratio)),
-            "steps": steps,
-            "warmup_iterations": round(self.warmup_iterations / ratio),
-        }
-        return self.model_copy(update=scaled)
-
-
 EvaluatorName = Literal["pycocotools", "faster-coco-eval"]
 
 _METRIC = re.compile("(bbox|segm)/(AP|AP50|AP75|AR1|AR10|AR100|A[PR][sml]|AP/.+)")
@@ -161,6 +84,9 @@ class EvaluationConfig(FrozenConfig):
     """Stop early when an evaluation reaches this box AP (and `min_mask_ap`, if set)."""
     min_mask_ap: float | None = Field(None, ge=0, le=1)
     """Stop early when an evaluation reaches this mask AP (and `min_bbox_ap`, if set)."""
+    patience: int | None = Field(None, ge=1)
+    """Stop early after this number of consecutive evaluations without a better mask AP than before.
+    None: do not."""
     skip_test: bool = False
     """Skip all evaluations during and after training."""
     skip_eval: bool = False
@@ -177,11 +103,12 @@ class EvaluationConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _check_targets(self) -> "EvaluationConfig":
-        stops_early = self.min_bbox_ap is not None or self.min_mask_ap is not None
+        settings = ("min_bbox_ap", "min_mask_ap", "patience")
+        stops_early = any(getattr(self, name) is not None for name in settings)
         if stops_early and not (self.per_epoch or self.period or self.skip_test):
             raise ValueError(
-                "min_bbox_ap and min_mask_ap need evaluations during training; set per_epoch=true "
-                "or period"
+                "min_bbox_ap, min_mask_ap and patience need evaluations during training; set "
+                "per_epoch=true or period"
             )
         return self
 
@@ -276,11 +203,27 @@ def validated_config(
         ConfigError: A key or value is invalid. The message names it and the allowed values.
     """
     try:
-        return TrainConfig.model_validate(read_values(source, overrides, sections))
+        config = TrainConfig.model_validate(read_values(source, overrides, sections))
     except (SourceError, OverrideError) as error:
         raise ConfigError(str(error)) from None
     except ValidationError as error:
         raise ConfigError(f"{source}: {validation_message(error, TrainConfig)}") from None
+    check_length(config, overrides)
+    return config
+
+
+def check_length(config: TrainConfig, overrides: Sequence[str]) -> None:
+    """Check that overrides set no `solver.max_iterations` that `solver.epochs` makes ineffective.
+
+    Raises:
+        ConfigError: They do.
+    """
+    ignored = [text for text in overrides if text.startswith("solver.max_iterations=")]
+    if config.solver.epochs is not None and ignored:
+        raise ConfigError(
+            f"{ignored[0]} has no effect, because solver.epochs is {config.solver.epochs}; remove "
+            "one of them, or set solver.epochs=null"
+        )
 
 
 def yaml_from_config(config: TrainConfig) -> str:

@@ -22,7 +22,8 @@ _MAX_TERM_WIDTH = 34
 _KEY_BY_OPTION: Final[Mapping[str, str]] = {
     "batch": "solver.images_per_batch",
     "batch_size": "solver.images_per_batch",
-    "epochs": "solver.max_iterations",
+    "cos_lr": "solver.schedule",
+    "ema": "solver.ema_decay",
     "img_size": "data.min_size",
     "imgsz": "data.min_size",
     "iterations": "solver.max_iterations",

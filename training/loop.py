@@ -13,7 +13,8 @@ from .config import ConfigError
 from .data.coco.dataset import CocoDataset
 from .data.loading.device_batches import prefetch_batches
 from .data.loading.loader import train_loader
-from .evaluation.validation import Validation, log_metrics, reached_targets
+from .early_stopping import BEST_BY, EarlyStopping
+from .evaluation.validation import Validation, log_metrics
 from .interruption import Interruption, TrainingInterrupted
 from .reporting import DivergenceError, TrainingReport
 from .run_folder import RunFolder
@@ -21,9 +22,6 @@ from .schedule import learning_rate
 from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-# Metric that decides which checkpoint is the best.
-_BEST_BY = "segm/AP"
 
 
 class TrainingLoop:
@@ -70,7 +68,7 @@ class TrainingLoop:
         )
         self._epoch = self._batches.iterations_per_epoch
         self._metrics = last.metrics if last else {}
-        self._best_ap: float = last.training_state["best_ap"] if last else -1.0
+        self._stopping = EarlyStopping(config.evaluation, last.training_state if last else {})
         self._interruption = Interruption()
         self._saved_iteration = trainer.iteration
         self._validation = None
@@ -85,7 +83,8 @@ class TrainingLoop:
     def run(self) -> dict[str, float]:
         """Train until `solver.max_iterations` or an early stop. Save checkpoints on the way.
 
-        A run resumed at its last iteration is evaluated if its checkpoint has no metrics yet.
+        If an evaluation is due and the checkpoint that the run resumes from has no metrics yet, the
+        run begins with it.
 
         Returns:
             Metrics of the final model, by name. Empty if it was not evaluated.
@@ -96,7 +95,7 @@ class TrainingLoop:
             TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
         """
         trainer, config = self._trainer, self._config
-        if self._has_reached_targets():
+        if self._stops_early():
             return self._metrics
         iterations = range(trainer.iteration, config.solver.max_iterations)
         batches = prefetch_batches(trainer.worker.device, self._batches)
@@ -104,10 +103,8 @@ class TrainingLoop:
             self._folder.path, config.log_period, iterations, trainer.worker, self._progress
         )
         with report, self._interruption:
-            if not iterations and not (
-                self._validation is None or config.evaluation.skip_eval or self._metrics
-            ):
-                self._evaluate_and_save(report)
+            if self._evaluation_was_missed() and self._evaluate_and_save(report):
+                return self._metrics
             for iteration in iterations:
                 self._freeze_if_due(iteration)
                 with report.waiting_for_data():
@@ -134,11 +131,12 @@ class TrainingLoop:
             # last step, and a finished one with its evaluation.
             self._save(final=final)
             self._metrics = self._evaluate(self._validation, report)
-            final = self._has_reached_targets() or final
-            best = self._metrics.get(_BEST_BY, -1) > self._best_ap
+            if self._metrics:
+                best = self._stopping.record(self._metrics)
+            final = self._stops_early() or final
         if best:
-            self._best_ap = self._metrics[_BEST_BY]
-            logger.info("%s %.4f is the best of this run so far", _BEST_BY, self._best_ap)
+            score = self._metrics[BEST_BY]
+            logger.info("%s %.4f is the best of this run so far", BEST_BY, score)
         if final or self._metrics or trainer.iteration % config.checkpoint_period == 0:
             self._save(final=final, best=best)
         return final
@@ -147,7 +145,7 @@ class TrainingLoop:
         self._stop_if_interrupted()
         self._interruption.immediate = True
         with report.evaluating():
-            metrics = validation.measure(self._trainer.model, self._progress)
+            metrics = validation.measure(self._trainer.evaluated_model, self._progress)
         self._interruption.immediate = False
         log_metrics(metrics)
         report.record_metrics(self._trainer.iteration, metrics)
@@ -174,16 +172,25 @@ class TrainingLoop:
         after_epoch = settings.per_epoch and iteration % self._epoch == 0
         return final or after_epoch or (settings.period > 0 and iteration % settings.period == 0)
 
-    def _has_reached_targets(self) -> bool:
-        reached = reached_targets(self._config.evaluation, self._metrics)
-        if reached is not None:
+    def _evaluation_was_missed(self) -> bool:
+        """Whether the interrupted run ended between a step and its evaluation."""
+        trainer, config = self._trainer, self._config
+        if not trainer.iteration or self._metrics:
+            return False
+        if self._validation is None or config.evaluation.skip_eval:
+            return False
+        return self._evaluation_is_due(trainer.iteration >= config.solver.max_iterations)
+
+    def _stops_early(self) -> bool:
+        reason = self._stopping.reason(self._metrics)
+        if reason is not None:
             logger.info(
                 "early stop at iteration %d of %d: %s",
                 self._trainer.iteration,
                 self._config.solver.max_iterations,
-                reached,
+                reason,
             )
-        return reached is not None
+        return reason is not None
 
     def _save(self, *, final: bool, best: bool = False) -> None:
         """Write a checkpoint on rank 0. Every rank must call this.
@@ -196,7 +203,7 @@ class TrainingLoop:
             raise DivergenceError(f"a weight was not finite after iteration {trainer.iteration}")
         checkpoint = Checkpoint(
             model_config=config.model,
-            weights=trainer.model.state_dict(),
+            weights=trainer.evaluated_model.state_dict(),
             categories=self._dataset.categories,
             preprocessing=Preprocessing(
                 min_size=config.data.min_size,
@@ -209,8 +216,8 @@ class TrainingLoop:
             metrics=self._metrics,
             training_state={
                 **trainer.state(),
+                **self._stopping.state(),
                 "identity": self._identity,
-                "best_ap": self._best_ap,
             },
         )
         self._saved_iteration = trainer.iteration

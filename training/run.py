@@ -17,6 +17,7 @@ from .loop import TrainingLoop
 from .reporting import LOG_FILE
 from .resumption import check_resumable, run_identity
 from .run_folder import RunFolder
+from .run_length import with_run_length
 from .terminal import terminal_progress
 from .trainer import Trainer, set_arithmetic
 
@@ -81,7 +82,7 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         folder.remove_partial_files()
     with terminal_progress(rank, config.output_dir / LOG_FILE) as progress:
         dataset = CocoDataset(config.data.train, config.data.on_broken)
-        config = set_classes_from_dataset(dataset, config)
+        config = with_run_length(dataset, set_classes_from_dataset(dataset, config))
         identity = run_identity(config, dataset)
         if last is not None:
             check_resumable(last, identity, dataset.name)

@@ -14,11 +14,13 @@ from ..model.checkpoint import Checkpoint
 from ..model.losses import LossTerms
 from ..model.mask_rcnn import MaskRCNN
 from ..model.weights.loading import load_weights
-from .config import ConfigError, SolverConfig, TrainConfig
+from .config import ConfigError, TrainConfig
 from .data.loading.batches import Batch
 from .distributed import Worker
 from .random_state import generator_states, restore_generators, seed_generators
 from .schedule import learning_rate
+from .solver_config import SolverConfig
+from .weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class Trainer:
         self.scaler = torch.amp.grad_scaler.GradScaler(
             worker.device.type, enabled=config.precision == "fp16"
         )
+        decay = config.solver.ema_decay
+        self.average = None if decay is None else WeightAverage(self.model, decay)
         if config.compile:
             from .compiled_losses import CompiledLosses  # takes seconds
 
@@ -76,7 +80,10 @@ class Trainer:
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        self.model.load_state_dict(checkpoint.weights)
+        # A run with a moving average stores the trained weights beside it.
+        self.model.load_state_dict(state.get("model", checkpoint.weights))
+        if self.average is not None:
+            self.average.model.load_state_dict(checkpoint.weights)
         self.optimizer.load_state_dict(state["optimizer"])
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
@@ -94,13 +101,22 @@ class Trainer:
                 worker.world_size,
             )
 
+    @property
+    def evaluated_model(self) -> MaskRCNN:
+        """Model to evaluate and to export: the moving average if there is one."""
+        return self.model if self.average is None else self.average.model
+
     def state(self) -> dict[str, Any]:
         """Return the states of optimiser, loss scaler and random generators, for a checkpoint.
+
+        With a moving average, they include the weights of the trained model.
 
         Every rank must call it, because the generators of all ranks are gathered on rank 0. The
         result is complete only there.
         """
+        trained = {} if self.average is None else {"model": self.model.state_dict()}
         return {
+            **trained,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "generators": self.worker.gather(generator_states(self.worker.device)),
@@ -157,6 +173,8 @@ class Trainer:
             sums += terms.sums.detach()
         apply_gradients(self.model, self.optimizer, self.scaler, config)
         self.iteration += 1
+        if self.average is not None:
+            self.average.update(self.model, self.iteration)
         assert counts is not None
         return LossTerms(self.worker.sum_over_ranks(sums), counts).means()
 

@@ -11,7 +11,8 @@ from pycocotools import mask as coco_mask
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.config.schema import ModelConfig, RoiConfig
-from maskrcnn_trt.training.config import DataConfig, DatasetConfig, SolverConfig, TrainConfig
+from maskrcnn_trt.training.config import DataConfig, DatasetConfig, TrainConfig
+from maskrcnn_trt.training.solver_config import SolverConfig
 
 HEIGHT, WIDTH = 128, 160
 

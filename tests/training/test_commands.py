@@ -15,7 +15,8 @@ from maskrcnn_trt.training.data.coco.dataset import DataError
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        (["quick", "--epochs", "10"], "solver.max_iterations="),
+        (["quick", "--epochs", "10"], "solver.epochs="),
+        (["quick", "--iterations", "10"], "solver.max_iterations="),
         (["quick", "--lr=0.1"], "solver.base_lr="),
         (["quick", "--base-lr", "0.1"], "solver.base_lr="),
         (["quick", "--device", "cpu"], "device="),

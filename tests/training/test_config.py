@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 from tiny_run import LoadTiny
 
-from maskrcnn_trt.training.config import ConfigError, SolverConfig, load_config
+from maskrcnn_trt.training.config import ConfigError, load_config
 from maskrcnn_trt.training.schedule import learning_rate
+from maskrcnn_trt.training.solver_config import SolverConfig
 
 
 def test_overrides_reach_every_depth(tiny: LoadTiny, tmp_path: Path) -> None:
@@ -48,6 +49,10 @@ REFUSED = {
     "solver.steps=[1, x]": "solver.steps.1 is 'x'; allowed for solver.steps: list of whole numbers",
     "solver.accumulate=3": "solver: images_per_batch 4 is not divisible by accumulate 3",
     "solver.scale_from_batch=0": "allowed: whole number, >= 1, or null",
+    "solver.epochs=0": "solver.epochs is 0; allowed: whole number, >= 1, or null",
+    "solver.schedule=poly": "allowed: steps | cosine | linear",
+    "solver.ema_decay=1": "solver.ema_decay is 1; allowed: number, > 0, < 1, or null",
+    "evaluation={patience: 2}": "patience need evaluations during training",
     "solver=4": "solver is 4; it is a section with the keys optimizer, images_per_batch",
     "model.rpn.sampling=[1]": "model.rpn.sampling is [1]; it is a section with the keys foreground",
     "evaluation.expected={bbox/AP: high}": "allowed for evaluation.expected: numbers by name",
@@ -221,3 +226,14 @@ def test_training_sees_the_scaled_schedule(tiny: LoadTiny) -> None:
         ConfigError, match=r"steps \[1, 2\] become \[0, 0\] when scaled from 1 to 4"
     ):
         tiny("solver.scale_from_batch=1", "solver.steps=[1, 2]")
+
+
+def test_epochs_keep_the_shape_of_the_schedule(tiny: LoadTiny) -> None:
+    solver = SolverConfig(max_iterations=900, steps=(600, 800), warmup_iterations=50, epochs=3)
+    short, long = solver.with_epoch_length(6), solver.with_epoch_length(1000)
+    assert (short.max_iterations, short.steps, short.warmup_iterations) == (18, (12, 16), 1)
+    assert (long.max_iterations, long.steps, long.warmup_iterations) == (3000, (2000, 2667), 50)
+    assert short.model_copy(update={"epochs": 3}).with_epoch_length(6) == short
+    assert tiny("solver.epochs=null", "solver.max_iterations=7").solver.max_iterations == 7
+    with pytest.raises(ConfigError, match=r"solver\.max_iterations=7 .*solver\.epochs=null"):
+        tiny("solver.epochs=2", "solver.max_iterations=7")

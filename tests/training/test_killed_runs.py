@@ -48,7 +48,10 @@ def test_killed_at_any_moment_and_resumed_equals_uninterrupted(
     tiny_config: Path, tmp_path: Path
 ) -> None:
     """Compare weights, optimizer and random states bit by bit. Incomplete files are ignored."""
-    settings = ("checkpoint_period=1", f"solver.max_iterations={ITERATIONS}")
+    settings = (
+        "checkpoint_period=1", f"solver.max_iterations={ITERATIONS}", "solver.ema_decay=0.9",
+        "solver.schedule=cosine",
+    )  # fmt: skip
     config = load_tiny(tiny_config, tmp_path / "killed", *settings)
     folder, moments = config.output_dir, random.Random(4)
     whole = train(load_tiny(tiny_config, tmp_path / "whole", *settings))

@@ -2,18 +2,20 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_run import LoadTiny, assert_equal, load_tiny, train
+from tiny_run import LoadTiny, assert_equal, largest_difference, load_tiny, train
 
 from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
 from maskrcnn_trt.training.config import ConfigError
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.data.loading.loader import train_loader
-from maskrcnn_trt.training.evaluation.validation import ExpectationError
+from maskrcnn_trt.training.evaluation.validation import ExpectationError, Validation
 from maskrcnn_trt.training.reporting import METRICS_FILE
 from maskrcnn_trt.training.run import run_training
+from maskrcnn_trt.training.run_length import with_run_length
 
 
 def _evaluations(folder: Path) -> dict[int, dict[str, float]]:
@@ -77,6 +79,49 @@ def test_reached_targets_end_the_run(tiny: LoadTiny, tmp_path: Path) -> None:
     assert train(tiny(*settings), resume=True).iteration == 2
     more = tiny(*settings, "evaluation.min_mask_ap=0.9")
     assert train(more, resume=True).iteration == 5
+
+
+def test_patience_ends_a_run_that_was_resumed_within_an_evaluation(
+    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The average of the weights is resumed too."""
+    settings = (
+        "solver.max_iterations=9", "solver.steps=[]", "solver.ema_decay=0.3",
+        "evaluation={period: 1, patience: 2}",
+    )  # fmt: skip
+    whole = train(load_tiny(tiny_config, tmp_path / "whole", *settings))
+    assert whole.iteration == 3  # no AP exceeds the first, which is 0
+    assert largest_difference(whole.training_state["model"], whole.weights) > 0
+    config = load_tiny(tiny_config, tmp_path / "cut", *settings)
+    measure = Validation.measure
+
+    def fail_after_first(*args: Any) -> dict[str, float]:
+        if (tmp_path / "cut" / "model_0000002.pth").exists():
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "measure", fail_after_first)
+        with pytest.raises(KeyboardInterrupt):
+            run_training(config)
+    for _ in range(2):
+        resumed = train(config, resume=True)
+        assert resumed.iteration == 3
+    assert_equal(resumed.weights, whole.weights)
+    assert_equal(resumed.training_state, whole.training_state)
+    assert list(_evaluations(config.output_dir)) == [1, 2, 3]
+
+
+def test_epochs_set_the_iterations(tiny: LoadTiny, caplog: pytest.LogCaptureFixture) -> None:
+    """Far more epochs than a data set needs are a warning."""
+    config = tiny("solver.epochs=9")
+    dataset = CocoDataset(config.data.train)
+    solver = with_run_length(dataset, config).solver
+    assert (solver.max_iterations, solver.steps) == (9 * 4, (27,))
+    assert not caplog.records
+    long = tiny("solver.max_iterations=360000")
+    assert with_run_length(dataset, long).solver == long.solver
+    assert "solver.max_iterations=360000 means 120000 epochs of 12" in caplog.text
 
 
 def test_the_best_checkpoint_is_kept(tiny_config: Path, tmp_path: Path) -> None:

@@ -1,9 +1,15 @@
 import pytest
 import torch
-from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+)
 
-from maskrcnn_trt.training.config import SolverConfig
 from maskrcnn_trt.training.schedule import learning_rate
+from maskrcnn_trt.training.solver_config import SolverConfig
 
 
 @pytest.mark.parametrize(
@@ -16,17 +22,25 @@ from maskrcnn_trt.training.schedule import learning_rate
         SolverConfig(
             max_iterations=60, steps=(9, 40), warmup_iterations=13, warmup_method="constant"
         ),
+        SolverConfig(max_iterations=60, schedule="cosine", warmup_iterations=10),
+        SolverConfig(max_iterations=60, schedule="linear", warmup_iterations=10),
     ],
-    ids=["after warm-up", "within warm-up", "no steps", "no warm-up", "constant warm-up"],
+    ids=["after", "within warm-up", "no steps", "no warm-up", "constant", "cosine", "linear"],
 )
 def test_rate_equals_torch_schedulers(config: SolverConfig) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.base_lr)
-    schedulers = [MultiStepLR(optimizer, list(config.steps), config.gamma)]
+    length = config.max_iterations
+    decay: LRScheduler = {
+        "steps": lambda: MultiStepLR(optimizer, list(config.steps), config.gamma),
+        "cosine": lambda: CosineAnnealingLR(optimizer, length),
+        "linear": lambda: LinearLR(optimizer, 1.0, 0.0, length),
+    }[config.schedule]()
+    schedulers = [decay]
     if config.warmup_iterations:
         kind = {"linear": LinearLR, "constant": ConstantLR}[config.warmup_method]
         warmup = kind(optimizer, config.warmup_factor, total_iters=config.warmup_iterations)
         schedulers.append(warmup)
-    for iteration in range(config.max_iterations):
+    for iteration in range(length):
         expected = optimizer.param_groups[0]["lr"]
         assert learning_rate(config, iteration) == pytest.approx(expected, rel=1e-9)
         optimizer.step()

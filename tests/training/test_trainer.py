@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_run import LoadTiny, largest_difference, train
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from maskrcnn_trt.model.checkpoint import CheckpointError
 from maskrcnn_trt.training.config import ConfigError, TrainConfig
@@ -128,6 +129,29 @@ def test_frozen_stages_stay(tiny: LoadTiny) -> None:
     frozen = tuple(f"backbone.body.{stage}." for stage in ("conv1", "bn1", "layer1"))
     expected = {name for name in start if name.startswith(frozen)}
     assert {name for name in stays if name.startswith("backbone.body.")} == expected
+
+
+def test_average_equals_torchs(tiny: LoadTiny) -> None:
+    """The decay is limited in the first steps."""
+    config = tiny(CLASSES, "solver.ema_decay=0.25", "model.backbone.norm=bn")
+    trainer = Trainer(config, ALONE)
+    decays = iter((2 / 11, 0.25, 0.25))
+    expected = AveragedModel(
+        trainer.model, multi_avg_fn=lambda *args: get_ema_multi_avg_fn(next(decays))(*args)
+    )
+    expected.n_averaged += 1  # not a copy of the weights after the first step
+    for batch in _batches(config)[:3]:
+        trainer.step([batch])
+        expected.update_parameters(trainer.model)
+    weights = {name: p.detach() for name, p in expected.module.named_parameters()}
+    found = {name: trainer.evaluated_model.state_dict()[name] for name in weights}
+    assert largest_difference(found, weights) < 1e-6
+    trained = {name: trainer.model.state_dict()[name] for name in weights}
+    assert largest_difference(found, trained) > 1e-4
+    mean = "backbone.body.bn1.running_mean"
+    buffers, current = trainer.evaluated_model.state_dict(), trainer.model.state_dict()
+    assert 0 < (buffers[mean] - current[mean]).abs().max() < current[mean].abs().max()
+    assert buffers["backbone.body.bn1.num_batches_tracked"] == 3
 
 
 def test_gradients_are_clipped(tiny: LoadTiny) -> None:

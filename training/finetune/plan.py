@@ -9,6 +9,7 @@ import numpy as np
 
 from ...model.checkpoint import Checkpoint
 from ..data.coco.dataset import ImageRecord
+from ..run_length import finetuning_epochs
 from .machine import Machine
 
 # Input sizes are multiples of this number of pixels.
@@ -31,10 +32,6 @@ _CPU_MULTIPLICATIONS = 1e13
 _RESNET_USES = 3.4e-3
 # Positions of an RPN of all levels per input pixel: 1/16 of the finest level, and 1/3 more.
 _RPN_POSITIONS = 4 / 3 / 16
-# Epochs for 1,000 images. Smaller data sets get more, so that the number of steps grows with the
-# square root of the number of images.
-_EPOCHS, _REFERENCE_IMAGES = 12, 1000
-_MIN_EPOCHS, _MAX_EPOCHS = 6, 100
 # Factor of the number of epochs if training starts from random weights.
 _RANDOM_LENGTH = 6
 # Images are enlarged by at most this factor.
@@ -98,6 +95,8 @@ def plan_finetuning(
     batch = int(given.get("solver.images_per_batch", batch))
     length = 1 if is_pretrained else _RANDOM_LENGTH
     seen, reasons["solver.max_iterations"] = _images_to_see(images, start, machine, pixels, length)
+    if (epochs := given.get("solver.epochs")) is not None:
+        seen, reasons["solver.max_iterations"] = int(epochs) * images.count, f"{epochs} epochs"
     iterations = int(given.get("solver.max_iterations", math.ceil(seen / batch)))
     reasons["solver.base_lr"] = f"AdamW, {batch} images per step"
     on_gpu = machine.device == "cuda"
@@ -192,8 +191,7 @@ def _images_to_see(
 
     `length` multiplies the number of epochs.
     """
-    epochs = _EPOCHS * math.sqrt(_REFERENCE_IMAGES / images.count)
-    epochs = length * min(max(epochs, _MIN_EPOCHS), _MAX_EPOCHS)
+    epochs = length * finetuning_epochs(images.count)
     seen = math.ceil(epochs * images.count)
     reason = f"{epochs:.3g} epochs of {images.count} images"
     if machine.device == "cpu":

@@ -17,7 +17,7 @@ from ...model.config.error_messages import validation_message
 from ...model.config.overrides import value_at, with_overrides
 from ...model.config.reference import text_from_value
 from ...model.weights.layouts import CLASS_ROWS
-from ..config import ConfigError, TrainConfig
+from ..config import ConfigError, TrainConfig, check_length
 from ..data.coco.dataset import CocoDataset, DataError, ImageRecord
 from ..data.convert.layouts import DataLayout, recognize_layout
 from ..data.inspect.file_checks import misfit_files
@@ -149,9 +149,11 @@ def _usable_records(dataset: CocoDataset) -> tuple[list[ImageRecord], tuple[str,
 
 def _config(values: dict[str, Any], overrides: Sequence[str]) -> TrainConfig:
     try:
-        return TrainConfig.model_validate(with_overrides(values, overrides))
+        config = TrainConfig.model_validate(with_overrides(values, overrides))
     except ValidationError as error:
         raise ConfigError(validation_message(error, TrainConfig)) from None
+    check_length(config, overrides)
+    return config
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,40 @@
+"""Best checkpoint of a run, and early stopping by target metrics or patience."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .config import EvaluationConfig
+from .evaluation.validation import reached_targets
+
+# Metric that decides which checkpoint is the best.
+BEST_BY = "segm/AP"
+
+
+class EarlyStopping:
+    """Best metric of a run, and the number of evaluations since then."""
+
+    def __init__(self, settings: EvaluationConfig, state: Mapping[str, Any]) -> None:
+        """Continue from the `training_state` of a checkpoint. Empty: a new run."""
+        self._settings = settings
+        self._best_ap: float = state.get("best_ap", -1.0)
+        # Runs of earlier versions did not count them.
+        self._since_best: int = state.get("evaluations_since_best", 0)
+
+    def state(self) -> dict[str, Any]:
+        """Return the entries of `training_state`."""
+        return {"best_ap": self._best_ap, "evaluations_since_best": self._since_best}
+
+    def record(self, metrics: Mapping[str, float]) -> bool:
+        """Record the metrics of an evaluation. Return whether they are the best of the run."""
+        is_best = metrics.get(BEST_BY, -1) > self._best_ap
+        if is_best:
+            self._best_ap = metrics[BEST_BY]
+        self._since_best = 0 if is_best else self._since_best + 1
+        return is_best
+
+    def reason(self, metrics: dict[str, float]) -> str | None:
+        """Return the reason to end the run, given its latest metrics. None: continue."""
+        patience = self._settings.patience
+        if patience is not None and self._since_best >= patience:
+            return f"{BEST_BY} did not exceed {self._best_ap:.4f} in {self._since_best} evaluations"
+        return reached_targets(self._settings, metrics)

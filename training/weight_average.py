@@ -1,0 +1,36 @@
+"""Exponential moving average (EMA) of a model's weights."""
+
+from copy import deepcopy
+
+import torch
+
+from ..model.mask_rcnn import MaskRCNN
+
+
+class WeightAverage:
+    """Copy of a model whose weights and buffers are moving averages of those of the model."""
+
+    def __init__(self, model: MaskRCNN, decay: float) -> None:
+        """Start with the current weights.
+
+        Args:
+            model: Model in training.
+            decay: Share of the average that a step keeps, at most.
+        """
+        self.model = deepcopy(model).requires_grad_(False)
+        self._decay = decay
+
+    @torch.no_grad()
+    def update(self, model: MaskRCNN, step: int) -> None:
+        """Include the weights of the model after a step, counted from 1."""
+        # The limit is TensorFlow's: at the start, the average forgets the initial weights quickly.
+        decay = min(self._decay, (1 + step) / (10 + step))
+        pairs = zip(self.model.state_dict().values(), model.state_dict().values(), strict=True)
+        floats = []
+        for average, current in pairs:
+            if average.is_floating_point():
+                floats.append((average, current))
+            else:
+                average.copy_(current)
+        averages, currents = zip(*floats, strict=True)
+        torch._foreach_lerp_(averages, currents, 1 - decay)
