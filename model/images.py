@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags
-from PIL.Image import Resampling, Transpose, fromarray
+from PIL.Image import Image, Resampling, Transpose, fromarray
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import MARKER, JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
@@ -34,8 +34,13 @@ _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
 # Markers that end the data of a scan: neither restart markers nor reserved ones.
 _MARKER_AFTER_SCAN = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]", re.DOTALL)
 # Limits against files that are small but slow to decode.
-# Scans of a JPEG: each is a pass over all pixels; progressive JPEGs have about ten.
-_MAX_SCANS = 100
+# Scans of a JPEG, and their pixels: each scan is a pass over all pixels. Progressive JPEGs have
+# about ten.
+_MAX_SCANS, _MAX_SCANNED_PIXELS = 100, 16 * MAX_PIXELS
+# Pixels per byte of a JPEG: its blocks of 64 pixels have at least one bit each.
+_MAX_PIXELS_PER_BYTE = 8 * 64
+# Markers of arithmetic coding, which takes less than a bit.
+_ARITHMETIC_CODING = (b"\xff\xc9", b"\xff\xca")
 # Segments before the first scan of a JPEG, where a large colour profile or description takes
 # hundreds, and segments from there to its end.
 _MAX_SEGMENTS = 2000
@@ -53,6 +58,14 @@ _TRANSPOSES = {
     7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90,
 }
+# Orientations whose first stored rows are the last rows, or columns, of the upright image.
+_REVERSED = (3, 4, 6, 7)
+# Pixels that are converted to RGB at a time. A converted copy of the whole image would take more
+# memory, and longer.
+_STRIP_PIXELS = 1 << 18
+# Peak memory of decoding and resizing in bytes per pixel. Pillow has four per pixel, and so does
+# libwebp, several times.
+_PILLOW_BYTES, _BYTES_PER_PIXEL, _WEBP_BYTES_PER_PIXEL = 4, 8, 18
 _PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type exif")
 
 
@@ -116,6 +129,22 @@ def decode_image(
         raise ImageError(f"the image is truncated or damaged: {error}") from error
 
 
+def decoding_memory(data: bytes, *, max_pixels: int = MAX_PIXELS) -> int:
+    """Return the peak memory in bytes of `decode_image` and resizing, estimated from the header.
+
+    Arguments and errors are those of `decode_image`.
+    """
+    image = _opened(data, max_pixels)
+    per_pixel: float = _BYTES_PER_PIXEL
+    if isinstance(image, WebPImageFile):
+        per_pixel = _WEBP_BYTES_PER_PIXEL
+    elif isinstance(image, JpegImageFile) and _occurrences(_START_OF_SCAN, data) > 1:
+        # libjpeg keeps all coefficients, of two bytes, until the last scan.
+        areas = [across * down for _, across, down, _ in image.layer]
+        per_pixel = max(per_pixel, _PILLOW_BYTES + 2 * sum(areas) / max(areas))
+    return round(per_pixel * image.width * image.height)
+
+
 def resized_size(height: int, width: int, min_size: int, max_size: int) -> tuple[int, int]:
     """Return height and width in pixels after resizing by torchvision's rule.
 
@@ -172,9 +201,8 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
     """Read the header of an encoded image, and check its size."""
     # PIL.Image.open has a global limit of pixels, so the format's plugin is called directly.
     plugin = _plugin_for(data)
-    if plugin is JpegImageFile:
-        _check_jpeg(data)
-    elif plugin is PngImageFile:
+    first_scan = _first_scan(data) if plugin is JpegImageFile else 0
+    if plugin is PngImageFile:
         _check_png(data)
     try:
         image = plugin(BytesIO(data))
@@ -183,6 +211,8 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
     # One block. With several, Pillow copies the unused rest of the data for each block.
     image.decodermaxblock = len(data)
     check_size(image.height, image.width, max_pixels)
+    if first_scan:
+        _check_jpeg(data, first_scan, image.height * image.width)
     return image
 
 
@@ -214,12 +244,15 @@ def _plugin_for(data: bytes) -> type[ImageFile]:
     raise ImageError("the data is not a JPEG, PNG or WebP image" if data else "the image is empty")
 
 
-def _check_jpeg(data: bytes) -> None:
+def _check_jpeg(data: bytes, first_scan: int, pixels: int) -> None:
     """Reject a JPEG that is much slower to decode than others of its size."""
-    first_scan = _first_scan(data)
+    is_huffman = not any(marker in data[:first_scan] for marker in _ARITHMETIC_CODING)
+    if is_huffman and pixels > _MAX_PIXELS_PER_BYTE * (len(data) - first_scan):
+        raise ImageError(f"the image is truncated: {len(data)} bytes cannot hold {pixels} pixels")
+    allowed = min(_MAX_SCANS, _MAX_SCANNED_PIXELS // pixels)
     # This count is fast but too high: it includes thumbnails, and videos behind the image's end.
-    if _occurrences(_START_OF_SCAN, data) > _MAX_SCANS:
-        _check_scans(data, first_scan)
+    if _occurrences(_START_OF_SCAN, data) > allowed:
+        _check_scans(data, first_scan, allowed)
 
 
 def _first_scan(data: bytes) -> int:
@@ -238,7 +271,7 @@ def _first_scan(data: bytes) -> int:
     raise ImageError(f"the image's header has more than {_MAX_SEGMENTS} segments")
 
 
-def _check_scans(data: bytes, position: int) -> None:
+def _check_scans(data: bytes, position: int, allowed: int) -> None:
     """Check the number of scans and segments between a JPEG's first scan and its end."""
     scans = 0
     for _ in range(_MAX_SEGMENTS):
@@ -246,8 +279,8 @@ def _check_scans(data: bytes, position: int) -> None:
         if match is None or match[0] == _END_OF_JPEG:
             return
         scans += match[0] == _START_OF_SCAN
-        if scans > _MAX_SCANS:
-            raise ImageError(f"the image has more than the {_MAX_SCANS} scans allowed")
+        if scans > allowed:
+            raise ImageError(f"the image has more than the {allowed} scans allowed for its size")
         position = _end_of_segment(data, match.start())
     raise ImageError(f"the image has more than {_MAX_SEGMENTS} segments")
 
@@ -282,10 +315,26 @@ def _check_png(data: bytes) -> None:
 
 def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
     image.load()
+    width, height = image.size
+    upright = np.empty((width, height, 3) if orientation > 4 else (height, width, 3), np.uint8)
     transpose = _TRANSPOSES.get(orientation)
-    upright = image if transpose is None else image.transpose(transpose)
-    if upright.mode.startswith("I;16"):
-        upright = fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-    elif upright.mode == "P":  # RGBA first: palettes may hold transparency
-        upright = upright.convert("RGBA")
-    return np.array(upright if upright.mode == "RGB" else upright.convert("RGB"))
+    rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        strip = image.crop((0, top, width, bottom))
+        pixels = _rgb_from_strip(strip if transpose is None else strip.transpose(transpose))
+        first = height - bottom if orientation in _REVERSED else top
+        along = slice(first, first + bottom - top)
+        if orientation > 4:
+            upright[:, along] = pixels
+        else:
+            upright[along] = pixels
+    return upright
+
+
+def _rgb_from_strip(strip: Image) -> NDArray[np.uint8]:
+    if strip.mode.startswith("I;16"):
+        strip = fromarray((np.asarray(strip) >> 8).astype(np.uint8))
+    elif strip.mode == "P":  # RGBA first: palettes may hold transparency
+        strip = strip.convert("RGBA")
+    return np.asarray(strip if strip.mode == "RGB" else strip.convert("RGB"))

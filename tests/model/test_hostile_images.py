@@ -41,17 +41,17 @@ def jpeg(inserted: bytes) -> bytes:
     return data[:2] + inserted + data[2:]
 
 
-def jpeg_of_many_scans(number: int) -> bytes:
-    """Return a progressive JPEG whose last scan is repeated with one byte of content."""
+def jpeg_of_many_scans(number: int, content: bytes = b"\0") -> bytes:
+    """Return a progressive JPEG whose last scan is repeated with other content."""
     data = encoded((800, 800), "JPEG", progressive=True)
     start = data.rindex(b"\xff\xda")
     header = data[start : start + 2 + int.from_bytes(data[start + 2 : start + 4])]
-    return data[:-2] + (header + b"\0") * number + data[-2:]
+    return data[:-2] + (header + content) * number + data[-2:]
 
 
-def with_size(data: bytes, side: int) -> bytes:
-    """Replace the size in a JPEG's header by a square."""
-    start = data.index(b"\xff\xc0") + 5
+def with_size(data: bytes, side: int, frame: bytes = b"\xff\xc0") -> bytes:
+    """Replace the size in a JPEG's frame header by a square."""
+    start = data.index(frame) + 5
     return data[:start] + struct.pack(">HH", side, side) + data[start + 4 :]
 
 
@@ -82,6 +82,11 @@ REJECTED: dict[str, tuple[Callable[[], bytes], str]] = {
     "markers": (lambda: jpeg(b"\xff\xd0" * 10 * _MIB), "more than 2000 segments"),
     "reserved markers": (lambda: jpeg(b"\xff\xf0\xff\xff" * 5 * _MIB), "more than"),
     "65500x65500": (lambda: with_size(encoded((64, 64), "JPEG"), 65500), "pixels allowed"),
+    "8000x8000 in few bytes": (lambda: with_size(encoded((64, 64), "JPEG"), 8000), "truncated"),
+    "scans of 6000x6000": (
+        lambda: with_size(jpeg_of_many_scans(50, bytes(2000)), 6000, b"\xff\xc2"),
+        "more than the 28 scans",
+    ),
     "chunks": (lambda: png(before=chunk(b"tEXt", b"a\0b") * 500_000), "100000 chunks"),
     "chunks behind": (lambda: png(after=chunk(b"tEXt", b"a\0b") * 500_000), "100000 chunks"),
     "text bomb": (lambda: png(before=chunk(b"zTXt", b"k\0\0" + bomb())), "too large"),

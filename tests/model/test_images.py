@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
+from maskrcnn_trt.model import images
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.images import (
     ImageError,
@@ -75,7 +76,10 @@ def test_16_bit_grey_keeps_its_high_byte() -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_turns_the_image_upright(orientation: int) -> None:
+def test_exif_orientation_turns_the_image_upright(
+    orientation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "_STRIP_PIXELS", 7 * 40)  # strips of seven rows; the last has three
     upright = {
         1: lambda a: a,
         2: np.fliplr,
