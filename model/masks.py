@@ -14,6 +14,10 @@ from ..plugins.run_lengths import strings_from_runs
 MaskPaste = Literal["torchvision", "detectron2"]
 
 
+# Number of pixels that are pasted at a time; each takes about 16 bytes.
+_CHUNK_PIXELS = 1 << 18
+
+
 class Rle(NamedTuple):
     """Binary mask in COCO's run-length encoding."""
 
@@ -140,14 +144,29 @@ def _counts_from_probabilities(
     low_SW, high_SW = mask[:, columns.low], mask[:, columns.high]
     rows_SW = low_SW * (1 - columns.fraction) + high_SW * columns.fraction
     fraction_H1 = rows.fraction[:, None]
-    crop_HW = rows_SW[rows.low] * (1 - fraction_H1) + rows_SW[rows.high] * fraction_H1 > threshold
     # A row of zeros ends each column's last run, unless the column spans the whole image height.
-    stride = min(len(crop_HW) + 1, height)
-    closed_WH = np.zeros((crop_HW.shape[1], stride), np.bool_)
-    closed_WH[:, : len(crop_HW)] = crop_HW.T
-    column, row = np.divmod(_edges(closed_WH), stride)
+    covered = len(rows.low)
+    stride = min(covered + 1, height)
+    step = max(1, _CHUNK_PIXELS // stride)
+    chunks = []
+    for start in range(0, len(columns.low), step):
+        part_SW = rows_SW[:, start : start + step]
+        low_HW = part_SW[rows.low] * (1 - fraction_H1)
+        crop_HW = low_HW + part_SW[rows.high] * fraction_H1 > threshold
+        closed_WH = np.zeros((crop_HW.shape[1], stride), np.bool_)
+        closed_WH[:, :covered] = crop_HW.T
+        chunks.append(_edges(closed_WH) + start * stride)
+    column, row = np.divmod(_joined(chunks), stride)
     edges = (column + columns.first) * height + row + rows.first
     return _counts_from_edges(edges, height, width)
+
+
+def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Join the edges of consecutive chunks, without those that end and continue one run."""
+    edges = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
+    is_inner = np.zeros(len(edges) + 1, np.bool_)
+    is_inner[1:-1] = edges[1:] == edges[:-1]
+    return edges[~(is_inner[1:] | is_inner[:-1])]
 
 
 def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _AxisSamples:

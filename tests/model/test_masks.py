@@ -69,6 +69,12 @@ def random_masks(side: int, seed: int) -> tuple[Any, Any, int, int]:
     return rng.random((8, side, side), dtype=np.float32), boxes, height, width
 
 
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paste the test's masks in several chunks of columns."""
+    monkeypatch.setattr("maskrcnn_trt.model.masks._CHUNK_PIXELS", 300)
+
+
 random_cases = pytest.mark.parametrize(("side", "seed"), [(14 + n % 2 * 14, n) for n in range(20)])
 
 
