@@ -1,5 +1,5 @@
-# Two images. `serving` (the default) has the base install without torch, plus the extras of the
-# build argument EXTRAS. `training` is for training and export.
+# Two images. `serving` (the default) has the extras of the build argument EXTRAS, and no torch unless
+# that names it. `training` is for training and export.
 #
 #   docker build --tag maskrcnn-trt .
 #   docker run --rm -p 8500:8500 -v "$PWD/bundle:/bundle:ro" maskrcnn-trt
@@ -10,6 +10,8 @@
 #   docker build --target training --tag maskrcnn-trt-training .
 #   docker run --rm --gpus all --ipc host -v "$PWD/data:/home/maskrcnn/data:ro" \
 #       -v "$PWD/runs:/home/maskrcnn/runs" maskrcnn-trt-training train 1x-1gpu
+ARG EXTRAS=cpu
+
 FROM python:3.12-slim AS source
 WORKDIR /source
 COPY . .
@@ -22,7 +24,7 @@ ARG EXTRAS
 RUN pip --python /opt/maskrcnn/bin/python install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[$EXTRAS]}"
 
 FROM source AS training-install
-RUN pip --python /opt/maskrcnn/bin/python install --no-cache-dir --constraint constraints.txt ".[train]"
+RUN pip --python /opt/maskrcnn/bin/python install --no-cache-dir --constraint constraints.txt ".[train,cpu]"
 
 # Software bill of materials. In a stage of its own, so that its tools do not touch the image.
 FROM serving-install AS serving-sbom

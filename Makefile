@@ -57,7 +57,7 @@ protos: $(STAMP) ## Generate the code of the gRPC services
 		--pyi_out=$(PARENT) --grpc_python_out=$(PARENT) $(PROTOS)/inference/open_inference.proto
 
 lock: $(STAMP) ## Pin the requirements of pyproject.toml; ARGS="--upgrade" for the newest
-	echo uv | $(BIN)/uv pip compile pyproject.toml - --extra train --extra dev \
+	echo uv | $(BIN)/uv pip compile pyproject.toml - --extra cpu --extra train --extra dev \
 		--universal --python-version 3.11 --generate-hashes --no-annotate \
 		--custom-compile-command "make lock" --quiet --output-file requirements.lock $(ARGS)
 

@@ -43,8 +43,8 @@ class ServeFields(FrozenConfig):
     """Precisions to serve. Requests choose one of them; the first is the default. None: the first
     precision that the bundle has for the backend."""
     backend: BackendName = "auto"
-    """Inference backend. auto: the fastest that runs on this machine and has artifacts in the
-    bundle."""
+    """Inference backend. auto: the first of torch, tensorrt, tensorrt-rtx and onnxruntime that runs
+    on this machine and has artifacts in the bundle."""
     workers: int | None = Field(None, ge=1)
     """Worker processes per precision, distributed over the GPUs. None: one per GPU, or one if the
     machine has no GPU."""

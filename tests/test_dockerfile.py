@@ -38,7 +38,7 @@ def shell(command: str, folder: Path, *stubs: str, **variables: str) -> str:
     ).stdout  # fmt: skip
 
 
-@pytest.mark.parametrize("extra", ["torch", "tracing", "train"])
+@pytest.mark.parametrize("extra", ["cpu", "torch", "tracing", "train"])
 def test_lock_constrains_the_extras(extra: str, tmp_path: Path) -> None:
     (tmp_path / "requirements.lock").write_text((ROOT / "requirements.lock").read_text())
     shell(match(r"^RUN (sed [^\n]* requirements\.lock > constraints\.txt)"), tmp_path)
@@ -52,7 +52,11 @@ def test_lock_constrains_the_extras(extra: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("extras", "project", "with_compiler"),
-    [("", ".", False), ("torch", ".[torch]", True), ("tracing,torch", ".[tracing,torch]", True)],
+    [
+        (match(r"^ARG EXTRAS=(\S+)"), ".[cpu]", False),
+        ("torch", ".[torch]", True),
+        ("tracing,torch", ".[tracing,torch]", True),
+    ],
 )
 def test_build_argument_selects_the_extras(
     extras: str, project: str, with_compiler: bool, tmp_path: Path

@@ -23,7 +23,7 @@ def requirements_of_project() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     base = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    return [Requirement(text) for text in (*base, *extras["train"], *extras["dev"])]
+    return [Requirement(text) for text in (*base, *extras["cpu"], *extras["train"], *extras["dev"])]
 
 
 @pytest.mark.parametrize("requirement", requirements_of_project(), ids=str)

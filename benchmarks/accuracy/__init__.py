@@ -35,7 +35,7 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(get_args(BackendName)),
-    help="Backend of a bundle. Default: the fastest that the bundle has artifacts for.",
+    help="Backend of a bundle. Default: as `maskrcnn serve` selects it.",
 )  # fmt: skip
 @click.option(
     "--precision", type=click.Choice(get_args(Precision)),

@@ -21,7 +21,7 @@ from ..common.timing import seconds_option
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(get_args(BackendName)), default="auto",
-    help="Inference backend; auto selects the fastest that runs on this machine.",
+    help="Inference backend; auto selects as `maskrcnn serve` does.",
 )  # fmt: skip
 @images_option("generated ones")
 @seconds_option

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(get_args(BackendName)), default="auto",
-    help="Backend of bundles; auto selects the fastest that runs on this machine.",
+    help="Backend of bundles; auto selects as `maskrcnn serve` does.",
 )  # fmt: skip
 @click.option("--shape", "bucket", type=BucketType(), help="Input size.")
 @click.option(

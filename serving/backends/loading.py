@@ -9,28 +9,30 @@ from ...model.bundle.manifest import ArtifactKind, Manifest, Precision
 from ..config import BackendName
 from ..errors import BackendError
 from .base import Backend
+from .onnxruntime_packages import check_onnxruntime
 from .plan_checks import check_plans, probe_machine
 
 _log = logging.getLogger(__name__)
 
-# Kind of the bundle's artifacts that each backend runs. The fastest backend comes first.
+# Kind of the bundle's artifacts that each backend runs, in the order in which `auto` tries them:
+# torch is the fastest that was measured, and no TensorRT engine was.
 _KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
+    "torch": "torch",
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
-    "torch": "torch",
     "onnxruntime": "onnx",
 }
 
-# Names of all backends, the fastest first.
+# Names of all backends, in that order.
 BACKENDS: Final = tuple(_KINDS)
 
 
 class BackendChoice(NamedTuple):
-    """Selected backend, with the reasons why faster ones were skipped."""
+    """Selected backend, with the reasons why those before it were skipped."""
 
     # One of `BACKENDS`.
     backend: BackendName
-    # Name and error message of each faster backend for which the bundle has artifacts.
+    # Name and error message of each skipped backend for which the bundle has artifacts.
     faults: tuple[str, ...]
 
 
@@ -54,8 +56,8 @@ def load_backend(
         bundle: Folder of the bundle.
         manifest: Manifest of the bundle.
         precision: One of the manifest's precisions.
-        name: The backend. `auto`: the fastest one that runs on this machine and for which the
-            bundle has artifacts. The reasons why faster ones are skipped are logged.
+        name: The backend. `auto`: the first of `BACKENDS` that runs on this machine and for which
+            the bundle has artifacts. The reasons why those before it are skipped are logged.
         max_batch: Maximum batch size.
 
     Raises:
@@ -65,7 +67,9 @@ def load_backend(
     choice = choose_backend(bundle, manifest, precision, name)
     if choice.faults:
         _log.warning(
-            "using backend %s; faster ones do not run: %s", choice.backend, "; ".join(choice.faults)
+            "using backend %s; preferred ones do not run: %s",
+            choice.backend,
+            "; ".join(choice.faults),
         )
     elif name == "auto":
         _log.info("using backend %s", choice.backend)
@@ -74,6 +78,8 @@ def load_backend(
     if kind == "onnx":
         from .onnxruntime import OnnxRuntimeBackend
 
+        if problem := check_onnxruntime():
+            _log.warning("%s", problem)
         return OnnxRuntimeBackend(bundle, manifest, precision)
     if kind == "torch":
         try:
@@ -138,6 +144,7 @@ def check_backend(
     kind = _KINDS[name]
     artifacts = manifest.artifacts_for(precision, kind)
     if kind == "onnx":
+        check_onnxruntime()
         return
     if kind == "torch":
         _check_torch()

@@ -17,8 +17,9 @@ from rich.text import Text
 from ...model.bundle.manifest import BundleError, Manifest, Precision, read_manifest, verified_path
 from .. import LOGGER
 from ..backends.loading import BACKENDS, check_backend, choose_backend, served_precision
+from ..backends.onnxruntime_packages import check_onnxruntime
 from ..config import ServeConfig, address_of
-from ..errors import ServingError
+from ..errors import BackendError, ServingError
 from ..host import available_cores, available_memory, gpu_names, installed_versions
 from ..rpc.certificates import server_certificate
 from ..rpc.listener import check_port
@@ -135,7 +136,16 @@ def _machine_results() -> list[CheckResult]:
     return [
         *(CheckResult(name, version) for name, version in versions.items()),
         *(CheckResult("GPU", gpu) for gpu in gpus),
+        *_onnxruntime_results(),
     ]
+
+
+def _onnxruntime_results() -> list[CheckResult]:
+    try:
+        problem = check_onnxruntime()
+    except BackendError as error:  # no fault: other backends do not need it
+        return [CheckResult("ONNX Runtime", str(error), "note")]
+    return [CheckResult("ONNX Runtime", problem, "warning")] if problem else []
 
 
 def _setting_results(config: ServeConfig, sources: Mapping[str, str]) -> list[CheckResult]:
@@ -225,7 +235,7 @@ def _backend_results(
         chosen = choose_backend(bundle, manifest, precision, config.backend).backend
     except Exception as error:  # a broken installation can raise anything
         results.append(CheckResult(f"{config.backend}, as set", _error_text(error), "fault"))
-    reason = "a faster one is available" if config.backend == "auto" else f"{config.backend} is set"
+    reason = f"{chosen} is preferred" if config.backend == "auto" else f"{config.backend} is set"
     for name in BACKENDS:
         try:
             check_backend(bundle, manifest, precision, name)

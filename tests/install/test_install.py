@@ -1,4 +1,4 @@
-"""Base install: the wheel and its requirements without extras."""
+"""Wheel in new environments: without extras, with the extra `cpu`; and packages of all extras."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from check_release import package_files
+from packaging.requirements import Requirement
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
@@ -41,27 +42,24 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def base_distributions(name: str = "maskrcnn-trt") -> Iterator[str]:
-    """Yield the names of a distribution's requirements without extras, recursively."""
-    for requirement in metadata.requires(name) or ():
-        specifier, _, marker = requirement.partition(";")
-        dependency = re.match(r"[\w.-]+", specifier)[0]
-        if "extra" not in marker:
+def distributions(name: str = "maskrcnn-trt", extra: str = "") -> Iterator[str]:
+    """Yield the names of a distribution's requirements, recursively, with those of one extra."""
+    for requirement in map(Requirement, metadata.requires(name) or ()):
+        dependency = requirement.name
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             try:
                 metadata.distribution(dependency)
             except metadata.PackageNotFoundError:  # a requirement for another platform or Python
                 continue
             yield dependency
-            yield from base_distributions(dependency)
+            yield from distributions(dependency)
 
 
-@pytest.fixture(scope="module")
-def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def new_environment(wheel: Path, folder: Path, extra: str = "") -> Path:
     """Return the `bin` folder of an environment with the wheel and links to its requirements."""
-    folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     site = next(folder.glob("lib/python*/site-packages"))
-    for name in set(base_distributions()):
+    for name in set(distributions(extra=extra)):
         for file in metadata.distribution(name).files or ():
             link = site / file
             if ".." not in file.parts and "__pycache__" not in file.parts:
@@ -71,6 +69,16 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(*pip, "install", "--no-deps", "--no-index", wheel)
     run(*pip, "check")
     return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new_environment(wheel, tmp_path_factory.mktemp("environment"))
+
+
+@pytest.fixture(scope="module")
+def cpu_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new_environment(wheel, tmp_path_factory.mktemp("cpu"), "cpu")
 
 
 def test_wheel_has_every_file_of_the_package(wheel: Path):
@@ -90,7 +98,7 @@ def test_wheel_has_every_file_of_the_package(wheel: Path):
 
 
 def test_base_install_has_no_training_stack(environment: Path):
-    absent = ("torch", "torchvision", "onnx", "onnxscript", "pycocotools", "tensorrt")
+    absent = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "pycocotools")
     script = f"from importlib.util import find_spec; print([find_spec(n) for n in {absent}])"
     assert run(environment / "python", "-c", script).stdout.strip() == str([None] * len(absent))
 
@@ -109,13 +117,53 @@ def test_base_install_names_the_missing_extra(environment: Path, tiny_checkpoint
     assert 'pip install "maskrcnn-trt[train]"' in result.stderr
 
 
-def test_base_install_serves_a_bundle_to_its_client(
-    environment: Path, bundle: Path, tmp_path: Path
+def test_base_install_names_the_extras_of_backends(environment: Path, bundle: Path):
+    for options in ([], ["--doctor"]):
+        result = run(environment / "maskrcnn", "serve", bundle, "--port", "0", *options, code=1)
+        text = " ".join((result.stdout + result.stderr).split())
+        for extra in ("cpu", "gpu"):
+            assert f'"maskrcnn-trt[{extra}]"' in text
+
+
+# With an index, because not all of these packages are here to be linked; nothing is downloaded.
+@pytest.mark.parametrize(
+    ("extras", "expected"),
+    [
+        ("http,ray,tracing,torch", set()),
+        ("cpu", {"onnxruntime"}),
+        ("train,cpu", {"onnxruntime"}),
+        ("gpu", {"onnxruntime-gpu", "nvidia-cudnn-cu13", "nvidia-cublas"}),
+        ("train,gpu", {"onnxruntime-gpu", "nvidia-cudnn-cu13", "nvidia-cublas", "torch"}),
+    ],
+)
+def test_extras_install_at_most_one_onnxruntime(
+    wheel: Path, extras: str, expected: set[str], tmp_path: Path
+):
+    uv = Path(sys.executable).with_name("uv")
+    run(uv, "venv", "--quiet", "--python", sys.executable, tmp_path / "new")
+    # Constrained as in the Dockerfile, so that no new release breaks the test.
+    lock = re.sub(r" *\\$|^ *--hash=.*", "", (ROOT / "requirements.lock").read_text(), flags=re.M)
+    (tmp_path / "constraints.txt").write_text(lock)
+    command = [uv, "pip", "install", "--dry-run", "--python", tmp_path / "new"]
+    command += ["--constraint", tmp_path / "constraints.txt", f"maskrcnn-trt[{extras}] @ {wheel}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if re.search(r"dns error|Connect|tls|timed out", result.stderr):
+        pytest.skip("needs a package index")
+    assert result.returncode == 0, result.stderr
+    planned = set(re.findall(r"^ \+ ([\w-]+)==", result.stderr, re.M))
+    assert expected <= planned
+    assert {name for name in planned if name.startswith("onnxruntime")} == {
+        name for name in expected if name.startswith("onnxruntime")
+    }
+
+
+def test_cpu_install_serves_a_bundle_to_its_client(
+    cpu_environment: Path, bundle: Path, tmp_path: Path
 ):
     image = tmp_path / "image.jpg"
     noise = np.random.default_rng(0).integers(0, 256, (120, 180, 3), np.uint8)
     Image.fromarray(noise).save(image)
-    maskrcnn = environment / "maskrcnn"
+    maskrcnn = cpu_environment / "maskrcnn"
     options = (image, "--score-threshold", "0", "-o")
     run(maskrcnn, "predict", bundle, *options, tmp_path / "predicted")
     server = subprocess.Popen(

@@ -1,7 +1,9 @@
 import logging
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -75,6 +77,36 @@ def test_auto_logs_why_faster_backends_are_skipped(
     (record,) = caplog.records
     for words in ("onnxruntime", "tensorrt-rtx: pycuda", 'pip install "maskrcnn-trt[rtx]"'):
         assert words in record.getMessage()
+
+
+def test_missing_onnxruntime_names_both_extras(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    for name in ("auto", "onnxruntime"):
+        with pytest.raises(BackendError, match=r"\[cpu\].*\[gpu\]"):
+            load_backend(bundle, read_manifest(bundle), "fp32", name)
+
+
+def test_two_packages_of_onnxruntime(
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        folder = tmp_path / f"{name.replace('-', '_')}-1.31.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.31.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    load_backend(bundle, read_manifest(bundle), "fp32", "onnxruntime").close()
+    assert "pip uninstall --yes onnxruntime onnxruntime-gpu" in caplog.text
+    # An uninstalled one of them took the files of the other along.
+    empty = ModuleType("onnxruntime")
+    empty.__spec__ = ModuleSpec("onnxruntime", None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", empty)
+    with pytest.raises(BackendError, match=r"files .* are missing.*pip uninstall"):
+        load_backend(bundle, read_manifest(bundle), "fp32", "onnxruntime")
 
 
 @pytest.mark.usefixtures("without_pycuda")

@@ -146,7 +146,7 @@ def test_server_settings_and_ports() -> None:
     (job,) = SCRAPES["scrape_configs"]
     (targets,) = job["static_configs"]
     assert targets["targets"] == [f"server:{config.metrics_port}"]
-    assert SERVER["build"]["args"]["EXTRAS"] == "http"
+    assert SERVER["build"]["args"]["EXTRAS"] == "cpu,http"
     assert (FOLDER / SERVER["build"]["context"] / "Dockerfile").is_file()
     assert f"{most_request_bytes(config) / 2**30:g} GiB" in TEXT
     assert int(SERVER["stop_grace_period"].removesuffix("s")) > (

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.image, pytest.mark.slow, pytest.mark.timeout(680)]
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[Docker | Buildah]:
-    with built_image("http") as image:
+    with built_image("cpu,http") as image:
         yield image
 
 

@@ -1,0 +1,34 @@
+"""Check of the packages of ONNX Runtime, which install the same files."""
+
+from importlib.util import find_spec
+from typing import Final
+
+from ..errors import BackendError
+from ..host import installed_versions
+
+_PACKAGES: Final = ("onnxruntime", "onnxruntime-gpu")
+_INSTALL: Final = (
+    'pip install "maskrcnn-trt[cpu]", or with an NVIDIA GPU pip install "maskrcnn-trt[gpu]"'
+)
+
+
+def check_onnxruntime() -> str:
+    """Check that ONNX Runtime is installed once.
+
+    Returns:
+        Problem and repair if both packages are installed, else "".
+
+    Raises:
+        BackendError: ONNX Runtime is not installed, or its files are missing.
+    """
+    versions = installed_versions(_PACKAGES)
+    # Uninstalling one of two packages leaves folders, which Python takes for a namespace package.
+    spec = find_spec("onnxruntime")
+    if spec is None or (spec.origin is None and not versions):
+        raise BackendError(f"onnxruntime is not installed; install it with {_INSTALL}")
+    repair = f"run pip uninstall --yes {' '.join(_PACKAGES)}, then {_INSTALL}"
+    if spec.origin is None:
+        raise BackendError(f"the files of {next(iter(versions))} are missing; {repair}")
+    if len(versions) > 1:
+        return f"{' and '.join(versions)} overwrite each other's files; {repair}"
+    return ""
