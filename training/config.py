@@ -98,8 +98,8 @@ class EvaluationConfig(FrozenConfig):
     """Accepted shortfall of a metric from its value in `expected`."""
     images_per_batch: int = Field(8, ge=1)
     """Inference batch size per rank."""
-    evaluator: EvaluatorName = "pycocotools"
-    """Library that computes the metrics. Both give equal metrics; faster-coco-eval is faster."""
+    evaluator: EvaluatorName = "faster-coco-eval"
+    """Library that computes the metrics. Both give equal metrics; pycocotools is the reference."""
 
     @model_validator(mode="after")
     def _check_targets(self) -> "EvaluationConfig":

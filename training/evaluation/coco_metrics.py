@@ -1,8 +1,10 @@
 """Compute COCO's average precision and recall, overall and by class, and format them as text."""
 
 import contextlib
+import gc
 import io
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ IOU_TITLES: dict[IouType, str] = {"bbox": "box", "segm": "mask"}
 
 
 class _Metric(NamedTuple):
-    """One of COCO's twelve summary metrics, as indices into `COCOeval.eval`'s arrays."""
+    """One of COCO's twelve summary metrics, as indices into the arrays of `_Curves`."""
 
     name: str
     kind: Literal["Precision", "Recall"]
@@ -51,12 +53,21 @@ _AREAS = ("all", "small", "medium", "large")
 _LIMITS = (1, 10, 100)
 
 
+class _Curves(NamedTuple):
+    """Result of an evaluation; -1 for classes and areas without ground truth."""
+
+    # Precision at recall 0, 0.01, ..., 1. Axes: IoU, recall, class, area, limit.
+    precision: NDArray[np.float64]
+    # Final recall. Axes: IoU, class, area, limit.
+    recall: NDArray[np.float64]
+
+
 def coco_metrics(
     ground_truth: dict[str, Any],
     results: list[dict[str, Any]],
     iou_type: IouType,
     categories: Sequence[Category],
-    evaluator: EvaluatorName = "pycocotools",
+    evaluator: EvaluatorName = "faster-coco-eval",
 ) -> dict[str, float]:
     """Compute COCO metrics of detections.
 
@@ -72,13 +83,13 @@ def coco_metrics(
         APs, APm, APl (average precision), AR1, AR10, AR100, ARs, ARm, ARl (average recall) or
         AP/<class>.
     """
-    evaluation = None
+    curves = None
     if ground_truth["images"]:
-        evaluation = _evaluate(ground_truth, results, iou_type, evaluator)
-    metrics = {f"{iou_type}/{metric.name}": _mean(evaluation, metric) for metric in _SUMMARY}
+        curves = _evaluate(ground_truth, results, iou_type, evaluator)
+    metrics = {f"{iou_type}/{metric.name}": _mean(curves, metric) for metric in _SUMMARY}
     for number, category in enumerate(categories):
         name = f"{iou_type}/AP/{category.name}"
-        metrics[name] = _mean(evaluation, _SUMMARY[0], slice(number, number + 1))
+        metrics[name] = _mean(curves, _SUMMARY[0], slice(number, number + 1))
     return metrics
 
 
@@ -111,32 +122,88 @@ def _evaluate(
     results: list[dict[str, Any]],
     iou_type: IouType,
     evaluator: EvaluatorName,
-) -> Any:
-    new_index, new_evaluation = _evaluator_classes(evaluator)
-    # Hide the progress that the libraries print to standard output.
+) -> _Curves:
+    # The libraries allocate a million small objects, all of them in use: collections find nothing.
+    with _no_garbage_collection():
+        if evaluator == "pycocotools":
+            return _curves_of_pycocotools(ground_truth, results, iou_type)
+        return _curves_by_class(ground_truth, results, iou_type)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _curves_of_pycocotools(
+    ground_truth: dict[str, Any], results: list[dict[str, Any]], iou_type: IouType
+) -> _Curves:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    # Hide the progress that the library prints to standard output.
     with contextlib.redirect_stdout(io.StringIO()):
-        truth = _load(new_index(), ground_truth)
+        truth = _load(COCO(), ground_truth)
         if results:
             detections = truth.loadRes([dict(result) for result in results])
         else:
             # `loadRes` fails on an empty list.
-            detections = _load(new_index(), {**ground_truth, "annotations": []})
-        evaluation = new_evaluation(truth, detections, iou_type)
+            detections = _load(COCO(), {**ground_truth, "annotations": []})
+        evaluation = COCOeval(truth, detections, iou_type)
         evaluation.evaluate()
         evaluation.accumulate()
-    return evaluation
+    return _Curves(evaluation.eval["precision"], evaluation.eval["recall"])
 
 
-def _evaluator_classes(evaluator: EvaluatorName) -> tuple[Any, Any]:
-    # `COCO` and `COCOeval` of the chosen library. Both libraries have the same API.
-    if evaluator == "faster-coco-eval":
-        from faster_coco_eval import COCO, COCOeval_faster
+def _curves_by_class(
+    ground_truth: dict[str, Any], results: list[dict[str, Any]], iou_type: IouType
+) -> _Curves:
+    """Compute the curves of each class with faster-coco-eval, from this class's images only.
 
-        return COCO, COCOeval_faster
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
+    The library's time is proportional to images x classes, but a class is in few images.
+    """
+    from faster_coco_eval import COCO, COCOeval_faster
+    from faster_coco_eval.core import mask as coco_mask
 
-    return COCO, COCOeval
+    truth, detections = (_by_class(entries) for entries in (ground_truth["annotations"], results))
+    images = {image["id"]: image for image in ground_truth["images"]}
+    classes = sorted(category["id"] for category in ground_truth["categories"])
+    shape = (10, 101, len(classes), len(_AREAS), len(_LIMITS))
+    curves = _Curves(np.full(shape, -1.0), np.full((shape[0], *shape[2:]), -1.0))
+    for number, id_ in enumerate(classes):
+        if not truth[id_]:
+            continue
+        if iou_type == "bbox":
+            areas = [result["bbox"][2] * result["bbox"][3] for result in detections[id_]]
+        else:
+            areas = coco_mask.area([result["segmentation"] for result in detections[id_]]).tolist()
+        detected = [
+            {**result, "id": n, "area": area, "iscrowd": 0}
+            for n, (result, area) in enumerate(zip(detections[id_], areas, strict=True), start=1)
+        ]
+        used = sorted({entry["image_id"] for entry in (*truth[id_], *detected)})
+        content = {"images": [images[image_id] for image_id in used], "categories": [{"id": id_}]}
+        both = (_load(COCO(), {**content, "annotations": part}) for part in (truth[id_], detected))
+        # Threads would only wait for the interpreter lock.
+        evaluation = COCOeval_faster(*both, iou_type, rle_iou_max_workers=1)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        curves.precision[:, :, number] = evaluation.eval["precision"][:, :, 0]
+        curves.recall[:, number] = evaluation.eval["recall"][:, 0]
+    return curves
+
+
+def _by_class(entries: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    groups = defaultdict(list)
+    for entry in entries:
+        groups[entry["category_id"]].append(entry)
+    return groups
 
 
 def _load(coco: Any, content: dict[str, Any]) -> Any:
@@ -145,12 +212,11 @@ def _load(coco: Any, content: dict[str, Any]) -> Any:
     return coco
 
 
-def _mean(evaluation: Any, metric: _Metric, classes: slice = _ALL) -> float:
+def _mean(curves: _Curves | None, metric: _Metric, classes: slice = _ALL) -> float:
     # None: no image was evaluated.
-    if evaluation is None:
+    if curves is None:
         return -1.0
-    # Axes of "precision": IoU, recall, class, area, limit; of "recall": IoU, class, area, limit.
-    values: NDArray[np.float64] = evaluation.eval[metric.kind.lower()]
+    values = curves.precision if metric.kind == "Precision" else curves.recall
     part = values[metric.iou, ..., classes, metric.area, metric.limit]
     # -1 marks classes and areas without ground truth.
     known = part[part > -1]

@@ -31,7 +31,7 @@ class CocoEvaluator:
         dataset: CocoDataset,
         categories: Sequence[Category],
         worker: Worker,
-        evaluator: EvaluatorName = "pycocotools",
+        evaluator: EvaluatorName = "faster-coco-eval",
     ) -> None:
         """Create an evaluator that has no detections yet.
 

@@ -163,7 +163,7 @@ def test_other_annotations(bundle: Path, data: DatasetConfig, tmp_path: Path) ->
     changed = _copied(data, tmp_path)
     content = json.loads(changed.annotations.read_text())
     changed.annotations.write_text(json.dumps({**content, "annotations": []}))
-    settings = EvaluationConfig(evaluator="faster-coco-eval")
+    settings = EvaluationConfig(evaluator="pycocotools")
     assert set(evaluate_bundle(bundle, ValidationSet(changed, settings)).metrics.values()) == {-1}
     content["categories"][1]["name"] = "bowl"
     changed.annotations.write_text(json.dumps(content))

@@ -122,7 +122,7 @@ def test_options_set_keys_of_the_evaluation(
     tiny_checkpoint: Path, folder: Path, tmp_path: Path
 ) -> None:
     keys = (*KEYS, f"output_dir={tmp_path}")
-    words = ("--evaluator", "faster-coco-eval", "--batch", 1, "--json", tmp_path / "m.json")
+    words = ("--evaluator", "pycocotools", "--batch", 1, "--json", tmp_path / "m.json")
     answer = _evaluate(tiny_checkpoint, folder / "config.yaml", *keys, *words)
     assert answer.exit_code == 0, answer.exception
     measured = torch.load(tmp_path / "inference" / "coco_results.pth", weights_only=True)
@@ -135,14 +135,14 @@ def test_the_chosen_evaluator_computes(
     tiny_checkpoint: Path, bundle: Path, folder: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "pycocotools.cocoeval", None)  # as if it were not installed
     keys = (*KEYS, f"output_dir={tmp_path}")
-    config, chosen = folder / "config.yaml", "evaluation.evaluator=faster-coco-eval"
+    config, chosen = folder / "config.yaml", "evaluation.evaluator=pycocotools"
     for args in (
         (tiny_checkpoint, config, *keys, chosen),
         (bundle, config, chosen),
-        (bundle, folder, "--evaluator", "faster-coco-eval"),
+        (bundle, folder, "--evaluator", "pycocotools"),
     ):
         error = _evaluate(*args).exception
         assert isinstance(error, ModuleNotFoundError)
-        assert error.name == "faster_coco_eval"
+        assert error.name == "pycocotools.cocoeval"
