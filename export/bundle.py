@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import onnx
 import torch
 
@@ -27,6 +28,7 @@ from ..model.bundle.manifest import (
 from ..model.bundle.spec import ShapeBucket
 from ..model.checkpoint import Checkpoint
 from ..model.mask_rcnn import MaskRCNN
+from ..model.resizing import pixel_dtype
 from ..model.weights.files import local_path
 from ..model.weights.references import checkpoint_from_reference
 from .engines.build import TOP_K_LIMIT, limited_checkpoint
@@ -55,7 +57,7 @@ def bundle_from_checkpoint(
     *,
     precisions: Sequence[Precision] = ("fp32", "fp16"),
     buckets: Sequence[ShapeBucket] = (),
-    input_dtype: InputDtype = "uint8",
+    input_dtype: InputDtype | None = None,
     builders: Sequence[EngineBuilder] = (),
     with_programs: bool = False,
     report: Callable[[str], None] = lambda _: None,
@@ -70,7 +72,8 @@ def bundle_from_checkpoint(
         bundle: folder to create or replace.
         precisions: precisions to export. `fp32` and `tf32` share an ONNX file.
         buckets: input sizes, multiples of 32. Empty: those of the training.
-        input_dtype: type of the `images` input. Its values are 0..255 in both types.
+        input_dtype: type of the `images` input. Its values are 0..255 in both types. None: float32
+            if the checkpoint's resize rule is `torchvision`, which does not round, else uint8.
         builders: one engine builder per kind of engine to build.
         with_programs: whether to export torch programs.
         report: called with one sentence at the start of each step.
@@ -84,7 +87,8 @@ def bundle_from_checkpoint(
         DownloadError: the download failed, or the file has another checksum.
         EngineError: an engine cannot be built.
         BundleError: the folder exists and is not a bundle, an input size is too small for all
-            images, or bf16 is requested without `with_programs`.
+            images, the resize rule needs another `input_dtype`, or bf16 is requested without
+            `with_programs`.
         OSError: the bundle cannot be written.
     """
     _check_output_folder(bundle)
@@ -92,7 +96,8 @@ def bundle_from_checkpoint(
         raise BundleError("bf16 is available for torch programs only; add --engine torch")
     checkpoint = checkpoint_from_reference(reference)
     _check_buckets(buckets, checkpoint.preprocessing)
-    settings = _ExportSettings(precisions, buckets or checkpoint.buckets, input_dtype, report)
+    dtype = _checked_dtype(input_dtype, checkpoint.preprocessing)
+    settings = _ExportSettings(precisions, buckets or checkpoint.buckets, dtype, report)
     with _atomic_folder(bundle) as partial:
         graphs = _export_graphs(checkpoint, partial, settings)
         engines = []
@@ -282,6 +287,16 @@ def _check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing)
                 f"inputs of {bucket} are too small: images are resized to a shorter side of "
                 f"{shorter} pixels or a longer one of {longer}; choose a larger --shape"
             )
+
+
+def _checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) -> InputDtype:
+    needs_floats = pixel_dtype(preprocessing.resize) is np.float32
+    if needs_floats and input_dtype == "uint8":
+        raise BundleError(
+            f"inputs of uint8 would round images that the resize rule {preprocessing.resize} does "
+            "not round; omit --input-dtype, or convert the weights with preprocessing.resize=pillow"
+        )
+    return input_dtype or ("float32" if needs_floats else "uint8")
 
 
 def model_for_export(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:

@@ -102,8 +102,9 @@ class VariadicCommand(click.Command):
     help="Input sizes, one or more. Default: those of the training.",
 )  # fmt: skip
 @click.option(
-    "--input-dtype", type=click.Choice(["uint8", "float32"]), default="uint8", show_default=True,
-    help="Type of the image input. Values are 0..255 for both.",
+    "--input-dtype", type=click.Choice(["uint8", "float32"]),
+    help="Type of the image input. Values are 0..255 for both. Default: float32 for weights of "
+    "torchvision, whose resize rule does not round, else uint8.",
 )  # fmt: skip
 @engine_options
 @click.option(
@@ -121,7 +122,7 @@ def export(
     bundle: Path,
     precisions: tuple[Precision, ...],
     buckets: tuple[ShapeBucket, ...],
-    input_dtype: InputDtype,
+    input_dtype: InputDtype | None,
     triton_repository: Path | None,
     images: str | None,
     kinds: tuple[Literal["torch"] | EngineKind, ...],

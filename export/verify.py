@@ -15,15 +15,16 @@ from ..model.bundle.compiled_program import load_artifact
 from ..model.bundle.manifest import Artifact, Manifest, Precision, verified_path
 from ..model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from ..model.checkpoint import Checkpoint
-from ..model.images import decode_image, pad_to_bucket, resize_image, resized_size, smallest_bucket
+from ..model.images import decode_image
 from ..model.mask_rcnn import BatchDetections, MaskRCNN
+from ..model.resizing import Pixels, pad_to_bucket, resize_image, resized_size, smallest_bucket
 from ..plugins.box_iou import box_iou
 
 # Images per batch of the comparison.
 _BATCH_SIZE = 4
 
 # A padded image [3, H, W], and its height and width before padding.
-_Input = tuple[NDArray[np.uint8], NDArray[np.int64]]
+_Input = tuple[Pixels, NDArray[np.int64]]
 
 
 class Tolerance(NamedTuple):
@@ -100,7 +101,7 @@ class ReferenceBatch(NamedTuple):
     """Batch of images with the checkpoint's detections."""
 
     # [B, 3, H, W], zero-padded.
-    images: NDArray[np.uint8]
+    images: Pixels
     # [B, 2]: height and width before padding.
     image_sizes: NDArray[np.int64]
     expected: BatchDetections
@@ -109,7 +110,7 @@ class ReferenceBatch(NamedTuple):
 
 
 # Function from images and their sizes to the outputs, in the order of `OUTPUT_NAMES`.
-Infer = Callable[[NDArray[np.uint8], NDArray[np.int64]], Sequence[NDArray[Any]]]
+Infer = Callable[[Pixels, NDArray[np.int64]], Sequence[NDArray[Any]]]
 
 
 def reference_batches(
@@ -164,7 +165,7 @@ def compare_artifact(
 def _session_runner(bundle: Path, artifact: Artifact) -> Infer:
     session = onnxruntime.InferenceSession(verified_path(bundle, artifact))
 
-    def infer(images: NDArray[np.uint8], image_sizes: NDArray[np.int64]) -> Sequence[NDArray[Any]]:
+    def infer(images: Pixels, image_sizes: NDArray[np.int64]) -> Sequence[NDArray[Any]]:
         arrays = images.astype(artifact.input_dtype), image_sizes
         outputs: Sequence[NDArray[Any]] = session.run(
             OUTPUT_NAMES, dict(zip(INPUT_NAMES, arrays, strict=True))
@@ -178,7 +179,7 @@ def _program_runner(bundle: Path, artifact: Artifact) -> Infer:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     program = load_artifact(bundle, artifact, device)
 
-    def infer(images: NDArray[np.uint8], image_sizes: NDArray[np.int64]) -> Sequence[NDArray[Any]]:
+    def infer(images: Pixels, image_sizes: NDArray[np.int64]) -> Sequence[NDArray[Any]]:
         arrays = images.astype(artifact.input_dtype), image_sizes
         outputs = program(*(torch.from_numpy(array).to(device) for array in arrays))
         return [output.cpu().numpy() for output in outputs]
@@ -239,15 +240,14 @@ def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket,
     """Return, by bucket, padded images and their sizes; noise for buckets without an image."""
     buckets = list(dict.fromkeys(artifact.bucket for artifact in manifest.artifacts))
     inputs: dict[ShapeBucket, list[_Input]] = {bucket: [] for bucket in buckets}
+    preprocessing = manifest.preprocessing
     for path in paths:
         image = decode_image(path.read_bytes())
-        preprocessing = manifest.preprocessing
-        height, width = resized_size(
-            image.shape[0], image.shape[1], preprocessing.min_size, preprocessing.max_size
-        )
-        bucket = smallest_bucket(height, width, buckets)
-        padded = pad_to_bucket(resize_image(image, height, width), bucket)
-        inputs[bucket].append((padded, np.array((height, width), np.int64)))
+        (height, width, _), rule = image.shape, preprocessing.resize
+        size = resized_size(height, width, preprocessing.min_size, preprocessing.max_size, rule)
+        bucket = smallest_bucket(*size, buckets)
+        padded = pad_to_bucket(resize_image(image, *size, rule), bucket)
+        inputs[bucket].append((padded, np.array(size, np.int64)))
     for bucket, own in inputs.items():
         if not own:
             noise = (_smooth_noise(seed, bucket) for seed in range(2))
@@ -255,7 +255,7 @@ def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket,
     return inputs
 
 
-def _smooth_noise(seed: int, bucket: ShapeBucket) -> NDArray[np.uint8]:
+def _smooth_noise(seed: int, bucket: ShapeBucket) -> Pixels:
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 256, (8, 8, 3), np.uint8)
     return resize_image(coarse, *bucket)

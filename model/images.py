@@ -1,25 +1,23 @@
-"""Image decoding, resizing and padding on the CPU. Needs no torch.
+"""Image decoding on the CPU. Needs no torch.
 
 Training, serving and prediction share these functions, so that they see the same pixels. Arrays are
-[H, W, 3] RGB uint8; `pad_to_bucket` returns [3, H, W].
+[H, W, 3] RGB uint8.
 """
 
-import math
 import re
-from collections.abc import Sequence
 from io import BytesIO
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags
-from PIL.Image import Image, Resampling, Transpose, fromarray
+from PIL.Image import Image, Transpose, fromarray
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import MARKER, JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from .bundle.spec import MAX_PIXELS, ShapeBucket
+from .bundle.spec import MAX_PIXELS
 
 # Minimum height and width of an image in pixels.
 MIN_SIDE = 8
@@ -145,37 +143,6 @@ def decoding_memory(data: bytes, *, max_pixels: int = MAX_PIXELS) -> int:
     return round(per_pixel * image.width * image.height)
 
 
-def resized_size(height: int, width: int, min_size: int, max_size: int) -> tuple[int, int]:
-    """Return height and width in pixels after resizing by torchvision's rule.
-
-    The shorter side becomes `min_size`, unless the longer side would exceed `max_size`.
-    """
-    scale = min(min_size / min(height, width), max_size / max(height, width))
-    return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
-
-
-def smallest_bucket(height: int, width: int, buckets: Sequence[ShapeBucket]) -> ShapeBucket:
-    """Return the bucket of smallest area that holds `height` x `width` pixels.
-
-    Raises:
-        ImageError: the image fits no bucket.
-    """
-    fitting = [b for b in buckets if b.height >= height and b.width >= width]
-    if not fitting:
-        raise ImageError(
-            f"the image, resized to {height}x{width} pixels (height x width), fits no bucket: "
-            f"{', '.join(map(str, buckets))}"
-        )
-    return min(fitting, key=lambda b: b.height * b.width)
-
-
-def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Resize [H, W, 3] to [height, width, 3], bilinear and antialiased."""
-    if image.shape[:2] == (height, width):
-        return image
-    return np.array(fromarray(image).resize((width, height), Resampling.BILINEAR))
-
-
 def check_size(height: int, width: int, max_pixels: int) -> None:
     """Check the size of an image.
 
@@ -187,14 +154,6 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
         raise ImageError(f"{size}, more than the {max_pixels} pixels allowed")
     if min(height, width) < MIN_SIDE:
         raise ImageError(f"{size}; each side must have at least {MIN_SIDE}")
-
-
-def pad_to_bucket(image: NDArray[np.uint8], bucket: ShapeBucket) -> NDArray[np.uint8]:
-    """Pad [H, W, 3] with zeros at the right and bottom to [3, bucket.height, bucket.width]."""
-    height, width = image.shape[:2]
-    padded = np.zeros((3, *bucket), np.uint8)
-    padded[:, :height, :width] = image.transpose(2, 0, 1)
-    return padded
 
 
 def _opened(data: bytes, max_pixels: int) -> ImageFile:

@@ -8,7 +8,7 @@ from typing import Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ..model.bundle.spec import ShapeBucket
+from ..model.bundle.spec import ResizeRule, ShapeBucket
 from ..model.config.error_messages import validation_message
 from ..model.config.overrides import OverrideError
 from ..model.config.schema import FrozenConfig, ModelConfig
@@ -40,6 +40,12 @@ class DataConfig(FrozenConfig):
     """Shorter side of resized images in pixels (smaller if `max_size` limits the longer side)."""
     max_size: int = Field(1333, ge=32)
     """Upper limit of the longer side of resized images in pixels."""
+    resize: ResizeRule = "pillow"
+    """Rounding and interpolation of resized images, which the trained model keeps. `torchvision`
+    and `detectron2`: as there. An evaluation uses the checkpoint's rule unless this is set."""
+    exif_orientation: Literal["apply", "ignore"] = "apply"
+    """EXIF orientation of images whose annotated size fits both the upright and the stored pixels:
+    apply it, as viewers and the server do, or ignore it. For other images, the size decides."""
     buckets: tuple[ShapeBucket, ...] = (ShapeBucket(800, 1344), ShapeBucket(1344, 800))
     """Shape buckets: heights and widths to which resized images are padded. All images of a batch
     have the same bucket."""

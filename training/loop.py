@@ -208,6 +208,7 @@ class TrainingLoop:
             preprocessing=Preprocessing(
                 min_size=config.data.min_size,
                 max_size=config.data.max_size,
+                resize=config.data.resize,
                 pixel_mean=config.model.pixel_mean,
                 pixel_std=config.model.pixel_std,
             ),

@@ -124,15 +124,14 @@ def _detect(
 ) -> Generator[tuple[ImageRecord, Outcome], None, None]:
     """Yield each image's record, and its detections in the annotated orientation or an error."""
     detect = partial(detect_many, backend=engine, manifest=manifest, max_batch=max_batch)
-    rotated = []
-    for record, outcome in _pairs(records, partial(detect, apply_orientation=False)):
+    as_stored = []
+    for record, outcome in _pairs(records, partial(detect, apply_orientation=True)):
         if isinstance(outcome, Detections) and not _has_annotated_size(outcome, record):
-            rotated.append(record)
+            as_stored.append(record)
         else:
             yield record, outcome
-    # Some annotation tools apply the EXIF orientation and some ignore it. The annotated size tells
-    # the two apart.
-    for record, outcome in _pairs(rotated, partial(detect, apply_orientation=True)):
+    # Some annotation tools ignore the EXIF orientation, as the annotated size shows.
+    for record, outcome in _pairs(as_stored, partial(detect, apply_orientation=False)):
         if isinstance(outcome, Detections) and not _has_annotated_size(outcome, record):
             outcome = ImageError(
                 f"the image is {outcome.height}x{outcome.width} pixels, but annotated as "

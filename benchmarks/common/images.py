@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...model.bundle.spec import ShapeBucket
-from ...model.images import decode_image, resize_image
+from ...model.images import decode_image
+from ...model.resizing import resize_image
 
 # Side in pixels of the squares that noise images consist of.
 _SQUARE = 16

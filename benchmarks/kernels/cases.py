@@ -9,7 +9,7 @@ from torch import Tensor
 from torchvision.ops import MultiScaleRoIAlign
 from torchvision.transforms.v2 import functional as transforms
 
-from ...model.images import resized_size
+from ...model.resizing import resized_size
 from ...plugins.pyramid_roi_align import pyramid_roi_align, pyramid_roi_align_backward
 from ...plugins.resize_pad import resize_pad
 from .box_cases import (

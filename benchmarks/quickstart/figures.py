@@ -8,9 +8,10 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from ...model.images import decode_image, resize_image
+from ...model.images import decode_image
 from ...model.losses import LOSS_NAMES
 from ...model.masks import mask_from_rle, rle_from_mask
+from ...model.resizing import resize_image
 from ...serving.detections import Detections
 from ...serving.results.drawing import draw_detections
 from ...training.data.coco.dataset import CocoDataset, ImageRecord

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..masks import MaskPaste
-from .spec import ShapeBucket
+from .spec import ResizeRule, ShapeBucket
 
 MANIFEST_NAME = "manifest.json"
 # Folder of a bundle with images that the page of the HTTP server offers. The manifest omits them.
@@ -41,12 +41,14 @@ class Preprocessing(_Record):
     """Preprocessing of images to model inputs.
 
     An image is decoded to RGB and resized so that its shorter side is `min_size`, unless the longer
-    side would exceed `max_size`. It is padded at the right and bottom to a bucket. The graph itself
-    normalises with `pixel_mean` and `pixel_std`, both in 0..255.
+    side would exceed `max_size`. `resize` is the rule for rounding and interpolation. It is padded
+    at the right and bottom to a bucket. The graph itself normalises with `pixel_mean` and
+    `pixel_std`, both in 0..255.
     """
 
     min_size: int = Field(gt=0)
     max_size: int = Field(gt=0)
+    resize: ResizeRule = "pillow"
     pixel_mean: tuple[float, float, float]
     pixel_std: tuple[float, float, float]
     channel_order: Literal["RGB"] = "RGB"

@@ -4,7 +4,13 @@ Dimensions: B images, D detections, H x W pixels of a shape bucket, M x M sample
 are xyxy in input pixels: pixels of the resized image before padding.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+# Rule for resizing images, which the training of a model's weights determines:
+# - pillow: side lengths are rounded down; Pillow resizes bytes, bilinear and antialiased.
+# - detectron2: side lengths are rounded to the nearest pixel; pixels as with `pillow`.
+# - torchvision: side lengths are rounded down; floats are interpolated without antialiasing.
+ResizeRule = Literal["pillow", "detectron2", "torchvision"]
 
 # images [B, 3, H, W] RGB in 0..255; image_sizes [B, 2] int64 (height, width) before padding.
 INPUT_NAMES = ("images", "image_sizes")

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ...model.bundle.manifest import BundleError, Manifest
 from ...model.bundle.spec import ShapeBucket
+from ...model.resizing import Pixels
 
 # Tensor of torch or array of NumPy.
 Array = TypeVar("Array")
@@ -112,13 +113,13 @@ class Backend(Protocol):
         """
 
     def infer(
-        self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
+        self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
         """Compute the model for a batch of one bucket.
 
         Args:
             bucket: One of `buckets`.
-            images: [B, 3, bucket.height, bucket.width] RGB.
+            images: [B, 3, bucket.height, bucket.width] RGB, converted to the model's dtype.
             image_sizes: [B, 2] height and width before padding.
         """
 

@@ -13,6 +13,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidGraph, InvalidPro
 
 from ...model.bundle.manifest import BundleError, Manifest, Precision, verified_path
 from ...model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
+from ...model.resizing import Pixels
 from ..errors import BackendError
 from .base import HostOutputs, ModelOutputs, batch_sizes, black_batch, check_outputs
 
@@ -84,7 +85,7 @@ class OnnxRuntimeBackend:
                 check_outputs(self.infer(bucket, *black_batch(bucket, batch)), self._manifest)
 
     def infer(
-        self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
+        self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
         """Compute a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2]."""
         session, inputs = self._prepare(bucket, images, image_sizes)
@@ -92,7 +93,7 @@ class OnnxRuntimeBackend:
         return ModelOutputs(*(output[: len(images)] for output in outputs))
 
     def bind_on_device(
-        self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
+        self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> Callable[[], Any]:
         """Copy a batch to the backend's device, for benchmarks that compute it repeatedly.
 
@@ -124,7 +125,7 @@ class OnnxRuntimeBackend:
         self._sessions.clear()
 
     def _prepare(
-        self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
+        self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> tuple[onnxruntime.InferenceSession, dict[str, NDArray[Any]]]:
         """Return the session for a batch, and its inputs by name."""
         inputs = self._inputs(bucket, images, image_sizes)
@@ -137,7 +138,7 @@ class OnnxRuntimeBackend:
         return sessions[size], {name: _padded(array, size) for name, array in inputs.items()}
 
     def _inputs(
-        self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
+        self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> dict[str, NDArray[Any]]:
         """Return a batch as the model's inputs by name, in their dtypes."""
         arrays = (images.astype(self._dtypes[bucket], copy=False), image_sizes)

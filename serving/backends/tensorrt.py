@@ -1,18 +1,23 @@
 """Backend for TensorRT and TensorRT-RTX. Copies of one batch overlap computation of another."""
 
 import functools
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...model.bundle.manifest import EngineKind, Manifest, Precision, verified_path
+from ...model.bundle.manifest import Artifact, EngineKind, Manifest, Precision, verified_path
 from ...model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
+from ...model.resizing import Pixels
 from .base import HostOutputs, ModelOutputs, black_batch, check_outputs
+from .gpu_batches import BatchRunner
+from .gpu_driver import load_driver
 from .plan_checks import check_memory
 from .plans import Plan, PlanRuntime, RuntimeCache, cache_path
-from .pycuda_device import BatchRunner, DeviceMemory, current_gpu, free_memory, synchronize
 
 # Dtypes of `ModelOutputs`. A plan's own dtypes can differ.
 _DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
@@ -38,20 +43,27 @@ class TensorRTBackend:
             BundleError: the bundle has no such plan, or a file is missing or damaged.
             BackendError: a plan fails to load, lacks this batch size, or memory runs out.
         """
-        self.name = kind
+        self.name: EngineKind = kind
         self._manifest = manifest
         artifacts = manifest.artifacts_for(precision, kind)
         self._cache = None
         if kind == "tensorrt-rtx":
             self._cache = RuntimeCache(cache_path(artifact.sha256 for artifact in artifacts))
-        with current_gpu():
-            runtime = PlanRuntime(kind, self._cache)
-            self._plans = {
-                artifact.bucket: Plan(runtime, verified_path(bundle, artifact), artifact, max_batch)
-                for artifact in artifacts
-            }
-            self._reserve_memory()
-            synchronize()
+        self._driver = load_driver()
+        self._plans: dict[ShapeBucket, Plan] = {}
+        # TensorRT's objects and memory are released in reverse order, while the GPU is current.
+        with self._driver.current(), ExitStack() as resources:
+            if self._cache is not None:
+                resources.callback(self._cache.close)
+            resources.callback(self._plans.clear)
+            try:
+                self._load_plans(bundle, artifacts, max_batch)
+                self._reserve_memory(resources)
+                self._driver.synchronize()
+            except Exception as error:
+                clear_frames(error.__traceback__)  # they refer to TensorRT's objects
+                raise
+            self._resources = resources.pop_all()
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
@@ -71,7 +83,7 @@ class TensorRTBackend:
                 check_outputs(self.infer(bucket, *images), self._manifest)
 
     def infer(
-        self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
+        self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
         """Compute a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2].
 
@@ -81,7 +93,7 @@ class TensorRTBackend:
         plan = self._plans[bucket]
         batch = plan.batch_for(len(images))
         inputs: dict[str, NDArray[Any]] = dict(zip(INPUT_NAMES, (images, image_sizes), strict=True))
-        with current_gpu():
+        with self._driver.current():
             outputs = self._batches.run(
                 inputs, plan.specs(batch), functools.partial(plan.launch, batch)
             )
@@ -90,13 +102,18 @@ class TensorRTBackend:
 
     def close(self) -> None:
         """Release the GPU memory, and write TensorRT-RTX's compiled kernels to their cache file."""
-        with current_gpu():
+        with self._driver.current():
             if self._cache is not None:
                 self._cache.store()
-            self._plans.clear()
-            del self._batches, self._scratch, self._cache
+            self._resources.close()
 
-    def _reserve_memory(self) -> None:
+    def _load_plans(self, bundle: Path, artifacts: Sequence[Artifact], max_batch: int) -> None:
+        runtime = PlanRuntime(self.name, self._cache)
+        for artifact in artifacts:
+            path = verified_path(bundle, artifact)
+            self._plans[artifact.bucket] = Plan(runtime, path, artifact, max_batch)
+
+    def _reserve_memory(self, resources: ExitStack) -> None:
         """Allocate GPU memory that all plans share: scratch, and buffers per in-flight batch."""
         plans = self._plans.values()
         scratch = max(plan.scratch_bytes for plan in plans)
@@ -104,8 +121,11 @@ class TensorRTBackend:
         for spec_by_name in (plan.specs(batch) for plan in plans for batch in plan.batches):
             for name, spec in spec_by_name.items():
                 sizes[name] = max(sizes.get(name, 0), spec.nbytes)
-        check_memory(scratch + self.concurrency * sum(sizes.values()), free_memory())
-        self._scratch = DeviceMemory(scratch)
+        needed = scratch + self.concurrency * sum(sizes.values())
+        check_memory(needed, self._driver.free_memory())
+        memory = resources.enter_context(closing(self._driver.new_memory(scratch)))
+        resources.callback(self._plans.clear)  # before the memory that their contexts use
         for plan in plans:
-            plan.use_scratch(self._scratch.address, scratch)
-        self._batches = BatchRunner(sizes, self.concurrency)
+            plan.use_scratch(memory.address, scratch)
+        runner = BatchRunner(self._driver, sizes, self.concurrency)
+        self._batches = resources.enter_context(closing(runner))

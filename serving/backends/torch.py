@@ -15,6 +15,7 @@ from torch import Tensor
 from ...model.bundle.compiled_program import current_target, load_artifact
 from ...model.bundle.manifest import Artifact, CompileTarget, Manifest, Precision
 from ...model.bundle.spec import ShapeBucket
+from ...model.resizing import Pixels
 from ..errors import BackendError
 from .base import HostOutputs, ModelOutputs, batch_sizes, black_batch, check_outputs
 from .torch_batches import BatchSlots, GraphedProgram
@@ -89,7 +90,7 @@ class TorchBackend:
                 check_outputs(self.infer(bucket, *black_batch(bucket, batch)), self._manifest)
 
     def infer(
-        self, bucket: ShapeBucket, images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
+        self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
         """Compute a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2].
 

@@ -15,6 +15,7 @@ from PIL import Image
 from ...model.bundle.manifest import Manifest, Precision
 from ...model.bundle.spec import ShapeBucket
 from ...model.images import ImageError, read_header
+from ...model.resizing import Pixels
 from ..backends.base import Backend, HostOutputs, ModelOutputs
 from ..backends.loading import load_backend
 from ..config import BackendName
@@ -74,7 +75,7 @@ class HostEngine:
 
     def compute(self, items: Sequence[ModelInput]) -> list[HostOutputs]:
         """Return the model's outputs for each image, with a batch dimension of 1."""
-        pixels = np.stack([item.pixels for item in items])
+        pixels: Pixels = np.stack([item.pixels for item in items])
         sizes = np.array([item.size for item in items], np.int64)
         outputs = self._backend.infer(items[0].bucket, pixels, sizes)
         return [

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...model.bundle.manifest import Manifest
 from ...model.bundle.spec import ShapeBucket
-from ...model.device_images import decode_jpegs, tensor_from_bytes
+from ...model.device_images import decode_jpegs, resize_pixels, tensor_from_bytes
 from ...model.images import ImageError
 from ...model.masks import Rle
 from ...plugins.resize_pad import resize_pad
@@ -56,13 +56,13 @@ class _Read(NamedTuple):
     requests: Sequence[ImageRequest]
     # Contents of the files that the device decodes, each [bytes] uint8.
     files: Sequence[Tensor]
-    # For each request, [3, h, w] uint8 decoded and resized on the CPU. None: the device decodes it.
+    # For each request, [3, h, w] decoded and resized on the CPU. None: the device decodes it.
     from_host: Sequence[Tensor | ImageError | None]
 
 
 class _Decoded(NamedTuple):
     requests: Sequence[ImageRequest]
-    # For each request, the upright image [3, h, w] uint8: in source size on the device, or already
+    # For each request, the upright image [3, h, w]: uint8 in source size on the device, or already
     # resized on the host.
     pixels: Sequence[Tensor | ImageError]
     # Events before and after decoding.
@@ -73,7 +73,7 @@ class _Decoded(NamedTuple):
 class _Prepared(NamedTuple):
     bucket: ShapeBucket
     entries: Sequence[BatchEntry]
-    # [B, 3, H, W] uint8.
+    # [B, 3, H, W] uint8, or float32 with the resize rule `torchvision`.
     images: Tensor
     # [B, 2] int64, height and width before padding.
     sizes: Tensor
@@ -195,15 +195,23 @@ class DeviceSteps:
             )
 
     def _padded(self, batch: _Decoded) -> Tensor:
-        """Resize and pad to [B, 3, H, W] uint8. Rows of invalid images are black."""
+        """Resize and pad to [B, 3, H, W]. Rows of invalid images are black."""
         empty = torch.empty(3, 0, 0, dtype=torch.uint8)
         images = [empty if isinstance(own, ImageError) else own for own in batch.pixels]
         for image in images:
             if image.is_cuda:  # else its memory could be reused before it is padded
                 image.record_stream(self._padding)
         on_device = [image.to(self._device) for image in images]
+        bucket, rule = batch.requests[0].bucket, self._manifest.preprocessing.resize
+        if rule == "torchvision":
+            rows = torch.zeros(len(images), 3, *bucket, device=self._device)
+            for row, image, request in zip(rows, on_device, batch.requests, strict=True):
+                if image.numel():
+                    height, width = request.image.size
+                    row[:, :height, :width] = resize_pixels(image, request.image.size, rule)
+            return rows
         sizes = [side for request in batch.requests for side in request.image.size]
-        padded: Tensor = resize_pad(on_device, sizes, *batch.requests[0].bucket)
+        padded: Tensor = resize_pad(on_device, sizes, *bucket)
         return padded
 
     def _infer(self, batch: _Prepared) -> _Inferred:

@@ -77,7 +77,7 @@ def pixels_from_host(image: PlannedImage) -> Tensor | ImageError:
     """Decode and resize an image on the CPU.
 
     Returns:
-        [3, h, w] uint8 on the CPU, or the error of an invalid image.
+        [3, h, w] of the resize rule's dtype on the CPU, or the error of an invalid image.
     """
     try:
         pixels = resized_pixels(image)

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from ...model.bundle.manifest import Manifest
 from ...model.bundle.spec import ShapeBucket
-from ...model.images import ImageError, is_jpeg
+from ...model.images import ImageError, decoding_memory, is_jpeg
+from ...model.resizing import Pixels, pixel_dtype
 from ..backends.base import Backend, HostOutputs
 from ..detections import DetectionOptions, Detections, ResponseEncoder, TimedResponse, Timing
 from .base import (
@@ -51,6 +52,35 @@ class HostProcessor:
         # Pixels need no decoding. Headers of other formats can be long or compressed.
         return not isinstance(source, bytes) or (len(source) <= _QUICK_BYTES and is_jpeg(source))
 
+    def prepare_small(self, source: SourceImage, small: int) -> tuple[EngineItem | None, int]:
+        """Convert an image to the engine's input, unless that takes much memory.
+
+        Args:
+            source: The image.
+            small: Memory in bytes up to which images are converted.
+
+        Returns:
+            Output of `prepare`, or None, and the memory in bytes to be reserved: until `prepare`
+            has ended, or with an end-to-end engine, until that has decoded the image.
+
+        Raises:
+            ImageError: invalid image.
+        """
+        if self.engine.is_end_to_end:
+            item = self.prepare(source)
+            assert isinstance(item, DeviceRequest)
+            # A GPU decodes plain JPEGs in its own memory.
+            on_gpu = self.engine.device == "cuda" and item.request.image.header.is_plain_jpeg
+            return item, 0 if on_gpu else self._memory_for(source)
+        memory = self._memory_for(source)
+        return (None, memory) if memory > small else (self.prepare(source), 0)
+
+    def _memory_for(self, source: SourceImage) -> int:
+        """Return the memory in bytes to decode and resize an image."""
+        if isinstance(source, bytes):
+            return decoding_memory(source, max_pixels=self.max_pixels)
+        return 2 * source.nbytes  # Pillow's copy, of four bytes per pixel, and parts of the result
+
     def prepare(self, source: SourceImage) -> EngineItem:
         """Convert an image to the engine's input.
 
@@ -91,7 +121,7 @@ class _PreparedBatch(NamedTuple):
     entries: Sequence[BatchEntry]
     bucket: ShapeBucket
     # [B, 3, H, W].
-    images: NDArray[np.uint8]
+    images: Pixels
     # [B, 2] height and width before padding.
     image_sizes: NDArray[np.int64]
 
@@ -136,7 +166,8 @@ class HostSteps:
 
     def _prepare(self, requests: Sequence[ImageRequest]) -> _PreparedBatch:
         bucket = requests[0].bucket
-        images = np.zeros((len(requests), 3, *bucket), np.uint8)
+        dtype = pixel_dtype(self._manifest.preprocessing.resize)
+        images = np.zeros((len(requests), 3, *bucket), dtype)
         entries: list[BatchEntry] = []
         for row, request in zip(images, requests, strict=True):
             try:

@@ -7,16 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...model.bundle.manifest import Preprocessing
-from ...model.bundle.spec import ShapeBucket
-from ...model.images import (
-    ImageHeader,
-    check_size,
-    decode_image,
-    read_header,
-    resize_image,
-    resized_size,
-    smallest_bucket,
-)
+from ...model.bundle.spec import ResizeRule, ShapeBucket
+from ...model.images import ImageHeader, check_size, decode_image, read_header
+from ...model.resizing import Pixels, pixel_dtype, resize_image, resized_size, smallest_bucket
 
 # An encoded image, or pixels [H, W, 3] RGB.
 SourceImage = bytes | NDArray[np.uint8]
@@ -25,8 +18,8 @@ SourceImage = bytes | NDArray[np.uint8]
 class ModelInput(NamedTuple):
     """Preprocessed image, ready to be one row of a batch."""
 
-    # [3, H, W] RGB, padded to the bucket.
-    pixels: NDArray[np.uint8]
+    # [3, H, W] RGB, padded to the bucket; float32 with the resize rule `torchvision`.
+    pixels: Pixels
     bucket: ShapeBucket
     # Height and width in pixels before padding.
     size: tuple[int, int]
@@ -42,6 +35,7 @@ class PlannedImage(NamedTuple):
     bucket: ShapeBucket
     # Height and width in pixels after resizing.
     size: tuple[int, int]
+    resize: ResizeRule = "pillow"
 
     @property
     def source_size(self) -> tuple[int, int]:
@@ -61,7 +55,7 @@ def plan_image(
 
     Args:
         source: The image.
-        preprocessing: Rule for the resized size.
+        preprocessing: Sizes and rule of resizing.
         buckets: Input sizes of the model.
         max_pixels: Images with more pixels are rejected.
         apply_orientation: Apply the rotation in the image's EXIF data.
@@ -75,12 +69,13 @@ def plan_image(
         height, width = source.shape[:2]
         check_size(height, width, max_pixels)
         header = ImageHeader((height, width), orientation=1, is_plain_jpeg=False)
-    size = resized_size(*header.size, preprocessing.min_size, preprocessing.max_size)
-    return PlannedImage(source, header, smallest_bucket(*size, buckets), size)
+    rule = preprocessing.resize
+    size = resized_size(*header.size, preprocessing.min_size, preprocessing.max_size, rule)
+    return PlannedImage(source, header, smallest_bucket(*size, buckets), size, rule)
 
 
-def resized_pixels(image: PlannedImage) -> NDArray[np.uint8]:
-    """Decode and resize a planned image to [h, w, 3] RGB.
+def resized_pixels(image: PlannedImage) -> Pixels:
+    """Decode and resize a planned image to [h, w, 3] RGB of the resize rule's dtype.
 
     Raises:
         ImageError: the image is damaged.
@@ -90,11 +85,13 @@ def resized_pixels(image: PlannedImage) -> NDArray[np.uint8]:
         height, width = image.source_size
         is_turned = image.header.orientation != 1
         pixels = decode_image(pixels, max_pixels=height * width, apply_orientation=is_turned)
-    return resize_image(pixels, *image.size)
+    return resize_image(pixels, *image.size, image.resize)
 
 
-def write_pixels(image: PlannedImage, row: NDArray[np.uint8]) -> None:
+def write_pixels(image: PlannedImage, row: Pixels) -> None:
     """Decode and resize a planned image into the top left of a black [3, H, W] row of its bucket.
+
+    The row has the dtype of the resize rule.
 
     Raises:
         ImageError: the image is damaged; the row stays black.
@@ -117,6 +114,6 @@ def prepare_image(
     image = plan_image(
         source, preprocessing, buckets, max_pixels=max_pixels, apply_orientation=True
     )
-    pixels = np.zeros((3, *image.bucket), np.uint8)
+    pixels = np.zeros((3, *image.bucket), pixel_dtype(preprocessing.resize))
     write_pixels(image, pixels)
     return ModelInput(pixels, image.bucket, image.size, image.source_size)

@@ -5,22 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from maskrcnn_trt.model import images
-from maskrcnn_trt.model.bundle.spec import ShapeBucket
-from maskrcnn_trt.model.images import (
-    ImageError,
-    decode_image,
-    pad_to_bucket,
-    read_header,
-    resize_image,
-    resized_size,
-    smallest_bucket,
-)
+from maskrcnn_trt.model.images import ImageError, decode_image, read_header
 
 
 def encoded(image: Image.Image, codec: str = "PNG", **options: Any) -> bytes:
@@ -127,49 +116,6 @@ def test_limit_on_pixels_is_inclusive() -> None:
     assert decode_image(data, max_pixels=24 * 40).shape == (24, 40, 3)
     with pytest.raises(ImageError, match="more than the 959 pixels"):
         decode_image(data, max_pixels=24 * 40 - 1)
-
-
-def test_resized_size_is_torchvisions() -> None:
-    sides = np.random.default_rng(0).integers(8, 900, (60, 2)).tolist()
-    transform = GeneralizedRCNNTransform(200, 333, [0.0] * 3, [1.0] * 3, size_divisible=1)
-    for height, width in [*sides, [8, 900], [900, 8], [427, 640]]:
-        resized, _ = transform([torch.zeros(3, height, width)])
-        assert resized_size(height, width, 200, 333) == resized.image_sizes[0]
-    assert resized_size(8, 100_000, 800, 1333) == (1, 1333)  # at least a pixel
-
-
-def test_smallest_bucket_holds_the_image() -> None:
-    wide, tall, large = ShapeBucket(64, 96), ShapeBucket(96, 64), ShapeBucket(96, 96)
-    buckets = [large, wide, tall]
-    assert smallest_bucket(64, 96, buckets) == wide
-    assert smallest_bucket(65, 64, buckets) == tall
-    assert smallest_bucket(10, 10, buckets) == wide
-    assert smallest_bucket(96, 96, buckets) == large
-    with pytest.raises(ImageError, match=r"97x10 .* 96x96, 64x96, 96x64"):
-        smallest_bucket(97, 10, buckets)
-
-
-def test_resizing_is_bilinear() -> None:
-    image = gradient()
-    larger = resize_image(image, 48, 80)
-    reference = torch.nn.functional.interpolate(
-        torch.from_numpy(image).permute(2, 0, 1)[None].float(),
-        (48, 80),
-        mode="bilinear",
-        antialias=True,
-    )
-    assert np.abs(larger.transpose(2, 0, 1) - reference[0].numpy()).max() <= 1
-    np.testing.assert_array_equal(resize_image(image, 24, 40), image)
-
-
-def test_padding_is_black_at_the_right_and_the_bottom() -> None:
-    padded = pad_to_bucket(gradient(), ShapeBucket(32, 64))
-    assert padded.shape == (3, 32, 64)
-    assert padded.dtype == np.uint8
-    assert padded.flags.c_contiguous
-    np.testing.assert_array_equal(padded[:, :24, :40].transpose(1, 2, 0), gradient())
-    assert not padded[:, 24:].any()
-    assert not padded[:, :, 40:].any()
 
 
 def png_with_metadata_after_pixels(data: bytes) -> bytes:

@@ -1,16 +1,24 @@
 """Detections and losses equal torchvision's for the same weights."""
 
+import math
+
+import numpy as np
 import torch
+from PIL import Image, ImageFilter
 from torch import Tensor
 from torchvision.models.detection import MaskRCNN as TorchvisionMaskRCNN
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import FrozenBatchNorm2d
 
+from maskrcnn_trt.model.bundle.manifest import Preprocessing
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.config.schema import ModelConfig, RoiConfig, RpnConfig
 from maskrcnn_trt.model.losses import LOSS_NAMES
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.resizing import resized_size
 from maskrcnn_trt.model.targets import Targets
+from maskrcnn_trt.serving.steps.preprocessing import prepare_image
 
 CLASSES = 5
 SIZES = ((160, 224), (192, 160), (128, 256))
@@ -105,6 +113,32 @@ def test_detections_equal_torchvision() -> None:
             torch.testing.assert_close(own[2], masks, atol=1e-3, rtol=0)
             assert found.labels[index, :count].tolist() == want["labels"].tolist()
             assert all(not part[index, count:].any() for part in found[1:])
+
+
+@torch.inference_mode()
+def test_whole_images_equal_torchvision() -> None:
+    """Photographs of odd sizes, from bytes to boxes in their pixels."""
+    theirs = torchvision_model(min_size=96, max_size=160, box_score_thresh=0.3).eval()
+    roi = RoiConfig(score_threshold=0.3, max_detections=DETECTIONS)
+    ours = MaskRCNN(ModelConfig(num_classes=CLASSES, rpn=RPN, roi=roi)).eval()
+    ours.load_state_dict(theirs.state_dict())
+    preprocessing = Preprocessing(
+        min_size=96, max_size=160, resize="torchvision", pixel_mean=(0, 0, 0), pixel_std=(1, 1, 1)
+    )
+    for height, width in ((427, 640), (301, 97), (83, 77)):
+        rough = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+        image = np.array(Image.fromarray(rough).filter(ImageFilter.GaussianBlur(6)))
+        size = resized_size(height, width, 96, 160, "torchvision")
+        # Padded as torchvision does. Larger padding changes features near the edges.
+        bucket = ShapeBucket(*(math.ceil(side / 32) * 32 for side in size))
+        prepared = prepare_image(image, preprocessing, [bucket], 10**6)
+        found = ours(torch.from_numpy(prepared.pixels[None]), torch.tensor([prepared.size]))
+        count = int(found.num_detections)
+        boxes = found.boxes[0, :count] * torch.tensor([width / size[1], height / size[0]] * 2)
+        (wanted,) = theirs([torch.from_numpy(image).permute(2, 0, 1) / 255])
+        assert count == len(wanted["boxes"]) > 5
+        torch.testing.assert_close(boxes, wanted["boxes"], atol=0.05, rtol=0)
+        torch.testing.assert_close(found.scores[0, :count], wanted["scores"], atol=1e-3, rtol=0)
 
 
 def ground_truth() -> tuple[Targets, list[dict[str, Tensor]]]:

@@ -31,7 +31,8 @@ def load_evaluation_config(
 ) -> TrainConfig:
     """Load a YAML file or preset, with its section `model` replaced by that of a checkpoint.
 
-    Overrides may set the keys of `model` that affect only inference.
+    `data.resize` is the checkpoint's unless the source or an override sets it. Overrides may set
+    the keys of `model` that affect only inference.
 
     Raises:
         ConfigError: A key or value is invalid, or an override changes another key of `model`.
@@ -46,7 +47,10 @@ def load_evaluation_config(
                 f"{text_from_value(value)}; in section model, an evaluation may only override "
                 f"{', '.join(f'model.{name}' for name in _INFERENCE_KEYS)}"
             )
-    return config
+    if "resize" in config.data.model_fields_set:
+        return config
+    data = config.data.model_copy(update={"resize": checkpoint.preprocessing.resize})
+    return config.model_copy(update={"data": data})
 
 
 def warn_of_other_sizes(data: DataConfig, checkpoint: Checkpoint) -> None:
@@ -55,6 +59,7 @@ def warn_of_other_sizes(data: DataConfig, checkpoint: Checkpoint) -> None:
     expected = {
         "min_size": preprocessing.min_size,
         "max_size": preprocessing.max_size,
+        "resize": preprocessing.resize,
         "buckets": checkpoint.buckets,
     }
     others = {key: value for key, value in expected.items() if getattr(data, key) != value}

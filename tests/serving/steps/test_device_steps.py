@@ -113,6 +113,17 @@ def test_images_decoded_on_the_host(backend: TorchBackend, manifest: Manifest) -
             assert own.rles == other.rles
 
 
+def test_images_resized_by_the_rule_of_torchvision(
+    backend: TorchBackend, manifest: Manifest
+) -> None:
+    preprocessing = manifest.preprocessing.model_copy(update={"resize": "torchvision"})
+    floats = manifest.model_copy(update={"preprocessing": preprocessing})
+    images = [smooth(0, LANDSCAPE, "PNG"), smooth(1, LANDSCAPE, subsampling=0)]
+    (own, other), (from_device, from_host) = both_ways(images, backend, floats)
+    assert_same(own, other)
+    assert_alike(from_device, from_host)
+
+
 def test_images_decoded_on_the_device(backend: TorchBackend, manifest: Manifest) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....model.images import resized_size
+from ....model.resizing import resized_size
 from ...config import DatasetConfig
 from ..coco.dataset import CocoDataset
 from .annotation_checks import Suspicion, suspicious_annotations

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from ....model.images import ImageError, decode_image, resize_image, resized_size, smallest_bucket
+from ....model.images import ImageError, decode_image
+from ....model.resizing import Pixels, resize_image, resized_size, smallest_bucket
 from ...config import DataConfig
 from ..coco.annotations import Instance
 from ..coco.dataset import CocoDataset, DataError, ImageRecord
@@ -120,13 +122,14 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
 
     def _image_of(
         self, record: ImageRecord, size: tuple[int, int], *, flip: bool
-    ) -> NDArray[np.uint8] | EncodedImage:
+    ) -> Pixels | EncodedImage:
         """Return the resized pixels [h, w, 3], or the JPEG file if the device will decode it."""
-        if self._config.decode == "device":
-            encoded = encoded_image(record, size, flip=flip)
+        config = self._config
+        if config.decode == "device":
+            encoded = encoded_image(record, size, config.resize, flip=flip)
             if encoded is not None:
                 return encoded
-        image = resize_image(read_image(record), *size)
+        image = resize_image(read_image(record, config.exif_orientation), *size, config.resize)
         return image[:, ::-1] if flip else image
 
     def _masks_of(
@@ -147,23 +150,33 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
 
     def _input_size(self, record: ImageRecord) -> tuple[int, int]:
         config = self._config
-        return resized_size(record.height, record.width, config.min_size, config.max_size)
+        return resized_size(
+            record.height, record.width, config.min_size, config.max_size, config.resize
+        )
 
     def _bucket_of(self, record: ImageRecord) -> int:
         buckets = self._config.buckets
         return buckets.index(smallest_bucket(*self._input_size(record), buckets))
 
 
-def read_image(record: ImageRecord) -> NDArray[np.uint8]:
-    """Decode an image file to RGB `[H, W, 3]`, with the EXIF orientation that was annotated.
+def read_image(
+    record: ImageRecord, exif_orientation: Literal["apply", "ignore"] = "apply"
+) -> NDArray[np.uint8]:
+    """Decode an image file to RGB `[H, W, 3]`, as it was annotated.
+
+    Args:
+        record: The image.
+        exif_orientation: Whether to turn the image upright if the annotated size fits both the
+            upright and the stored pixels.
 
     Raises:
         ImageError: The file cannot be read or decoded, or does not have the annotated size.
     """
     try:
         data = record.path.read_bytes()
-        # Some annotation tools apply the EXIF orientation. The annotated size shows whether it was.
-        for apply_orientation in (False, True):
+        # Some annotation tools apply the EXIF orientation. Mostly the annotated size shows it.
+        is_applied = exif_orientation == "apply"
+        for apply_orientation in (is_applied, not is_applied):
             image = decode_image(data, apply_orientation=apply_orientation)
             if image.shape[:2] == (record.height, record.width):
                 return image

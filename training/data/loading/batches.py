@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....model.bundle.spec import ShapeBucket
-from ....model.images import pad_to_bucket
+from ....model.resizing import Pixels, pad_to_bucket
 from ....model.targets import Targets
 from .encoded_images import EncodedImage, decode_images
 
@@ -24,7 +24,7 @@ class Sample(NamedTuple):
     # Height h and width w of the resized image.
     size: tuple[int, int]
     # [h, w, 3] RGB, or a JPEG file that the device will decode.
-    image: NDArray[np.uint8] | EncodedImage
+    image: Pixels | EncodedImage
     # [n, 4] xyxy in pixels of the resized image.
     boxes: NDArray[np.float32]
     # [n]; 1 is the first class.
@@ -39,7 +39,8 @@ class Sample(NamedTuple):
 class Batch:
     """B images padded to one shape bucket (H, W), with their ground truth."""
 
-    # [B, 3, H, W] uint8 RGB, zero-padded at the right and the bottom.
+    # [B, 3, H, W] RGB, zero-padded at the right and the bottom: float32 with the resize rule
+    # `torchvision`, else uint8.
     images: Tensor
     # [B, 2] int64: height and width of the resized images before padding.
     image_sizes: Tensor
@@ -90,7 +91,7 @@ class EncodedBatch:
 
     # The batch without pixels: `rest.images` is [B, 3, 0, 0].
     rest: Batch
-    # JPEG file of each image, or its pixels [3, h, w] uint8 if the device cannot decode it.
+    # JPEG file of each image, or its pixels [3, h, w] if the device cannot decode it.
     images: tuple[EncodedImage | Tensor, ...]
     bucket: ShapeBucket
 
@@ -116,11 +117,12 @@ class EncodedBatch:
         Raises:
             DataError: A JPEG file is damaged.
         """
-        padded = torch.zeros(len(self.images), 3, *self.bucket, dtype=torch.uint8, device=device)
         encoded = [image for image in self.images if isinstance(image, EncodedImage)]
-        decoded = iter(decode_images(encoded, device))
+        decoded = decode_images(encoded, device)
+        padded = decoded[0].new_zeros(len(self.images), 3, *self.bucket)
+        following = iter(decoded)
         for target, image in zip(padded, self.images, strict=True):
-            pixels = next(decoded) if isinstance(image, EncodedImage) else image.to(device)
+            pixels = next(following) if isinstance(image, EncodedImage) else image.to(device)
             target[:, : pixels.shape[1], : pixels.shape[2]] = pixels
         return replace(self.rest.to(device, non_blocking=non_blocking), images=padded)
 
@@ -156,16 +158,16 @@ def batch_from_samples(
         skipped=tuple(skipped),
     )
     images = [sample.image for sample in samples]
-    if any(isinstance(image, EncodedImage) for image in images):
+    pixels = [image for image in images if not isinstance(image, EncodedImage)]
+    if len(pixels) < len(images):
         return EncodedBatch(batch, tuple(map(_chw_tensor_from, images)), bucket)
-    padded = np.zeros((len(samples), 3, *bucket), np.uint8)
-    for target, image in zip(padded, images, strict=True):
-        assert not isinstance(image, EncodedImage)
+    padded = np.zeros((len(samples), 3, *bucket), pixels[0].dtype if pixels else np.uint8)
+    for target, image in zip(padded, pixels, strict=True):
         target[:] = pad_to_bucket(image, bucket)
     return replace(batch, images=torch.from_numpy(padded))
 
 
-def _chw_tensor_from(image: NDArray[np.uint8] | EncodedImage) -> Tensor | EncodedImage:
+def _chw_tensor_from(image: Pixels | EncodedImage) -> Tensor | EncodedImage:
     if isinstance(image, EncodedImage):
         return image
     return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))

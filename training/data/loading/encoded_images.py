@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....model.bundle.spec import ResizeRule
 from ....model.device_images import decode_jpegs, resize_pixels, tensor_from_bytes
 from ....model.images import ImageError, read_header
 from ..coco.dataset import DataError, ImageRecord
@@ -22,27 +23,31 @@ class EncodedImage(NamedTuple):
     size: tuple[int, int]
     # Whether to flip horizontally.
     flip: bool
+    resize: ResizeRule
 
 
-def encoded_image(record: ImageRecord, size: tuple[int, int], *, flip: bool) -> EncodedImage | None:
+def encoded_image(
+    record: ImageRecord, size: tuple[int, int], resize: ResizeRule, *, flip: bool
+) -> EncodedImage | None:
     """Read an image file to decode it on the device later.
 
     Returns:
-        None if the file is unreadable, not a plain JPEG, or not of the annotated size.
+        None if the file is unreadable, not a plain JPEG, rotated, or not of the annotated size.
     """
     try:
         data = record.path.read_bytes()
-        header = read_header(data, apply_orientation=False)
+        header = read_header(data)
     except (OSError, ImageError):
         # The caller then calls `read_image`, which raises an error with the reason.
         return None
-    if not header.is_plain_jpeg or header.size != (record.height, record.width):
+    fits = header.orientation == 1 and header.size == (record.height, record.width)
+    if not header.is_plain_jpeg or not fits:
         return None
-    return EncodedImage(str(record.path), tensor_from_bytes(data), size, flip)
+    return EncodedImage(str(record.path), tensor_from_bytes(data), size, flip, resize)
 
 
 def decode_images(images: Sequence[EncodedImage], device: torch.device) -> list[Tensor]:
-    """Decode, resize and flip images on a device. Return [3, h, w] uint8 RGB per image.
+    """Decode, resize and flip images on a device. Return [3, h, w] RGB per image.
 
     Raises:
         DataError: A file is damaged.
@@ -55,6 +60,6 @@ def decode_images(images: Sequence[EncodedImage], device: torch.device) -> list[
                 f"{image.name} cannot be decoded ({pixels}); to skip such files, set "
                 "data.decode=workers"
             )
-        resized = resize_pixels(pixels, image.size)
+        resized = resize_pixels(pixels, image.size, image.resize)
         results.append(resized.flip(2) if image.flip else resized)
     return results

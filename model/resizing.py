@@ -1,0 +1,123 @@
+"""Resizing and padding of decoded images on the CPU, by a model's resize rule. Needs no torch.
+
+Training, serving and prediction share these functions, so that they see the same pixels.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL.Image import Resampling, fromarray
+
+from .bundle.spec import ResizeRule, ShapeBucket
+from .images import ImageError
+
+# Pixels [h, w, 3] RGB in 0..255: uint8, or float32 if the rule resizes floats.
+Pixels = NDArray[np.uint8 | np.float32]
+
+
+def pixel_dtype(rule: ResizeRule) -> type[np.uint8] | type[np.float32]:
+    """Return the dtype of images that were resized by a rule."""
+    return np.float32 if rule == "torchvision" else np.uint8
+
+
+def resized_size(
+    height: int, width: int, min_size: int, max_size: int, rule: ResizeRule = "pillow"
+) -> tuple[int, int]:
+    """Return height and width in pixels after resizing.
+
+    The shorter side becomes `min_size`, unless the longer side would exceed `max_size`. Fractions
+    are rounded to the nearest pixel with `detectron2`, and down with the other rules.
+    """
+    shorter, longer = min(height, width), max(height, width)
+    if rule == "detectron2":
+        # Its order of operations, because products close to half a pixel depend on it.
+        sides = min_size * 1.0, min_size / shorter * longer
+        if sides[1] > max_size:
+            sides = sides[0] * (max_size / sides[1]), sides[1] * (max_size / sides[1])
+        small, large = (max(1, int(side + 0.5)) for side in sides)
+        return (small, large) if height < width else (large, small)
+    scale = min(min_size / shorter, max_size / longer)
+    return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
+
+
+def smallest_bucket(height: int, width: int, buckets: Sequence[ShapeBucket]) -> ShapeBucket:
+    """Return the bucket of smallest area that holds `height` x `width` pixels.
+
+    Raises:
+        ImageError: the image fits no bucket.
+    """
+    fitting = [b for b in buckets if b.height >= height and b.width >= width]
+    if not fitting:
+        raise ImageError(
+            f"the image, resized to {height}x{width} pixels (height x width), fits no bucket: "
+            f"{', '.join(map(str, buckets))}"
+        )
+    return min(fitting, key=lambda b: b.height * b.width)
+
+
+@overload
+def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]: ...
+
+
+@overload
+def resize_image(image: NDArray[np.uint8], height: int, width: int, rule: ResizeRule) -> Pixels: ...
+
+
+def resize_image(
+    image: NDArray[np.uint8], height: int, width: int, rule: ResizeRule = "pillow"
+) -> Pixels:
+    """Resize [H, W, 3] to [height, width, 3] of the rule's dtype.
+
+    All rules are bilinear. With `torchvision`, the result is not antialiased and not rounded.
+    """
+    if rule == "torchvision":
+        return _interpolate(image, height, width)
+    if image.shape[:2] == (height, width):
+        return image
+    return np.array(fromarray(image).resize((width, height), Resampling.BILINEAR))
+
+
+def pad_to_bucket(image: NDArray[Any], bucket: ShapeBucket) -> NDArray[Any]:
+    """Pad [H, W, 3] with zeros at the right and bottom to [3, bucket.height, bucket.width]."""
+    height, width = image.shape[:2]
+    padded = np.zeros((3, *bucket), image.dtype)
+    padded[:, :height, :width] = image.transpose(2, 0, 1)
+    return padded
+
+
+def _interpolate(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.float32]:
+    """Interpolate as `torch.nn.functional.interpolate`, bilinear, with `align_corners=False`."""
+    if image.shape[:2] == (height, width):
+        return image.astype(np.float32)
+    top, bottom, down = _neighbours(image.shape[0], height)
+    left, right, across = _neighbours(image.shape[1], width)
+    down, across = down[:, None, None], across[:, None]
+
+    def blended_row(rows: NDArray[np.intp]) -> NDArray[np.float32]:
+        lines = image.take(rows, axis=0)
+        first = lines.take(left, axis=1).astype(np.float32)
+        step = lines.take(right, axis=1) - first
+        step *= across
+        first += step
+        return first
+
+    upper, lower = blended_row(top), blended_row(bottom)
+    lower -= upper
+    lower *= down
+    upper += lower
+    return upper
+
+
+def _neighbours(
+    size: int, resized: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
+    """Return the two source pixels of each resized pixel along an axis, and the second's weight."""
+    # As torch computes them: the scale is a float32, and a fused multiply-add rounds once.
+    scale = float(np.float32(size) / np.float32(resized))
+    positions = ((np.arange(resized) + 0.5) * scale - 0.5).clip(0).astype(np.float32)
+    first = np.minimum(positions.astype(np.intp), size - 1)
+    weights = (positions - first.astype(np.float32)).clip(0, 1)
+    return first, np.minimum(first + 1, size - 1), weights
