@@ -1,5 +1,6 @@
 """Mask R-CNN from a COCO-format data set to a served model on NVIDIA GPUs."""
 
+import importlib
 import os
 
 __version__ = "0.1.0"
@@ -7,3 +8,26 @@ __version__ = "0.1.0"
 # Without this, ONNX Runtime looks up its telemetry server and stores a device id in the user's
 # cache folder. It reads the variable once, when it is imported, so it is set before anything else.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+# Modules of the public names. They are imported on first use: `train` needs torch, which takes
+# seconds. `__init__.pyi` has their types.
+_MODULES = {
+    "load_config": "training.config:load_config",
+    "train": "training.run:run_training",
+    "export_bundle": "export.bundle:bundle_from_checkpoint",
+    "Detector": "serving.offline.detector:Detector",
+}
+__all__ = [*_MODULES]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _MODULES[name].partition(":")
+    value = getattr(importlib.import_module(f".{module}", __name__), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -176,10 +176,10 @@ def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> N
 
 
 def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", image: Path) -> None:
-    """Check that a server's detections equal those of `Predictor`, and draw some into `image`."""
+    """Check that a server's detections equal those of `Detector`, and draw some into `image`."""
     from ...serving.client import DetectorClient
     from ...serving.detections import Detections
-    from ...serving.offline.predictor import Predictor
+    from ...serving.offline.detector import Detector
     from ...training.data.coco.dataset import CocoDataset
     from ..serve.measure import running_server
     from .figures import draw_comparison
@@ -189,7 +189,7 @@ def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", im
     contents = [record.path.read_bytes() for record in dataset.records[:64]]
     with running_server(bundle) as server, DetectorClient(server.address) as client:
         outcomes = list(client.detect_many(contents))
-    predictor = Predictor(bundle)
+    predictor = Detector(bundle)
     served = [outcome for outcome in outcomes if isinstance(outcome, Detections)]
     equal = len(served) == len(contents) and all(
         _are_equal(detections, predictor.detect(content))

@@ -88,13 +88,13 @@ def predict(
             precision=precision, backend=backend, max_batch=max_batch,
         )  # fmt: skip
         return
-    from ..offline.predictor import Predictor
+    from ..offline.detector import Detector
     from ..results.reports import write_report
 
     files, folder = files_and_folder(images, output, formats)
     bundle = bundle_for_backend(model, backend, precisions)
     with (
-        contextlib.closing(Predictor(bundle, precision, backend, max_batch)) as predictor,
+        contextlib.closing(Detector(bundle, precision, backend, max_batch)) as predictor,
         contextlib.closing(predictor.detect_many(files, options)) as outcomes,
     ):
         write_report(files, outcomes, folder, formats)

@@ -21,7 +21,7 @@ from ..config import BackendName
 from ..detections import DetectionOptions, Detections
 from ..errors import ServingError, image_error_from_os_error
 from ..results.coco_json import coco_results
-from .predictor import Predictor
+from .detector import Detector
 
 _RLE = pa.struct([("size", pa.list_(pa.int64())), ("counts", pa.string())])
 _DETECTION = pa.struct(
@@ -187,7 +187,7 @@ class _RayDetector:
 
     def __init__(self, options: DetectionOptions, predictor: dict[str, Any]) -> None:
         self._options = options
-        self._predictor = Predictor(**predictor)
+        self._predictor = Detector(**predictor)
 
     def __call__(self, batch: dict[str, Any]) -> pa.Table:
         reads = list(zip(batch["bytes"].tolist(), batch["error"].tolist(), strict=True))

@@ -32,7 +32,7 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(tmp_path / name))
     work = tmp_path / "notebooks"
     work.mkdir()
-    # Raises the error of a cell. One cell compares the detections of server and `Predictor`.
+    # Raises the error of a cell. One cell compares the detections of server and `Detector`.
     executed = execute(NOTEBOOK, work, ITERATIONS=3, TRAIN_IMAGES=8, VAL_IMAGES=8)
     assert images_in(executed).keys() == images_in(nbformat.read(NOTEBOOK, as_version=4)).keys()
     folder = tmp_path / "runs" / "first_model"

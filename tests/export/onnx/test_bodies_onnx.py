@@ -17,7 +17,7 @@ from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES, ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 from maskrcnn_trt.model.mask_rcnn import BatchDetections
 from maskrcnn_trt.model.masks import mask_from_rle
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 
 DETECTRON2: dict[str, dict[str, object]] = {
     "anchors": {"convention": "detectron2"},
@@ -85,7 +85,7 @@ def test_c4_bundle_runs_in_half_precision(tiny_checkpoint: Path, tmp_path: Path)
     images, sizes = (part[:1] for part in noise_images())
     png = BytesIO()
     Image.fromarray(images[0].permute(1, 2, 0).numpy()).save(png, "PNG")
-    predictor = Predictor(tmp_path / "bundle")
+    predictor = Detector(tmp_path / "bundle")
     found = predictor.detect(png.getvalue())
     predictor.close()
     assert len(found.rles) == len(found.scores) > 0

@@ -14,7 +14,7 @@ from maskrcnn_trt.model.masks import mask_from_rle
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.errors import DeadlineError, RefusedError, UnreachableError
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 
 Encode = Callable[..., bytes]
 
@@ -26,8 +26,8 @@ def client(address: str) -> Iterator[DetectorClient]:
 
 
 @pytest.fixture(scope="module")
-def predictor(bundle: Path) -> Iterator[Predictor]:
-    with contextlib.closing(Predictor(bundle)) as predictor:
+def predictor(bundle: Path) -> Iterator[Detector]:
+    with contextlib.closing(Detector(bundle)) as predictor:
         yield predictor
 
 
@@ -44,7 +44,7 @@ def assert_equal(left: Any, right: Any) -> None:
 
 @pytest.mark.parametrize("size", [(120, 200), (200, 120), (96, 160), (640, 480), (8, 9)])
 def test_server_and_predictor_agree(
-    client: DetectorClient, predictor: Predictor, picture: Encode, size: tuple[int, int]
+    client: DetectorClient, predictor: Detector, picture: Encode, size: tuple[int, int]
 ) -> None:
     data = picture(size=size)
     detections = client.detect(data)
@@ -80,7 +80,7 @@ def test_options_choose_detections_and_masks(client: DetectorClient, picture: En
     assert none.boxes.shape == (0, 4)
 
 
-def test_mask_formats(client: DetectorClient, predictor: Predictor, picture: Encode) -> None:
+def test_mask_formats(client: DetectorClient, predictor: Detector, picture: Encode) -> None:
     bare = client.detect(picture(), DetectionOptions(mask_format=MaskFormat.NONE))
     assert bare.rles is None
     assert bare.mask_probabilities is None
@@ -106,7 +106,7 @@ def test_masks_lie_in_their_boxes(client: DetectorClient, picture: Encode) -> No
 
 
 def test_detect_many_keeps_the_order_and_shares_batches(
-    client: DetectorClient, predictor: Predictor, picture: Encode
+    client: DetectorClient, predictor: Detector, picture: Encode
 ) -> None:
     images = [picture(i, (120, 200) if i % 2 else (200, 120)) for i in range(24)]
     images[5] = b"no image"
@@ -151,7 +151,7 @@ async def test_streams_and_async_clients_agree(
             assert_equal(outcome, expected[index])
 
 
-def test_model_describes_the_bundle(client: DetectorClient, predictor: Predictor) -> None:
+def test_model_describes_the_bundle(client: DetectorClient, predictor: Detector) -> None:
     model, manifest = client.model(), predictor.manifest
     assert model.name == manifest.model_name
     assert [(c.id, c.name) for c in model.categories] == [

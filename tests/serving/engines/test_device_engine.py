@@ -17,7 +17,7 @@ from tritonclient.grpc import InferenceServerClient
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.errors import RefusedError
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 
 Encode = Callable[..., bytes]
 LANDSCAPE, PORTRAIT = (120, 200), (200, 120)
@@ -25,8 +25,8 @@ LANDSCAPE, PORTRAIT = (120, 200), (200, 120)
 
 @pytest.fixture(scope="module")
 def predictor(torch_bundle: Path) -> Any:
-    """Predictor of the same model with ONNX Runtime."""
-    predictor = Predictor(torch_bundle, backend="onnxruntime")
+    """Detector of the same model with ONNX Runtime."""
+    predictor = Detector(torch_bundle, backend="onnxruntime")
     yield predictor
     predictor.close()
 
@@ -50,7 +50,7 @@ def assert_same(own: Detections, other: Detections) -> None:
 
 @pytest.mark.slow
 async def test_detections_equal_those_of_another_backend(
-    address: str, predictor: Predictor, picture: Encode
+    address: str, predictor: Detector, picture: Encode
 ) -> None:
     whole = [picture(n, (LANDSCAPE, PORTRAIT)[n % 2], "PNG") for n in range(9)]
     images = [*whole, whole[0][:200], b"no image"]
@@ -77,7 +77,7 @@ async def test_detections_equal_those_of_another_backend(
 
 
 @pytest.mark.slow
-def test_pixels_are_not_decoded(address: str, predictor: Predictor) -> None:
+def test_pixels_are_not_decoded(address: str, predictor: Detector) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (1, *LANDSCAPE, 3), np.uint8)
     with InferenceServerClient(address) as client:
         result = client.infer(predictor.manifest.model_name, pixels_of(pixels, "UINT8"))

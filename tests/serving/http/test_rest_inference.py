@@ -17,7 +17,7 @@ from tritonclient.http import InferenceServerClient, InferInput, InferRequestedO
 from tritonclient.utils import InferenceServerException
 
 from maskrcnn_trt.serving.detections import Detections
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 
 Encode = Callable[..., bytes]
 INFER = f"/v2/models/{MODEL}/infer"
@@ -43,7 +43,7 @@ def http(server: HttpAddress) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def expected(bundle: Path, picture: Encode) -> Detections:
-    predictor = Predictor(bundle)
+    predictor = Detector(bundle)
     detections = predictor.detect(picture())
     predictor.close()
     assert detections.rles is not None

@@ -16,7 +16,7 @@ from maskrcnn_trt.serving.backends.base import Backend
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.offline.bulk import detect_many
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 
 Encode = Callable[..., bytes]
 LANDSCAPE, PORTRAIT = (60, 100), (100, 60)
@@ -35,8 +35,8 @@ def backend(bundle: Path, manifest: Manifest) -> Iterator[Backend]:
 
 
 @pytest.fixture(scope="module")
-def predictor(bundle: Path) -> Iterator[Predictor]:
-    with contextlib.closing(Predictor(bundle)) as predictor:
+def predictor(bundle: Path) -> Iterator[Detector]:
+    with contextlib.closing(Detector(bundle)) as predictor:
         yield predictor
 
 
@@ -65,7 +65,7 @@ def assert_same(own: Detections | ImageError, other: Detections | ImageError) ->
 
 @pytest.mark.parametrize("max_batch", [1, 3, 4])
 def test_batches_do_not_change_the_results(
-    predictor: Predictor, backend: Backend, manifest: Manifest, picture: Encode, max_batch: int
+    predictor: Detector, backend: Backend, manifest: Manifest, picture: Encode, max_batch: int
 ) -> None:
     sizes = [LANDSCAPE, PORTRAIT, LANDSCAPE, LANDSCAPE, (50, 50), PORTRAIT, LANDSCAPE]
     codecs = ["JPEG", "JPEG", "PNG", "JPEG", "WEBP", "JPEG", "JPEG"]
@@ -86,7 +86,7 @@ def test_no_images_and_no_detections(backend: Backend, manifest: Manifest, pictu
 
 @pytest.mark.parametrize("masks", [MaskFormat.PROBABILITIES, MaskFormat.NONE])
 def test_mask_formats_of_bulk_detection(
-    predictor: Predictor, backend: Backend, manifest: Manifest, picture: Encode, masks: MaskFormat
+    predictor: Detector, backend: Backend, manifest: Manifest, picture: Encode, masks: MaskFormat
 ) -> None:
     options = DetectionOptions(mask_format=masks, max_detections=3)
     images = [picture(1), picture(2)]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from tritonclient.grpc import InferenceServerClient
 
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 
 
 @pytest.fixture(scope="module")
-def predictor(bundle: Path) -> Iterator[Predictor]:
-    with contextlib.closing(Predictor(bundle)) as predictor:
+def predictor(bundle: Path) -> Iterator[Detector]:
+    with contextlib.closing(Detector(bundle)) as predictor:
         yield predictor
 
 

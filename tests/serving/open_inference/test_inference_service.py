@@ -17,7 +17,7 @@ from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 
 Encode = Callable[..., bytes]
 ROWS, SIDE = 20, 28
@@ -45,7 +45,7 @@ def assert_row_is(result: InferResult, row: int, expected: Detections) -> None:
 
 @pytest.mark.parametrize("column", [False, True])
 def test_outputs_of_a_batch_are_padded(
-    triton: InferenceServerClient, predictor: Predictor, picture: Encode, column: bool
+    triton: InferenceServerClient, predictor: Detector, picture: Encode, column: bool
 ) -> None:
     pictures = [picture(1), picture(2, (200, 120)), picture(3, codec="PNG")]
     result = triton.infer(MODEL, images_of(*pictures, column=column), request_id="seven")
@@ -67,7 +67,7 @@ def test_outputs_of_a_batch_are_padded(
 
 @pytest.mark.parametrize("datatype", ["UINT8", "FP32"])
 def test_pixels_give_the_same_detections(
-    triton: InferenceServerClient, predictor: Predictor, picture: Encode, datatype: str
+    triton: InferenceServerClient, predictor: Detector, picture: Encode, datatype: str
 ) -> None:
     pictures = [picture(seed, (64, 96), codec="PNG") for seed in (1, 2)]
     pixels = decoded(*pictures).astype(np.uint8 if datatype == "UINT8" else np.float32)
@@ -82,7 +82,7 @@ def test_pixels_give_the_same_detections(
 
 
 def test_images_in_typed_contents(
-    triton: InferenceServerClient, predictor: Predictor, picture: Encode
+    triton: InferenceServerClient, predictor: Detector, picture: Encode
 ) -> None:
     tensor = InferInput("images", (1,), "BYTES")
     tensor._get_tensor().contents.bytes_contents.append(picture())
@@ -90,7 +90,7 @@ def test_images_in_typed_contents(
 
 
 def test_typed_contents_up_to_the_message_limit(
-    triton: InferenceServerClient, predictor: Predictor, picture: Encode
+    triton: InferenceServerClient, predictor: Detector, picture: Encode
 ) -> None:
     height, width = 832, 840  # 512 bytes less than 2 MiB of pixels
     # Values below 128 take one byte each.
@@ -106,7 +106,7 @@ def test_typed_contents_up_to_the_message_limit(
 
 
 def test_requested_outputs(
-    triton: InferenceServerClient, predictor: Predictor, picture: Encode
+    triton: InferenceServerClient, predictor: Detector, picture: Encode
 ) -> None:
     names = ["mask_probabilities", "scores", "masks"]
     result = triton.infer(
@@ -126,7 +126,7 @@ def test_requested_outputs(
 
 
 def test_parameters_are_applied(
-    triton: InferenceServerClient, predictor: Predictor, picture: Encode
+    triton: InferenceServerClient, predictor: Detector, picture: Encode
 ) -> None:
     everything = predictor.detect(picture())
     threshold = float(np.median(everything.scores))
@@ -148,7 +148,7 @@ def test_image_without_detections_is_all_padding(
 
 
 def test_precision_in_the_model_name(
-    triton: InferenceServerClient, predictor: Predictor, picture: Encode
+    triton: InferenceServerClient, predictor: Detector, picture: Encode
 ) -> None:
     result = triton.infer(f"{MODEL}-fp32", images_of(picture()), model_version="1")
     assert_row_is(result, 0, predictor.detect(picture()))
@@ -156,7 +156,7 @@ def test_precision_in_the_model_name(
         triton.infer(f"{MODEL}-fp32", images_of(picture()), parameters={"precision": "fp16"})
 
 
-async def test_async_client(address: str, predictor: Predictor, picture: Encode) -> None:
+async def test_async_client(address: str, predictor: Detector, picture: Encode) -> None:
     async with triton_aio.InferenceServerClient(address) as client:
         calls = (client.infer(MODEL, images_of(picture(seed))) for seed in range(4))
         for seed, result in enumerate(await asyncio.gather(*calls)):
@@ -180,7 +180,7 @@ async def test_cancelled_request_releases_its_slots(wide_bundle: Path, picture: 
 
 
 def test_stream_responses_are_in_order_and_continue_after_an_error(
-    triton: InferenceServerClient, predictor: Predictor, picture: Encode
+    triton: InferenceServerClient, predictor: Detector, picture: Encode
 ) -> None:
     responses: queue.Queue[tuple[InferResult | None, InferenceServerException | None]] = (
         queue.Queue()

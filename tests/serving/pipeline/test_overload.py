@@ -15,7 +15,7 @@ from in_process_server import connected, served
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.errors import RefusedError
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 
 Encode = Callable[..., bytes]
 
@@ -25,7 +25,7 @@ _BURSTS = 15
 
 async def test_overload_computes_or_rejects_every_request(bundle: Path, picture: Encode) -> None:
     pictures = [picture(seed) for seed in range(4)]
-    with contextlib.closing(Predictor(bundle)) as predictor:
+    with contextlib.closing(Detector(bundle)) as predictor:
         results = [predictor.detect(data) for data in pictures]
 
     async def detect(client: AsyncDetectorClient, number: int) -> grpc.StatusCode:

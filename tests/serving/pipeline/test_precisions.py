@@ -26,7 +26,7 @@ from maskrcnn_trt.export.commands import export
 from maskrcnn_trt.model.bundle.manifest import Precision
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 
 Encode = Callable[..., bytes]
 
@@ -76,7 +76,7 @@ def expected(precise_bundle: Path, picture: Encode) -> Scores:
     """Scores of each image by precision, computed without a server."""
     scores: Scores = {}
     for precision in PRECISIONS:
-        with contextlib.closing(Predictor(precise_bundle, precision, "onnxruntime")) as predictor:
+        with contextlib.closing(Detector(precise_bundle, precision, "onnxruntime")) as predictor:
             found = [predictor.detect(picture(seed)) for seed in range(PICTURES)]
         scores[precision] = [detections.scores for detections in found]
     return scores

@@ -6,7 +6,7 @@ import pytest
 from pycocotools.coco import COCO
 
 from maskrcnn_trt.serving.detections import DetectionOptions, MaskFormat
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 from maskrcnn_trt.serving.results.coco_json import coco_results, image_id_from_path
 
 Encode = Callable[..., bytes]
@@ -21,7 +21,7 @@ def test_image_id_is_the_stem(name: str, image_id: int | str) -> None:
 
 
 def test_pycocotools_loads_the_results(bundle: Path, picture: Encode, tmp_path: Path) -> None:
-    detections = Predictor(bundle).detect(picture())
+    detections = Detector(bundle).detect(picture())
     path = tmp_path / "detections.json"
     path.write_text(json.dumps(coco_results(139, detections)))
     dataset = COCO()
@@ -40,6 +40,6 @@ def test_pycocotools_loads_the_results(bundle: Path, picture: Encode, tmp_path: 
 
 def test_results_without_masks_have_no_segmentation(bundle: Path, picture: Encode) -> None:
     options = DetectionOptions(mask_format=MaskFormat.NONE)
-    records = coco_results("cat", Predictor(bundle).detect(picture(), options))
+    records = coco_results("cat", Detector(bundle).detect(picture(), options))
     assert all(record["image_id"] == "cat" for record in records)
     assert not any("segmentation" in record for record in records)

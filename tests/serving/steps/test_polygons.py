@@ -16,7 +16,7 @@ from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat, Outlines
 from maskrcnn_trt.serving.messages import detections_from_response, encode_detections
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 from maskrcnn_trt.serving.steps.postprocessing import polygons_from_probabilities
 
 Encode = Callable[..., bytes]
@@ -227,14 +227,14 @@ def test_messages_with_any_number_of_outlines() -> None:
 
 
 @pytest.fixture(scope="module")
-def predictor(bundle: Path) -> Iterator[Predictor]:
-    predictor = Predictor(bundle)
+def predictor(bundle: Path) -> Iterator[Detector]:
+    predictor = Detector(bundle)
     yield predictor
     predictor.close()
 
 
 def test_polygons_from_a_server_equal_those_of_its_probabilities(
-    address: str, predictor: Predictor, picture: Encode
+    address: str, predictor: Detector, picture: Encode
 ) -> None:
     images = [picture(n, size) for n, size in enumerate([(120, 200), (640, 480), (8, 9)])]
     with DetectorClient(address) as client:

@@ -15,20 +15,20 @@ from torchvision.ops import clip_boxes_to_image
 
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
 from maskrcnn_trt.model.images import ImageError
-from maskrcnn_trt.serving.offline.predictor import Predictor
+from maskrcnn_trt.serving.offline.detector import Detector
 
 Encode = Callable[..., bytes]
 
 
 @pytest.fixture(scope="module")
-def predictor(bundle: Path) -> Iterator[Predictor]:
-    with contextlib.closing(Predictor(bundle)) as predictor:
+def predictor(bundle: Path) -> Iterator[Detector]:
+    with contextlib.closing(Detector(bundle)) as predictor:
         yield predictor
 
 
 @pytest.mark.parametrize(("height", "width"), [(120, 200), (333, 250), (50, 400)])
 def test_detections_equal_torchvisions_postprocessing(
-    bundle: Path, predictor: Predictor, picture: Encode, height: int, width: int
+    bundle: Path, predictor: Detector, picture: Encode, height: int, width: int
 ) -> None:
     data = picture(size=(height, width), codec="PNG")
     scale = min(96 / min(height, width), 160 / max(height, width))
@@ -65,16 +65,16 @@ def test_detections_equal_torchvisions_postprocessing(
     ]
 
 
-def test_pixel_limit(predictor: Predictor, picture: Encode) -> None:
+def test_pixel_limit(predictor: Detector, picture: Encode) -> None:
     with pytest.raises(ImageError, match="1000 pixels"):
         predictor.detect(picture(), max_pixels=1000)
 
 
 def test_missing_bundle_and_precision(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"manifest\.json"):
-        Predictor(tmp_path)
+        Detector(tmp_path)
     with pytest.raises(BundleError, match="no fp16 onnx artifact, only fp32 onnx"):
-        Predictor(bundle, "fp16")
+        Detector(bundle, "fp16")
 
 
 def test_modified_artefact_is_rejected(bundle: Path, tmp_path: Path) -> None:
@@ -84,4 +84,18 @@ def test_modified_artefact_is_rejected(bundle: Path, tmp_path: Path) -> None:
     with (tmp_path / artifact.path).open("ab") as file:
         file.write(b"\0")
     with pytest.raises(BundleError, match=r"\.onnx"):
-        Predictor(tmp_path)
+        Detector(tmp_path)
+
+
+def test_several_images_are_detected_in_one_call(
+    bundle: Path, predictor: Detector, picture: Encode, tmp_path: Path
+) -> None:
+    first, second = (picture(size=size) for size in ((120, 200), (90, 60)))
+    path = tmp_path / "second.jpg"
+    path.write_bytes(second)
+    expected = [predictor.detect(data) for data in (first, second, second)]
+    found = predictor([first, path, str(path)])
+    assert [d.rles for d in found] == [d.rles for d in expected]
+    assert sum(len(d.scores) for d in found) > 0
+    with pytest.raises(ImageError, match="damaged"):
+        predictor([first, second[:200]])

@@ -1,10 +1,12 @@
 """Detection in one process, without a server."""
 
 from collections.abc import Generator, Iterable
+from contextlib import closing
 from pathlib import Path
 
 from ...model.bundle.manifest import Precision, read_manifest
 from ...model.bundle.spec import MAX_PIXELS
+from ...model.images import ImageError
 from ..backends.loading import load_backend, served_precision
 from ..config import BackendName
 from ..detections import DEFAULT_OPTIONS, DetectionOptions, Detections
@@ -14,12 +16,15 @@ from ..steps.preprocessing import plan_image
 from .bulk import detect_many
 
 
-class Predictor:
-    """A bundle loaded for detection in this process. Results equal those of the server."""
+class Detector:
+    """A bundle loaded for detection in this process. Results equal those of the server.
+
+    `Detector(bundle)(images)` returns the detections of several images.
+    """
 
     def __init__(
         self,
-        bundle: Path,
+        bundle: str | Path,
         precision: Precision | None = None,
         backend: BackendName = "auto",
         max_batch: int = 8,
@@ -37,6 +42,7 @@ class Predictor:
             BundleError: The bundle is missing or damaged, or lacks the precision.
             BackendError: The backend does not run here, or does not support the batch size.
         """
+        bundle = Path(bundle)
         self.manifest = read_manifest(bundle)
         self._max_batch = max_batch
         self._backend = load_backend(
@@ -47,6 +53,26 @@ class Predictor:
             max_batch,
         )
         self._steps = HostSteps(self._backend, self.manifest, threads=1)
+
+    def __call__(
+        self, images: Iterable[bytes | str | Path], options: DetectionOptions = DEFAULT_OPTIONS
+    ) -> list[Detections]:
+        """Detect objects in encoded images or files, in batches.
+
+        Returns:
+            The detections of each image, in order.
+
+        Raises:
+            ImageError: An image is invalid. `detect_many` continues with the others instead.
+        """
+        sources = (Path(image) if isinstance(image, str) else image for image in images)
+        results = []
+        with closing(self.detect_many(sources, options)) as outcomes:
+            for outcome in outcomes:
+                if isinstance(outcome, ImageError):
+                    raise outcome
+                results.append(outcome)
+        return results
 
     def detect(
         self,
