@@ -14,6 +14,7 @@ from ..model.config.overrides import OverrideError
 from ..model.config.schema import FrozenConfig, ModelConfig
 from .config_sources import SourceError, Values, read_values
 from .solver_config import SolverConfig
+from .transforms_config import Transform, check_order
 
 
 class ConfigError(Exception):
@@ -51,6 +52,11 @@ class DataConfig(FrozenConfig):
     have the same bucket."""
     flip_probability: float = Field(0.5, ge=0, le=1)
     """Probability that a training image is flipped horizontally."""
+    transforms: tuple[Transform, ...] = ()
+    """Further augmentation of training images, in this order, as in [{name: ColorJitter,
+    brightness: 0.4}]: ScaleJitter or RandomShortestSize first, RandomCrop, RandomRotation,
+    RandomVerticalFlip, ColorJitter, and SimpleCopyPaste last. Images larger than their bucket are
+    cropped to it."""
     on_broken: Literal["skip", "refuse"] = "skip"
     """Unreadable images and invalid annotations: skip them with a warning, or stop the run."""
     keep_empty: bool = False
@@ -71,6 +77,9 @@ class DataConfig(FrozenConfig):
         for sides in ((self.min_size, self.max_size), (self.max_size, self.min_size)):
             if not any(b.height >= sides[0] and b.width >= sides[1] for b in self.buckets):
                 raise ValueError(f"no bucket holds an image of {sides[0]}x{sides[1]} pixels")
+        check_order(self.transforms)
+        if self.transforms and self.decode == "device":
+            raise ValueError("transforms need decode=workers")
         return self
 
 

@@ -20,7 +20,14 @@ logger = logging.getLogger(__name__)
 _FIXED = ("model", "seed", "data", "solver.optimizer", "solver.images_per_batch")
 # Keys within `_FIXED` that may change. The paths in `data.train` may, because the ids of the images
 # and the hash of the annotation file are compared instead.
-_FREE = ("data.train", "data.val", "data.workers", "data.on_broken", "data.flip_probability")
+_FREE = (
+    "data.train",
+    "data.val",
+    "data.workers",
+    "data.on_broken",
+    "data.flip_probability",
+    "data.transforms",
+)
 # Keys that are neither stored nor compared.
 _IGNORED = {"output_dir", "weights"}
 

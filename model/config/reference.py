@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -95,6 +95,10 @@ _SIGNS = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}", "multiple_of
 def _kind(annotation: Any) -> str:
     """Describe an annotated type in words, such as `list of 3 numbers`."""
     origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(args[0])
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping"
     if origin is Literal:
         return " | ".join(map(str, args))
     if origin is tuple:
@@ -106,7 +110,8 @@ def _kind(annotation: Any) -> str:
 
 
 def _plural(annotation: Any) -> str:
-    return _kind(annotation) + ("s" if annotation in _KINDS else "")
+    kind = _kind(annotation)
+    return f"{kind}s" if kind in (*_KINDS.values(), "mapping") else kind
 
 
 def _bound(rule: Any) -> str:

@@ -67,6 +67,20 @@ REFUSED = {
     "data.buckets=[[64, 100]]": "are not multiples of 32",
     "data.buckets=[[64, 96]]": "data: no bucket holds an image of 96x64 pixels",
     "data.buckets=[[64]]": "data.buckets.0.1 is missing; allowed for data.buckets: list of [",
+    "data.transforms=4": "data.transforms is 4; allowed: list of mappings",
+    "data.transforms=[{size: 4}]": "{'size': 4} is not a transform; write one as in {name:",
+    "data.transforms=[{name: ScaleJitter}, {name: ColorJiter}]": "names: ScaleJitter, RandomShort",
+    "data.transforms=[{name: ColorJitter, hue: 2}]": "data.transforms.0: ColorJitter: hue is 2; "
+    "allowed: number, >= 0, <= 0.5",
+    "data.transforms=[{name: ColorJitter, bright: 1}]": "unknown key bright (did you mean "
+    "brightness?); allowed here: name, p, brightness",
+    "data.transforms=[{name: RandomCrop}]": "RandomCrop: size is missing; allowed: list of 2 whole "
+    "numbers",
+    "data.transforms=[{name: ScaleJitter, scale_range: [2, 1]}]": "[2.0, 1.0] is not two ascending",
+    "data.transforms=[{name: ColorJitter}, {name: ScaleJitter}]": "ScaleJitter must be the first",
+    "data.transforms=[{name: SimpleCopyPaste}, {name: ColorJitter}]": "must be the last",
+    "data={decode: device, transforms: [{name: ColorJitter}], min_size: 64, max_size: 96, "
+    "train: {images: a, annotations: b}}": "data: transforms need decode=workers",
     "data.train.images=null": "data.train.images is None; allowed: path",
     "data.train={images: x}": "data.train.annotations is missing; allowed: path",
     "seed": "override 'seed' is not of the form key.path=value",

@@ -58,7 +58,7 @@ def test_other_keys_may_change(tiny_config: Path, folder: Path) -> None:
         tiny_config, folder, "solver.max_iterations=2", "solver.base_lr=0.5", "log_period=1",
         "solver.momentum=0.5", "solver.warmup_iterations=0", "data.val=null", "data.workers=1",
         "solver.accumulate=2", "checkpoint_period=7", "weights=gone.pth",
-        "data.flip_probability=0",
+        "data.flip_probability=0", "data.transforms=[{name: ColorJitter}]",
     )  # fmt: skip
     checkpoint = train(config, resume=True)
     assert checkpoint.iteration == 2

@@ -40,11 +40,7 @@ def mask_from_segmentation(
     height, width = target
     left, top, right, bottom = region or (0, 0, source[1], source[0])
     if isinstance(segmentation, Rle):
-        # The image is resized with the same filter, so that mask and image stay aligned.
-        image = Image.fromarray(mask_from_rle(segmentation) * np.uint8(255))
-        bilinear = Image.Resampling.BILINEAR
-        resized = image.resize((width, height), bilinear, box=(left, top, right, bottom))
-        return (np.asarray(resized) >= 128).astype(np.uint8)
+        return resized_mask(mask_from_rle(segmentation), target, (left, top, right, bottom))
     # Vertices are scaled before they are rasterized, so that edges stay sharp.
     scale = np.array([width / (right - left), height / (bottom - top)])
     # Rasterizing takes time proportional to the edge length, which is huge for a tiny region.
@@ -55,3 +51,13 @@ def mask_from_segmentation(
     ]
     union = coco_mask.merge(coco_mask.frPyObjects(rings, height, width))
     return mask_from_rle(Rle(height, width, union["counts"]))
+
+
+def resized_mask(
+    mask: NDArray[np.uint8], target: tuple[int, int], region: Region
+) -> NDArray[np.uint8]:
+    """Resize the part of a mask [H, W] of 0 and 1 in a box to a height and width."""
+    # The image is resized with the same filter, so that mask and image stay aligned.
+    image = Image.fromarray(mask * np.uint8(255))
+    resized = image.resize(target[::-1], Image.Resampling.BILINEAR, box=region)
+    return (np.asarray(resized) >= 128).astype(np.uint8)

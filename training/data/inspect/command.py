@@ -58,6 +58,12 @@ if TYPE_CHECKING:
     help="Draw sample images with annotations into this PNG file, suspicious ones first.",
 )
 @click.option(
+    "--augmented",
+    metavar="CONFIG",
+    help="Also draw training images as a run with this preset or YAML file resizes and augments "
+    "them, into a file beside that of -o.",
+)
+@click.option(
     "--samples",
     type=click.IntRange(1, 100),
     default=16,
@@ -80,6 +86,7 @@ def inspect(
     max_size: int,
     json_path: Path | None,
     grid_path: Path | None,
+    augmented: str | None,
     samples: int,
     seed: int,
 ) -> None:
@@ -92,6 +99,12 @@ def inspect(
     from rich.console import Console
     from rich.progress import Progress
     from rich.text import Text
+
+    from ...config import validated_config
+
+    if augmented is not None and grid_path is None:
+        raise click.UsageError("--augmented needs -o FILE")
+    settings = None if augmented is None else validated_config(augmented).data
 
     from .report import LoadedSplit, inspect_splits
     from .report_tables import tables_from
@@ -120,6 +133,13 @@ def inspect(
 
         draw_samples(choose_samples(datasets, report.suspicions, samples, seed), grid_path)
         click.echo(f"wrote sample images to {grid_path}")
+    if grid_path is not None and settings is not None:
+        from .augmented_samples import augmented_samples
+
+        path = grid_path.with_stem(f"{grid_path.stem}-augmented")
+        train = [split.dataset for name, split in splits.items() if "train" in name]
+        draw_samples(augmented_samples((train or datasets)[0], settings, samples, seed), path)
+        click.echo(f"wrote augmented training images to {path}")
 
 
 def _splits_in(

@@ -47,6 +47,8 @@ class GridSample(NamedTuple):
     categories: tuple[Category, ...]
     # Reason for which the image was chosen. None: chosen at random.
     suspicion: Suspicion | None = None
+    # Pixels [H, W, 3]. None: those of the file.
+    image: NDArray[np.uint8] | None = None
 
 
 def choose_samples(
@@ -104,7 +106,7 @@ def _round_robin(groups: Sequence[Sequence[Suspicion]]) -> Iterator[Suspicion]:
 
 
 def _draw_sample(axes: Axes, sample: GridSample) -> None:
-    record, categories, suspicion = sample
+    record, categories, suspicion, image = sample
     suspect = suspicion.instance if suspicion else None
     title = record.path.name
     if suspect is not None:
@@ -114,7 +116,7 @@ def _draw_sample(axes: Axes, sample: GridSample) -> None:
     colour = "black" if suspicion is None else "red"
     axes.set_title(_wrapped(title), fontsize=9, color=colour, parse_math=False)
     try:
-        image = read_image(record)
+        image = read_image(record) if image is None else image
     except ImageError as error:
         text = _wrapped(str(error))
         axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes, parse_math=False)

@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
@@ -14,6 +15,7 @@ from ...config import DataConfig
 from ..coco.annotations import Instance
 from ..coco.dataset import CocoDataset, DataError, ImageRecord
 from ..coco.mask_targets import Region, mask_from_segmentation
+from .augmentation import Augmentation, paste_objects, random_numbers, with_cropped_masks
 from .batches import Batch, EncodedBatch, Sample, batch_from_samples
 from .encoded_images import EncodedImage, encoded_image
 from .sampling import BatchPlan
@@ -45,8 +47,8 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
             dataset: Data set that contains the images.
             config: Section `data` of the configuration.
             seed: Seed of random flips and of `Sample.seed`.
-            training: True: include ground truth, flip at random and, unless `data.keep_empty` is
-                set, drop images without objects. False: read all images as they are.
+            training: True: include ground truth, augment at random and, unless `data.keep_empty`
+                is set, drop images without objects. False: read all images as they are.
             mask_crop_size: Side in pixels of ground-truth masks cropped to their boxes. None: masks
                 have the size of the input.
 
@@ -57,6 +59,9 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         self._seed = seed
         self._training = training
         self._mask_crop_size = mask_crop_size
+        self._augmentation = None
+        if training and config.transforms:
+            self._augmentation = Augmentation(config.transforms)
         keep_empty = config.keep_empty or not training
         self.records = tuple(r for r in dataset.records if keep_empty or r.objects)
         if not self.records:
@@ -74,7 +79,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         for position, planned in enumerate(plan.indices, start=plan.position):
             for index in self._candidates(planned):
                 try:
-                    samples.append(self._read(index, plan.iteration, position))
+                    samples.append(self.read(index, plan.iteration, position))
                     break
                 except ImageError as error:
                     if self._config.on_broken == "refuse":
@@ -99,21 +104,67 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
                 if self.buckets[other] == self.buckets[index]:
                     yield other
 
-    def _read(self, index: int, iteration: int, position: int) -> Sample:
+    def read(self, index: int, iteration: int = 0, position: int = 0) -> Sample:
+        """Read an image as at a position in the global batch of an iteration.
+
+        Raises:
+            ImageError: The file cannot be read.
+        """
         # Seeded by the position in the global batch, so that the result is independent of the
         # number of data loader workers, ranks and accumulation steps.
         rng = np.random.default_rng([self._seed, iteration, position])
         flip = bool(rng.random() < self._config.flip_probability) and self._training
         seed = int(rng.integers(2**31))
+        if self._augmentation is None:
+            size = self._input_size(self.records[index])
+            return self._sample(index, size, self._mask_crop_size, seed, flip=flip)
+        with random_numbers(int(rng.integers(2**62))):
+            return self._augmented(self._augmentation, index, seed, flip=flip)
+
+    def _augmented(
+        self, augmentation: Augmentation, index: int, seed: int, *, flip: bool
+    ) -> Sample:
+        side = self._mask_crop_size
+        if not augmentation.changes_outlines:
+            size = self._input_size(self.records[index])
+            plain = self._sample(index, size, side, seed, flip=flip)
+            return augmentation.transform(plain, size)
+        sample = self._transformed(augmentation, index, seed, flip=flip)
+        if augmentation.pastes():
+            # Of the same bucket, because these images have similar sizes.
+            others = np.flatnonzero(np.equal(self.buckets, self.buckets[index]))
+            other = int(others[int(torch.randint(len(others), ()))])
+            flip = bool(torch.rand(1) < self._config.flip_probability)
+            try:
+                source = self._transformed(augmentation, other, seed, flip=flip)
+                sample = paste_objects(sample, source)
+            except ImageError:
+                if self._config.on_broken == "refuse":
+                    raise
+        return with_cropped_masks(sample, side)
+
+    def _transformed(
+        self, augmentation: Augmentation, index: int, seed: int, *, flip: bool
+    ) -> Sample:
+        """Return a sample with whole masks, no larger than its bucket."""
+        min_size = augmentation.min_size(self._config.min_size)
+        size = augmentation.input_size(self._input_size(self.records[index], min_size))
+        sample = self._sample(index, size, None, seed, flip=flip)
+        return augmentation.transform(sample, self._config.buckets[self.buckets[index]])
+
+    def _sample(
+        self, index: int, size: tuple[int, int], mask_side: int | None, seed: int, *, flip: bool
+    ) -> Sample:
+        """Return an image resized to a height and width, with its ground truth."""
         record = self.records[index]
-        height, width = size = self._input_size(record)
+        height, width = size
         image = self._image_of(record, size, flip=flip)
         objects = record.objects if self._training else ()
         source = (record.height, record.width)
         regions = [instance.clipped_box(*source) for instance in objects]
         scale = np.array([width / record.width, height / record.height] * 2)
         boxes = np.array(regions).reshape(-1, 4) * scale
-        masks = self._masks_of(objects, regions, source, size)
+        masks = _masks_of(objects, regions, source, size, mask_side)
         if flip:
             masks = masks[:, :, ::-1]
             boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
@@ -132,31 +183,30 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         image = resize_image(read_image(record, config.exif_orientation), *size, config.resize)
         return image[:, ::-1] if flip else image
 
-    def _masks_of(
-        self,
-        objects: Sequence[Instance],
-        regions: Sequence[Region],
-        source: tuple[int, int],
-        target: tuple[int, int],
-    ) -> NDArray[np.uint8]:
-        """Return masks [n, h, w] of size `target`, or [n, S, S] cropped to `regions`."""
-        size = self._mask_crop_size
-        shape = (size, size) if size else target
-        masks = np.zeros((len(objects), *shape), np.uint8)
-        for mask, instance, region in zip(masks, objects, regions, strict=True):
-            crop = region if size else None
-            mask[:] = mask_from_segmentation(instance.segmentation, source, shape, crop)
-        return masks
-
-    def _input_size(self, record: ImageRecord) -> tuple[int, int]:
+    def _input_size(self, record: ImageRecord, min_size: int | None = None) -> tuple[int, int]:
         config = self._config
-        return resized_size(
-            record.height, record.width, config.min_size, config.max_size, config.resize
-        )
+        min_size = min_size or config.min_size
+        return resized_size(record.height, record.width, min_size, config.max_size, config.resize)
 
     def _bucket_of(self, record: ImageRecord) -> int:
         buckets = self._config.buckets
         return buckets.index(smallest_bucket(*self._input_size(record), buckets))
+
+
+def _masks_of(
+    objects: Sequence[Instance],
+    regions: Sequence[Region],
+    source: tuple[int, int],
+    target: tuple[int, int],
+    side: int | None,
+) -> NDArray[np.uint8]:
+    """Return masks [n, h, w] of size `target`, or [n, side, side] cropped to `regions`."""
+    shape = (side, side) if side else target
+    masks = np.zeros((len(objects), *shape), np.uint8)
+    for mask, instance, region in zip(masks, objects, regions, strict=True):
+        crop = region if side else None
+        mask[:] = mask_from_segmentation(instance.segmentation, source, shape, crop)
+    return masks
 
 
 def read_image(

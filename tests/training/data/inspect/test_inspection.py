@@ -108,7 +108,13 @@ def test_command_prints_and_writes_the_report(call: Any, tmp_path: Path) -> None
     write_layout(folder, train=content_with_findings(), val=valid_content())
     (folder / "val" / "5.jpg").write_bytes(b"no picture")
     report, grid = tmp_path / "out" / "report.json", tmp_path / "out" / "samples.png"
-    code, printed, _ = call(folder, "--decode", "--json", report, "-o", grid, "--samples", 5)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "base: quick\ndata: {min_size: 128, max_size: 160, buckets: [[128, 160], [160, 128]], "
+        "transforms: [{name: ScaleJitter}, {name: SimpleCopyPaste}]}"
+    )
+    output = ("--json", report, "-o", grid, "--augmented", config)
+    code, printed, _ = call(folder, "--decode", *output, "--samples", 5)
     assert not code
     lines = [" ".join(line.replace("│", " ").split()) for line in printed.splitlines()]
     assert "[/unicorn] :car: 0 (0.0 %) not listed none in train, none in val" in lines
@@ -119,10 +125,11 @@ def test_command_prints_and_writes_the_report(call: Any, tmp_path: Path) -> None
     assert content["splits"]["train"]["faults"] == {"annotations: unknown category": ["70"]}
     assert content["splits"]["train"]["suspicions"]["area does not fit the segmentation"] == ["73"]
     assert content["splits"]["val"]["suspicions"] == {}
-    with Image.open(grid) as image:
-        assert image.format == "PNG"
-        assert image.width > 1000
-        assert np.asarray(image.convert("L")).std() > 10
+    for path in (grid, tmp_path / "out" / "samples-augmented.png"):
+        with Image.open(path) as image:
+            assert image.format == "PNG"
+            assert image.width > 1000
+            assert np.asarray(image.convert("L")).std() > 10
 
 
 @pytest.mark.parametrize(
@@ -143,6 +150,7 @@ def test_invalid_arguments_and_data_sets_are_errors(call: Any, tmp_path: Path) -
         code, _, error = call(*args)
         assert code == 2
         assert "give either DIR, or both --images and --annotations" in error
+    assert "-o FILE" in call(tmp_path, "--augmented", "quick")[2]
     code, _, error = call(tmp_path)
     assert code == 1
     assert f"{tmp_path} has none of the known layouts" in error

@@ -1,0 +1,63 @@
+"""Sample images as training sees them: resized and augmented."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from ....model.images import ImageError
+from ....model.masks import rle_from_mask
+from ...config import DataConfig
+from ..coco.annotations import Instance
+from ..coco.dataset import CocoDataset, ImageRecord
+from ..loading.batch_reader import BatchReader
+from ..loading.batches import Sample
+from .sample_grid import GridSample
+
+
+def augmented_samples(
+    dataset: CocoDataset, config: DataConfig, count: int, seed: int
+) -> list[GridSample]:
+    """Choose random images, and resize and augment them as in training. Skip unreadable ones.
+
+    Args:
+        dataset: Training images.
+        config: Section `data` of the configuration.
+        count: Maximum number of samples.
+        seed: Seed of the random choices.
+
+    Raises:
+        DataError: No image has objects.
+    """
+    reader = BatchReader(
+        dataset, config.model_copy(update={"decode": "workers"}), seed, training=True
+    )
+    order = np.random.default_rng(seed).permutation(len(reader.records)).tolist()
+
+    def samples() -> Iterator[GridSample]:
+        for position, index in enumerate(order):
+            try:
+                sample = reader.read(index, position=position)
+            except ImageError:
+                continue
+            yield _grid_sample(sample, reader.records[index], dataset)
+
+    return list(islice(samples(), count))
+
+
+def _grid_sample(sample: Sample, record: ImageRecord, dataset: CocoDataset) -> GridSample:
+    parts = zip(sample.labels.tolist(), sample.boxes.tolist(), sample.masks, strict=True)
+    instances = tuple(
+        Instance(
+            annotation_id=number,
+            label=label,
+            bbox=(left, top, right - left, bottom - top),
+            area=float(mask.sum()),
+            is_crowd=False,
+            segmentation=rle_from_mask(mask),
+        )
+        for number, (label, (left, top, right, bottom), mask) in enumerate(parts)
+    )
+    augmented = ImageRecord(record.id, record.path, *sample.size, instances)
+    pixels = np.array(sample.image).astype(np.uint8)
+    return GridSample(augmented, dataset.categories, image=pixels)

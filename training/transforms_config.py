@@ -1,0 +1,140 @@
+"""Configuration of the augmentation of training images: the entries of `data.transforms`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+
+from ..model.config.error_messages import validation_message
+from ..model.config.schema import FrozenConfig
+
+
+class TransformConfig(FrozenConfig):
+    """Transform of training images. Names and parameters are torchvision's."""
+
+    name: str
+    """Class of the transform."""
+    p: float = Field(1.0, gt=0, le=1)
+    """Probability that an image is transformed."""
+
+
+class ScaleJitterConfig(TransformConfig):
+    """Large-scale jitter: resize images to a random multiple of their input size."""
+
+    name: Literal["ScaleJitter"]
+    scale_range: tuple[float, float] = (0.1, 2.0)
+    """Smallest and largest factor."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> "ScaleJitterConfig":
+        low, high = self.scale_range
+        if not 0 < low <= high:
+            raise ValueError(f"scale_range [{low}, {high}] is not two ascending positive numbers")
+        return self
+
+
+class RandomShortestSizeConfig(TransformConfig):
+    """Multi-scale training: replace `data.min_size` by a random one of several sizes."""
+
+    name: Literal["RandomShortestSize"]
+    min_size: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (640, 672, 704, 736, 768, 800), min_length=1
+    )
+    """Shorter sides in pixels."""
+
+
+class RandomCropConfig(TransformConfig):
+    """Crop images to a size, or to the whole of a side that is shorter."""
+
+    name: Literal["RandomCrop"]
+    size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
+    """Height and width in pixels."""
+
+
+class RandomRotationConfig(TransformConfig):
+    """Rotate images about their centre, within their size."""
+
+    name: Literal["RandomRotation"]
+    degrees: float = Field(gt=0, le=180)
+    """Largest angle in both directions."""
+
+
+class RandomVerticalFlipConfig(TransformConfig):
+    """Flip images upside down."""
+
+    name: Literal["RandomVerticalFlip"]
+    p: float = Field(0.5, gt=0, le=1)
+
+
+class ColorJitterConfig(TransformConfig):
+    """Change brightness, contrast, saturation and hue."""
+
+    name: Literal["ColorJitter"]
+    brightness: float = Field(0.0, ge=0)
+    """Largest change of the factor 1."""
+    contrast: float = Field(0.0, ge=0)
+    """Largest change of the factor 1."""
+    saturation: float = Field(0.0, ge=0)
+    """Largest change of the factor 1."""
+    hue: float = Field(0.0, ge=0, le=0.5)
+    """Largest change, as a share of the colour circle."""
+
+
+class SimpleCopyPasteConfig(TransformConfig):
+    """Paste random objects of another training image (Ghiasi et al., 2021)."""
+
+    name: Literal["SimpleCopyPaste"]
+    p: float = Field(0.5, gt=0, le=1)
+
+
+_KINDS: Mapping[str, type[TransformConfig]] = {
+    "ScaleJitter": ScaleJitterConfig,
+    "RandomShortestSize": RandomShortestSizeConfig,
+    "RandomCrop": RandomCropConfig,
+    "RandomRotation": RandomRotationConfig,
+    "RandomVerticalFlip": RandomVerticalFlipConfig,
+    "ColorJitter": ColorJitterConfig,
+    "SimpleCopyPaste": SimpleCopyPasteConfig,
+}
+# Transforms that determine the size to which an image is resized.
+RESIZING = (ScaleJitterConfig, RandomShortestSizeConfig)
+
+
+def _transform_from(value: Any) -> Any:
+    if isinstance(value, TransformConfig):
+        return value
+    name = value.get("name") if isinstance(value, Mapping) else None
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ValueError(
+            f"{value!r} is not a transform; write one as in {{name: ColorJitter, hue: 0.1}}; "
+            f"names: {', '.join(_KINDS)}"
+        )
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise ValueError(f"{name}: {validation_message(error, kind)}") from None
+
+
+# The name selects the class, so that an error message names the parameters of this transform only.
+Transform = Annotated[SerializeAsAny[TransformConfig], BeforeValidator(_transform_from)]
+
+
+def check_order(transforms: tuple[TransformConfig, ...]) -> None:
+    """Check that resizing is the first transform of a list, and copy-paste the last.
+
+    Raises:
+        ValueError: A transform is at another position.
+    """
+    for transform in transforms[1:]:
+        if isinstance(transform, RESIZING):
+            raise ValueError(
+                f"{transform.name} must be the first of transforms, because it replaces the "
+                "resizing to data.min_size"
+            )
+    for transform in transforms[:-1]:
+        if isinstance(transform, SimpleCopyPasteConfig):
+            raise ValueError(
+                "SimpleCopyPaste must be the last of transforms, because the other image is "
+                "transformed by those before"
+            )
