@@ -20,6 +20,7 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 InputDtype = Literal["uint8", "float32"]
 EngineKind = Literal["tensorrt", "tensorrt-rtx"]
 ArtifactKind = Literal["onnx", "torch", EngineKind]
+HardwareCompatibility = Literal["none", "same-compute-capability", "ampere-plus"]
 
 
 class BundleError(Exception):
@@ -89,6 +90,16 @@ class EngineBuild(_Record):
     plugins: dict[str, str]
     # Optimisation profiles by index.
     profiles: tuple[BatchProfile, ...] = Field(min_length=1)
+    # Name of the building GPU. None: the plan was built for several types of GPU.
+    gpu_name: str | None = None
+    # GPUs besides the building one that can run the plan.
+    hardware_compatibility: HardwareCompatibility = "none"
+    # Whether newer versions of the runtime can load the plan.
+    version_compatible: bool = False
+    # Version of the plugins' PTX, such as `9.0`, and the lowest CUDA version of drivers that load
+    # it, such as 13000 for 13.0. None: the plan has no plugins.
+    ptx_version: str | None = None
+    ptx_cuda_version: int | None = None
 
 
 class CompileTarget(_Record):

@@ -1,10 +1,10 @@
 """Check of the packages of ONNX Runtime, which install the same files."""
 
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Final
 
 from ..errors import BackendError
-from ..host import installed_versions
 
 _PACKAGES: Final = ("onnxruntime", "onnxruntime-gpu")
 _INSTALL: Final = (
@@ -21,14 +21,14 @@ def check_onnxruntime() -> str:
     Raises:
         BackendError: ONNX Runtime is not installed, or its files are missing.
     """
-    versions = installed_versions(_PACKAGES)
+    installed = [name for name in _PACKAGES if any(metadata.distributions(name=name))]
     # Uninstalling one of two packages leaves folders, which Python takes for a namespace package.
     spec = find_spec("onnxruntime")
-    if spec is None or (spec.origin is None and not versions):
+    if spec is None or (spec.origin is None and not installed):
         raise BackendError(f"onnxruntime is not installed; install it with {_INSTALL}")
     repair = f"run pip uninstall --yes {' '.join(_PACKAGES)}, then {_INSTALL}"
     if spec.origin is None:
-        raise BackendError(f"the files of {next(iter(versions))} are missing; {repair}")
-    if len(versions) > 1:
-        return f"{' and '.join(versions)} overwrite each other's files; {repair}"
+        raise BackendError(f"the files of {installed[0]} are missing; {repair}")
+    if len(installed) > 1:
+        return f"{' and '.join(installed)} overwrite each other's files; {repair}"
     return ""

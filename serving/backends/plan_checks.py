@@ -1,14 +1,21 @@
 """Checks whether TensorRT plans run on this machine. Each error names a remedy."""
 
+import contextlib
 import importlib
 import re
-from collections.abc import Mapping, Sequence
-from types import ModuleType
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from ...model.bundle.manifest import Artifact, BatchProfile, EngineKind, current_platform
+from ...model.bundle.manifest import (
+    Artifact,
+    BatchProfile,
+    EngineBuild,
+    EngineKind,
+    current_platform,
+)
 from ..errors import BackendError
 from .base import batch_sizes
+from .gpu_driver import load_driver
 
 
 class Runtime(NamedTuple):
@@ -54,6 +61,10 @@ class PlanTarget(NamedTuple):
     platform: str
     # Free GPU memory in bytes.
     free_memory: int
+    # Name of the GPU, such as `NVIDIA H100 80GB HBM3`.
+    gpu_name: str
+    # CUDA version that the driver supports, such as 13000 for 13.0.
+    cuda_version: int
 
 
 def probe_machine(kind: EngineKind) -> PlanTarget:
@@ -63,22 +74,19 @@ def probe_machine(kind: EngineKind) -> PlanTarget:
         BackendError: the machine has no GPU, or a Python module is missing.
     """
     runtime = RUNTIMES[kind]
-    trt = _import_module(runtime.module, runtime)
-    cuda = _import_module("pycuda.driver", runtime)
-    from .pycuda_device import compute_capability, current_gpu, free_memory
-
-    try:
-        with current_gpu():
-            return PlanTarget(
-                runtime_version=trt.__version__,
-                compute_capability=compute_capability(),
-                platform=current_platform(),
-                free_memory=free_memory(),
-            )
-    except cuda.Error as error:
-        raise BackendError(
-            f"no GPU responds ({error}); check nvidia-smi, or use --backend onnxruntime"
-        ) from None
+    with _import_errors(runtime.module, runtime):
+        trt: Any = importlib.import_module(runtime.module)
+    with _import_errors("CUDA's driver", runtime):
+        driver = load_driver()
+    with driver.current():
+        return PlanTarget(
+            runtime_version=trt.__version__,
+            compute_capability=driver.compute_capability(),
+            platform=current_platform(),
+            free_memory=driver.free_memory(),
+            gpu_name=driver.gpu_name(),
+            cuda_version=driver.cuda_version(),
+        )
 
 
 def check_plans(
@@ -157,10 +165,10 @@ def _check_build(kind: EngineKind, artifact: Artifact, machine: PlanTarget) -> N
     build = artifact.engine
     assert build is not None  # guaranteed by the manifest
     built, here = [], []
-    if build.runtime_version != machine.runtime_version:
+    if not _loads(build, machine.runtime_version):
         built.append(f"with {RUNTIMES[kind].title} {build.runtime_version}")
         here.append(f"{RUNTIMES[kind].title} {machine.runtime_version}")
-    if machine.compute_capability not in build.compute_capabilities:
+    if not _runs_on(build, machine.compute_capability):
         built.append(f"for compute capability {', '.join(build.compute_capabilities)}")
         here.append(f"compute capability {machine.compute_capability}")
     if build.platform != machine.platform:
@@ -173,12 +181,51 @@ def _check_build(kind: EngineKind, artifact: Artifact, machine: PlanTarget) -> N
             f"{' with '.join(here)}; build it here with `maskrcnn export CHECKPOINT -o BUNDLE "
             f"--engine {kind} --precision {artifact.precision} --batch {batches}`"
         )
+    if (build.ptx_cuda_version or 0) > machine.cuda_version:
+        raise BackendError(
+            f"the plan {artifact.path} contains PTX {build.ptx_version}, which needs a driver for "
+            f"CUDA {_version_text(build.ptx_cuda_version)}, but this machine's driver supports "
+            f"CUDA {_version_text(machine.cuda_version)}; update the NVIDIA driver, or export the "
+            "engine again after `pip install "
+            f'"nvidia-cuda-nvrtc<{_version_text(machine.cuda_version + 10)}"`'
+        )
 
 
-def _import_module(name: str, runtime: Runtime) -> ModuleType:
+def gpu_warning(artifact: Artifact, gpu_name: str) -> str:
+    """Return a warning if a plan was built on another type of GPU, else ""."""
+    build = artifact.engine
+    if build is None or build.gpu_name in (None, gpu_name):
+        return ""
+    return (
+        f"the plan {artifact.path} was built on {build.gpu_name}, and this GPU is {gpu_name}; a "
+        "plan that is built here with `maskrcnn export --engine tensorrt` may be faster"
+    )
+
+
+def _loads(build: EngineBuild, version: str) -> bool:
+    if not build.version_compatible:
+        return build.runtime_version == version
+    numbers = [[int(part) for part in v.split(".")[:2]] for v in (build.runtime_version, version)]
+    return numbers[0] <= numbers[1]
+
+
+def _runs_on(build: EngineBuild, capability: str) -> bool:
+    if build.hardware_compatibility == "ampere-plus":
+        return int(capability.partition(".")[0]) >= 8
+    return capability in build.compute_capabilities
+
+
+def _version_text(version: int | None) -> str:
+    """Return a CUDA version as text: `13.0` for 13000."""
+    return "" if version is None else f"{version // 1000}.{version % 1000 // 10}"
+
+
+@contextlib.contextmanager
+def _import_errors(name: str, runtime: Runtime) -> Iterator[None]:
+    """Raise a BackendError with a remedy if an import within the block fails."""
     install = f'pip install "maskrcnn-trt[{runtime.extra}]"'
     try:
-        return importlib.import_module(name)
+        yield
     except ModuleNotFoundError as error:
         missing = (error.name or name).partition(".")[0]
         raise BackendError(f"{missing} is not installed; install it with {install}") from None

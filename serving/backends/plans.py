@@ -1,6 +1,6 @@
 """Loading and execution of plans of TensorRT and TensorRT-RTX, which share one Python interface.
 
-GPU memory and streams are passed as integers (addresses and handles); `pycuda_device` owns them.
+GPU memory and streams are passed as integers (addresses and handles); `gpu_driver` owns them.
 """
 
 import contextlib
@@ -62,6 +62,10 @@ class RuntimeCache:
         """Write the cache file atomically."""
         write_cached(self._path, bytes(self._cache.serialize()))
 
+    def close(self) -> None:
+        """Release TensorRT-RTX's cache. The GPU must be current."""
+        self._cache = None
+
 
 class PlanRuntime:
     """TensorRT or TensorRT-RTX runtime. The errors that it logs become exceptions."""
@@ -79,13 +83,19 @@ class PlanRuntime:
         _log_messages(trt)
         self._loader = trt.Runtime(shared_logger(trt))
 
-    def engine_from(self, path: Path) -> Any:
+    def engine_from(self, path: Path, is_version_compatible: bool = False) -> Any:
         """Load a plan and return its `ICudaEngine`.
+
+        Args:
+            path: Plan file.
+            is_version_compatible: Whether the plan contains a runtime of its own.
 
         Raises:
             BackendError: the runtime rejects the plan. The message contains the reason.
         """
         plan = path.read_bytes()
+        # A plan of an older version is loaded by the code that it contains. The bundle is trusted.
+        self._loader.engine_host_code_allowed = is_version_compatible
         return self.checked(
             partial(self._loader.deserialize_cuda_engine, plan),
             f"load {path}",
@@ -111,17 +121,21 @@ class PlanRuntime:
         """Call a function of the runtime and return its value.
 
         Args:
-            call: Function that returns None or False if it fails.
+            call: Function that returns None or False, or raises RuntimeError, if it fails.
             task: Text after "cannot" in the error message.
             remedy: Remedy in the error message if `remedy_from_reason` does not know the error.
 
         Raises:
             BackendError: the call failed. The message contains the first error logged meanwhile.
         """
+        returned, raised = None, ""
         with errors_of(self.trt) as errors:
-            returned = call()
+            try:
+                returned = call()
+            except RuntimeError as error:  # some functions raise instead of returning False
+                raised = str(error)
         if returned is None or returned is False:
-            reason = errors[0] if errors else "no error was logged"
+            reason = errors[0] if errors else raised or "no error was logged"
             remedy = remedy_from_reason(reason) or remedy
             raise BackendError(f"{self._name} cannot {task} ({reason}); {remedy}")
         return returned
@@ -163,7 +177,7 @@ class Plan:
         assert build is not None  # guaranteed by the manifest
         profiles = batch_profiles(build.profiles, max_batch)
         self._runtime = runtime
-        self._engine = runtime.engine_from(path)
+        self._engine = runtime.engine_from(path, build.version_compatible)
         contexts: dict[int, Any] = {}
         self._batches: dict[int, _BatchContext] = {}
         for batch, profile in profiles.items():
@@ -221,7 +235,11 @@ class Plan:
         context = self._batches[batch].context
         self._set_shapes(context, batch)
         for name, address in addresses.items():
-            context.set_tensor_address(name, address)
+            self._runtime.checked(
+                partial(context.set_tensor_address, name, address),
+                f"set the address of {name}",
+                "export the bundle again",
+            )
         self._runtime.checked(
             partial(context.execute_async_v3, stream),
             f"compute a batch of {batch}",

@@ -1,6 +1,7 @@
 """Backend for TensorRT and TensorRT-RTX. Copies of one batch overlap computation of another."""
 
 import functools
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,8 +17,10 @@ from ...model.resizing import Pixels
 from .base import HostOutputs, ModelOutputs, black_batch, check_outputs
 from .gpu_batches import BatchRunner
 from .gpu_driver import load_driver
-from .plan_checks import check_memory
+from .plan_checks import check_memory, gpu_warning
 from .plans import Plan, PlanRuntime, RuntimeCache, cache_path
+
+_log = logging.getLogger(__name__)
 
 # Dtypes of `ModelOutputs`. A plan's own dtypes can differ.
 _DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
@@ -110,6 +113,8 @@ class TensorRTBackend:
     def _load_plans(self, bundle: Path, artifacts: Sequence[Artifact], max_batch: int) -> None:
         runtime = PlanRuntime(self.name, self._cache)
         for artifact in artifacts:
+            if warning := gpu_warning(artifact, self._driver.gpu_name()):
+                _log.warning("%s", warning)
             path = verified_path(bundle, artifact)
             self._plans[artifact.bucket] = Plan(runtime, path, artifact, max_batch)
 

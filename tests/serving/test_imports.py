@@ -9,7 +9,8 @@ import maskrcnn_trt.serving
 WITH_EXTRAS = {
     f"maskrcnn_trt.serving.{name}"
     for name in (
-        "backends.pycuda_device",
+        "backends.cuda_bindings_driver",
+        "backends.pycuda_driver",
         "backends.tensorrt",
         "backends.torch",
         "backends.torch_batches",

@@ -10,11 +10,90 @@ import pytest
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 # The index of a GPU is its PCI bus. CUDA finds $GPUS of them, or those in $CUDA_VISIBLE_DEVICES.
+# GPU memory is host memory, of which there is 1 GiB. Work in streams is done at once, but an event
+# is not ready at its first query. Streams, events and pinned memory take GPU memory too, so that
+# none can be lost unnoticed. Functions fail if the GPU is not current in the thread.
 _CUDA = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-int cuInit(unsigned flags) { return 0; }
+enum { OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_CONTEXT = 201, NOT_READY = 600 };
+#define IF_CURRENT if (!depth) return INVALID_CONTEXT
+typedef unsigned long long u64;
+static __thread int depth;
+static u64 used;
+static int allocate(u64 *address, size_t size) {
+    IF_CURRENT;
+    if (used + size > 1ull << 30)
+        return OUT_OF_MEMORY;
+    u64 *block = aligned_alloc(256, (size + 511) / 256 * 256);
+    *block = size;
+    __atomic_fetch_add(&used, size, __ATOMIC_SEQ_CST);
+    *address = (u64)block + 256;
+    return 0;
+}
+static int release(u64 address) {
+    IF_CURRENT;
+    u64 *block = (u64 *)(address - 256);
+    __atomic_fetch_sub(&used, *block, __ATOMIC_SEQ_CST);
+    free(block);
+    return 0;
+}
+int cuMemAlloc(u64 *address, size_t size) { return allocate(address, size); }
+int cuMemFree(u64 address) { return release(address); }
+int cuMemHostAlloc(u64 *address, size_t size, unsigned flags) { return allocate(address, size); }
+int cuMemFreeHost(u64 address) { return release(address); }
+int cuStreamCreate(u64 *stream, unsigned flags) { return allocate(stream, 8); }
+int cuStreamDestroy(u64 stream) { return release(stream); }
+int cuStreamWaitEvent(u64 stream, u64 event, unsigned flags) { IF_CURRENT; return 0; }
+int cuEventCreate(u64 *event, unsigned flags) { return allocate(event, 8); }
+int cuEventDestroy(u64 event) { return release(event); }
+int cuEventRecord(u64 event, u64 stream) { IF_CURRENT; *(int *)event = NOT_READY; return 0; }
+int cuEventQuery(u64 event) {
+    IF_CURRENT;
+    int state = *(int *)event;
+    *(int *)event = 0;
+    return state;
+}
+int cuMemcpyHtoDAsync(u64 to, u64 from, size_t size, u64 stream) {
+    IF_CURRENT;
+    memcpy((void *)to, (void *)from, size);
+    return 0;
+}
+int cuMemcpyDtoHAsync(u64 to, u64 from, size_t size, u64 stream) {
+    return cuMemcpyHtoDAsync(to, from, size, stream);
+}
+int cuMemcpyDtoDAsync(u64 to, u64 from, size_t size, u64 stream) {
+    return cuMemcpyHtoDAsync(to, from, size, stream);
+}
+int cuMemGetInfo(size_t *left, size_t *total) {
+    IF_CURRENT;
+    *total = 1ull << 30;
+    *left = *total - used;
+    return 0;
+}
+int cuCtxPushCurrent(void *context) { depth++; return 0; }
+int cuCtxPopCurrent(void **context) { depth--; return 0; }
+int cuCtxSynchronize(void) { IF_CURRENT; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int gpu) { *context = (void *)1; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int gpu) {
+    *value = attribute == 75 ? 9 : 0;  // compute capability 9.0
+    return 0;
+}
+int cuDeviceGetName(char *name, int size, int gpu) { strncpy(name, "Stub GPU", size); return 0; }
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuGetErrorString(int status, const char **text) {
+    *text = status == OUT_OF_MEMORY ? "out of memory" : "stub error";
+    return 0;
+}
+// cuda-bindings finds all functions by this one.
+int cuGetProcAddress_v2(const char *name, void **address, int version, u64 flags, int *status) {
+    *address = dlsym(dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_LAZY), name);
+    return 0;
+}
+int cuInit(unsigned flags) { return atoi(getenv("GPUS")) ? 0 : NO_DEVICE; }
 int cuDeviceGetCount(int *count) {
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
     *count = atoi(getenv("GPUS"));

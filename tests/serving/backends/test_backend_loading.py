@@ -1,5 +1,6 @@
 import logging
 import os
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -25,12 +26,16 @@ from maskrcnn_trt.serving.commands.predict import predict
 from maskrcnn_trt.serving.commands.serve import serve
 from maskrcnn_trt.serving.errors import BackendError
 
+BACKENDS = "maskrcnn_trt.serving.backends"
+
 
 @pytest.fixture
-def without_pycuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a machine without pycuda, which cannot run plans."""
-    monkeypatch.setitem(sys.modules, "pycuda", None)
-    monkeypatch.delitem(sys.modules, "pycuda.driver", raising=False)
+def without_driver_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a machine without pycuda and cuda-bindings, which cannot run plans."""
+    for name in ("pycuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("pycuda_driver", "cuda_bindings_driver"):
+        monkeypatch.delitem(sys.modules, f"{BACKENDS}.{name}", raising=False)
 
 
 @pytest.fixture
@@ -68,14 +73,14 @@ def test_auto_logs_the_backend(bundle: Path, caplog: pytest.LogCaptureFixture) -
     assert [record.message for record in caplog.records] == ["using backend onnxruntime"]
 
 
-@pytest.mark.usefixtures("without_pycuda")
+@pytest.mark.usefixtures("without_driver_packages")
 def test_auto_logs_why_faster_backends_are_skipped(
     with_plans: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = load_backend(with_plans, read_manifest(with_plans), "fp32")
     assert isinstance(backend, OnnxRuntimeBackend)
     (record,) = caplog.records
-    for words in ("onnxruntime", "tensorrt-rtx: pycuda", 'pip install "maskrcnn-trt[rtx]"'):
+    for words in ("onnxruntime", "tensorrt-rtx: cuda-bindings", 'pip install "maskrcnn-trt[rtx]"'):
         assert words in record.getMessage()
 
 
@@ -109,12 +114,12 @@ def test_two_packages_of_onnxruntime(
         load_backend(bundle, read_manifest(bundle), "fp32", "onnxruntime")
 
 
-@pytest.mark.usefixtures("without_pycuda")
+@pytest.mark.usefixtures("without_driver_packages")
 def test_no_runnable_backend(with_plans: Path) -> None:
     manifest = read_manifest(with_plans)
-    with pytest.raises(BackendError, match="tensorrt-rtx: pycuda is not installed"):
+    with pytest.raises(BackendError, match="tensorrt-rtx: cuda-bindings is not installed"):
         load_backend(with_plans, manifest, "fp16")
-    with pytest.raises(BackendError, match=r"^pycuda is not installed"):
+    with pytest.raises(BackendError, match=r"^cuda-bindings is not installed"):
         load_backend(with_plans, manifest, "fp32", "tensorrt-rtx")
 
 
@@ -134,7 +139,7 @@ def test_runtime_that_fails_to_import(
     monkeypatch.syspath_prepend(package.parent)
     for name in ("pycuda", "pycuda.driver"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(BackendError, match=r"pycuda.driver \(libcuda.*NVIDIA driver"):
+    with pytest.raises(BackendError, match=r"CUDA's driver \(libcuda.*NVIDIA driver"):
         load_backend(with_plans, read_manifest(with_plans), "fp32", "tensorrt-rtx")
 
 
@@ -150,7 +155,7 @@ def test_default_precision_is_the_backends_first(with_plans: Path) -> None:
     assert served_precision(manifest, "tensorrt-rtx") == "fp16"
 
 
-@pytest.mark.usefixtures("without_pycuda")
+@pytest.mark.usefixtures("without_driver_packages")
 @pytest.mark.parametrize("command", [serve, predict])
 def test_commands_pass_the_backend_option(command: Any, with_plans: Path, tmp_path: Path) -> None:
     image = tmp_path / "image.png"
@@ -158,7 +163,8 @@ def test_commands_pass_the_backend_option(command: Any, with_plans: Path, tmp_pa
     words = [with_plans, "--backend", "tensorrt-rtx", *([image] if command is predict else [])]
     result = CliRunner().invoke(command, [str(word) for word in words])
     assert isinstance(result.exception, BackendError)
-    assert "pycuda is not installed" in str(result.exception)
+    # The server's worker process finds the installed packages.
+    assert re.search("cuda-bindings|no GPU|compute capability", str(result.exception))
 
 
 @pytest.mark.parametrize(

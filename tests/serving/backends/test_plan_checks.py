@@ -11,12 +11,15 @@ from maskrcnn_trt.serving.backends.plan_checks import (
     batch_profiles,
     check_memory,
     check_plans,
+    gpu_warning,
     remedy_from_reason,
 )
 from maskrcnn_trt.serving.errors import BackendError
 
-H100 = PlanTarget("11.4.0.106", "9.0", "linux-x86_64", 80 << 30)
-RTX_4090 = PlanTarget("1.7.1.116", "8.9", "linux-x86_64", 24 << 30)
+H100 = PlanTarget("11.4.0.106", "9.0", "linux-x86_64", 80 << 30, "NVIDIA H100 80GB HBM3", 13000)
+RTX_4090 = PlanTarget(
+    "1.7.1.116", "8.9", "linux-x86_64", 24 << 30, "NVIDIA GeForce RTX 4090", 13000
+)
 
 
 def plan(kind: EngineKind = "tensorrt", **build: Any) -> Artifact:
@@ -46,6 +49,44 @@ def profiles(*sizes: tuple[int, int, int]) -> tuple[BatchProfile, ...]:
 def test_matching_plans_pass() -> None:
     check_plans("tensorrt", [plan(), plan()], H100, 10**9)
     check_plans("tensorrt-rtx", [plan("tensorrt-rtx")], RTX_4090, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("build", "machine", "fits"),
+    [
+        ({"version_compatible": True, "runtime_version": "10.16.1"}, {}, True),
+        ({"version_compatible": True, "runtime_version": "11.5.0"}, {}, False),
+        ({"hardware_compatibility": "ampere-plus"}, {"compute_capability": "8.6"}, True),
+        ({"hardware_compatibility": "ampere-plus"}, {"compute_capability": "7.5"}, False),
+        ({"hardware_compatibility": "same-compute-capability"}, {"gpu_name": "NVIDIA H200"}, True),
+        ({"ptx_version": "9.0", "ptx_cuda_version": 13000}, {}, True),
+        ({"ptx_version": "9.1", "ptx_cuda_version": 13010}, {"cuda_version": 13010}, True),
+    ],
+)
+def test_compatible_plans(build: dict[str, Any], machine: dict[str, Any], fits: bool) -> None:
+    def check() -> None:
+        check_plans("tensorrt", [plan(**build)], H100._replace(**machine), 0)
+
+    if fits:
+        check()
+    else:
+        with pytest.raises(BackendError, match="maskrcnn export"):
+            check()
+
+
+def test_ptx_that_is_too_new_for_the_driver() -> None:
+    built = plan(ptx_version="9.1", ptx_cuda_version=13010)
+    with pytest.raises(BackendError) as caught:
+        check_plans("tensorrt", [built], H100, 0)
+    for part in ("PTX 9.1", "driver for CUDA 13.1", "CUDA 13.0", '"nvidia-cuda-nvrtc<13.1"'):
+        assert part in str(caught.value)
+
+
+def test_plan_of_another_gpu_is_reported() -> None:
+    built = plan(gpu_name=H100.gpu_name)
+    assert not gpu_warning(built, H100.gpu_name)
+    assert not gpu_warning(plan(), H100.gpu_name)
+    assert all(name in gpu_warning(built, "NVIDIA H200") for name in (H100.gpu_name, "NVIDIA H200"))
 
 
 COMMAND = "`maskrcnn export CHECKPOINT -o BUNDLE --engine tensorrt --precision fp16 --batch 1 8`"

@@ -1,0 +1,126 @@
+"""CUDA's driver for GPU 0, the interface of two Python packages: pycuda or cuda-bindings."""
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from ..errors import BackendError
+
+
+class Memory(Protocol):
+    """GPU memory, aligned to 256 bytes."""
+
+    @property
+    def address(self) -> int:
+        """Address on the GPU."""
+
+    def close(self) -> None:
+        """Release the memory. The GPU must be current."""
+
+
+class PinnedMemory(Protocol):
+    """Host memory that the GPU copies without the CPU."""
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The memory as uint8. It must not be used after `close`."""
+
+    def close(self) -> None:
+        """Release the memory. The GPU must be current."""
+
+
+class Event(Protocol):
+    """Position in a stream."""
+
+    def is_done(self) -> bool:
+        """Whether the GPU has passed the recorded position."""
+
+    def close(self) -> None:
+        """Release the event. The GPU must be current."""
+
+
+class Stream(Protocol):
+    """Queue of work on the GPU."""
+
+    @property
+    def handle(self) -> int:
+        """CUDA's handle."""
+
+    def record(self, event: Any) -> None:
+        """Set an event to the work that has been queued."""
+
+    def wait(self, event: Any) -> None:
+        """Let later work wait for an event of another stream."""
+
+    def copy_in(self, address: int, host: NDArray[Any]) -> None:
+        """Queue a copy from pinned memory to the GPU."""
+
+    def copy_out(self, host: NDArray[Any], address: int) -> None:
+        """Queue a copy from the GPU to pinned memory."""
+
+    def close(self) -> None:
+        """Release the stream. The GPU must be current."""
+
+
+class GpuDriver(Protocol):
+    """Functions of CUDA's driver. All except `current` need the GPU to be current."""
+
+    def current(self) -> AbstractContextManager[None]:
+        """Make GPU 0 current in this thread. TensorRT uses the same context."""
+
+    def gpu_name(self) -> str:
+        """Return the GPU's name, such as `NVIDIA H100 80GB HBM3`."""
+
+    def compute_capability(self) -> str:
+        """Return the compute capability, such as `9.0`."""
+
+    def cuda_version(self) -> int:
+        """Return the CUDA version that the driver supports, such as 13000 for 13.0."""
+
+    def free_memory(self) -> int:
+        """Return the free memory in bytes."""
+
+    def synchronize(self) -> None:
+        """Wait for all queued work."""
+
+    def new_memory(self, size: int) -> Memory:
+        """Allocate GPU memory of at least one byte."""
+
+    def new_pinned_memory(self, size: int) -> PinnedMemory:
+        """Allocate pinned host memory of at least one byte."""
+
+    def new_stream(self) -> Stream:
+        """Create a stream."""
+
+    def new_event(self) -> Event:
+        """Create an event."""
+
+
+@functools.cache
+def load_driver() -> GpuDriver:
+    """Return the driver by pycuda if that is installed, else by cuda-bindings.
+
+    Raises:
+        ModuleNotFoundError: neither is installed.
+        ImportError: pycuda cannot load CUDA's driver.
+        BackendError: no GPU is available.
+    """
+    driver: type[GpuDriver]
+    try:
+        from .pycuda_driver import PycudaDriver
+
+        driver = PycudaDriver
+    except ModuleNotFoundError:
+        try:
+            from .cuda_bindings_driver import CudaBindingsDriver
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(str(error), name="cuda-bindings") from None
+        driver = CudaBindingsDriver
+    try:
+        return driver()
+    except BackendError as error:
+        raise BackendError(
+            f"no GPU responds ({error}); check nvidia-smi, or use --backend onnxruntime"
+        ) from None

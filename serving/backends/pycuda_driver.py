@@ -1,0 +1,124 @@
+"""CUDA's driver by pycuda."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pycuda.driver as cuda
+from numpy.typing import NDArray
+
+from ..errors import BackendError
+
+
+class PycudaDriver:
+    """Functions of CUDA's driver for GPU 0; see `GpuDriver`."""
+
+    def __init__(self) -> None:
+        """Retain the primary context, which TensorRT uses too. The process keeps it.
+
+        Raises:
+            BackendError: no GPU is available.
+        """
+        try:
+            cuda.init()
+            self._gpu = cuda.Device(0)
+            self._context = self._gpu.retain_primary_context()
+        except cuda.Error as error:
+            raise BackendError(str(error)) from None
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make GPU 0 current in this thread."""
+        self._context.push()
+        try:
+            yield
+        finally:
+            cuda.Context.pop()
+
+    def gpu_name(self) -> str:
+        """Return the GPU's name."""
+        return str(self._gpu.name())
+
+    def compute_capability(self) -> str:
+        """Return the compute capability, such as `9.0`."""
+        major, minor = self._gpu.compute_capability()
+        return f"{major}.{minor}"
+
+    def cuda_version(self) -> int:
+        """Return the CUDA version that the driver supports."""
+        return int(cuda.get_driver_version())
+
+    def free_memory(self) -> int:
+        """Return the free memory in bytes."""
+        free, _ = cuda.mem_get_info()
+        return int(free)
+
+    def synchronize(self) -> None:
+        """Wait for all queued work."""
+        cuda.Context.synchronize()
+
+    def new_memory(self, size: int) -> "_Memory":
+        """Allocate GPU memory."""
+        return _Memory(size)
+
+    def new_pinned_memory(self, size: int) -> "_PinnedMemory":
+        """Allocate pinned host memory."""
+        return _PinnedMemory(size)
+
+    def new_stream(self) -> "_Stream":
+        """Create a stream."""
+        return _Stream()
+
+    def new_event(self) -> "_Event":
+        """Create an event."""
+        return _Event()
+
+
+class _Memory:
+    def __init__(self, size: int) -> None:
+        self._allocation = cuda.mem_alloc(max(size, 1))
+        self.address = int(self._allocation)
+
+    def close(self) -> None:
+        self._allocation.free()
+
+
+class _PinnedMemory:
+    def __init__(self, size: int) -> None:
+        self.array: NDArray[Any] = cuda.pagelocked_empty(max(size, 1), np.uint8)
+
+    def close(self) -> None:
+        self.array.base.free()  # type: ignore[union-attr]
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.event = cuda.Event(cuda.event_flags.DISABLE_TIMING)
+
+    def is_done(self) -> bool:
+        return bool(self.event.query())
+
+    def close(self) -> None:
+        del self.event  # the destructor releases it
+
+
+class _Stream:
+    def __init__(self) -> None:
+        self._stream = cuda.Stream()
+        self.handle = int(self._stream.handle)
+
+    def record(self, event: _Event) -> None:
+        event.event.record(self._stream)
+
+    def wait(self, event: _Event) -> None:
+        self._stream.wait_for_event(event.event)
+
+    def copy_in(self, address: int, host: NDArray[Any]) -> None:
+        cuda.memcpy_htod_async(address, host, self._stream)
+
+    def copy_out(self, host: NDArray[Any], address: int) -> None:
+        cuda.memcpy_dtoh_async(host, address, self._stream)
+
+    def close(self) -> None:
+        del self._stream
