@@ -76,8 +76,9 @@ def evaluate(
 
     `maskrcnn eval BUNDLE DATA` evaluates a bundle as it is served. If DATA is a folder, or an
     option of bundles is given, a checkpoint or a name is exported once into the cache folder. DATA
-    is a data set folder as for `maskrcnn data inspect`; its split `val`, or its only split, is
-    used. Use --images and --annotations for any other files. DATA can also be CONFIG
+    is a data set folder in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for `maskrcnn
+    train finetune`; its split `val`, or its only split, is used. Use --images and --annotations for
+    any other files. DATA can also be CONFIG
     [KEY=VALUE]..., of which data.val, data.on_broken and the section `evaluation` are used.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
@@ -153,8 +154,8 @@ def _validation_set_from(
     source: str | None, overrides: tuple[str, ...], given: Mapping[str, Any]
 ) -> "ValidationSet":
     """Return the validation set that DATA, or --images and --annotations, name."""
-    from ...training.config import DatasetConfig, EvaluationConfig
-    from ...training.data.coco.splits import find_validation_split
+    from ...training.config import EvaluationConfig
+    from ...training.data.convert.layouts import LayoutSplit, find_validation_split
     from .measure import ValidationSet
 
     if (source is not None, "images" in given, "annotations" in given) not in (
@@ -163,15 +164,15 @@ def _validation_set_from(
     ):
         raise click.UsageError("give either DATA, or both --images and --annotations")
     if source is None:
-        dataset = DatasetConfig(images=given["images"], annotations=given["annotations"])
+        split = LayoutSplit(given["images"], given["annotations"])
     elif _is_folder(source):
-        dataset = find_validation_split(Path(source))
+        split = find_validation_split(Path(source))
     else:
         return _validation_set_of_config(source, overrides, given)
     if overrides:
         raise click.UsageError(f"{overrides[0]} needs a configuration; give CONFIG as DATA")
     keys = {key: given[name] for name, key in _KEYS.items() if name in given}
-    return ValidationSet(dataset, EvaluationConfig(**keys))
+    return ValidationSet(split, EvaluationConfig(**keys))
 
 
 def _validation_set_of_config(
@@ -179,6 +180,7 @@ def _validation_set_of_config(
 ) -> "ValidationSet":
     from ...training.config import ConfigError, validated_config
     from ...training.config_sources import presets
+    from ...training.data.convert.layouts import LayoutSplit
     from .measure import ValidationSet
 
     if source not in presets() and not Path(source).is_file():
@@ -194,7 +196,8 @@ def _validation_set_of_config(
         raise ConfigError(
             f"{source} has no validation set; set data.val.images and data.val.annotations"
         )
-    return ValidationSet(config.data.val, config.evaluation, config.data.on_broken)
+    split = LayoutSplit(config.data.val.images, config.data.val.annotations)
+    return ValidationSet(split, config.evaluation, config.data.on_broken)
 
 
 def _overrides_from(given: Mapping[str, Any]) -> list[str]:

@@ -20,8 +20,9 @@ from ...serving.detections import Detections
 from ...serving.offline.bulk import detect_many
 from ...serving.steps.base import Outcome
 from ...training.classes import check_categories
-from ...training.config import DatasetConfig, EvaluationConfig
-from ...training.data.coco.dataset import CocoDataset, DataError, ImageRecord
+from ...training.config import EvaluationConfig
+from ...training.data.coco.dataset import DataError, ImageRecord
+from ...training.data.convert.layouts import LayoutSplit
 from ...training.distributed import Worker
 from ...training.evaluation.detections import ImageDetections
 from ...training.evaluation.evaluator import CocoEvaluator
@@ -32,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 class ValidationSet(NamedTuple):
-    """COCO data set to evaluate a bundle on, and settings of the evaluation."""
+    """Data set to evaluate a bundle on, and settings of the evaluation."""
 
-    dataset: DatasetConfig
+    split: LayoutSplit
     # Keys that matter only during training, such as early stopping, are ignored.
     settings: EvaluationConfig = EvaluationConfig()
     # Unreadable images and annotations: skip and log them, or raise an error.
@@ -93,7 +94,7 @@ def evaluate_bundle(
     max_batch = data.settings.images_per_batch
     worker = Worker(0, 1, torch.device("cpu"))
     with terminal_progress(worker) as progress:
-        dataset = CocoDataset(data.dataset, data.on_broken)
+        dataset = data.split.load(data.on_broken)
         check_categories(dataset, manifest.categories)
         evaluator = CocoEvaluator(dataset, manifest.categories, worker, data.settings.evaluator)
         engine = load_backend(bundle, manifest, precision, backend, max_batch)

@@ -14,15 +14,16 @@ from pycocotools import mask as coco_mask
 
 from maskrcnn_trt.benchmarks.accuracy.measure import ValidationSet, evaluate_bundle
 from maskrcnn_trt.model.checkpoint import load_checkpoint
-from maskrcnn_trt.training.config import ConfigError, DatasetConfig, EvaluationConfig
+from maskrcnn_trt.training.config import ConfigError, EvaluationConfig
 from maskrcnn_trt.training.data.coco.dataset import DataError
+from maskrcnn_trt.training.data.convert.layouts import LayoutSplit
 from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_dataset
 from maskrcnn_trt.training.distributed import Worker
 from maskrcnn_trt.training.evaluation.config import load_evaluation_config
 from maskrcnn_trt.training.run import evaluate_checkpoint
 
 
-def _measure_checkpoint(checkpoint: Path, data: DatasetConfig, output: Path) -> dict[str, float]:
+def _measure_checkpoint(checkpoint: Path, data: LayoutSplit, output: Path) -> dict[str, float]:
     """Evaluate the eager model; the result files are in `output/inference`."""
     loaded = load_checkpoint(checkpoint)
     config = output / "config.yaml"
@@ -30,8 +31,8 @@ def _measure_checkpoint(checkpoint: Path, data: DatasetConfig, output: Path) -> 
         "output_dir": str(output),
         "precision": "fp32",
         "data": {
-            "train": data.model_dump(mode="json"),
-            "val": data.model_dump(mode="json"),
+            "train": data.config.model_dump(mode="json"),
+            "val": data.config.model_dump(mode="json"),
             "min_size": loaded.preprocessing.min_size,
             "max_size": loaded.preprocessing.max_size,
             "buckets": loaded.buckets,
@@ -45,7 +46,7 @@ def _measure_checkpoint(checkpoint: Path, data: DatasetConfig, output: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def data(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> DatasetConfig:
+def data(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> LayoutSplit:
     """Images of both orientations; two thirds of the model's own detections are ground truth."""
     folder = tmp_path_factory.mktemp("data")
     for width, height in ((200, 150), (90, 140)):
@@ -65,11 +66,11 @@ def data(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Dat
     path = folder / "annotations" / "val.json"
     path.parent.mkdir()
     path.write_text(json.dumps(content))
-    config = DatasetConfig(images=folder / "val", annotations=path)
-    _measure_checkpoint(tiny_checkpoint, config, folder / "detections")
+    split = LayoutSplit(folder / "val", path)
+    _measure_checkpoint(tiny_checkpoint, split, folder / "detections")
     content["annotations"] = _ground_truth_from(folder / "detections" / "inference")
     path.write_text(json.dumps(content))
-    return config
+    return split
 
 
 def _ground_truth_from(results: Path) -> list[dict[str, Any]]:
@@ -82,7 +83,7 @@ def _ground_truth_from(results: Path) -> list[dict[str, Any]]:
 
 
 def test_a_bundle_has_the_metrics_of_its_checkpoint(
-    tiny_checkpoint: Path, bundle: Path, data: DatasetConfig, tmp_path: Path
+    tiny_checkpoint: Path, bundle: Path, data: LayoutSplit, tmp_path: Path
 ) -> None:
     ours = evaluate_bundle(bundle, ValidationSet(data), output=tmp_path / "ours")
     expected = _measure_checkpoint(tiny_checkpoint, data, tmp_path)
@@ -103,7 +104,7 @@ def test_a_bundle_has_the_metrics_of_its_checkpoint(
 
 
 def test_torch_backend_has_nearly_the_metrics_of_the_checkpoint(
-    tiny_checkpoint: Path, torch_bundle: Path, data: DatasetConfig, tmp_path: Path
+    tiny_checkpoint: Path, torch_bundle: Path, data: LayoutSplit, tmp_path: Path
 ) -> None:
     """It decodes and resizes on its device, within one level of the CPU's pixels."""
     ours = evaluate_bundle(torch_bundle, ValidationSet(data), backend="torch")
@@ -112,16 +113,16 @@ def test_torch_backend_has_nearly_the_metrics_of_the_checkpoint(
     assert (ours.images, ours.left_out, ours.backend) == (16, 0, "torch")
 
 
-def _copied(data: DatasetConfig, folder: Path) -> DatasetConfig:
+def _copied(data: LayoutSplit, folder: Path) -> LayoutSplit:
     """Copy the data set, so that a test can change it."""
     images, annotations = folder / "val", folder / "val.json"
     shutil.copytree(data.images, images)
     shutil.copy(data.annotations, annotations)
-    return DatasetConfig(images=images, annotations=annotations)
+    return LayoutSplit(images, annotations)
 
 
 def test_invalid_images_are_skipped(
-    tiny_checkpoint: Path, bundle: Path, data: DatasetConfig, tmp_path: Path,
+    tiny_checkpoint: Path, bundle: Path, data: LayoutSplit, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """One is damaged, one has another size than annotated, one is a folder, one is missing."""
@@ -145,7 +146,7 @@ def test_invalid_images_are_skipped(
     assert ours.metrics == pytest.approx(expected, abs=1e-6)
 
 
-def test_invalid_images_can_be_errors(bundle: Path, data: DatasetConfig, tmp_path: Path) -> None:
+def test_invalid_images_can_be_errors(bundle: Path, data: LayoutSplit, tmp_path: Path) -> None:
     changed = _copied(data, tmp_path)
     (changed.images / "5.jpg").write_bytes(b"no image")
     before = set(threading.enumerate())
@@ -158,7 +159,7 @@ def test_invalid_images_can_be_errors(bundle: Path, data: DatasetConfig, tmp_pat
         evaluate_bundle(bundle, ValidationSet(changed))
 
 
-def test_other_annotations(bundle: Path, data: DatasetConfig, tmp_path: Path) -> None:
+def test_other_annotations(bundle: Path, data: LayoutSplit, tmp_path: Path) -> None:
     """Without annotations, metrics are -1. Another category is an error."""
     changed = _copied(data, tmp_path)
     content = json.loads(changed.annotations.read_text())
@@ -172,7 +173,7 @@ def test_other_annotations(bundle: Path, data: DatasetConfig, tmp_path: Path) ->
 
 
 def test_images_have_the_annotated_orientation(
-    tiny_checkpoint: Path, bundle: Path, data: DatasetConfig, tmp_path: Path
+    tiny_checkpoint: Path, bundle: Path, data: LayoutSplit, tmp_path: Path
 ) -> None:
     """The EXIF orientation was applied when the first was annotated, and ignored for the second."""
     rotated = _copied(data, tmp_path)

@@ -1,6 +1,7 @@
 """`maskrcnn eval` of a bundle; `test_validation.py` tests that of a checkpoint."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,18 @@ def test_all_ways_to_name_the_data_give_the_same_metrics(
     bundle: Path, folder: Path, tmp_path: Path
 ) -> None:
     images, annotations = folder / "val", folder / "annotations" / "val.json"
+    roboflow = tmp_path / "roboflow"
+    for name, split in (("train", "train"), ("valid", "val")):
+        shutil.copytree(folder / split, roboflow / name)
+        shutil.copy(
+            folder / "annotations" / f"{split}.json", roboflow / name / "_annotations.coco.json"
+        )
     ways: tuple[tuple[object, ...], ...] = (
         (folder, "--batch", 2),
+        (roboflow, "--batch", 2),
         (folder / "config.yaml", "evaluation.images_per_batch=2"),
         ("--images", images, "--annotations", annotations, "--batch", 2, "--backend", "onnxruntime",
-         "--precision", "fp32", "--evaluator", "faster-coco-eval"),
+         "--precision", "fp32", "--evaluator", "pycocotools"),
     )  # fmt: skip
     reports = []
     for number, way in enumerate(ways):

@@ -83,19 +83,3 @@ def _file_names(file: Path) -> Iterator[str]:
                 yield json.loads(match[1]).replace("\\", "/")
             except ValueError:
                 continue
-
-
-def find_validation_split(folder: Path) -> DatasetConfig:
-    """Return the split `val`, else the only split with `val` in its name, else the only split.
-
-    Raises:
-        DataError: There is no split, or several match.
-    """
-    splits = find_splits(folder)
-    names = [s for s in splits if s == "val"] or [s for s in splits if "val" in s] or [*splits]
-    if len(names) > 1:
-        raise DataError(
-            f"{folder} has the splits {', '.join(splits)}; select one with --images and "
-            "--annotations"
-        )
-    return splits[names[0]]

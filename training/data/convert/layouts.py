@@ -92,6 +92,22 @@ def recognize_layout(path: Path) -> DataLayout:
     )
 
 
+def find_validation_split(path: Path) -> LayoutSplit:
+    """Return the split `val` of a data set, else the only split with `val` in its name or at all.
+
+    Raises:
+        DataError: The layout is unknown, or several splits match.
+    """
+    splits = recognize_layout(path).splits
+    names = [s for s in splits if s == "val"] or [s for s in splits if "val" in s] or [*splits]
+    if len(names) > 1:
+        raise DataError(
+            f"{path} has the splits {', '.join(splits)}; select one of a COCO data set with "
+            "--images and --annotations"
+        )
+    return splits[names[0]]
+
+
 def _foreign(name: str, dataset: ForeignDataset, annotations: Path) -> DataLayout:
     return DataLayout(
         name,

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from maskrcnn_trt.training.data.coco.dataset import DataError
-from maskrcnn_trt.training.data.coco.splits import find_splits, find_validation_split
+from maskrcnn_trt.training.data.coco.splits import find_splits
+from maskrcnn_trt.training.data.convert.layouts import find_validation_split
 
 
 def create(folder: Path, *names: str) -> None:
@@ -68,7 +69,7 @@ def test_the_validation_split_is_chosen(
 ) -> None:
     create(tmp_path, *(f"annotations/{s}.json" for s in splits), *(f"{s}/" for s in splits))
     if chosen:
-        assert find_validation_split(tmp_path) == find_splits(tmp_path)[chosen]
+        assert find_validation_split(tmp_path).config == find_splits(tmp_path)[chosen]
     else:
         with pytest.raises(DataError, match=f"{', '.join(splits)}.*--images"):
             find_validation_split(tmp_path)
