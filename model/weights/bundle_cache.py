@@ -14,7 +14,7 @@ from ...plugins.runtime.user_cache import cache_folder
 from ..bundle.manifest import BundleError, Precision, read_manifest, sha256_of
 from ..bundle.spec import ShapeBucket
 from ..download.local_files import exclusive_lock
-from .sources import is_url, mirror_checksums, weights_path
+from .sources import CONFIG_NAME, is_url, mirror_checksums, weights_path
 from .zoo import is_zoo_name, zoo_model
 
 _STDERR: Final = 2  # file descriptor
@@ -50,6 +50,9 @@ def bundle_from_reference(
     elif is_url(reference) or Path(reference).is_file():
         path = weights_path(reference)
         label = f"{path.stem}-{sha256_of(path)[:12]}"
+        config = path.with_name(CONFIG_NAME)
+        if config.is_file():  # which a conversion reads
+            label += f"-{sha256_of(config)[:12]}"
     else:
         return Path(reference)
     # The version, because another one may export other graphs.

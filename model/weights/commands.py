@@ -30,6 +30,10 @@ def weights() -> None:
     help="Annotation file that names the classes. Default: names of COCO's classes.",
 )  # fmt: skip
 @click.option(
+    "--config", type=click.Path(path_type=Path), metavar="config.yaml",
+    help="detectron2's configuration of the model. Default: config.yaml beside FILE.",
+)  # fmt: skip
+@click.option(
     "--other-channel-order", is_flag=True,
     help="The network takes RGB although its origin usually takes BGR, or the reverse.",
 )  # fmt: skip
@@ -38,20 +42,21 @@ def convert(
     overrides: tuple[str, ...],
     output: Path,
     categories: Path | None,
+    config: Path | None,
     other_channel_order: bool,
 ) -> None:
     """Convert FILE to a checkpoint that gives the same results.
 
     FILE is a Mask R-CNN of torchvision, detectron2, maskrcnn-benchmark, NVIDIA or Caffe2's
     Detectron, recognised by its content. It can also be a URL, or a name of `maskrcnn weights
-    list`. Settings that the file does not hold get the defaults of
-    its origin, which are printed. KEY=VALUE overrides one, as in `backbone.stride_in_1x1=false`.
+    list`. Settings that the file does not hold get the defaults of its origin, which are printed.
+    KEY=VALUE overrides one, as in `backbone.stride_in_1x1=false` or `preprocessing.min_size=1024`.
     """
     from ..checkpoint import save_checkpoint
     from .references import convert_reference
 
     conversion = convert_reference(
-        file, overrides, categories, other_channel_order=other_channel_order
+        file, overrides, categories, other_channel_order=other_channel_order, config=config
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(output, conversion.checkpoint)

@@ -1,31 +1,78 @@
 """Conversion of another implementation's weights to a checkpoint."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from torch import Tensor
 from torchvision.models.detection import MaskRCNN_ResNet50_FPN_Weights
 
 from ..bundle.manifest import Category, Preprocessing
-from ..bundle.spec import ShapeBucket
+from ..bundle.spec import ResizeRule, ShapeBucket
 from ..checkpoint import Checkpoint
 from ..config.error_messages import validation_message
 from ..config.overrides import OverrideError, value_at, with_overrides, with_value
-from ..config.schema import ModelConfig
+from ..config.schema import FrozenConfig, ModelConfig
 from ..mask_rcnn import MaskRCNN
 from .files import WeightsError
 from .layouts import reverse_channels
 from .origins import Settings, Weights, abbreviated
 
-_BUCKETS = (ShapeBucket(800, 1344), ShapeBucket(1344, 800))
+# Input sizes are multiples of this number of pixels.
+_BUCKET_STEP = 32
+# Settings that no weights file holds. The defaults are those of all origins.
+_NEVER_STORED = (
+    "anchors.sizes",
+    "anchors.aspect_ratios",
+    "rpn.nms_iou",
+    "roi.score_threshold",
+    "roi.nms_iou",
+    "roi.max_detections",
+    "preprocessing.min_size",
+    "preprocessing.max_size",
+)
 # Last part of the names of batch norm's counters, which do not affect detections.
 _COUNTER = "num_batches_tracked"
 # Category names by COCO id; index 0 is the background, unused ids are `N/A`.
 _COCO_NAMES: tuple[str, ...] = tuple(MaskRCNN_ResNet50_FPN_Weights.COCO_V1.meta["categories"])
+
+
+class InputConfig(FrozenConfig):
+    """Resizing of images."""
+
+    min_size: int = Field(800, ge=32)
+    """Shorter side of resized images in pixels (smaller if `max_size` limits the longer side)."""
+    max_size: int = Field(1333, ge=32)
+    """Upper limit of the longer side of resized images in pixels."""
+    resize: ResizeRule = "pillow"
+    """Rounding and interpolation of resized images."""
+
+    @property
+    def buckets(self) -> tuple[ShapeBucket, ...]:
+        """Landscape and portrait input size."""
+        sides = [math.ceil(side / _BUCKET_STEP) * _BUCKET_STEP for side in self.sides]
+        return tuple(dict.fromkeys((ShapeBucket(*sides), ShapeBucket(*sides[::-1]))))
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Shorter and longer side of the largest resized images."""
+        return min(self.min_size, self.max_size), self.max_size
+
+
+class ConversionConfig(ModelConfig):
+    """Mask R-CNN and the resizing of its images: the keys that a conversion can override."""
+
+    preprocessing: InputConfig = InputConfig()
+    """Resizing of images."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model alone."""
+        return ModelConfig.model_validate(self.model_dump(exclude={"preprocessing"}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +100,7 @@ def checkpoint_from_weights(
 
     Args:
         weights: weights of a whole Mask R-CNN.
-        overrides: `key.path=value` settings of `ModelConfig` that replace assumed ones.
+        overrides: `key.path=value` settings of `ConversionConfig` that replace assumed ones.
         categories: COCO annotation file that names the classes. None: names of COCO's classes.
         other_channel_order: the network takes RGB although its origin usually takes BGR, or the
             reverse.
@@ -66,7 +113,8 @@ def checkpoint_from_weights(
             f"it is a {weights.structure['backbone.name']} of {weights.origin} without the heads "
             "of a detector; start a training from it with `maskrcnn train CONFIG weights=FILE`"
         )
-    config = config_from_settings(weights.settings, overrides)
+    settings = config_from_settings(weights.settings, overrides)
+    config, inputs = settings.model, settings.preprocessing
     tensors = reverse_channels(weights.tensors) if other_channel_order else weights.tensors
     with torch.device("meta"):  # allocates no memory
         expected = MaskRCNN(config).state_dict()
@@ -81,22 +129,25 @@ def checkpoint_from_weights(
                 else default_categories(config.num_classes)
             ),
             preprocessing=Preprocessing(
-                min_size=800,
-                max_size=1333,
+                **inputs.model_dump(),
                 pixel_mean=config.pixel_mean,
                 pixel_std=config.pixel_std,
             ),
-            buckets=_BUCKETS,
+            buckets=inputs.buckets,
             iteration=0,
         ),
         origin=weights.origin,
         num_loaded=len(expected.keys() & tensors.keys()),
         ignored=weights.ignored,
-        assumed={key: value_at(config, key) for key in weights.assumed},
+        assumed={
+            key: value_at(settings, key)
+            for key in dict.fromkeys((*weights.assumed, *_NEVER_STORED))
+            if key not in weights.structure
+        },
     )
 
 
-def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> ModelConfig:
+def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> ConversionConfig:
     """Build a configuration from defaults, settings and overrides; later ones take precedence.
 
     Raises:
@@ -106,11 +157,11 @@ def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> M
     for key, value in settings.items():
         values = with_value(values, key, value)
     try:
-        return ModelConfig.model_validate(with_overrides(values, overrides))
+        return ConversionConfig.model_validate(with_overrides(values, overrides))
     except OverrideError as error:
         raise WeightsError(str(error)) from None
     except ValidationError as error:
-        raise WeightsError(validation_message(error, ModelConfig)) from None
+        raise WeightsError(validation_message(error, ConversionConfig)) from None
 
 
 def check_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,9 @@ TORCHVISION_STATISTICS = {
     "pixel_std": torch.tensor([58.395, 57.12, 57.375]),
 }
 
+# Name of a boolean tensor: whether the network takes BGR. Configurations state it, files do not.
+IS_BGR = "pixel_is_bgr"
+
 _MSRA_MEAN_BGR = (103.53, 116.28, 123.675)
 _BOX_HEAD, _MASK_HEAD = r"roi_heads\.box_head", r"roi_heads\.mask_head"
 
@@ -84,6 +87,8 @@ def _pixel_statistics(state: Mapping[str, Tensor]) -> tuple[list[float], list[fl
 
 
 def _takes_bgr(state: Mapping[str, Tensor]) -> bool:
+    if IS_BGR in state:
+        return bool(state[IS_BGR])
     # In all published pixel means, red is the largest.
     mean, _ = _pixel_statistics(state)
     return mean[0] <= mean[2]
@@ -127,9 +132,10 @@ ORIGIN = WeightsOrigin(
     signature=rf"{_BODY}stem\.conv1\.weight",
     rules=_RULES,
     ignored=(
-        r"pixel_(?:mean|std)|proposal_generator\.anchor_generator\..+|(?:stem\.)?(?:fc|linear)\..+"
+        r"pixel_(?:mean|std|is_bgr)|proposal_generator\.anchor_generator\..+|(?:stem\.)?(?:fc|linear)\..+"
         r"|roi_heads\.keypoint_\w+\..+|sem_seg_head\..+"
     ),
     layout=_layout,
     conventions=_conventions,
+    resize="detectron2",
 )

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..bundle.spec import ResizeRule
 from .files import WeightsError
 
 # Renaming rules: regular expression of a whole tensor name, our name. The first match applies.
 Rules = Sequence[tuple[str, str]]
 
-# Values of `ModelConfig` by dotted key.
+# Values of `ModelConfig`, and of `InputConfig` below `preprocessing`, by dotted key.
 Settings = dict[str, Any]
 
 # Maximum number of convolutions of a box or mask head that the renaming rules cover.
@@ -35,6 +36,8 @@ class WeightsOrigin:
     # Returns settings that files of this origin imply but do not store. Arguments: settings
     # inferred from the tensors, tensors of the file.
     conventions: Callable[[Settings, Mapping[str, Tensor]], Settings]
+    # Rule by which it resizes images.
+    resize: ResizeRule = "pillow"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class Weights:
 
     origin: str
     tensors: dict[str, Tensor]
-    # Settings inferred from names and shapes of the tensors.
+    # Settings inferred from names and shapes of the tensors, or stated beside them.
     structure: Settings
     # Settings assumed because they are the origin's defaults.
     assumed: Settings
@@ -52,8 +55,8 @@ class Weights:
 
     @property
     def settings(self) -> Settings:
-        """Settings of the model, inferred or assumed."""
-        return self.structure | self.assumed
+        """Settings of the model and its input: assumed, or inferred or stated."""
+        return self.assumed | self.structure
 
     @property
     def has_heads(self) -> bool:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 from ..checkpoint import load_checkpoint
 from ..config.overrides import values_by_key
 from . import caffe2, detectron2, maskrcnn_benchmark, torchvision
+from .detectron2_config import Detectron2Config, read_config
 from .files import WeightsError, read_file
 from .layouts import BOX_DELTAS, CLASS_SCORES, MASK_LOGITS, number_box_head
 from .origins import Settings, Weights, WeightsOrigin, rename_tensors
+from .sources import CONFIG_NAME
 
 ORIGINS = (torchvision.ORIGIN, detectron2.ORIGIN, maskrcnn_benchmark.ORIGIN, caffe2.ORIGIN)
 # Name of the origin of checkpoints that this program wrote.
@@ -29,8 +32,13 @@ _RESNETS = {2: "resnet18", 6: "resnet50", 23: "resnet101"}
 _SUPPORTED = "resnet18, resnet50 and resnet101 are supported"
 
 
-def read_weights(path: Path) -> Weights:
+def read_weights(path: Path, config: Path | None = None) -> Weights:
     """Read a weights file of any known origin, which is recognised by content.
+
+    Args:
+        path: the file.
+        config: detectron2's configuration of the model. None: `config.yaml` beside a file of
+            detectron2, if there is one.
 
     Raises:
         CheckpointError: the file cannot be read, or its origin or model is unknown.
@@ -49,8 +57,10 @@ def read_weights(path: Path) -> Weights:
             f"{path} holds no weights of a known origin; give those of "
             f"{', '.join(origin.name for origin in ORIGINS)} or of this program"
         )
+    stated = _config_for(path, origin, config)
     try:
-        return weights_from_state(state, origin)
+        weights = weights_from_state(state | (stated.statistics if stated else {}), origin)
+        return _with_config(weights, stated) if stated else weights
     except WeightsError as error:
         raise WeightsError(f"{path}: {error}") from None
     except (IndexError, TypeError, RuntimeError) as error:
@@ -58,6 +68,36 @@ def read_weights(path: Path) -> Weights:
             f"{path} has names of {origin.name}, but tensors of shapes that no Mask R-CNN has; "
             "give a file that its training wrote"
         ) from error
+
+
+def _config_for(path: Path, origin: WeightsOrigin, config: Path | None) -> Detectron2Config | None:
+    if origin is not detectron2.ORIGIN:
+        if config:
+            raise WeightsError(
+                f"{config} cannot configure {path}, which is of {origin.name}; omit --config"
+            )
+        return None
+    if config is None:
+        beside = path.with_name(CONFIG_NAME)
+        return read_config(beside) if beside.is_file() else None
+    stated = read_config(config)
+    if stated is None:
+        raise WeightsError(f"{config} has no section MODEL; give detectron2's config.yaml")
+    return stated
+
+
+def _with_config(weights: Weights, stated: Detectron2Config) -> Weights:
+    classes = weights.structure.get("num_classes")
+    if None not in (classes, stated.num_classes) and classes != stated.num_classes:
+        raise WeightsError(
+            f"it has {classes} classes, but its configuration {stated.num_classes}; give the "
+            "config.yaml of the same model, or move the one beside it"
+        )
+    known = stated.settings | {
+        key: weights.assumed[key] for key in stated.statistics if key in weights.assumed
+    }
+    assumed = {key: value for key, value in weights.assumed.items() if key not in known}
+    return replace(weights, structure=known | weights.structure, assumed=assumed)
 
 
 def is_checkpoint(content: object) -> bool:
@@ -77,6 +117,7 @@ def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> We
     assumed = origin.conventions(structure, state)
     if "num_classes" not in structure:
         assumed = {k: v for k, v in assumed.items() if k.startswith(("backbone.", "pixel_"))}
+    assumed["preprocessing.resize"] = origin.resize
     return Weights(
         origin=origin.name,
         tensors=tensors,

@@ -1,27 +1,33 @@
 """Weights and checkpoints of model references: paths, URLs and names of published models."""
 
-import math
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ..bundle.manifest import MANIFEST_NAME
-from ..bundle.spec import ShapeBucket
 from ..checkpoint import Checkpoint, load_checkpoint
+from ..config.reference import text_from_value
+from . import detectron2, torchvision
 from .conversion import WeightsConversion, checkpoint_from_weights
 from .files import WeightsError, local_path, read_file
 from .origins import Weights
 from .recognition import OWN, is_checkpoint, read_weights
+from .sources import CONFIG_NAME
 from .zoo import ZooModel, is_zoo_name, zoo_model
 
-# Input sizes are multiples of this number of pixels.
-_BUCKET_STEP = 32
+logger = logging.getLogger(__name__)
 
 
-def read_reference(reference: str | Path) -> Weights:
+def read_reference(reference: str | Path, config: Path | None = None) -> Weights:
     """Read the weights of a reference; see `local_path` for its forms.
 
     Settings that a published model's file may lack are those of its configuration.
+
+    Args:
+        reference: the weights.
+        config: detectron2's configuration of the model. None: `config.yaml` beside a file of
+            detectron2, if there is one.
 
     Raises:
         CheckpointError: the file cannot be read, or its origin or model is unknown.
@@ -34,11 +40,12 @@ def read_reference(reference: str | Path) -> Weights:
             f"{path} is a bundle, which cannot be converted back to weights; give the checkpoint "
             "that it was exported from"
         )
-    weights = read_weights(path)
+    weights = read_weights(path, config)
     model = _zoo_model_of(reference)
     if model is None:
         return weights
-    return replace(weights, assumed=weights.assumed | dict(model.settings))
+    sizes = {f"preprocessing.{k}": getattr(model, k) for k in ("min_size", "max_size")}
+    return replace(weights, assumed=weights.assumed | sizes | dict(model.settings))
 
 
 def convert_reference(
@@ -47,17 +54,19 @@ def convert_reference(
     categories: Path | None = None,
     *,
     other_channel_order: bool = False,
+    config: Path | None = None,
 ) -> WeightsConversion:
     """Convert the weights of a reference; see `checkpoint_from_weights` for the arguments.
 
-    A published model gets its own classes and test size.
+    A published model gets its own classes and test size. `config` is as for `read_reference`. A
+    warning names assumptions that may be wrong.
 
     Raises:
         CheckpointError: the file cannot be read or converted, or is a checkpoint of this program.
         ZooError: the zoo does not have the model, or this program cannot compute it.
         DownloadError: the download failed, or the file has another checksum.
     """
-    weights = read_reference(reference)
+    weights = read_reference(reference, config)
     if weights.origin == OWN:
         raise WeightsError(
             f"{reference} is already a checkpoint of this program; no conversion needed"
@@ -70,18 +79,37 @@ def convert_reference(
         raise WeightsError(f"{reference}: {error}") from None
     model = _zoo_model_of(reference)
     if model is None:
+        given = {override.partition("=")[0] for override in overrides}
+        _warn_of_assumptions(reference, weights, conversion, given)
         return conversion
     checkpoint = conversion.checkpoint
     classes = None if categories else model.categories
-    checkpoint = replace(
-        checkpoint,
-        categories=classes or checkpoint.categories,
-        preprocessing=checkpoint.preprocessing.model_copy(
-            update={"min_size": model.min_size, "max_size": model.max_size}
-        ),
-        buckets=_buckets(model),
-    )
+    checkpoint = replace(checkpoint, categories=classes or checkpoint.categories)
     return replace(conversion, checkpoint=checkpoint)
+
+
+def _warn_of_assumptions(
+    reference: str | Path, weights: Weights, conversion: WeightsConversion, given: set[str]
+) -> None:
+    assumed = {key: value for key, value in conversion.assumed.items() if key not in given}
+    classes = weights.structure["num_classes"]
+    eps = assumed.get("backbone.norm_eps")
+    frozen = weights.structure["backbone.norm"] == "frozen_bn"
+    if weights.origin == torchvision.ORIGIN.name and frozen and eps and classes != 90:
+        logger.warning(
+            "%s has %d classes instead of COCO's 90 and does not hold the epsilon of its batch "
+            "norms; assumed backbone.norm_eps=%g, as after training from a backbone. If it was "
+            "fine-tuned from COCO_V1, set backbone.norm_eps=0",
+            reference, classes, eps,
+        )  # fmt: skip
+    if weights.origin == detectron2.ORIGIN.name and "preprocessing.min_size" in assumed:
+        logger.warning(
+            "%s does not hold its settings; assumed %s. Give its %s (with --config, or beside it), "
+            "or set others as KEY=VALUE",
+            reference,
+            ", ".join(f"{key}={text_from_value(value)}" for key, value in assumed.items()),
+            CONFIG_NAME,
+        )
 
 
 def checkpoint_from_reference(reference: str | Path) -> Checkpoint:
@@ -100,11 +128,3 @@ def checkpoint_from_reference(reference: str | Path) -> Checkpoint:
 
 def _zoo_model_of(reference: str | Path) -> ZooModel | None:
     return zoo_model(str(reference)) if is_zoo_name(reference) else None
-
-
-def _buckets(model: ZooModel) -> tuple[ShapeBucket, ShapeBucket]:
-    """Return the landscape and the portrait input size of a published model."""
-    shorter, longer = (
-        math.ceil(size / _BUCKET_STEP) * _BUCKET_STEP for size in (model.min_size, model.max_size)
-    )
-    return ShapeBucket(shorter, longer), ShapeBucket(longer, shorter)

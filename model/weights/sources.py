@@ -18,6 +18,8 @@ from ..download.local_files import DownloadError
 from ..download.progress import ByteProgress, no_progress
 from .zoo import HOSTS, is_zoo_name, zoo_model
 
+# Name of detectron2's configuration file, which its training writes beside the weights.
+CONFIG_NAME: Final = "config.yaml"
 # Environment variable: URL of a mirror that replaces the hosts of the zoos, as in
 # `http://localhost:8000`. Paths are those of the published files.
 MIRROR_VARIABLE: Final = "MASKRCNN_ZOO_MIRROR"

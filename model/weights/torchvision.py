@@ -49,4 +49,5 @@ ORIGIN = WeightsOrigin(
     ignored=r"fc\.(?:weight|bias)|roi_heads\.keypoint_\w+\..+",
     layout=lambda tensors, _: tensors,
     conventions=_conventions,
+    resize="torchvision",
 )

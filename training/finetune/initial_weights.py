@@ -32,7 +32,7 @@ def initial_checkpoint(reference: str | None) -> Checkpoint:
     weights = read_reference(reference)
     if weights.has_heads:
         return checkpoint_from_reference(reference)
-    return _with_defaults(config_from_settings(weights.settings))
+    return _with_defaults(config_from_settings(weights.settings).model)
 
 
 def _with_defaults(config: ModelConfig) -> Checkpoint:

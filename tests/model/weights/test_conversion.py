@@ -97,6 +97,8 @@ def check(path: Path, config: ModelConfig, state: State) -> WeightsConversion:
         assert torch.equal(checkpoint.weights[name], tensor), name
     assert conversion.num_loaded == len(state)
     assert checkpoint.preprocessing.pixel_mean == config.pixel_mean
+    rules = {"torchvision": "torchvision", "detectron2": "detectron2"}
+    assert checkpoint.preprocessing.resize == rules.get(conversion.origin, "pillow")
     return conversion
 
 
@@ -218,6 +220,7 @@ def test_overrides_replace_assumed_settings(own_state: State, tmp_path: Path) ->
         "backbone.stride=1": r"backbone\.stride",
         "backbone": r"key\.path=value",
         "pixel_mean.red=1": "pixel_mean is a value",
+        "preprocessing.resize=lanczos": "torchvision",
         "roi.box_head_dim=64": r"box_head\.fc6\.weight has shape \[32, .* needs \[64, ",
     }.items():
         with pytest.raises(WeightsError, match=message):

@@ -103,6 +103,23 @@ def test_a_model_of_lvis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [c.id for c in checkpoint.categories][::1229] == [1, 1230]
 
 
+def test_the_assumed_epsilon_of_finetuned_torchvision_files_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {"num_classes": 3, "backbone": BACKBONE, "roi": HEADS}
+    path = tmp_path / "pets.pth"
+    torch.save(random_state(ModelConfig.model_validate(values)), path)
+    checkpoint = convert_reference(path).checkpoint
+    assert checkpoint.preprocessing.resize == "torchvision"
+    (warning,) = caplog.messages
+    for fact in ("backbone.norm_eps=1e-05", "COCO_V1", "backbone.norm_eps=0"):
+        assert fact in warning
+    caplog.clear()
+    config = convert_reference(path, ["backbone.norm_eps=0"]).checkpoint.model_config
+    assert config.backbone.norm_eps == 0
+    assert not caplog.messages
+
+
 def test_own_checkpoints_are_not_converted(tiny_checkpoint: Path) -> None:
     assert checkpoint_from_reference(tiny_checkpoint).iteration == 0
     expected = load_checkpoint(tiny_checkpoint)
