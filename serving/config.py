@@ -66,6 +66,9 @@ class ServeFields(FrozenConfig):
     """Time limit of a request in seconds. Requests may set a lower one. None: no limit."""
     max_pixels: int = Field(MAX_PIXELS, ge=64)
     """Maximum number of pixels per image."""
+    decode_memory_mb: int | None = Field(None, ge=64, le=1 << 24)
+    """Memory in MiB of all images in decoding. Images wait for it, and larger ones are rejected.
+    None: a quarter of the machine's or the container's memory."""
     max_message_mb: int = Field(64, ge=1, le=1024)
     """Maximum size of a request in MiB. Up to four times `queue_size` requests can be in memory at
     a time, including those being received. Until it is decoded, a request takes several times its

@@ -1,11 +1,12 @@
 """Properties of this machine: GPUs, memory, CPU cores and installed packages."""
 
+import contextlib
 import os
 import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -33,8 +34,7 @@ for index in range(count.value):
 """
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-# Files that hold the memory limit of the cgroup, in versions 2 and 1.
-_MEMORY_LIMITS: Final = ("memory.max", "memory/memory.limit_in_bytes")
+_OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 
 
 def gpu_names() -> tuple[str, ...]:
@@ -94,11 +94,14 @@ def machine_memory() -> dict[str, int]:
 
 def available_memory() -> int:
     """Return the free memory in bytes, within the limits of this process and its cgroup."""
-    free = machine_memory()["MemAvailable"]
-    cgroup_limits = [_number_in(_CGROUPS / name) for name in _MEMORY_LIMITS]
+    return min(machine_memory()["MemAvailable"], memory_limit())
+
+
+def memory_limit() -> int:
+    """Return the memory of the machine in bytes, or the limit of this process or its cgroup."""
+    limits = [machine_memory()["MemTotal"], *_cgroup_memory_limits()]
     process_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [*cgroup_limits, None if process_limit == resource.RLIM_INFINITY else process_limit]
-    return min([free, *(limit for limit in limits if limit is not None)])
+    return min(limits if process_limit == resource.RLIM_INFINITY else [*limits, process_limit])
 
 
 def available_cores() -> float:
@@ -111,8 +114,19 @@ def available_cores() -> float:
     return cores if quota == "max" else min(cores, int(quota) / int(period))
 
 
-def _number_in(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+def _cgroup_memory_limits() -> Iterator[int]:
+    """Yield the memory limits of this process's cgroups, and of those that contain them."""
+    for line in _OWN_CGROUPS.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = _CGROUPS, "memory.max"  # version 2
+        elif "memory" in controllers.split(","):
+            root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        # Within a container, `path` may be that of the host, and only `root` exists.
+        for parent in (folder, *folder.parents):
+            if parent.is_relative_to(root):
+                with contextlib.suppress(OSError, ValueError):  # missing, or "max"
+                    yield int((parent / name).read_text())

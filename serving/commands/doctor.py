@@ -21,6 +21,7 @@ from ..backends.onnxruntime_packages import check_onnxruntime
 from ..config import ServeConfig, address_of
 from ..errors import BackendError, ServingError
 from ..host import available_cores, available_memory, gpu_names, installed_versions
+from ..pipeline.decode_memory import decode_memory_limit
 from ..rpc.certificates import server_certificate
 from ..rpc.listener import check_port
 from ..rpc.message_reader import MESSAGES_PER_SLOT
@@ -157,6 +158,7 @@ def _limit_results(config: ServeConfig) -> list[CheckResult]:
     results += _certificate_results(config)
     cores = available_cores()
     memory, requests = available_memory(), most_request_bytes(config)
+    decoding = decode_memory_limit(config)
     return [
         *results,
         CheckResult(
@@ -167,8 +169,9 @@ def _limit_results(config: ServeConfig) -> list[CheckResult]:
         CheckResult(
             "memory",
             f"{_gib(memory)} available; the settings allow request messages of {_gib(requests)} "
-            f"({_REQUESTS_PER_SLOT} x queue_size x max_message_mb), which take more once parsed",
-            "warning" if requests > memory else "ok",
+            f"({_REQUESTS_PER_SLOT} x queue_size x max_message_mb), which take more once parsed, "
+            f"and {_gib(decoding)} for images in decoding (decode_memory_mb)",
+            "warning" if requests + decoding > memory else "ok",
         ),
     ]
 

@@ -20,7 +20,7 @@ from ..grpc_status import abort_on_error
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.threads import in_daemon_thread
 from ..results.detections_json import json_from_detections
-from ..results.drawing import annotated_png
+from ..results.drawing import BYTES_PER_PIXEL, annotated_png
 from ..rpc.detector_service import DetectorService
 from .call import HttpCall
 from .endpoint import Endpoint, JsonResponse, Transport
@@ -95,7 +95,9 @@ class DetectionRoutes:
         admission = self._pipeline.admission.acquire(peer)
         if as_png:
             finish = partial(annotated_png, request.image)
-            detecting = self._service.detect(peer, request, admission, _not_encoded, finish)
+            detecting = self._service.detect(
+                peer, request, admission, _not_encoded, finish, BYTES_PER_PIXEL
+            )
             del finish
         else:
             detecting = self._service.detect(peer, request, admission, json_from_detections)

@@ -1,5 +1,7 @@
 """Processing of an inference request: admission, decoding, queueing, inference, encoding."""
 
+import contextlib
+import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +12,12 @@ from ..detections import DetectionOptions, ResponseEncoder, TimedResponse, Timin
 from ..errors import ExpiredError, QueueFullError
 from ..monitoring.telemetry import Telemetry
 from ..request_options import SchedulingOptions
-from ..steps.base import EngineResult
+from ..steps.base import EngineItem, EngineResult
 from ..steps.host_steps import HostProcessor
 from ..steps.preprocessing import SourceImage
 from .admission import AdmissionController
 from .batching import BatchResult
+from .decode_memory import DecodeMemory, decode_memory_limit
 from .model_lifecycle import ModelLifecycle
 from .open_calls import OpenCalls
 from .served_model import ModelBatcher, ServedModel
@@ -66,6 +69,8 @@ class Pipeline:
         self.open_calls = OpenCalls(_CALLS_PER_SLOT * config.queue_size)
         # Threads that decode images and encode responses.
         self.threads = FairThreadPool(config.threads)
+        # Memory of the images in decoding.
+        self.decode_memory = DecodeMemory(decode_memory_limit(config), config.threads)
 
     @property
     def model(self) -> ServedModel:
@@ -146,13 +151,14 @@ class Pipeline:
                 max_pixels=self._config.max_pixels,
             )
             del request
-            if host.is_quick(source):
-                decoded = timed(host.prepare, source)
-            else:
-                decoded = await self.threads.run(scheduling.peer, host.prepare, source)
-            # The image can be large, and may be freed while it waits for a batch.
-            del source
-            result = await batcher.infer(decoded.value, scheduling)
+            async with contextlib.AsyncExitStack() as memory:
+                preparing = self._prepare(host, source, scheduling.peer, memory)
+                # The image can be large, and may be freed while it waits for a batch.
+                del source
+                decoded = await preparing
+                if not batcher.info.is_end_to_end:
+                    await memory.aclose()
+                result = await batcher.infer(decoded.value, scheduling)
             if batcher.info.is_end_to_end:  # the engine encoded the response already
                 encoded = timed(host.respond, result.value, decoded.value)
             else:
@@ -163,6 +169,32 @@ class Pipeline:
             timing = _total_timing(decoded, result, encoded)
             record_timing(timing)
             return TimedResponse(encoded.value.value, timing)
+
+    async def _prepare(
+        self,
+        host: HostProcessor,
+        source: SourceImage,
+        peer: str,
+        memory: contextlib.AsyncExitStack,
+    ) -> TimedResult[EngineItem]:
+        """Convert an image to the engine's input, and hold the memory that its decoding takes."""
+        small = self.decode_memory.small
+        if host.is_quick(source):
+            first = timed(host.prepare_small, source, small)
+        else:
+            first = await self.threads.run(peer, host.prepare_small, source, small)
+        item, needed = first.value
+        elapsed_s, waited_s = first.elapsed_s, first.waited_s
+        if needed:
+            start = time.perf_counter()
+            await memory.enter_async_context(self.decode_memory.reserve(peer, needed))
+            waited_s += time.perf_counter() - start
+        if item is None:
+            preparing = self.threads.run(peer, host.prepare, source)
+            del source
+            item, own_s, own_wait_s = await preparing
+            elapsed_s, waited_s = elapsed_s + own_s, waited_s + own_wait_s
+        return TimedResult(item, elapsed_s, waited_s)
 
     def _observe(
         self,

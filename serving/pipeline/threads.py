@@ -65,6 +65,11 @@ class FairThreadPool:
         result: TimedResult[Value] = await asyncio.wrap_future(running)
         return result._replace(waited_s=waited_s)
 
+    @property
+    def busy(self) -> int:
+        """Number of threads that are in use."""
+        return self.size - self._free
+
     def close(self) -> None:
         """Wait for running calls and end the threads."""
         self._executor.shutdown()

@@ -37,7 +37,15 @@ def add_server_metrics(registry: CollectorRegistry, pipeline: Pipeline, lag: Loo
     worst = "Maximum lag of the last ten seconds or slightly more."
     wait = "Estimated queue time of a request that arrives now."
     slots, slots_in_use = "Admission slots at the recent service rate.", "Admission slots in use."
+    memory, threads = pipeline.decode_memory, pipeline.threads
+    decoding = "Memory of images in decoding: reserved, or set aside for the threads that work."
     for name, documentation, value in (
+        (
+            "decode_memory_bytes",
+            decoding,
+            lambda: memory.reserved + threads.busy * memory.small,
+        ),
+        ("decode_memory_limit_bytes", "Limit of that memory.", lambda: memory.limit),
         ("event_loop_lag_seconds", "Latest lag of the event loop.", lambda: lag.last_s),
         ("event_loop_lag_worst_seconds", worst, lambda: lag.worst_s),
         ("slots", slots, lambda: pipeline.admission.capacity),

@@ -12,6 +12,10 @@ from ...model.masks import mask_from_rle
 from ..detections import Detections
 
 _MASK_OPACITY = 0.45
+# Rows of an image whose masks are drawn at a time, because copies of all rows take much memory.
+_STRIP_ROWS = 64
+# Peak memory of `annotated_png` in bytes per pixel.
+BYTES_PER_PIXEL = 24
 # Difference of the hues of successive labels, as a fraction of the colour circle. With the golden
 # ratio, hues stay far apart for any number of labels.
 _GOLDEN_RATIO = 0.618034
@@ -54,9 +58,12 @@ def draw_detections(image: NDArray[np.uint8], detections: Detections) -> NDArray
     colours = [colour_from_label(label) for label in detections.labels.tolist()]
     pixels = image.astype(np.float32)
     for colour, rle in reversed(list(zip(colours, detections.rles or (), strict=False))):
-        mask = mask_from_rle(rle) != 0
-        pixels[mask] += _MASK_OPACITY * (np.array(colour, np.float32) - pixels[mask])
-    canvas = Image.fromarray(pixels.round().astype(np.uint8))
+        mask = mask_from_rle(rle)
+        for top in range(0, len(mask), _STRIP_ROWS):
+            strip, inside = pixels[top : top + _STRIP_ROWS], mask[top : top + _STRIP_ROWS] != 0
+            strip[inside] += _MASK_OPACITY * (np.array(colour, np.float32) - strip[inside])
+    canvas = Image.fromarray(pixels.round(out=pixels).astype(np.uint8))
+    del pixels
     # Text size and line width scale with the image.
     side = (canvas.width * canvas.height) ** 0.5
     font = ImageFont.load_default(max(11.0, side / 45))

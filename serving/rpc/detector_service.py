@@ -96,6 +96,7 @@ class DetectorService:
         admission: Admission,
         encoder: ResponseEncoder,
         finish: Callable[[Any], Any] | None = None,
+        finish_memory: int = 0,
     ) -> TimedResponse[Any]:
         """Detect objects in the image of a request.
 
@@ -106,6 +107,7 @@ class DetectorService:
             encoder: Encodes the detections, in a thread or in the worker process.
             finish: Converts the encoder's result further, in a thread of this process. It counts
                 as encoding. None: no conversion.
+            finish_memory: Peak memory of `finish` in bytes per pixel of the image.
 
         Raises:
             InvalidRequestError: an option is out of range.
@@ -133,14 +135,17 @@ class DetectorService:
                 del request
                 response = await detecting
                 if finish is not None:
-                    response = await self._finished(peer, response, finish)
+                    response = await self._finished(peer, response, finish, finish_memory)
             timings.append(response.timing)
             return response
 
     async def _finished(
-        self, peer: str, response: TimedResponse[Any], finish: Callable[[Any], Any]
+        self, peer: str, response: TimedResponse[Any], finish: Callable[[Any], Any], memory: int
     ) -> TimedResponse[Any]:
-        timed = await self._pipeline.threads.run(peer, finish, response.value)
+        found = response.value
+        size = memory * found.height * found.width
+        async with self._pipeline.decode_memory.reserve_in_thread(peer, size):
+            timed = await self._pipeline.threads.run(peer, finish, found)
         timing = response.timing
         elapsed_us = round(1e6 * (timed.waited_s + timed.elapsed_s))
         return TimedResponse(timed.value, replace(timing, encode_us=timing.encode_us + elapsed_us))

@@ -10,6 +10,7 @@ from maskrcnn_trt.serving.host import (
     available_memory,
     gpu_names,
     installed_versions,
+    memory_limit,
 )
 
 
@@ -59,5 +60,28 @@ def test_limits_of_a_container_apply(
     (tmp_path / "memory.max").write_text(memory)
     (tmp_path / "cpu.max").write_text(cpu)
     monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/of/the/host\n")
     assert (available_memory() == 1 << 20) == (memory == "1048576\n")
     assert available_cores() == (cores or len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "root", "name"),
+    [
+        ("0::/a.slice/b.service\n", "", "memory.max"),
+        ("5:cpu:/\n4:memory,pids:/a.slice/b.service\n0::/\n", "memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_memory_limit_of_the_own_or_an_outer_cgroup_applies(
+    cgroups: str, root: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = tmp_path / root / "a.slice" / "b.service"
+    service.mkdir(parents=True)
+    (tmp_path / "own").write_text(cgroups)
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
+    (service / name).write_text(f"{3 << 20}\n")
+    assert memory_limit() == 3 << 20
+    (service.parent / name).write_text(f"{2 << 20}\n")
+    assert memory_limit() == 2 << 20

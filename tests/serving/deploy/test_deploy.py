@@ -18,6 +18,7 @@ import maskrcnn_trt.serving
 from maskrcnn_trt.serving.commands.doctor import most_request_bytes
 from maskrcnn_trt.serving.commands.serve import config_from_options, config_options, serve
 from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.pipeline.decode_memory import DecodeMemory, decode_memory_limit
 from maskrcnn_trt.serving.rpc.health import LIVENESS
 
 FOLDER = Path(maskrcnn_trt.serving.__file__).parent / "deploy" / "kubernetes"
@@ -185,7 +186,10 @@ def test_requests_fit_into_memory() -> None:
     ):
         most = most_request_bytes(config) >> 20
         # Half of the requests may be parsed, which takes several times the size of the message.
-        assert 2 * most <= mebibytes(limits["memory"]) - requested
+        decoding = decode_memory_limit(config) >> 20
+        assert 2 * most + decoding <= mebibytes(limits["memory"]) - requested
+        # An image of any format fits into the budget.
+        assert 18 * config.max_pixels <= DecodeMemory(decoding << 20, config.threads).largest
     for config in (ServeConfig(), config_of(CONTAINER)):
         assert f"{most_request_bytes(config) / 2**30:g} GiB" in README
 

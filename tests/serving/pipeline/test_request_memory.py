@@ -1,15 +1,19 @@
 """Memory of queued and of rejected requests."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from in_process_server import connected, status_of
+from PIL import Image
 from scraped_metrics import metrics_from_log
-from server_load import memory_of, server_process
+from server_load import memory_of, peak_memory_of, server_process
 from triton_requests import MODEL, infer_request
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as triton_pb
@@ -83,6 +87,43 @@ def test_requests_are_freed_once_their_images_are_decoded(
 
     with server_process(bundle, log, *options) as (process, address):
         asyncio.run(ask(process.pid, address))
+
+
+def test_images_in_decoding_stay_within_their_budget_and_their_memory_is_given_back(
+    bundle: Path, tmp_path: Path
+) -> None:
+    """Six images of 72 MiB each, in eight threads, with a budget for one of them."""
+    options = "--threads", "8", "--decode-memory-mb", "100", "--metrics-port", "0"
+    log = tmp_path / "log"
+
+    async def check(pid: int, address: str) -> None:
+        async with contextlib.AsyncExitStack() as clients:
+            stubs = [await clients.enter_async_context(connected(address)) for _ in range(6)]
+            await stubs[0].Detect(pb.DetectRequest(image=black_png(100)))
+            before = memory_of(pid)
+            request = pb.DetectRequest(image=black_png(3000))
+            await asyncio.gather(*(stub.Detect(request) for stub in stubs))
+            assert peak_memory_of(pid) < peak_before + (150 << 20)
+            assert memory_of(pid) < before + (40 << 20)
+            code, message = await status_of(
+                stubs[0].Detect(pb.DetectRequest(image=black_png(4000)))
+            )
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert "decode_memory_mb" in message
+            metrics = metrics_from_log(log.read_text())
+            assert await metrics.value("maskrcnn_decode_memory_limit_bytes") == 100 << 20
+            assert await metrics.value("maskrcnn_decode_memory_bytes") == 0
+
+    with server_process(bundle, log, *options) as (process, address):
+        peak_before = peak_memory_of(process.pid)
+        asyncio.run(check(process.pid, address))
+
+
+def black_png(side: int) -> bytes:
+    """Return a black PNG of a few kB."""
+    file = BytesIO()
+    Image.new("1", (side, side)).save(file, "PNG")
+    return file.getvalue()
 
 
 def test_rejected_requests_are_freed_immediately(

@@ -1,0 +1,110 @@
+"""Memory of images in decoding: one budget for all threads and connections."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+
+from ...model.images import ImageError
+from ..config import ServeConfig
+from ..host import memory_limit
+
+# Parts of the memory limit, of which the budget is one by default. Messages, model and workers need
+# the others.
+_PARTS_OF_LIMIT = 4
+# Parts of the budget, of which one is set aside for small images.
+_PARTS_OF_BUDGET = 4
+
+
+class DecodeMemory:
+    """Budget of bytes for images in decoding.
+
+    A quarter is set aside for small images, one in each thread, which therefore never wait. Larger
+    ones reserve their memory in the rest. If it does not suffice, they wait; connections get memory
+    in round-robin order. None overtakes a waiting one, so that the largest are not delayed forever.
+
+    Call the methods from one event loop only.
+    """
+
+    def __init__(self, limit: int, threads: int) -> None:
+        # Size of the budget in bytes.
+        self.limit = limit
+        # Images that need at most this many bytes are small. They reserve nothing.
+        self.small = limit // (_PARTS_OF_BUDGET * threads)
+        # Most memory in bytes that one image can reserve.
+        self.largest = limit - threads * self.small
+        # Reserved bytes.
+        self.reserved = 0
+        # Waiting reservations by connection, in round-robin order.
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+
+    @asynccontextmanager
+    async def reserve(self, peer: str, size: int) -> AsyncIterator[None]:
+        """Hold memory within the context.
+
+        Args:
+            peer: gRPC peer of the request; it identifies the client's connection.
+            size: Number of bytes.
+
+        Raises:
+            ImageError: `size` is above `largest`.
+        """
+        if size > self.largest:
+            raise ImageError(
+                f"decoding the image takes {size >> 20} MiB of memory, and the server has "
+                f"{self.largest >> 20} MiB for it; send a smaller image, or raise the server's "
+                f"decode_memory_mb ({self.limit >> 20})"
+            )
+        await self._acquire(peer, size)
+        try:
+            yield
+        finally:
+            self._release(size)
+
+    def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
+        """Like `reserve`, for work in one of the threads, where small images reserve nothing."""
+        return self.reserve(peer, size) if size > self.small else nullcontext()
+
+    async def _acquire(self, peer: str, size: int) -> None:
+        if not self._waiting and self.reserved + size <= self.largest:
+            self.reserved += size
+            return
+        acquired = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(peer, deque()).append((size, acquired))
+        try:
+            await acquired
+        except asyncio.CancelledError:
+            if acquired.cancelled():
+                self._admit()  # those behind it may fit
+            else:  # got the memory and was cancelled in one loop iteration
+                self._release(size)
+            raise
+
+    def _release(self, size: int) -> None:
+        self.reserved -= size
+        self._admit()
+
+    def _admit(self) -> None:
+        """Give memory to waiting images, up to the first that does not fit."""
+        while self._waiting:
+            peer = next(iter(self._waiting))
+            size, acquired = self._waiting[peer][0]
+            is_cancelled = acquired.cancelled()
+            if not is_cancelled and self.reserved + size > self.largest:
+                return
+            queue = self._waiting.pop(peer)
+            queue.popleft()
+            if queue and is_cancelled:
+                self._waiting = {peer: queue, **self._waiting}
+            elif queue:
+                self._waiting[peer] = queue  # behind the other connections
+            if not is_cancelled:
+                self.reserved += size
+                acquired.set_result(None)
+
+
+def decode_memory_limit(config: ServeConfig) -> int:
+    """Return the size of the budget in bytes."""
+    if config.decode_memory_mb is None:
+        return memory_limit() // _PARTS_OF_LIMIT
+    return config.decode_memory_mb << 20
