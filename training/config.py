@@ -30,6 +30,13 @@ class DatasetConfig(FrozenConfig):
     """COCO instances JSON file."""
 
 
+class ExtraDatasetConfig(DatasetConfig):
+    """A further training set."""
+
+    weight: float = Field(1.0, gt=0)
+    """Number of times that an epoch shows each image; those of `data.train` are shown once."""
+
+
 class DataConfig(FrozenConfig):
     """Training and validation sets, and preprocessing of their images."""
 
@@ -37,6 +44,12 @@ class DataConfig(FrozenConfig):
     """Training set."""
     val: DatasetConfig | None = None
     """Validation set. None: no evaluation."""
+    extra_train: tuple[ExtraDatasetConfig, ...] = ()
+    """Further training sets, as in [{images: DIR, annotations: FILE, weight: 2}]. An epoch shows
+    their images `weight` times (default 1). Their categories must be among those of `train`."""
+    repeat_threshold: float | None = Field(None, gt=0, le=1)
+    """Repeat-factor sampling (LVIS): an epoch shows an image max(1, sqrt(threshold / frequency))
+    times, where frequency is the share of images with the rarest of its classes. None: once."""
     min_size: int = Field(800, ge=32)
     """Shorter side of resized images in pixels (smaller if `max_size` limits the longer side)."""
     max_size: int = Field(1333, ge=32)

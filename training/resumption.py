@@ -44,7 +44,10 @@ def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
         "data": {
             "number of images": len(dataset),
             "ids of the images": hashlib.sha256(ids.encode()).hexdigest(),
-            "annotation file": sha256_of(config.data.train.annotations),
+            "annotation file": ",".join(
+                sha256_of(source.annotations)
+                for source in (config.data.train, *config.data.extra_train)
+            ),
         },
     }
 

@@ -8,7 +8,7 @@ from ..model.checkpoint import Checkpoint
 from ..model.config.reference import text_from_value
 from .classes import set_classes_from_dataset
 from .config import TrainConfig, yaml_from_config
-from .data.coco.dataset import CocoDataset
+from .data.coco.training_set import load_training_set
 from .distributed import Worker, worker
 from .evaluation.config import warn_of_other_sizes
 from .evaluation.validation import Validation, check_expected
@@ -81,7 +81,7 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
     if rank.is_main:
         folder.remove_partial_files()
     with terminal_progress(rank, config.output_dir / LOG_FILE) as progress:
-        dataset = CocoDataset(config.data.train, config.data.on_broken)
+        dataset = load_training_set(config.data)
         config = with_run_length(dataset, set_classes_from_dataset(dataset, config))
         identity = run_identity(config, dataset)
         if last is not None:

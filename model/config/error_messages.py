@@ -42,8 +42,9 @@ def _unknown_key_message(details: ErrorDetails, model: type[BaseModel]) -> str:
     elsewhere = [other for other in known if other.rpartition(".")[2] == leaf]
     close = elsewhere or difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-    allowed = ", ".join(_names_within(".".join(above), model))
-    return f"unknown key {name}{hint}; allowed here: {allowed}"
+    names = _names_within(".".join(above), model)
+    allowed = f"allowed here: {', '.join(names)}" if names else _allowed_values(details, model)
+    return f"unknown key {name}{hint}; {allowed}"
 
 
 def _allowed_values(details: ErrorDetails, model: type[BaseModel]) -> str:
@@ -63,5 +64,6 @@ def _all_keys(model: type[BaseModel]) -> dict[str, Key]:
 
 
 def _names_within(section: str, model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names of a section's keys and subsections, in order of definition."""
-    return next(tuple(s.model.model_fields) for s in sections(model) if s.name == section)
+    """Return the names of a section's keys and subsections, in order. Empty: not a section."""
+    names = (tuple(s.model.model_fields) for s in sections(model) if s.name == section)
+    return next(names, ())

@@ -81,6 +81,9 @@ REFUSED = {
     "data.transforms=[{name: SimpleCopyPaste}, {name: ColorJitter}]": "must be the last",
     "data={decode: device, transforms: [{name: ColorJitter}], min_size: 64, max_size: 96, "
     "train: {images: a, annotations: b}}": "data: transforms need decode=workers",
+    "data.extra_train=[{images: a}]": "data.extra_train.0.annotations is missing; allowed for",
+    "data.extra_train=[{images: a, annotations: b, wait: 2}]": "(did you mean "
+    "data.extra_train?); allowed for data.extra_train: list of mappings",
     "data.train.images=null": "data.train.images is None; allowed: path",
     "data.train={images: x}": "data.train.annotations is missing; allowed: path",
     "seed": "override 'seed' is not of the form key.path=value",

@@ -44,6 +44,8 @@ class ImageRecord:
     width: int
     # Objects and crowds.
     instances: tuple[Instance, ...]
+    # How often an epoch of training shows the image, apart from repeat-factor sampling.
+    weight: float = 1.0
 
     @property
     def objects(self) -> tuple[Instance, ...]:

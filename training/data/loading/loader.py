@@ -11,7 +11,7 @@ from ...config import DataConfig, TrainConfig
 from ..coco.dataset import CocoDataset, DataError
 from .batch_reader import BatchReader
 from .batches import Batch, EncodedBatch
-from .sampling import BatchPlan, GlobalBatches, TrainSampler, eval_plans
+from .sampling import BatchPlan, GlobalBatches, TrainSampler, eval_plans, repeat_factors
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ class TrainLoader(BatchLoader):
     """Iterable over the training batches of one rank.
 
     Attributes:
-        iterations_per_epoch: Number of iterations in which each image is used once.
+        iterations_per_epoch: Number of iterations in which each image is used once, or as often as
+            `data.extra_train` and `data.repeat_threshold` say.
     """
 
     def __init__(
@@ -123,7 +124,14 @@ def train_loader(
         training=True,
         mask_crop_size=config.model.roi.mask_crop_size,
     )
-    batches = GlobalBatches(reader.buckets, solver.images_per_batch, config.seed)
+    factors = repeat_factors(reader.records, config.data.repeat_threshold)
+    batches = GlobalBatches(
+        reader.buckets,
+        solver.images_per_batch,
+        config.seed,
+        # Without repetitions, the order is that of a permutation.
+        None if (factors == 1).all() else factors,
+    )
     sampler = TrainSampler(
         batches,
         range(first_iteration, solver.max_iterations),

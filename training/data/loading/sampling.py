@@ -4,13 +4,17 @@ A run resumed at any iteration therefore has the same batches as an uninterrupte
 global batches are the same for any number of ranks and accumulation steps.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
+
+from ..coco.dataset import ImageRecord
 
 
 class BatchPlan(NamedTuple):
@@ -29,23 +33,33 @@ class BatchPlan(NamedTuple):
 class GlobalBatches:
     """Sequence of the global batches (images of all ranks) by iteration. Each has one shape bucket.
 
-    In each epoch, every image occurs once in random order. The last batch of a bucket is filled up
-    with the bucket's first images. The order of the batches is random.
+    In each epoch, every image occurs once in random order, or `factors` times on average. The last
+    batch of a bucket is filled up with the bucket's first images. The order of the batches is
+    random.
     """
 
-    def __init__(self, buckets: Sequence[int], images_per_batch: int, seed: int) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[int],
+        images_per_batch: int,
+        seed: int,
+        factors: NDArray[np.float64] | None = None,
+    ) -> None:
         """Create the sequence.
 
         Args:
             buckets: Index of the shape bucket of each image (at least one image).
             images_per_batch: Images per global batch.
             seed: Seed of the random order.
+            factors: [n] number of occurrences of each image. None: once. Their sum in a bucket is
+                rounded to a whole number.
         """
         self._buckets = np.asarray(buckets)
         self._images_per_batch = images_per_batch
         self._seed = seed
-        counts = np.unique(self._buckets, return_counts=True)[1]
-        self.batches_per_epoch = int(np.sum(-(-counts // images_per_batch)))
+        self._factors = factors
+        sizes = [self._size_of(bucket) for bucket in np.unique(self._buckets)]
+        self.batches_per_epoch = sum(-(-size // images_per_batch) for size in sizes)
         self._epoch = lru_cache(maxsize=1)(self._shuffled_epoch)
 
     def __getitem__(self, iteration: int) -> BatchPlan:
@@ -60,10 +74,49 @@ class GlobalBatches:
         batches: list[NDArray[np.int64]] = []
         for bucket in np.unique(self._buckets):
             members = order[self._buckets[order] == bucket]
+            if self._factors is not None:
+                members = self._repeated(members, self._size_of(bucket), rng)
             number = -(-len(members) // self._images_per_batch)
             filled = np.resize(members, (number, self._images_per_batch))
             batches.extend(filled)
         return [batches[i] for i in rng.permutation(len(batches))]
+
+    def _size_of(self, bucket: int) -> int:
+        """Return the number of images that an epoch shows of a bucket, with repetitions."""
+        members = self._buckets == bucket
+        if self._factors is None:
+            return int(members.sum())
+        return max(1, round(float(self._factors[members].sum())))
+
+    def _repeated(
+        self, members: NDArray[np.int64], size: int, rng: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """Repeat images by their factors, in random order: `size` in all."""
+        assert self._factors is not None
+        # Systematic sampling: each image occurs floor or ceil of its factor times, and an epoch has
+        # the same length whatever the random numbers are.
+        ends = np.cumsum(self._factors[members])
+        ends *= size / ends[-1]
+        ends[-1] = size
+        counts = np.diff(np.floor(ends + rng.random()), prepend=0).astype(np.int64)
+        return rng.permutation(np.repeat(members, counts))
+
+
+def repeat_factors(records: Sequence[ImageRecord], threshold: float | None) -> NDArray[np.float64]:
+    """Return how often an epoch shows each image, [n].
+
+    It is the image's weight, times its repeat factor of Gupta et al. (LVIS, 2019) if there is a
+    threshold: max(1, sqrt(threshold / f)), where f is the share of images with the rarest of the
+    image's classes.
+    """
+    weights = np.array([record.weight for record in records])
+    if threshold is None:
+        return weights
+    labels = [{instance.label for instance in record.objects} for record in records]
+    counts = Counter(chain.from_iterable(labels))
+    rarest = np.array([min((counts[n] for n in own), default=len(records)) for own in labels])
+    factors: NDArray[np.float64] = np.sqrt(threshold * len(records) / rarest).clip(1)
+    return weights * factors
 
 
 class TrainSampler(Sampler[BatchPlan]):

@@ -1,13 +1,22 @@
 from collections import Counter
 from itertools import chain, pairwise
+from math import sqrt
+from pathlib import Path
 
+import numpy as np
 import pytest
+from coco_folder import annotation, make_config, valid_content, write_folder
 
+from maskrcnn_trt.training.config import ExtraDatasetConfig
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
+from maskrcnn_trt.training.data.coco.training_set import load_training_set
+from maskrcnn_trt.training.data.loading.loader import train_loader
 from maskrcnn_trt.training.data.loading.sampling import (
     BatchPlan,
     GlobalBatches,
     TrainSampler,
     eval_plans,
+    repeat_factors,
 )
 
 BUCKETS = [0] * 13 + [1] * 7 + [2] * 1
@@ -80,3 +89,62 @@ def test_evaluation_takes_every_image_once(world_size: int) -> None:
     for plan in plans:
         assert {BUCKETS[index] for index in plan.indices} == {plan.bucket}
         assert 1 <= len(plan.indices) <= 4
+
+
+def test_images_occur_by_their_factors() -> None:
+    """Each epoch has the same length, and an image occurs floor or ceil of its factor times."""
+    factors = np.array([1.0] * 12 + [2.7] + [0.25] * 6 + [5.5] + [3.0])
+    batches = GlobalBatches(BUCKETS, 4, 1, factors)
+    assert batches.batches_per_epoch == 4 + 2 + 1  # for 14.7, 7 and 3 images
+    epochs = 200
+    total: Counter[int] = Counter()
+    for epoch in range(epochs):
+        plans = [batches[epoch * 7 + number] for number in range(7)]
+        counts = Counter(chain.from_iterable(plan.indices for plan in plans))
+        # The last batch of a bucket is filled up with images that occur already.
+        assert counts[12] in (2, 3, 4)
+        assert counts[20] == 4
+        total += counts
+    assert total[12] / epochs == pytest.approx(2.7 * 16 / 14.7, rel=0.05)
+    assert sum(total[i] for i in range(13, 19)) / epochs == pytest.approx(1.5 * 8 / 7, rel=0.1)
+    again = GlobalBatches(BUCKETS, 4, 1, factors)
+    assert [again[i] for i in reversed(range(21))] == [batches[i] for i in reversed(range(21))]
+
+
+def test_repeat_factors_are_those_of_lvis(tmp_path: Path) -> None:
+    content = valid_content()
+    content["annotations"] = [
+        *(annotation(n, image) for n, image in enumerate((2, 5, 8, 9))),
+        annotation(8, 8, category_id=30),
+        annotation(9, 11, category_id=30, iscrowd=1),
+    ]
+    dataset = CocoDataset(write_folder(tmp_path, content))
+    # Category 7 is in 4 of 5 images, and 30 in one. Images 9 and 11 are the last.
+    common, rare = max(1, sqrt(0.9 / 0.8)), max(1, sqrt(0.9 / 0.2))
+    expected = [common, common, rare, common, 1]
+    np.testing.assert_allclose(repeat_factors(dataset.records, 0.9), expected)
+    np.testing.assert_array_equal(repeat_factors(dataset.records, None), np.ones(5))
+
+
+def test_extra_training_sets_are_relabelled_and_weighted(tmp_path: Path) -> None:
+    first = write_folder(tmp_path, valid_content())
+    (tmp_path / "more").mkdir()
+    content = valid_content()
+    content["categories"] = [{"id": 30, "name": "thing"}]
+    content["annotations"] = [annotation(1, 5, category_id=30)]
+    more = write_folder(tmp_path / "more", content)
+    extra = ExtraDatasetConfig(**more.model_dump(), weight=3)
+    config = make_config(first, extra_train=(extra,), keep_empty=False)
+    dataset = load_training_set(config.data)
+    assert len(dataset) == 10
+    assert [i.label for i in dataset.records[-4].instances] == [2]
+    loader = train_loader(dataset, config)
+    # Landscape: images 5 and 8, and three times image 5 of the other set.
+    assert loader.iterations_per_epoch == 2 + 1
+    shown = Counter(i for b in list(loader)[:3] for i in b.image_ids.tolist())
+    assert (shown[2], shown[5] + shown[8]) == (4, 8)
+    assert shown[5] >= 5
+    content["categories"][0]["name"] = "other"
+    write_folder(tmp_path / "more", content)
+    with pytest.raises(DataError, match=r"category 30 'other'.*data merge"):
+        load_training_set(config.data)
