@@ -6,7 +6,7 @@ Training, serving and prediction share these functions, so that they see the sam
 
 import re
 from io import BytesIO
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,8 @@ _STRIP_PIXELS = 1 << 18
 # Peak memory of decoding and resizing in bytes per pixel. Pillow has four per pixel, and so does
 # libwebp, several times.
 _PILLOW_BYTES, _BYTES_PER_PIXEL, _WEBP_BYTES_PER_PIXEL = 4, 8, 18
+# Depths of sensors in bits. 16-bit images that hold fewer bits would turn dark.
+_DEPTHS = (8, 10, 12, 14, 16)
 _PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type exif")
 
 
@@ -103,9 +105,10 @@ def decode_image(
 ) -> NDArray[np.uint8]:
     """Decode a JPEG, PNG or WebP image.
 
-    Grey, palette and CMYK images are converted to RGB, 16-bit images keep their high bytes,
-    transparency is dropped, and an animation yields its first frame. Time and memory are bounded by
-    the number of pixels and bytes, even for hostile data.
+    Grey, palette and CMYK images are converted to RGB, transparency is dropped, and an animation
+    yields its first frame. 16-bit grey images keep the highest 8 of the 8, 10, 12, 14 or 16 bits
+    that their maximum needs. Time and memory are bounded by the number of pixels and bytes, even
+    for hostile data.
 
     Args:
         data: the encoded image.
@@ -117,12 +120,15 @@ def decode_image(
         [H, W, 3] RGB uint8.
 
     Raises:
-        ImageError: the data are not an image of these formats, or damaged, or the size is invalid.
+        ImageError: the data are not an image of these formats, or damaged, or the size is invalid,
+            or a 16-bit colour image holds at most 14 bits.
     """
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1
     try:
         return _rgb_from_image(image, orientation)
+    except ImageError:
+        raise
     except Exception as error:
         raise ImageError(f"the image is truncated or damaged: {error}") from error
 
@@ -273,7 +279,10 @@ def _check_png(data: bytes) -> None:
 
 
 def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
+    # Before loading, which removes the tile.
+    is_deep = isinstance(image, PngImageFile) and "16B" in str(image.tile)
     image.load()
+    excess = _excess_bits(image) if is_deep else 0
     width, height = image.size
     upright = np.empty((width, height, 3) if orientation > 4 else (height, width, 3), np.uint8)
     transpose = _TRANSPOSES.get(orientation)
@@ -281,7 +290,8 @@ def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
     for top in range(0, height, rows):
         bottom = min(top + rows, height)
         strip = image.crop((0, top, width, bottom))
-        pixels = _rgb_from_strip(strip if transpose is None else strip.transpose(transpose))
+        upright_strip = strip if transpose is None else strip.transpose(transpose)
+        pixels = _rgb_from_strip(upright_strip, excess)
         first = height - bottom if orientation in _REVERSED else top
         along = slice(first, first + bottom - top)
         if orientation > 4:
@@ -291,9 +301,29 @@ def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
     return upright
 
 
-def _rgb_from_strip(strip: Image) -> NDArray[np.uint8]:
+def _excess_bits(image: ImageFile) -> int:
+    """Return the number of low bits to drop from a loaded 16-bit image, 0 if Pillow has done so.
+
+    Raises:
+        ImageError: it is a colour image that would turn dark, as Pillow kept the highest 8 bits.
+    """
+    extrema: Any = image.getextrema()
+    is_grey = image.mode.startswith("I;16")
+    maximum = extrema[1] if is_grey else max(high for _, high in extrema[:3]) << 8 | 0xFF
+    depth = next(depth for depth in _DEPTHS if maximum < 1 << depth)
+    if is_grey:
+        return depth - 8
+    if depth < _DEPTHS[-1]:
+        raise ImageError(
+            f"the image has 16 bits per channel, but its colours fit in {depth} and would turn "
+            "dark; convert it to 8 bits per channel"
+        )
+    return 0
+
+
+def _rgb_from_strip(strip: Image, excess: int) -> NDArray[np.uint8]:
     if strip.mode.startswith("I;16"):
-        strip = fromarray((np.asarray(strip) >> 8).astype(np.uint8))
+        strip = fromarray((np.asarray(strip) >> excess).astype(np.uint8))
     elif strip.mode == "P":  # RGBA first: palettes may hold transparency
         strip = strip.convert("RGBA")
     return np.asarray(strip if strip.mode == "RGB" else strip.convert("RGB"))

@@ -23,8 +23,10 @@ def gradient(height: int = 24, width: int = 40) -> NDArray[np.uint8]:
     return np.stack([x * 6, y * 10, (x + y) * 3], axis=-1).astype(np.uint8)
 
 
-def png_without_pixels(height: int, width: int) -> bytes:
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", b"")]
+def png(height: int, width: int, rows: bytes, depth: int = 8) -> bytes:
+    """Return a colour PNG of filtered rows."""
+    header = struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows) if rows else b""), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
         for name, data in chunks
@@ -58,10 +60,25 @@ def test_png_modes_become_rgb(mode: str) -> None:
     np.testing.assert_array_equal(decode_image(encoded(source, **options)), expected)
 
 
-def test_16_bit_grey_keeps_its_high_byte() -> None:
-    deep = np.arange(24 * 40, dtype=np.uint16).reshape(24, 40) * 64
+@pytest.mark.parametrize("bits", [8, 10, 12, 14, 16])
+def test_16_bit_grey_is_scaled_by_the_bits_it_holds(bits: int) -> None:
+    deep = np.linspace(0, (1 << bits) - 1, 24 * 40).astype(np.uint16).reshape(24, 40)
     image = decode_image(encoded(Image.fromarray(deep)))
-    np.testing.assert_array_equal(image, np.repeat((deep >> 8)[..., None], 3, axis=2))
+    np.testing.assert_array_equal(image, np.repeat((deep >> bits - 8)[..., None], 3, axis=2))
+    assert image.max() == 255
+
+
+@pytest.mark.parametrize("bits", [8, 12, 14, 16])
+def test_16_bit_colours_are_rejected_if_they_would_turn_dark(bits: int) -> None:
+    deep = np.random.default_rng(0).integers(0, 1 << bits, (24, 40, 3), np.uint16)
+    deep[0, 0] = (1 << bits) - 1
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in deep)
+    data = png(24, 40, rows, depth=16)
+    if bits == 16:
+        np.testing.assert_array_equal(decode_image(data), deep >> 8)
+    else:
+        with pytest.raises(ImageError, match=f"fit in {bits} .* 8 bits per channel"):
+            decode_image(data)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -102,7 +119,7 @@ def test_exif_orientation_turns_the_image_upright(
         (b"RIFF\x00\x00\x00\x00WEBP", "damaged"),
         (encoded(Image.new("RGB", (1, 1))), "1x1 pixels.*at least 8"),
         (encoded(Image.new("RGB", (7, 100))), "100x7 pixels.*at least 8"),
-        (png_without_pixels(20000, 20000), "20000x20000 pixels.*more than the 64000000"),
+        (png(20000, 20000, b""), "20000x20000 pixels.*more than the 64000000"),
     ],
 )
 def test_invalid_data_is_rejected_in_one_sentence(data: bytes, message: str) -> None:
@@ -144,11 +161,11 @@ def test_header_holds_the_size_after_decoding(codec: str, orientation: int) -> N
 
 
 def test_header_is_read_without_the_pixels() -> None:
-    assert read_header(png_without_pixels(30, 50)).size == (30, 50)
+    assert read_header(png(30, 50, b"")).size == (30, 50)
     with pytest.raises(ImageError, match="damaged"):
-        decode_image(png_without_pixels(30, 50))
+        decode_image(png(30, 50, b""))
     with pytest.raises(ImageError, match="more than the 1000 pixels"):
-        read_header(png_without_pixels(30, 50), max_pixels=1000)
+        read_header(png(30, 50, b""), max_pixels=1000)
 
 
 def test_plain_jpegs_are_distinguished_from_others() -> None:

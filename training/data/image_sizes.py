@@ -21,6 +21,8 @@ class HeaderSize(NamedTuple):
     stored: tuple[int, int]
     # With the EXIF orientation applied, as annotation tools show the image.
     upright: tuple[int, int]
+    # EXIF orientation, 1 to 8; 1 is as stored.
+    orientation: int
 
 
 def read_header_size(path: Path) -> HeaderSize:
@@ -44,6 +46,6 @@ def read_header_size(path: Path) -> HeaderSize:
         raise ImageError(error.strerror or str(error)) from None
     except Exception as error:  # on damaged files, codecs raise exceptions of any type
         raise ImageError(f"the header is damaged: {error}") from None
-    is_swapped = isinstance(orientation, int) and _FIRST_SWAPPED <= orientation <= 8
+    turn = orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
     stored = (height, width)
-    return HeaderSize(stored, (width, height) if is_swapped else stored)
+    return HeaderSize(stored, (width, height) if turn >= _FIRST_SWAPPED else stored, turn)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ....model.images import IMAGE_SUFFIXES, ImageError
 from ..coco.dataset import ImageRecord
-from ..image_sizes import read_header_size
+from ..image_sizes import HeaderSize, read_header_size
 from .annotation_checks import Suspicion
 
 # Length of the end of a file that is compared before its whole content.
@@ -59,29 +59,56 @@ def undecodable_files(
     return suspicions
 
 
-def misfit_files(records: Sequence[ImageRecord]) -> list[Suspicion]:
-    """Find image files whose header cannot be read, or has another size than annotated.
+def read_headers(records: Sequence[ImageRecord]) -> list[HeaderSize | ImageError]:
+    """Return the size of each image in its header, or the error of an unreadable one."""
 
-    Pixels are not read.
-    """
-
-    def fault_of(record: ImageRecord) -> str | None:
+    def read(record: ImageRecord) -> HeaderSize | ImageError:
         try:
-            size = read_header_size(record.path)
+            return read_header_size(record.path)
         except ImageError as error:
-            return str(error)
-        if (record.height, record.width) in size:
-            return None
-        height, width = size.upright
-        return f"{height}x{width} pixels, but annotated as {record.height}x{record.width}"
+            return error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        faults = pool.map(fault_of, records)
-        return [
-            Suspicion("invalid image file", record, detail=fault)
-            for record, fault in zip(records, faults, strict=True)
-            if fault is not None
-        ]
+        return list(pool.map(read, records))
+
+
+def misfit_files(
+    records: Sequence[ImageRecord], headers: Sequence[HeaderSize | ImageError] | None = None
+) -> list[Suspicion]:
+    """Find image files whose header cannot be read, or has another size than annotated.
+
+    `headers` is the result of `read_headers`. None: read them.
+    """
+    misfits = []
+    for record, header in zip(records, headers or read_headers(records), strict=True):
+        if isinstance(header, ImageError):
+            misfits.append(Suspicion("invalid image file", record, detail=str(header)))
+        elif (record.height, record.width) not in (header.stored, header.upright):
+            height, width = header.upright
+            fault = f"{height}x{width} pixels, but annotated as {record.height}x{record.width}"
+            misfits.append(Suspicion("invalid image file", record, detail=fault))
+    return misfits
+
+
+def rotated_files(
+    records: Sequence[ImageRecord], headers: Sequence[HeaderSize | ImageError]
+) -> list[Suspicion]:
+    """Find image files with an EXIF orientation. The reason names the rule that training uses.
+
+    `headers` is the result of `read_headers`.
+    """
+    rotated = []
+    for record, header in zip(records, headers, strict=True):
+        if isinstance(header, ImageError) or header.orientation == 1:
+            continue
+        if header.stored == header.upright:
+            rule = "applied unless data.exif_orientation=ignore"
+        elif (record.height, record.width) == header.upright:
+            rule = "applied, as the annotated size shows"
+        else:
+            rule = "ignored, as the annotated size shows"
+        rotated.append(Suspicion(f"EXIF orientation: {rule}", record))
+    return rotated
 
 
 def unlisted_files(folders: Iterable[Path], listed: Iterable[Path]) -> list[Path]:

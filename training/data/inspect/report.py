@@ -14,7 +14,14 @@ from ....model.resizing import resized_size
 from ...config import DatasetConfig
 from ..coco.dataset import CocoDataset
 from .annotation_checks import Suspicion, suspicious_annotations
-from .file_checks import misfit_files, suspicious_files, undecodable_files, unlisted_files
+from .file_checks import (
+    misfit_files,
+    read_headers,
+    rotated_files,
+    suspicious_files,
+    undecodable_files,
+    unlisted_files,
+)
 
 # COCO's upper area limits of small and of medium objects, in square pixels.
 _SMALL, _MEDIUM = 32**2, 96**2
@@ -110,8 +117,10 @@ def inspect_splits(
         on_image: Called after each decoded image.
     """
     records = [record for split in splits.values() for record in split.dataset.records]
+    headers = read_headers(records)
     of_files = suspicious_files(records)
-    of_files += undecodable_files(records, on_image) if decode else misfit_files(records)
+    of_files += undecodable_files(records, on_image) if decode else misfit_files(records, headers)
+    of_files += rotated_files(records, headers)
     files = _subjects_by_reason(of_files)
     if unlisted := _unlisted_in(splits.values()):
         files["file that is not listed"] = tuple(map(str, unlisted))

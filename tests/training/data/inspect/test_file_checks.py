@@ -10,6 +10,8 @@ from PIL import ExifTags, Image
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, ImageRecord
 from maskrcnn_trt.training.data.inspect.file_checks import (
     misfit_files,
+    read_headers,
+    rotated_files,
     suspicious_files,
     undecodable_files,
     unlisted_files,
@@ -86,3 +88,22 @@ def test_headers_of_another_size_than_annotated_are_named(
     assert set(found) == {"2.png", "5.jpg", "8.jpg", "11.jpg"}
     assert found["5.jpg"] == f"{HEIGHT - 3}x{WIDTH} pixels, but annotated as {HEIGHT}x{WIDTH}"
     assert "not a JPEG" in found["11.jpg"]
+
+
+def test_orientations_are_reported_with_the_rule_that_training_uses(
+    tmp_path: Path, records: tuple[ImageRecord, ...]
+) -> None:
+    exif = Image.Exif()
+    for name, orientation, size in (
+        ("5.jpg", 3, (HEIGHT, WIDTH)),
+        ("8.jpg", 6, (HEIGHT, WIDTH)),
+        ("9.jpg", 6, (WIDTH, HEIGHT)),
+    ):
+        exif[ExifTags.Base.Orientation] = orientation
+        write_image(tmp_path / name, *size, exif=exif)
+    found = rotated_files(records, read_headers(records))
+    assert {s.record.path.name: s.reason.partition(": ")[2].split(",")[0] for s in found} == {
+        "5.jpg": "applied unless data.exif_orientation=ignore",
+        "8.jpg": "ignored",
+        "9.jpg": "applied",
+    }

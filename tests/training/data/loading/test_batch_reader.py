@@ -138,6 +138,56 @@ def test_a_bucket_without_a_readable_image_is_an_error(tmp_path: Path) -> None:
         list(eval_loader(CocoDataset(dataset_config), config))
 
 
+@pytest.mark.parametrize("orientation", [3, 6])
+@pytest.mark.parametrize("rule", ["apply", "ignore"])
+@pytest.mark.parametrize("decode", ["workers", "device"])
+def test_the_rule_for_orientations_that_the_annotated_size_does_not_show(
+    orientation: int, rule: str, decode: str, tmp_path: Path
+) -> None:
+    content = valid_content()
+    content["annotations"] = content["annotations"][:1]
+    entry = next(image for image in content["images"] if image["id"] == 5)
+    entry["width"] = entry["height"]
+    folder = write_folder(tmp_path, content)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    write_image(tmp_path / "5.jpg", HEIGHT, HEIGHT, exif=exif)
+    settings = {"exif_orientation": rule, "decode": decode, "flip_probability": 0.0}
+    config = make_config(folder, keep_empty=False, min_size=HEIGHT, max_size=WIDTH, **settings)
+    batch = next(iter(train_loader(CocoDataset(config.data.train), config))).to(torch.device("cpu"))
+    pixels = np.asarray(Image.open(tmp_path / "5.jpg"))
+    if rule == "apply":
+        pixels = np.rot90(pixels, {3: 2, 6: -1}[orientation])
+    np.testing.assert_array_equal(batch.images[0].permute(1, 2, 0)[:HEIGHT, :HEIGHT], pixels)
+
+
+@pytest.mark.parametrize("decode", ["workers", "device"])
+@pytest.mark.parametrize("rule", ["detectron2", "torchvision"])
+def test_images_are_resized_by_the_rule(rule: str, decode: str, tmp_path: Path) -> None:
+    content = valid_content()
+    content["annotations"] = content["annotations"][:1]
+    settings = {"resize": rule, "decode": decode, "flip_probability": 0.0, "keep_empty": False}
+    buckets = (ShapeBucket(64, 96), ShapeBucket(96, 64))
+    folder = write_folder(tmp_path, content)
+    write_image(tmp_path / "5.jpg", HEIGHT, WIDTH, quality=98, subsampling=0)
+    config = make_config(folder, min_size=63, max_size=90, buckets=buckets, **settings)
+    batch = next(iter(train_loader(CocoDataset(config.data.train), config))).to(torch.device("cpu"))
+    image = Image.open(tmp_path / "5.jpg")
+    # 128x160 pixels become 63x78.75.
+    if rule == "torchvision":
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
+        expected = torch.nn.functional.interpolate(pixels, (63, 78), mode="bilinear")[0]
+    else:
+        resized = np.array(image.resize((79, 63), Image.Resampling.BILINEAR))
+        expected = torch.from_numpy(resized).permute(2, 0, 1)
+    height, width = expected.shape[1:]
+    assert batch.image_sizes[0].tolist() == [height, width]
+    assert batch.images.dtype == expected.dtype
+    difference = (batch.images[0, :, :height, :width].float() - expected.float()).abs()
+    assert difference.max() <= 3  # decoders differ
+    assert difference.mean() < 0.5
+
+
 @pytest.mark.parametrize("annotated_upright", [False, True])
 def test_exif_rotation_is_applied_if_annotated_so(tmp_path: Path, annotated_upright: bool) -> None:
     exif = Image.Exif()
