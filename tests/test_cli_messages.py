@@ -32,7 +32,7 @@ USAGE_ERRORS = {
     ),
     "data synthtic": (
         "'maskrcnn data' has no command 'synthtic' (did you mean synthetic?); choose from "
-        "convert, download, extract, inspect, synthetic, verify"
+        "convert, download, extract, filter, inspect, merge, split, synthetic, verify"
     ),
     "serve": "Missing argument 'MODEL'; usage: maskrcnn serve [OPTIONS] MODEL",
     "serve b --port http": (

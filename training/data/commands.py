@@ -8,6 +8,7 @@ import click
 
 from .convert.command import convert
 from .download.commands import download, extract, verify
+from .edit.command import filter_, merge, split
 from .inspect.command import inspect
 
 _MIN_SIDE, _MAX_SIDE = 64, 4096
@@ -43,11 +44,14 @@ def _classes_from_text(
 
 @click.group()
 def data() -> None:
-    """Download, generate, convert and inspect data sets in COCO format."""
+    """Download, generate, convert, edit and inspect data sets in COCO format."""
 
 
 data.add_command(convert)
 data.add_command(inspect)
+data.add_command(split)
+data.add_command(merge)
+data.add_command(filter_)
 data.add_command(download)
 data.add_command(verify)
 data.add_command(extract)

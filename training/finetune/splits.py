@@ -1,22 +1,17 @@
 """Choose the training and the validation set of a recognised data set."""
 
-import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..config import DatasetConfig
 from ..data.coco.dataset import DataError, SourceContent
-from ..data.coco.numbers import id_from
 from ..data.convert.conversion import write_coco_file
 from ..data.convert.layouts import DataLayout, LayoutSplit
+from ..data.edit.content import split_content
 
 # Share of the images that is held out for validation if there is only one split.
 _HELD_OUT = 0.1
-# Suffix that Roboflow adds to the name of an image. Augmented copies differ only in it.
-_COPY_SUFFIX = re.compile(r"\.rf\.[0-9a-zA-Z]+(?=\.\w+$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +60,6 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     )
 
 
-def hold_out(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide the content of a COCO file into a training and a validation set.
-
-    The validation set has the images of which the hash of the file name is in the first tenth, and
-    at least one image if there are two.
-    """
-    images = content["images"]
-    hashes = [_hash_of(str(image.get("file_name"))) for image in images]
-    limit = _HELD_OUT
-    if len(set(hashes)) > 1:
-        # At least one source image on either side.
-        limit = min(max(limit, min(hashes) + 1e-12), max(hashes))
-    is_held_out = [value < limit for value in hashes]
-    parts = []
-    for part in (False, True):
-        chosen = [i for i, held in zip(images, is_held_out, strict=True) if held is part]
-        ids = {id_from(image.get("id")) for image in chosen}
-        annotations = [a for a in content["annotations"] if id_from(a.get("image_id")) in ids]
-        parts.append({**content, "images": chosen, "annotations": annotations})
-    return parts[0], parts[1]
-
-
-def _hash_of(file_name: str) -> float:
-    """Return a number in [0, 1) that depends on the name of the source image only."""
-    name = _COPY_SUFFIX.sub("", file_name.replace("\\", "/").rpartition("/")[2])
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) / 2**48
-
-
 def _only(names: Sequence[str], word: str) -> str | None:
     """Return the name that is `word`, else the shortest that contains it. None: there is none."""
     matches = [name for name in names if word in name.lower()]
@@ -124,7 +91,8 @@ def _written(path: Path, source: SourceContent, images: Path) -> DatasetConfig:
 
 def _held_out(name: str, split: LayoutSplit, folder: Path) -> ChosenSplits:
     source = split.content()
-    train, val = (SourceContent(part, {}) for part in hold_out(source.content))
+    parts = split_content(source.content, {"val": _HELD_OUT})
+    train, val = (SourceContent(parts[part], {}) for part in ("train", "val"))
     counts = [len(part.content["images"]) for part in (train, val)]
     description = f"only one split, {name}: {counts[1]} of {sum(counts)} images are held out"
     return ChosenSplits(

@@ -8,13 +8,19 @@ from pycocotools.coco import COCO
 
 from maskrcnn_trt.training.data.coco.dataset import DataError
 from maskrcnn_trt.training.data.convert.layouts import DataLayout, LayoutSplit
-from maskrcnn_trt.training.finetune.splits import choose_splits, hold_out
+from maskrcnn_trt.training.data.edit.content import split_content
+from maskrcnn_trt.training.finetune.splits import choose_splits
 
 
 def content_of(names: list[str]) -> dict[str, Any]:
     images = [{"id": n, "file_name": name} for n, name in enumerate(names)]
     annotations = [{"id": n, "image_id": n // 2} for n in range(2 * len(names))]
     return {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "a"}]}
+
+
+def hold_out(content: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    parts = split_content(content, {"val": 0.1})
+    return parts["train"], parts["val"]
 
 
 def names_in(content: dict[str, Any]) -> set[str]:

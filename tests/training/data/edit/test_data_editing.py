@@ -1,0 +1,126 @@
+"""Commands that split, merge and filter COCO annotation files."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from coco_folder import annotation, valid_content, write_folder
+
+from maskrcnn_trt.training.config import DatasetConfig
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
+from maskrcnn_trt.training.data.commands import data
+
+
+def call(*args: object) -> str:
+    result = CliRunner().invoke(data, [*map(str, args)], catch_exceptions=False)
+    assert not result.exit_code, result.output
+    return result.output
+
+
+def refusal(*args: object) -> str:
+    result = CliRunner().invoke(data, [*map(str, args)])
+    assert result.exit_code
+    return result.output + str(result.exception)
+
+
+def objects(images: Path, annotations: Path) -> Counter[tuple[Path, str, tuple[float, ...], bool]]:
+    """Return path, class, box and crowd flag of all instances."""
+    dataset = CocoDataset(DatasetConfig(images=images, annotations=annotations))
+    assert not dataset.faults
+    return Counter(
+        (record.path.resolve(), dataset.categories[i.label - 1].name, i.bbox, i.is_crowd)
+        for record in dataset.records
+        for i in record.instances
+    )
+
+
+def test_merged_files_have_all_objects_of_both(tmp_path: Path) -> None:
+    """Class ids of the second differ, and one of its images is also in the first."""
+    contents: list[dict[str, Any]] = [valid_content(), valid_content()]
+    contents[1]["categories"] = [{"id": 30, "name": "square"}, {"id": 8, "name": "new"}]
+    contents[1]["annotations"] = [
+        annotation(0, 5, category_id=30), annotation(1, 8, category_id=8, bbox=[11, 20, 30, 40]),
+    ]  # fmt: skip
+    contents[1]["images"][0]["file_name"] = "../first/11.jpg"
+    files = []
+    for name, content in zip(("first", "second"), contents, strict=True):
+        (tmp_path / name).mkdir()
+        files.append(write_folder(tmp_path / name, content))
+    options = [o for f in files for o in ("--images", f.images, "--annotations", f.annotations)]
+    merged = tmp_path / "out" / "merged.json"
+    output = call("merge", merged, *options)
+    assert f"data.train.images={tmp_path.resolve()}" in output
+    expected = sum((objects(f.images, f.annotations) for f in files), Counter())
+    assert objects(tmp_path, merged) == expected
+    content = json.loads(merged.read_text())
+    assert len(content["images"]) == 5 + 5 - 1
+    classes = {c["name"]: c["id"] for c in content["categories"]}
+    assert classes == {"square": 7, "new": 8, "thing": 30}
+    assert "--overwrite" in refusal("merge", merged, *options)
+    assert "two or more" in refusal("merge", merged, *options[:4])
+    contents[0]["annotations"].append(annotation(90, 1234))
+    write_folder(tmp_path / "first", contents[0])
+    assert "1 annotations: unknown image or category (90)" in call(
+        "merge", merged, "--overwrite", *options
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "ids", "images"),
+    [
+        (["--classes", "thing"], {1, 3}, {2, 5, 8, 9, 11}),
+        (["--classes", "square, thing", "--drop-empty"], set(range(7)), {2, 5, 8, 9}),
+        (["--min-area", "1201"], {2, 3, 4, 6}, {2, 5, 8, 9, 11}),
+        (["--classes", "square", "--min-area", "1201", "--drop-empty"], {2, 4, 6}, {8, 9}),
+    ],
+)
+def test_filters_keep_a_part(
+    tmp_path: Path, options: list[str], ids: set[int], images: set[int]
+) -> None:
+    source = write_folder(tmp_path, valid_content()).annotations
+    out = tmp_path / "filtered.json"
+    call("filter", source, out, *options)
+    before, after = (json.loads(path.read_text()) for path in (source, out))
+    assert {a["id"] for a in after["annotations"]} == ids
+    assert all(a in before["annotations"] for a in after["annotations"])
+    assert {i["id"] for i in after["images"]} == images
+    names = {c["name"] for c in after["categories"]}
+    assert names == ({"thing"} if options[1] == "thing" else names)
+
+
+def test_filters_need_a_known_class(tmp_path: Path) -> None:
+    source = write_folder(tmp_path, valid_content()).annotations
+    assert "--min-area" in refusal("filter", source, tmp_path / "out.json")
+    with pytest.raises(DataError, match="'cat' does not exist; classes: thing, square"):
+        call("filter", source, tmp_path / "out.json", "--classes", "thing,cat")
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_parts_are_disjoint_and_have_their_shares(tmp_path: Path) -> None:
+    names = [f"{n}.jpg" for n in range(1000)]
+    content = {
+        "images": [{"id": n, "file_name": name} for n, name in enumerate(names)],
+        "annotations": [annotation(n, n) for n in range(1000)],
+        "categories": [{"id": 7, "name": "square"}],
+    }
+    file = tmp_path / "all.json"
+    file.write_text(json.dumps(content))
+    call("split", file, tmp_path / "parts", "--val", 0.2, "--test", 0.1)
+    parts = {n: json.loads((tmp_path / "parts" / f"{n}.json").read_text())
+             for n in ("train", "val", "test")}  # fmt: skip
+    ids = {n: [image["id"] for image in part["images"]] for n, part in parts.items()}
+    assert sorted(i for own in ids.values() for i in own) == list(range(1000))
+    assert {n: round(len(own), -2) for n, own in ids.items()} == {
+        "train": 700, "val": 200, "test": 100,
+    }  # fmt: skip
+    for name, part in parts.items():
+        assert [a["image_id"] for a in part["annotations"]] == ids[name]
+    assert "--overwrite" in refusal("split", file, tmp_path / "parts")
+    assert "below 1" in refusal("split", file, tmp_path / "x", "--val", 0.5, "--test", 0.5)
+    small = {**content, "images": content["images"][:3]}
+    file.write_text(json.dumps(small))
+    output = call("split", file, tmp_path / "parts", "--test", 0.1, "--overwrite")
+    assert output.count(" 1 images") == 3

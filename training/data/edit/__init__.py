@@ -1,0 +1,1 @@
+"""Split, merge and filter COCO annotation files."""

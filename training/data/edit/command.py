@@ -1,0 +1,136 @@
+"""Commands `maskrcnn data split`, `merge` and `filter`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from ..convert.conversion import WrittenSplit
+
+_FILE = click.argument(
+    "file", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE"
+)
+_OUT_FILE = click.argument("out", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT")
+_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing files.")
+
+
+@click.command()
+@_FILE
+@click.argument("out", type=click.Path(path_type=Path, file_okay=False), metavar="OUT")
+@click.option(
+    "--val",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.1,
+    show_default=True,
+    help="Share of the images for validation.",
+)
+@click.option(
+    "--test",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="Share of the images for a test set.",
+)
+@_OVERWRITE
+def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> None:
+    """Divide a COCO annotation file.
+
+    Writes OUT/train.json, OUT/val.json and OUT/test.json. A hash of its file name decides on the
+    part of an image, so that a larger version of the data set is divided equally. Images are not
+    copied.
+    """
+    shares = {name: share for name, share in (("val", val), ("test", test)) if share > 0}
+    if not 0 < sum(shares.values()) < 1:
+        raise click.UsageError("the sum of --val and --test must be above 0 and below 1")
+
+    from ..coco.dataset import SourceContent, read_coco_file
+    from ..convert.conversion import prepare_files, write_coco_file
+    from .content import split_content
+
+    parts = split_content(read_coco_file(file), shares)
+    paths = prepare_files(out, parts, overwrite=overwrite)
+    for name, content in parts.items():
+        _report(write_coco_file(paths[name], SourceContent(content, {})))
+
+
+@click.command()
+@_OUT_FILE
+@click.option(
+    "--images",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    multiple=True,
+    help="Image folder of a data set. Give one for each --annotations, in the same order.",
+)
+@click.option(
+    "--annotations",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    multiple=True,
+    help="COCO annotation file of a data set. Repeat the option for each.",
+)
+@_OVERWRITE
+def merge(
+    out: Path, images: tuple[Path, ...], annotations: tuple[Path, ...], overwrite: bool
+) -> None:
+    """Join COCO annotation files into one, OUT.
+
+    Classes of the same name become one. If several files list the same image file, its annotations
+    are joined. Images are not copied: file names become relative to a common folder.
+    """
+    if len(images) != len(annotations) or len(images) < 2:
+        raise click.UsageError("give --images and --annotations for each of two or more data sets")
+
+    from ..coco.dataset import read_coco_file, summary_of
+    from ..convert.conversion import write_coco_file
+    from .content import merge_contents
+
+    _prepare(out, overwrite)
+    files = zip(images, annotations, strict=True)
+    root, merged = merge_contents([(folder, read_coco_file(file)) for folder, file in files])
+    written = write_coco_file(out, merged)
+    _report(written)
+    if written.faults:
+        click.echo(f"left out: {summary_of(written.faults)}", err=True)
+    click.echo(f"use it with data.train.annotations={out} data.train.images={root}")
+
+
+@click.command(name="filter")
+@_FILE
+@_OUT_FILE
+@click.option("--classes", metavar="NAME,...", help="Keep these classes only, with their ids.")
+@click.option(
+    "--min-area",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Drop annotations of a smaller area in pixels.",
+)
+@click.option("--drop-empty", is_flag=True, help="Drop images without annotations.")
+@_OVERWRITE
+def filter_(
+    file: Path, out: Path, classes: str | None, min_area: float, drop_empty: bool, overwrite: bool
+) -> None:
+    """Write a part of a COCO annotation file to OUT."""
+    if classes is None and not min_area and not drop_empty:
+        raise click.UsageError("give --classes, --min-area or --drop-empty")
+
+    from ..coco.dataset import SourceContent, read_coco_file
+    from ..convert.conversion import write_coco_file
+    from .content import filter_content
+
+    _prepare(out, overwrite)
+    names = None if classes is None else [name.strip() for name in classes.split(",")]
+    content = filter_content(
+        read_coco_file(file), classes=names, min_area=min_area, drop_empty=drop_empty
+    )
+    _report(write_coco_file(out, SourceContent(content, {})))
+
+
+def _prepare(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise click.ClickException(f"{path} exists; choose another file, or pass --overwrite")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _report(file: "WrittenSplit") -> None:
+    counts = f"{file.images} images, {file.objects} objects, {file.crowds} crowds"
+    click.echo(f"{file.path}: {counts}")

@@ -1,0 +1,177 @@
+"""Split, merge and filter the content of COCO annotation files. All other entries are kept."""
+
+import hashlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..coco.dataset import DataError, SourceContent
+from ..coco.numbers import id_from
+
+# Content of a COCO annotation file.
+Content = dict[str, Any]
+
+# Suffix that Roboflow adds to the name of an image. Augmented copies differ only in it.
+_COPY_SUFFIX = re.compile(r"\.rf\.[0-9a-zA-Z]+(?=\.\w+$)")
+
+
+def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Content]:
+    """Divide a data set by a hash of the file names.
+
+    A larger version of the data set therefore has the same images in each part. Copies of an image
+    that were augmented by Roboflow stay together.
+
+    Args:
+        content: The data set.
+        shares: Share of the images by name of the part, such as `val`. A part has at least one
+            image, and `train` the others, if there are enough.
+
+    Returns:
+        Content by name of the part, with `train` first.
+    """
+    images = content["images"]
+    hashes = [_hash_of(str(image.get("file_name"))) for image in images]
+    distinct = sorted(set(hashes))
+    bounds, low, total = {}, 0.0, 0.0
+    for name, share in shares.items():
+        total += share
+        free = [value for value in distinct if value >= low]
+        high = min(max(total, free[0] + 1e-12), distinct[-1]) if len(free) > 1 else low
+        bounds[name] = (low, high)
+        low = high
+    return {
+        name: _with_images(
+            content, [i for i, value in zip(images, hashes, strict=True) if start <= value < end]
+        )
+        for name, (start, end) in {"train": (low, 1.0), **bounds}.items()
+    }
+
+
+def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, SourceContent]:
+    """Join data sets. Classes of the same name become one, and images and annotations get new ids.
+
+    The annotations of an image file that several data sets list are joined.
+
+    Args:
+        sources: Image folder and content of each data set, at least one.
+
+    Returns:
+        Folder that contains all image folders, and the merged data set. File names are relative to
+        the folder.
+
+    Raises:
+        DataError: A category has no name.
+    """
+    root = Path(os.path.commonpath([folder.resolve() for folder, _ in sources]))
+    categories: dict[str, dict[str, Any]] = {}
+    images: dict[str, dict[str, Any]] = {}
+    annotations: list[dict[str, Any]] = []
+    faults: dict[str, list[str]] = defaultdict(list)
+    for folder, content in sources:
+        labels = _merge_categories(content["categories"], categories)
+        numbers: dict[int | str | None, int] = {}
+        for image in content["images"]:
+            path = folder.resolve() / str(image.get("file_name")).replace("\\", "/")
+            name = os.path.relpath(path, root)
+            merged = images.setdefault(name, {**image, "id": len(images) + 1, "file_name": name})
+            numbers[id_from(image.get("id"))] = merged["id"]
+        for annotation in content["annotations"]:
+            image_id = numbers.get(id_from(annotation.get("image_id")))
+            category_id = labels.get(id_from(annotation.get("category_id")))
+            if image_id is None or category_id is None:
+                faults["annotations: unknown image or category"].append(str(annotation.get("id")))
+                continue
+            ids = {"id": len(annotations) + 1, "image_id": image_id, "category_id": category_id}
+            annotations.append({**annotation, **ids})
+    merged_content = {
+        "info": {},
+        "images": [*images.values()],
+        "annotations": annotations,
+        "categories": sorted(categories.values(), key=lambda category: category["id"]),
+    }
+    return root, SourceContent(merged_content, faults)
+
+
+def filter_content(
+    content: Content,
+    *,
+    classes: Collection[str] | None = None,
+    min_area: float = 0.0,
+    drop_empty: bool = False,
+) -> Content:
+    """Keep a part of the annotations.
+
+    Args:
+        content: The data set.
+        classes: Names of the classes to keep, with their ids. None: all classes.
+        min_area: Smallest area of annotations to keep in pixels.
+        drop_empty: Drop images without annotations.
+
+    Raises:
+        DataError: A class does not exist.
+    """
+    names = [str(category.get("name")) for category in content["categories"]]
+    if unknown := [name for name in classes or () if name not in names]:
+        raise DataError(f"class {unknown[0]!r} does not exist; classes: {', '.join(names)}")
+    categories = [
+        category
+        for category, name in zip(content["categories"], names, strict=True)
+        if classes is None or name in classes
+    ]
+    ids = {id_from(category.get("id")) for category in categories}
+    kept = [
+        annotation
+        for annotation in content["annotations"]
+        if id_from(annotation.get("category_id")) in ids and _area_of(annotation) >= min_area
+    ]
+    filtered = {**content, "categories": categories, "annotations": kept}
+    if not drop_empty:
+        return filtered
+    used = {id_from(annotation.get("image_id")) for annotation in kept}
+    return _with_images(
+        filtered, [image for image in content["images"] if id_from(image.get("id")) in used]
+    )
+
+
+def _hash_of(file_name: str) -> float:
+    """Return a number in [0, 1) that depends on the name of the source image only."""
+    name = _COPY_SUFFIX.sub("", file_name.replace("\\", "/").rpartition("/")[2])
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) / 2**48
+
+
+def _with_images(content: Content, images: list[dict[str, Any]]) -> Content:
+    ids = {id_from(image.get("id")) for image in images}
+    annotations = [a for a in content["annotations"] if id_from(a.get("image_id")) in ids]
+    return {**content, "images": images, "annotations": annotations}
+
+
+def _merge_categories(
+    entries: Sequence[dict[str, Any]], categories: dict[str, dict[str, Any]]
+) -> dict[int | str | None, int]:
+    """Add categories by name, with their ids if these are free. Return the new ids by old ids."""
+    taken = {category["id"] for category in categories.values()}
+    labels: dict[int | str | None, int] = {}
+    for entry in entries:
+        name, old = entry.get("name"), id_from(entry.get("id"))
+        if not isinstance(name, str):
+            raise DataError(f"category {old} has no name; merging joins categories by their names")
+        if name not in categories:
+            is_free = isinstance(old, int) and old not in taken
+            categories[name] = {**entry, "id": old if is_free else max(taken, default=0) + 1}
+            taken.add(categories[name]["id"])
+        labels[old] = categories[name]["id"]
+    return labels
+
+
+def _area_of(annotation: Mapping[str, Any]) -> float:
+    """Return the area of an annotation, or of its box if the area is missing."""
+    area, box = annotation.get("area"), annotation.get("bbox")
+    if isinstance(area, int | float):
+        return area
+    try:
+        return float(box[2]) * float(box[3])  # type: ignore[index]
+    except (TypeError, ValueError, IndexError, OverflowError):
+        return 0.0
