@@ -46,7 +46,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
 
 
 def evaluate_checkpoint(
-    checkpoint: Checkpoint, config: TrainConfig, rank: Worker
+    checkpoint: Checkpoint, config: TrainConfig, rank: Worker, report: Path | None = None
 ) -> dict[str, float]:
     """Evaluate a checkpoint on the validation set. Every rank must call this.
 
@@ -57,6 +57,7 @@ def evaluate_checkpoint(
         config: Configuration from `load_evaluation_config`.
         rank: Rank of this process.
 
+        report: HTML file for a report. None: write no report.
     Returns:
         Metrics by name, the same on all ranks.
 
@@ -70,7 +71,7 @@ def evaluate_checkpoint(
             warn_of_other_sizes(config.data, checkpoint)
         validation = Validation(config, checkpoint.categories, rank)
         model = replace(checkpoint, model_config=config.model).build_model()
-        return validation.measure(model.to(rank.device), progress)
+        return validation.measure(model.to(rank.device), progress, report)
 
 
 def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:

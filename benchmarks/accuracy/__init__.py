@@ -54,6 +54,11 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
     help="Folder for the result files of a bundle. Default: they are not written.",
 )  # fmt: skip
 @click.option(
+    "--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.html",
+    help="Also write a report: precision-recall curves, confusion matrix, best threshold of a "
+    "class, images with the most errors.",
+)  # fmt: skip
+@click.option(
     "--json", "json_path", type=click.Path(path_type=Path, dir_okay=False),
     help="Also write the metrics to this file.",
 )  # fmt: skip
@@ -112,10 +117,11 @@ def _evaluate_checkpoint(
     loaded = checkpoint_from_reference(reference)
     config = load_evaluation_config(source, (*overrides, *_overrides_from(given)), loaded)
     with worker(config.device) as own:
-        metrics = evaluate_checkpoint(loaded, config, own)
+        metrics = evaluate_checkpoint(loaded, config, own, given.get("report"))
         if own.is_main:
             _print_metrics(metrics)
             click.echo(f"the result files are in {config.output_dir / RESULTS_FOLDER}")
+            _name_report(given)
             _write_json(json_path, {"checkpoint": reference, "metrics": metrics})
         # If one process fails, torchrun kills the others at once, even while they print.
         own.wait_for_ranks()
@@ -139,12 +145,14 @@ def _evaluate_bundle(
     data = _validation_set_from(source, overrides, given)
     precisions = (given["precision"],) if "precision" in given else ()
     bundle = bundle_for_backend(reference, given.get("backend", "auto"), precisions)
-    options = {name: given[name] for name in ("backend", "precision", "output") if name in given}
+    names = ("backend", "precision", "output", "report")
+    options = {name: given[name] for name in names if name in given}
     evaluation = evaluate_bundle(bundle, data, **options)
     _print_metrics(evaluation.metrics)
     click.echo(_describe_evaluation(evaluation))
     if "output" in given:
         click.echo(f"the result files are in {given['output']}")
+    _name_report(given)
     rate = {"images_per_second": evaluation.images_per_second}
     _write_json(json_path, {"bundle": str(bundle), **asdict(evaluation), **rate})
     check_expected(data.settings, evaluation.metrics)
@@ -237,6 +245,11 @@ def _print_metrics(metrics: dict[str, float]) -> None:
         click.echo(f"{IOU_TITLES[iou_type]} AP and AR")
         click.echo("\n".join(summary_lines(metrics, iou_type)))
     Console().print(class_table(metrics))
+
+
+def _name_report(given: Mapping[str, Any]) -> None:
+    if "report" in given:
+        click.echo(f"the report is {given['report']}")
 
 
 def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:

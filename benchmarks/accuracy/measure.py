@@ -72,6 +72,7 @@ def evaluate_bundle(
     backend: BackendName = "auto",
     precision: Precision | None = None,
     output: Path | None = None,
+    report: Path | None = None,
 ) -> BundleEvaluation:
     """Evaluate a bundle as it is served, but with each image in its annotated orientation.
 
@@ -81,6 +82,7 @@ def evaluate_bundle(
         backend: Inference backend.
         precision: None: the first precision of the bundle that the backend supports.
         output: Folder for the result files. None: they are not written.
+        report: HTML file for a report. None: write no report.
 
     Raises:
         BackendError: the backend does not run on this machine.
@@ -107,7 +109,8 @@ def evaluate_bundle(
             seconds = time.perf_counter() - start
         if left_out == len(dataset):
             raise DataError(f"no image of {dataset.name} is valid; the log has the reasons")
-        metrics = evaluator.evaluate(output, measure=not data.settings.skip_eval)
+        measure = not data.settings.skip_eval
+        metrics = evaluator.evaluate(output, measure=measure, report=report)
     return BundleEvaluation(
         metrics=metrics,
         images=len(dataset) - left_out,

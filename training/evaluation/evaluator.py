@@ -52,12 +52,15 @@ class CocoEvaluator:
         """Add the detections of one image. Images that are never added are not evaluated."""
         self._detections.append((image_id, detections))
 
-    def evaluate(self, folder: Path | None = None, *, measure: bool = True) -> dict[str, float]:
+    def evaluate(
+        self, folder: Path | None = None, *, measure: bool = True, report: Path | None = None
+    ) -> dict[str, float]:
         """Compute metrics over the images of all ranks. Every rank must call this method.
 
         Args:
             folder: Folder for files with detections and metrics. None: write no files.
             measure: Compute metrics. False: only write the detections.
+            report: HTML file for a report. None: write no report.
 
         Returns:
             Box and mask metrics by name, the same on all ranks. Empty if `measure` is False.
@@ -69,18 +72,21 @@ class CocoEvaluator:
             detections = sorted(
                 (pair for part in gathered for pair in part), key=lambda pair: pair[0]
             )
-            metrics = self._evaluate(detections, folder, measure=measure)
+            metrics = self._evaluate(detections, folder, measure=measure, report=report)
         shared: dict[str, float] = self._worker.from_main(metrics)
         return shared
 
     def _evaluate(
-        self, detections: list[tuple[int, ImageDetections]], folder: Path | None, *, measure: bool
+        self,
+        detections: list[tuple[int, ImageDetections]],
+        folder: Path | None,
+        *,
+        measure: bool,
+        report: Path | None,
     ) -> dict[str, float]:
         results = coco_results_from(detections, self._categories)
         if folder is not None:
             write_detections(folder, detections, results)
-        if not measure:
-            return {}
         image_ids = {image_id for image_id, _ in detections}
         if len(image_ids) < len(self._dataset):
             logger.warning(
@@ -89,15 +95,20 @@ class CocoEvaluator:
                 len(self._dataset),
                 self._dataset.name,
             )
-        ground_truth = self._dataset.ground_truth(image_ids)
-        categories = self._dataset.categories
         metrics: dict[str, float] = {}
-        for iou_type in IOU_TYPES:
-            metrics |= coco_metrics(
-                ground_truth, results[iou_type], iou_type, categories, self._evaluator
-            )
-        if folder is not None:
-            write_metrics(folder, metrics)
+        if measure:
+            ground_truth = self._dataset.ground_truth(image_ids)
+            categories = self._dataset.categories
+            for iou_type in IOU_TYPES:
+                metrics |= coco_metrics(
+                    ground_truth, results[iou_type], iou_type, categories, self._evaluator
+                )
+            if folder is not None:
+                write_metrics(folder, metrics)
+        if report is not None:
+            from .report import write_report  # matplotlib takes a second
+
+            write_report(report, self._dataset, results["segm"], metrics, image_ids)
         return metrics
 
 

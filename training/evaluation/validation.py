@@ -54,12 +54,15 @@ class Validation:
         """Folder for files with detections and metrics."""
         return self._config.output_dir / RESULTS_FOLDER
 
-    def measure(self, model: MaskRCNN, progress: Progress) -> dict[str, float]:
+    def measure(
+        self, model: MaskRCNN, progress: Progress, report: Path | None = None
+    ) -> dict[str, float]:
         """Evaluate a model, and write files with detections and metrics. Every rank must call this.
 
         Args:
             model: Model to evaluate. It is not changed.
             progress: Progress bars from `terminal_progress`.
+            report: HTML file for a report. None: write no report.
 
         Returns:
             Metrics by name, the same on all ranks. Empty if `evaluation.skip_eval` is set.
@@ -78,7 +81,8 @@ class Validation:
         batches = with_progress(loader, len(loader), progress, "evaluating")
         autocast = AUTOCAST_DTYPES.get(config.precision)
         evaluate_model(model, batches, evaluator, worker.device, autocast)
-        return evaluator.evaluate(self.folder, measure=not config.evaluation.skip_eval)
+        measure = not config.evaluation.skip_eval
+        return evaluator.evaluate(self.folder, measure=measure, report=report)
 
 
 def log_metrics(metrics: dict[str, float]) -> None:

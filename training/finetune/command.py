@@ -1,5 +1,6 @@
 """Command `maskrcnn train finetune`."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,9 +83,11 @@ def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
     from ...model.checkpoint import load_checkpoint
     from ..data.coco.dataset import CocoDataset
     from ..evaluation.coco_metrics import IOU_TITLES, IOU_TYPES, class_table
+    from ..evaluation.matching import DEFAULT_THRESHOLD, matched_images
+    from ..evaluation.result_files import RESULTS_FOLDER
+    from ..evaluation.worst_images import draw_worst_images
     from .curves import draw_curves
     from .preparation import next_commands
-    from .worst_images import draw_worst_images
 
     metrics = load_checkpoint(checkpoint).metrics
     if metrics:
@@ -95,8 +98,12 @@ def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
     click.echo(f"the final checkpoint is {checkpoint}")
     click.echo(f"curves: {draw_curves(checkpoint.parent)}")
     if metrics and config.data.val is not None:
-        worst = draw_worst_images(CocoDataset(config.data.val), checkpoint.parent)
-        click.echo(f"validation images with the most errors: {worst or 'none has an error'}")
+        dataset, worst = CocoDataset(config.data.val), checkpoint.with_name("worst.png")
+        results = json.loads((checkpoint.parent / RESULTS_FOLDER / "segm.json").read_text())
+        thresholds = [DEFAULT_THRESHOLD] * len(dataset.categories)
+        images = matched_images(dataset, results)
+        drawn = draw_worst_images(images, dataset.categories, thresholds, worst)
+        click.echo(f"validation images with the most errors: {worst if drawn else 'no errors'}")
     click.echo("next:")
     for command in next_commands(checkpoint):
         click.echo(f"  {command}")

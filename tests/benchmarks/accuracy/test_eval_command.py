@@ -85,10 +85,14 @@ def test_result_files_are_written_to_the_output_folder(
     bundle: Path, folder: Path, tmp_path: Path
 ) -> None:
     config, output = folder / "config.yaml", tmp_path / "files"
-    args = (bundle, config, "evaluation.expected={segm/AP: 1}", "-o", output)
+    report = output / "new" / "report.html"
+    expected = "evaluation.expected={segm/AP: 1}"
+    args = (bundle, config, expected, "-o", output, "--report", report)
     missed = _evaluate(*args)
     assert isinstance(missed.exception, ExpectationError)
     assert f"{output}\n" in missed.stdout
+    assert f"{report}\n" in missed.stdout
+    assert "<td>disc</td>" in report.read_text()
     measured = torch.load(output / "coco_results.pth", weights_only=True)
     assert measured["segm"].keys() >= {"AP", "AR100", "AP/disc", "AP/box", "AP/ring"}
     for name in ("bbox.json", "segm.json"):
@@ -130,13 +134,17 @@ def test_options_set_keys_of_the_evaluation(
     tiny_checkpoint: Path, folder: Path, tmp_path: Path
 ) -> None:
     keys = (*KEYS, f"output_dir={tmp_path}")
-    words = ("--evaluator", "pycocotools", "--batch", 1, "--json", tmp_path / "m.json")
+    path = tmp_path / "report.html"
+    words = (
+        "--evaluator", "pycocotools", "--batch", 1, "--json", tmp_path / "m.json", "--report", path,
+    )  # fmt: skip
     answer = _evaluate(tiny_checkpoint, folder / "config.yaml", *keys, *words)
     assert answer.exit_code == 0, answer.exception
     measured = torch.load(tmp_path / "inference" / "coco_results.pth", weights_only=True)
     report = json.loads((tmp_path / "m.json").read_text())
     assert report["checkpoint"] == str(tiny_checkpoint)
     assert report["metrics"]["segm/AP50"] == measured["segm"]["AP50"]
+    assert f"<td>{measured['segm']['AP50']:.3f}</td>" in path.read_text()
 
 
 def test_the_chosen_evaluator_computes(

@@ -1,5 +1,7 @@
 import io
+import json
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -9,7 +11,8 @@ from pycocotools import mask as coco_mask
 from rich.console import Console
 
 from maskrcnn_trt.model.bundle.manifest import Category
-from maskrcnn_trt.training.config import EvaluatorName
+from maskrcnn_trt.training.config import DatasetConfig, EvaluatorName
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.evaluation.coco_metrics import (
     IOU_TYPES,
     IouType,
@@ -17,6 +20,7 @@ from maskrcnn_trt.training.evaluation.coco_metrics import (
     coco_metrics,
     summary_lines,
 )
+from maskrcnn_trt.training.evaluation.matching import class_curves, matched_images
 
 CATEGORIES = (Category(id=4, name="disc"), Category(id=9, name="ring"), Category(id=11, name="bar"))
 SQUARE = [10.0, 10.0, 40.0, 40.0]
@@ -147,6 +151,31 @@ def test_both_evaluators_give_equal_metrics(
     assert len(ours) == 12 + len(CATEGORIES)
     if crowds < 1 and detected == 1:
         assert 0.01 < ours[f"{iou_type}/AP"] < ours[f"{iou_type}/AP50"] < 0.9
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_the_curves_of_the_report_give_the_same_ap50(tmp_path: Path) -> None:
+    truth, results = _scene(seed=3, crowds=0.2)
+    for number, result in enumerate(results["segm"]):
+        result["score"] += number * 1e-6  # equal scores have no order
+    for image in truth["images"]:
+        image["file_name"] = f"{image['id']}.jpg"
+        (tmp_path / image["file_name"]).touch()
+    (tmp_path / "truth.json").write_text(json.dumps(truth))
+    config = DatasetConfig(images=tmp_path, annotations=tmp_path / "truth.json")
+    curves = class_curves(matched_images(CocoDataset(config), results["segm"]), len(CATEGORIES))
+    means = []
+    for curve in curves[:2]:  # the third class has no objects
+        precision = [
+            curve.precision[curve.recall >= r].max(initial=0) for r in np.linspace(0, 1, 101)
+        ]
+        means.append(np.mean(precision))
+        f1 = curve.f1.tolist()
+        threshold = curve.scores[f1.index(max(f1))]
+        assert curve.best_threshold == threshold
+    metrics = coco_metrics(truth, results["segm"], "segm", CATEGORIES, "pycocotools")
+    assert np.mean(means) == pytest.approx(metrics["segm/AP50"], abs=1e-9)
+    assert 0.01 < metrics["segm/AP50"] < 0.9
 
 
 def test_the_faster_evaluator_can_reuse_its_ground_truth() -> None:

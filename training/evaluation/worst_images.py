@@ -1,0 +1,69 @@
+"""Draw the validation images with the most errors: ground truth beside detections."""
+
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import NamedTuple
+
+from ...model.bundle.manifest import Category
+from ..data.coco.annotations import Instance
+from ..data.coco.dataset import ImageRecord
+from ..data.inspect.annotation_checks import Suspicion
+from ..data.inspect.sample_grid import GridSample, draw_samples
+from .matching import MatchedImage
+
+# Number of images, each with its ground truth and its detections.
+_MAX_IMAGES = 8
+
+
+class ImageErrors(NamedTuple):
+    """Errors of the detections of one image."""
+
+    record: ImageRecord
+    # Detections above the thresholds.
+    detections: tuple[Instance, ...]
+    # Objects without a detection of their class.
+    missed: int
+    # Detections without an object of their class.
+    wrong: int
+
+
+def draw_worst_images(
+    images: Iterable[MatchedImage],
+    categories: Sequence[Category],
+    thresholds: Sequence[float],
+    path: Path,
+) -> bool:
+    """Draw the images with the most errors into a PNG file. Return whether an image has an error.
+
+    Args:
+        images: Matched detections.
+        categories: Classes by label; label 1 is the first.
+        thresholds: Minimum score of each class.
+        path: PNG file to write. It is not written if no image has an error.
+    """
+    errors = [errors_of(image, thresholds) for image in images]
+    errors = [entry for entry in errors if entry.missed + entry.wrong]
+    errors.sort(key=lambda entry: -(entry.missed + entry.wrong))
+    samples = []
+    for record, detections, missed, wrong in errors[:_MAX_IMAGES]:
+        detected = ImageRecord(record.id, record.path, record.height, record.width, detections)
+        samples += [
+            GridSample(image, tuple(categories), Suspicion(title, image))
+            for title, image in (
+                ("annotated", record),
+                (f"detected: {missed} missed, {wrong} wrong", detected),
+            )
+        ]
+    if samples:
+        draw_samples(samples, path)
+    return bool(samples)
+
+
+def errors_of(image: MatchedImage, thresholds: Sequence[float]) -> ImageErrors:
+    """Count the errors of an image's detections above the thresholds of their classes."""
+    kept = image.above(thresholds)
+    correct = int((kept & image.correct).sum())
+    wrong = int((kept & (image.matches < 0)).sum())
+    detections = tuple(compress(image.detections, kept))
+    return ImageErrors(image.record, detections, len(image.record.objects) - correct, wrong)
