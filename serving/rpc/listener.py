@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 _HANDSHAKE_MS = 20_000
 # Time for a client to answer a keepalive ping.
 _PING_TIMEOUT_MS = 20_000
-# Maximum number of concurrent calls per connection.
-_MAX_STREAMS = 1000
-# Minimum of the limit on calls that wait to be accepted, over all connections. Above the limit gRPC
-# rejects a growing share of new calls, and above twice the limit all of them. A lower minimum would
-# reject calls of an ordinary burst.
-_MIN_PENDING_CALLS = 256
+# Maximum number of concurrent calls per connection. Clients hold further ones back.
+_MAX_STREAMS = 256
+# Limit on calls that wait to be accepted, over all connections. Above the limit gRPC cancels a
+# growing share of new calls of any client, and above twice the limit all of them. Therefore no
+# connection can reach it alone.
+_MAX_PENDING_CALLS = 32 * _MAX_STREAMS
 # Minimum interval of client pings while no data is sent to the client. A client that pings more
 # often is disconnected. Our own client pings every `client.connection.KEEPALIVE_S` during calls.
 _CLIENT_PING_MS = 10_000
@@ -164,15 +164,14 @@ def _is_server_fault(record: logging.LogRecord) -> bool:
 
 
 def _options(config: ServeConfig) -> list[tuple[str, int]]:
-    pending = max(_MIN_PENDING_CALLS, config.queue_size)
     options = {
         "grpc.max_receive_message_length": config.max_message_mb << 20,
         "grpc.max_send_message_length": -1,
         "grpc.so_reuseport": 0,  # otherwise two servers could share a port unnoticed
         "grpc.max_allowed_incoming_connections": allowed_connections(config),
         "grpc.max_concurrent_streams": _MAX_STREAMS,
-        "grpc.server.max_pending_requests": pending,
-        "grpc.server.max_pending_requests_hard_limit": 2 * pending,
+        "grpc.server.max_pending_requests": _MAX_PENDING_CALLS,
+        "grpc.server.max_pending_requests_hard_limit": 2 * _MAX_PENDING_CALLS,
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
         "grpc.http2.settings_timeout": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _milliseconds(config.keepalive_s),
