@@ -187,6 +187,9 @@ class TrainConfig(FrozenConfig):
     None: keep all."""
     log_period: int = Field(20, ge=1)
     """Iterations between log lines."""
+    trackers: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ("tensorboard",)
+    """Where losses and metrics are sent, besides `metrics.jsonl`. MLflow and Weights & Biases must
+    be installed, and are set up by their environment variables, such as MLFLOW_TRACKING_URI."""
     model: ModelConfig = ModelConfig()
     data: DataConfig
     solver: SolverConfig = SolverConfig()

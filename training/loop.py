@@ -19,6 +19,7 @@ from .interruption import Interruption, TrainingInterrupted
 from .reporting import DivergenceError, TrainingReport
 from .run_folder import RunFolder
 from .schedule import learning_rate
+from .tracking import open_trackers
 from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -99,8 +100,10 @@ class TrainingLoop:
             return self._metrics
         iterations = range(trainer.iteration, config.solver.max_iterations)
         batches = prefetch_batches(trainer.worker.device, self._batches)
+        worker = trainer.worker
+        trackers = open_trackers(config, iterations.start) if worker.is_main else ()
         report = TrainingReport(
-            self._folder.path, config.log_period, iterations, trainer.worker, self._progress
+            self._folder.path, config.log_period, iterations, worker, self._progress, trackers
         )
         with report, self._interruption:
             if self._evaluation_was_missed() and self._evaluate_and_save(report):

@@ -1,9 +1,9 @@
-"""Report losses and metrics of a training run: log, `metrics.jsonl`, TensorBoard, progress bars."""
+"""Report losses and metrics of a training run: log, `metrics.jsonl`, trackers, progress bars."""
 
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Self, TypeVar
 import torch
 from rich.progress import Progress
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from ..model.atomic_files import atomic_write
 from ..model.losses import LOSS_NAMES
 from .distributed import Worker
+from .tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,13 @@ class TrainingReport:
     """Reports losses and timings every `period` iterations. Only rank 0 writes files."""
 
     def __init__(
-        self, folder: Path, period: int, iterations: range, worker: Worker, progress: Progress
+        self,
+        folder: Path,
+        period: int,
+        iterations: range,
+        worker: Worker,
+        progress: Progress,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         """Open the files, and remove lines that a killed run wrote after its last checkpoint.
 
@@ -50,6 +56,7 @@ class TrainingReport:
             iterations: Iterations to train.
             worker: Rank of this process.
             progress: Progress bars from `terminal_progress`.
+            trackers: Result of `open_trackers`. They are closed with the report.
         """
         self._period = period
         self._iterations = iterations
@@ -57,9 +64,7 @@ class TrainingReport:
         if worker.is_main:
             _remove_lines_after(iterations.start, folder / METRICS_FILE)
             self._jsonl = (folder / METRICS_FILE).open("a", buffering=1)
-            self._tensorboard = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=iterations.start + 1
-            )
+        self._trackers = trackers
         self._progress = progress
         self._task = progress.add_task(
             "training", total=iterations.stop, completed=iterations.start, note=""
@@ -73,10 +78,11 @@ class TrainingReport:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._is_main:
-            self._tensorboard.close()
             self._jsonl.close()
+        for tracker in self._trackers:
+            tracker.close(failed=error is not None)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -116,12 +122,12 @@ class TrainingReport:
         self._period_start = time.perf_counter()
 
     def record_metrics(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Write metrics after `iteration` iterations to `metrics.jsonl` and TensorBoard."""
+        """Write metrics after `iteration` iterations to `metrics.jsonl` and the trackers."""
         if not self._is_main:
             return
         self._jsonl.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
-        for name, value in metrics.items():
-            self._tensorboard.add_scalar(name, value, iteration)
+        for tracker in self._trackers:
+            tracker.log(metrics, iteration)
 
     def _report(self) -> None:
         done, rate = self._done, self._rate

@@ -19,6 +19,7 @@ from .resumption import check_resumable, run_identity
 from .run_folder import RunFolder
 from .run_length import with_run_length
 from .terminal import terminal_progress
+from .tracking import check_trackers
 from .trainer import Trainer, set_arithmetic
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ def evaluate_checkpoint(
 def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:
     """Train on this rank, as in `run_training`. Return the final checkpoint's path and metrics."""
     set_arithmetic(config)
+    check_trackers(config.trackers)
     folder = RunFolder(config.output_dir, config.keep_checkpoints)
     last = folder.open(resume=resume)
     if rank.is_main:

@@ -1,6 +1,7 @@
 import json
 import logging
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,25 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_run import LoadTiny
 
 from maskrcnn_trt.model.losses import LOSS_NAMES
+from maskrcnn_trt.training.config import ConfigError, DataConfig, DatasetConfig, TrainConfig
 from maskrcnn_trt.training.distributed import Worker
 from maskrcnn_trt.training.reporting import LOG_FILE, METRICS_FILE, DivergenceError, TrainingReport
 from maskrcnn_trt.training.run import run_training
+from maskrcnn_trt.training.tracking import open_trackers
 
 ALONE, OTHER = Worker(0, 1, torch.device("cpu")), Worker(1, 2, torch.device("cpu"))
 NAMES = ("loss", *LOSS_NAMES)
+
+
+def _config(folder: Path, *trackers: str) -> TrainConfig:
+    data = DatasetConfig(images=folder, annotations=folder)
+    values = {"output_dir": folder, "data": DataConfig(train=data), "trackers": trackers}
+    return TrainConfig.model_validate(values)
+
+
+def _report(folder: Path, period: int, iterations: range, *trackers: str) -> TrainingReport:
+    opened = open_trackers(_config(folder, *trackers), iterations.start)
+    return TrainingReport(folder, period, iterations, ALONE, Progress(), opened)
 
 
 def _losses(iteration: int) -> torch.Tensor:
@@ -37,7 +51,7 @@ def test_losses_are_reported_once_a_period(
 ) -> None:
     with (
         caplog.at_level(logging.INFO, "maskrcnn_trt"),
-        TrainingReport(tmp_path, 3, range(7), ALONE, Progress()) as report,
+        _report(tmp_path, 3, range(7), "tensorboard") as report,
     ):
         for iteration in range(7):
             with report.waiting_for_data():
@@ -68,12 +82,12 @@ def test_losses_are_reported_once_a_period(
 
 def test_a_resumed_run_replaces_later_lines(tmp_path: Path) -> None:
     """A killed run has reported iterations after its last checkpoint."""
-    with TrainingReport(tmp_path, 1, range(4), ALONE, Progress()) as report:
+    with _report(tmp_path, 1, range(4), "tensorboard") as report:
         for iteration in range(4):
             report.record(iteration, torch.ones(5), rate=0.1)
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"iteration": 4, "lo')
-    with TrainingReport(tmp_path, 1, range(2, 4), ALONE, Progress()) as report:
+    with _report(tmp_path, 1, range(2, 4), "tensorboard") as report:
         for iteration in range(2, 4):
             report.record(iteration, torch.full((5,), 2.0), rate=0.1)
     lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
@@ -101,7 +115,7 @@ def test_log_lines_have_losses_and_learning_rate(tiny: LoadTiny, tmp_path: Path)
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, value: float) -> None:
-    with TrainingReport(tmp_path, 2, range(4), ALONE, Progress()) as report:
+    with _report(tmp_path, 2, range(4)) as report:
         report.record(0, torch.tensor([1, 1, value, 1, 1.0]), rate=0.1)
         with pytest.raises(DivergenceError, match=r"solver\.base_lr.*solver\.clip_gradient_norm"):
             report.record(1, torch.ones(5), rate=0.1)
@@ -122,3 +136,52 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
         report.record(0, torch.ones(5), rate=0.1)
         report.record_metrics(1, {"segm/AP": 0.5})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_missing_tracker_is_named_before_training(
+    tiny: LoadTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=f"pip install {name}"):
+        run_training(tiny(f"trackers=[{name}]"))
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_continues_the_run_of_a_resumed_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.chdir(tmp_path)
+    with _report(tmp_path, 1, range(1), "mlflow") as report:
+        report.record_metrics(1, {"segm/AP/<a:b>": 0.5})
+    with _report(tmp_path, 1, range(1, 2), "mlflow") as report:
+        report.record_metrics(2, {"segm/AP/<a:b>": 0.75})
+    (run,) = mlflow.search_runs(output_format="list")
+    client = mlflow.MlflowClient()
+    (key,) = run.data.metrics
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, key)] == [
+        (1, 0.5), (2, 0.75),
+    ]  # fmt: skip
+    assert run.info.status == "FINISHED"
+    # A failing server is logged once, and training continues.
+    with _report(tmp_path, 1, range(1, 3), "mlflow") as report:
+        client.delete_run(run.info.run_id)
+        report.record_metrics(3, {"loss": 1.0})
+        report.record_metrics(4, {"loss": 1.0})
+    assert len([m for m in caplog.messages if "without the tracker mlflow" in m]) == 1
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
+    assert json.loads(lines[-1]) == {"iteration": 4, "loss": 1.0}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_receives_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with _report(tmp_path, 1, range(1), "wandb") as report:
+        report.record_metrics(1, {"loss": 2.5})
+        assert wandb.run.summary["loss"] == 2.5
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

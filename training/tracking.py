@@ -1,0 +1,155 @@
+"""Trackers of training runs: TensorBoard, MLflow and Weights & Biases through their libraries."""
+
+import importlib
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..model.atomic_files import atomic_write
+from .config import ConfigError, TrainConfig
+
+logger = logging.getLogger(__name__)
+
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+# Ids of the runs at the trackers, by which a resumed run continues them.
+_IDS_FILE = "trackers.json"
+
+
+class Tracker(Protocol):
+    """Interface of all trackers."""
+
+    def log(self, values: Mapping[str, float], iteration: int) -> None:
+        """Record values after an iteration, counted from 1."""
+
+    def close(self, *, failed: bool) -> None:
+        """Send pending values and end the run."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that the libraries of the trackers are installed.
+
+    Raises:
+        ConfigError: A library is missing.
+    """
+    for name in names:
+        try:
+            importlib.import_module(_MODULES[name])
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"trackers contains {name}, but {error.name} is not installed; install it with "
+                f"pip install {name}, or remove {name} from trackers"
+            ) from None
+
+
+def open_trackers(config: TrainConfig, first_iteration: int) -> list[Tracker]:
+    """Open the trackers of a run in `output_dir`, or continue those of a resumed run.
+
+    Args:
+        config: Configuration of the run.
+        first_iteration: Completed iterations. 0: a new run.
+
+    Raises:
+        ConfigError: A tracker cannot start, for example because it needs a login.
+    """
+    folder = config.output_dir
+    path = folder / _IDS_FILE
+    ids: dict[str, str] = {}
+    if first_iteration and path.is_file():
+        ids = json.loads(path.read_text())
+    trackers: list[Tracker] = []
+    for name in config.trackers:
+        if name == "tensorboard":
+            trackers.append(_TensorBoard(folder, first_iteration))
+            continue
+        try:
+            remote = (_MLflow if name == "mlflow" else _WandB)(config, ids.get(name))
+        except Exception as error:  # the libraries have no common base of their errors
+            raise ConfigError(
+                f"the tracker {name} cannot start: {error}; set it up by its environment "
+                f"variables, or remove {name} from trackers"
+            ) from error
+        ids[name] = remote.id
+        trackers.append(_Tolerant(remote, name))
+    if ids:
+        with atomic_write(path) as file:
+            file.write(json.dumps(ids).encode())
+    return trackers
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, first_iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Values that a killed run wrote after its last checkpoint are hidden.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_iteration + 1)
+
+    def log(self, values: Mapping[str, float], iteration: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, iteration)
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+class _MLflow:
+    def __init__(self, config: TrainConfig, run_id: str | None) -> None:
+        self._mlflow = importlib.import_module("mlflow")
+        name = None if run_id else config.output_dir.name
+        self.id: str = self._mlflow.start_run(run_id=run_id, run_name=name).info.run_id
+        self._mlflow.log_dict(config.model_dump(mode="json"), "config.json")
+
+    def log(self, values: Mapping[str, float], iteration: int) -> None:
+        # MLflow rejects other characters, which names of classes may have.
+        named = {re.sub(r"[^\w./ -]", "_", name): value for name, value in values.items()}
+        self._mlflow.log_metrics(named, step=iteration, run_id=self.id)
+
+    def close(self, *, failed: bool) -> None:
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+class _WandB:
+    def __init__(self, config: TrainConfig, run_id: str | None) -> None:
+        self._run: Any = importlib.import_module("wandb").init(
+            dir=str(config.output_dir),
+            name=config.output_dir.name,
+            id=run_id,
+            resume="allow" if run_id else None,
+            config=config.model_dump(mode="json"),
+        )
+        self.id: str = self._run.id
+        # A resumed run repeats iterations, but W&B's own steps only increase.
+        self._run.define_metric("*", step_metric="iteration")
+
+    def log(self, values: Mapping[str, float], iteration: int) -> None:
+        self._run.log({"iteration": iteration, **values})
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class _Tolerant:
+    """Tracker whose failures are logged once, so that a lost connection does not end a run."""
+
+    def __init__(self, tracker: Tracker, name: str) -> None:
+        self._tracker: Tracker | None = tracker
+        self._name = name
+
+    def log(self, values: Mapping[str, float], iteration: int) -> None:
+        if self._tracker is None:
+            return
+        try:
+            self._tracker.log(values, iteration)
+        except Exception as error:
+            logger.warning("the run continues without the tracker %s: %s", self._name, error)
+            self._tracker = None
+
+    def close(self, *, failed: bool) -> None:
+        if self._tracker is None:
+            return
+        try:
+            self._tracker.close(failed=failed)
+        except Exception as error:
+            logger.warning("the tracker %s cannot be closed: %s", self._name, error)
