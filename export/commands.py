@@ -110,7 +110,7 @@ class VariadicCommand(click.Command):
 @click.option(
     "--triton-repository", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="Add the ONNX files and TensorRT plans to a model repository for Triton Inference Server. "
-    "An existing model of the same name gets a new version.",
+    "An existing model of the same name gets a new version. Plans get a profile per batch size.",
 )  # fmt: skip
 @click.option(
     "--verify", "images", metavar="[IMAGES]", is_flag=False, flag_value="",
@@ -146,7 +146,12 @@ def export(
         precisions=precisions,
         buckets=buckets,
         input_dtype=input_dtype,
-        builders=builders_from_options(bundle, [k for k in kinds if k != "torch"], **engines),
+        builders=builders_from_options(
+            bundle,
+            [kind for kind in kinds if kind != "torch"],
+            for_triton=triton_repository is not None,
+            **engines,
+        ),
         with_programs="torch" in kinds,
         report=click.echo,
     )

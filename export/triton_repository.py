@@ -50,7 +50,8 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
         Names of the models, as `maskrcnn_resnet50_fpn-fp16-800x1344-onnx`.
 
     Raises:
-        BundleError: the bundle cannot be read, or holds neither ONNX files nor TensorRT plans.
+        BundleError: the bundle cannot be read, holds neither ONNX files nor TensorRT plans, or
+            holds a plan that would leak memory in Triton.
     """
     manifest = read_manifest(bundle)
     served = [artifact for artifact in manifest.artifacts if artifact.kind in _PLATFORMS]
@@ -59,6 +60,8 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
             f"{bundle} holds neither ONNX files nor TensorRT plans for Triton; export it with "
             "--precision fp32 or fp16"
         )
+    for artifact in served:
+        _check_profiles(bundle, artifact)
     repository.mkdir(parents=True, exist_ok=True)
     names = []
     for artifact in served:
@@ -67,6 +70,16 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
         _add_version(repository, name, verified_path(bundle, artifact), artifact, config)
         names.append(name)
     return tuple(names)
+
+
+def _check_profiles(bundle: Path, artifact: Artifact) -> None:
+    build = artifact.engine
+    if build and build.plugins and any(profile.min < profile.max for profile in build.profiles):
+        raise BundleError(
+            f"{bundle / artifact.path} has plugins and several batch sizes in one profile, which "
+            "leaks GPU memory in Triton (https://github.com/NVIDIA/TensorRT/issues/4849); export "
+            "the bundle again with --triton-repository, or with --no-plugins"
+        )
 
 
 def _add_version(
@@ -92,10 +105,15 @@ def _config(name: str, bundle: Path, manifest: Manifest, artifact: Artifact) -> 
     profiles = () if artifact.engine is None else artifact.engine.profiles
     max_batch = max((profile.max for profile in profiles), default=_MAX_BATCH)
     inputs, outputs = _tensors_of(bundle, manifest, artifact)
+    has_ranges = any(profile.min < profile.max for profile in profiles)
+    warm = (1, max_batch) if has_ranges or not profiles else (profile.max for profile in profiles)
     text = {
         "class_names": json.dumps(manifest.class_names, ensure_ascii=False),
         "preprocessing": manifest.preprocessing.model_dump_json(),
     }
+    if profiles:
+        # Otherwise each profile's context has the memory that the largest batch needs.
+        text["execution_context_allocation_strategy"] = "ON_PROFILE_CHANGE"
     return text_from_message(
         {
             "name": name,
@@ -104,10 +122,11 @@ def _config(name: str, bundle: Path, manifest: Manifest, artifact: Artifact) -> 
             "input": inputs,
             "output": outputs,
             "dynamic_batching": {
-                "preferred_batch_size": sorted({profile.opt for profile in profiles}),
+                # None if each size has a profile: the batch waits for the maximum delay.
+                "preferred_batch_size": sorted({p.opt for p in profiles if has_ranges}),
                 "max_queue_delay_microseconds": _MAX_DELAY_US,
             },
-            "model_warmup": [_warmup(inputs, batch) for batch in dict.fromkeys((1, max_batch))],
+            "model_warmup": [_warmup(inputs, batch) for batch in dict.fromkeys(warm)],
             "parameters": [
                 {"key": key, "value": {"string_value": value}} for key, value in text.items()
             ],

@@ -22,13 +22,16 @@ _TOP_K_KEYS = {
 
 
 def builders_from_options(
-    bundle: Path, kinds: Sequence[EngineKind], **choices: Any
+    bundle: Path, kinds: Sequence[EngineKind], *, for_triton: bool = False, **choices: Any
 ) -> list[EngineBuilder]:
     """Return one builder per requested kind of engine.
 
     Args:
         bundle: folder of the bundle that will hold the engines.
         kinds: values of `--engine`.
+        for_triton: whether Triton will run the engines. It does not pad batches, and each change of
+            a profile's batch size leaks memory of our plugins
+            (https://github.com/NVIDIA/TensorRT/issues/4849), so each size gets a profile.
         choices: values of the other engine options. None or (): not given.
 
     Raises:
@@ -42,7 +45,8 @@ def builders_from_options(
     if not kinds:
         return []
     log = BuildLog(given.pop("build_log", bundle.with_name(f"{bundle.name}.build.log")))
-    options = EngineOptions(**given)
+    has_plugins = given.get("plugins", True)
+    options = EngineOptions(**given, profile_per_batch=for_triton and has_plugins)
     return [builder_for(kind, options, log) for kind in dict.fromkeys(kinds)]
 
 

@@ -1,6 +1,6 @@
 """Log file and progress bars of an engine build."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -67,6 +67,8 @@ class BuildProgress:
         self._bars: dict[str, TaskID] = {}
         self._depths: dict[str | None, int] = {None: -1}
         self._is_cancelled = False
+        # Error of a method below, which TensorRT would only print. It stops the build.
+        self.error: Exception | None = None
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
         """Add a bar for a phase of `steps` steps. parent None: a top-level phase."""
@@ -98,14 +100,22 @@ def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
         progress: the bars.
     """
 
+    def guarded(method: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except Exception as error:
+            progress.error = error
+            progress.cancel()
+            return False
+
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
-            progress.start(phase, parent, steps)
+            guarded(progress.start, phase, parent, steps)
 
         def step_complete(self, phase: str, step: int) -> bool:
-            return progress.advance(phase, step)
+            return bool(guarded(progress.advance, phase, step))
 
         def phase_finish(self, phase: str) -> None:
-            progress.finish(phase)
+            guarded(progress.finish, phase)
 
     return Monitor()

@@ -1,10 +1,12 @@
 """Base class of the TensorRT and TensorRT-RTX engine builders, and their optimization profiles."""
 
 import importlib
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,8 +25,10 @@ from ...model.bundle.manifest import (
 from ...plugins.tensorrt.log import messages_to, shared_logger
 from ..errors import EngineError
 from .build_log import BuildLog, BuildProgress, progress_monitor
-from .layers import Layer, check_precision
+from .layers import Layer, PrecisionError, check_precision
 from .options import EngineOptions
+
+_log = logging.getLogger(__name__)
 
 # TensorRT reports out-of-memory in several wordings.
 _OUT_OF_MEMORY = re.compile(
@@ -32,16 +36,18 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
-def profiles_from_batches(batches: Sequence[int]) -> tuple[BatchProfile, ...]:
+def profiles_from_batches(
+    batches: Sequence[int], one_per_size: bool = False
+) -> tuple[BatchProfile, ...]:
     """Return one optimization profile per batch size, optimized for that size.
 
     Each profile begins above the next smaller batch size, so that every size up to the largest has
-    exactly one profile.
+    exactly one profile. If `one_per_size`, every size up to the largest has a profile of its own.
 
     >>> [(p.min, p.opt, p.max) for p in profiles_from_batches((8, 1))]
     [(1, 1, 1), (2, 8, 8)]
     """
-    sizes = sorted(set(batches))
+    sizes = list(range(1, max(batches) + 1)) if one_per_size else sorted(set(batches))
     below = (0, *sizes)
     return tuple(
         BatchProfile(min=last + 1, opt=size, max=size)
@@ -67,7 +73,7 @@ class EngineBuilder(ABC):
         self._options = options
         self._log = log
         self._logger = shared_logger(self._trt)
-        self._profiles = profiles_from_batches(options.batches)
+        self._profiles = profiles_from_batches(options.batches, options.profile_per_batch)
         self._compute_capabilities = self._target()
 
     def build(self, onnx_path: Path, plan_path: Path, precision: Precision) -> EngineBuild:
@@ -82,7 +88,7 @@ class EngineBuilder(ABC):
             Versions, GPUs and profiles of the engine, for the manifest.
 
         Raises:
-            EngineError: TensorRT fails, or the engine computes in another precision.
+            EngineError: TensorRT fails, or with `strict` the engine computes in another precision.
             KeyboardInterrupt: the user interrupted. The builder has stopped.
         """
         model, plugins = self._load_model(onnx_path)
@@ -111,6 +117,7 @@ class EngineBuilder(ABC):
             platform=current_platform(),
             plugins=plugins,
             profiles=self._profiles,
+            **self._requirements(bool(plugins)),
         )
 
     @abstractmethod
@@ -129,6 +136,14 @@ class EngineBuilder(ABC):
     def _layers_of(self, plan: Any) -> list[Layer]:
         """Return the layers of the serialized engine that was just built."""
 
+    def _requirements(self, has_plugins: bool) -> dict[str, Any]:
+        """Return those fields of `EngineBuild` that only this kind of engine has."""
+        return {}
+
+    def _current_gpu(self) -> AbstractContextManager[None]:
+        """Select the building GPU in this thread."""
+        return nullcontext()
+
     def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:
         """Return the serialized ONNX model, and the versions of the plugins that it uses."""
         return onnx_path.read_bytes(), {}
@@ -137,6 +152,12 @@ class EngineBuilder(ABC):
         self, model: bytes, name: str, precision: Precision, progress: BuildProgress
     ) -> Any:
         """Build an engine, check its precision, and return it serialized."""
+        with self._current_gpu():
+            return self._checked_plan(model, name, precision, progress)
+
+    def _checked_plan(
+        self, model: bytes, name: str, precision: Precision, progress: BuildProgress
+    ) -> Any:
         builder = self._trt.Builder(self._logger)
         network = builder.create_network(self._network_flags())
         # The network refers to weights that the parser owns: keep the parser until the end.
@@ -146,9 +167,16 @@ class EngineBuilder(ABC):
         config = self._config_for(builder, network, precision)
         config.progress_monitor = progress_monitor(self._trt, progress)
         plan = self._run(builder, network, config)
+        if progress.error is not None:
+            raise progress.error
         if plan is None:
             raise EngineError(self._builder_error(name))
-        check_precision(self._layers_of(plan), precision, name)
+        try:
+            check_precision(self._layers_of(plan), precision, name)
+        except PrecisionError as error:
+            if self._options.strict:
+                raise
+            _log.warning("%s; --strict makes this an error", error)
         return plan
 
     def _config_for(self, builder: Any, network: Any, precision: Precision) -> Any:
@@ -190,9 +218,13 @@ class EngineBuilder(ABC):
         reason = " ".join(error.desc().split())
         return f"{self.product} cannot build {name} because of node {node}: {reason}; {remedy}"
 
+    def _callback_errors(self) -> list[str]:
+        """Return the errors that our functions have raised within TensorRT."""
+        return []
+
     def _builder_error(self, name: str) -> str:
         """Return a message with the builder's first logged error and a remedy."""
-        errors = self._log.errors or ["it gives no reason"]
+        errors = [*self._callback_errors(), *self._log.errors] or ["it gives no reason"]
         memory_errors = [error for error in errors if _OUT_OF_MEMORY.search(error)]
         remedy = f"the build log is {self._log.path}"
         if memory_errors:

@@ -121,11 +121,18 @@ def _table_of_build(artifact: Artifact) -> Table:
         "batch by profile": batches,
         "with": f"{artifact.kind} {build.runtime_version}, CUDA {build.cuda_version}",
         "for compute capability": ", ".join(build.compute_capabilities),
-        "on": build.platform,
+        "on": ", ".join(filter(None, (build.gpu_name, build.platform))),
+        "compatible with": " and ".join(_compatibility(build)) or "this version and GPU only",
+        "PTX": build.ptx_version or "none",
         "plugins": plugins or "none",
     }.items():
         table.add_row(name, value)
     return table
+
+
+def _compatibility(build: EngineBuild) -> list[str]:
+    gpus = [] if build.hardware_compatibility == "none" else [build.hardware_compatibility]
+    return gpus + ["newer versions"] * build.version_compatible
 
 
 def table_of_tensors(tensors: "Sequence[EngineTensor]") -> Table:

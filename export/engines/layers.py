@@ -10,6 +10,10 @@ from ...model.bundle.manifest import Precision
 from ..errors import EngineError
 
 
+class PrecisionError(EngineError):
+    """An engine computes in other types than its precision, or reports no types."""
+
+
 @dataclass(frozen=True)
 class LayerTensor:
     """Input or output tensor of a layer."""
@@ -65,12 +69,12 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
     of them must read fp32; the types do not show whether TF32 is on.
 
     Raises:
-        EngineError: a layer computes in another type, or no convolution is listed.
+        PrecisionError: a layer computes in another type, or no convolution is listed.
     """
     convolutions = [layer for layer in layers if layer.is_convolution]
     products = [layer for layer in layers if layer.is_matrix_product]
     if not convolutions:
-        raise EngineError(
+        raise PrecisionError(
             f"cannot check the precision of {name}, because TensorRT's engine inspector "
             "reports no convolutions; build it with a TensorRT version that export/README.md lists"
         )
@@ -82,11 +86,11 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
         wrong += products_differ
     if wrong:
         types = ", ".join(sorted(frozenset().union(*(layer.compute_types for layer in wrong))))
-        raise EngineError(
+        raise PrecisionError(
             f"{name} should compute in {precision}, but {len(wrong)} of its "
             f"{len(convolutions) + len(products)} convolutions and matrix products read "
-            f"{types or 'an unknown type'}, {wrong[0].name} first; the engine is discarded; "
-            "export the bundle without --engine"
+            f"{types or 'an unknown type'}, {wrong[0].name} first; measure "
+            "its accuracy with `maskrcnn eval`, or export the bundle without --engine"
         )
 
 

@@ -2,28 +2,35 @@
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import click
+from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
-from ...model.bundle.manifest import EngineKind
+from ...model.bundle.manifest import EngineKind, HardwareCompatibility
 from ...model.config.option_types import FiniteRange
 from ...plugins.runtime.compute_capability import CapabilityType
 
 # File name suffix of each kind of engine.
 ENGINE_SUFFIXES: Mapping[EngineKind, str] = {"tensorrt": ".plan", "tensorrt-rtx": ".rtx"}
 
+Tiling = Literal["none", "fast", "moderate", "full"]
+
 _Command = Callable[..., None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Build options that all engines of an export share."""
+    """Build options that all engines of an export share.
+
+    Raises:
+        pydantic.ValidationError: a value is invalid.
+    """
 
     # Batch sizes to optimize for. The largest is the limit of the engine.
-    batches: tuple[int, ...] = (1, 8)
+    batches: tuple[PositiveInt, ...] = Field((1, 8), min_length=1)
     # TensorRT only. True: use our CUDA kernels. False: use the ONNX function bodies.
     plugins: bool = True
     # TensorRT-RTX only: compute capabilities to build for, as `8.9`. Empty: all from 8.0 on.
@@ -32,6 +39,20 @@ class EngineOptions:
     workspace_gib: float | None = None
     # TensorRT only: file of measured kernel timings. None: a file in the user's cache folder.
     timing_cache: Path | None = None
+    # Reject an engine that computes in another precision, instead of a warning.
+    strict: bool = False
+    # All below: TensorRT only. One profile for every batch size up to the largest.
+    profile_per_batch: bool = False
+    # Effort of the builder, 0 to 5. None: TensorRT's default, 3.
+    optimization_level: int | None = Field(None, ge=0, le=5)
+    # Effort of the search for layers that share the L2 cache.
+    tiling: Tiling = "none"
+    # Most streams besides the main one. None: TensorRT decides.
+    aux_streams: NonNegativeInt | None = None
+    # Other GPUs that can run the engine, which is slower for that.
+    hardware_compatibility: HardwareCompatibility = "none"
+    # Newer versions of TensorRT can load the engine, which is slower for that.
+    version_compatible: bool = False
 
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -64,6 +85,30 @@ _OPTIONS = (
         "a file for this GPU and version in the user's cache folder.",
     ),
     click.option(
+        "--optimization-level", type=click.IntRange(0, 5),
+        help="Effort of tensorrt's builder. If left out, TensorRT's default (3).",
+    ),
+    click.option(
+        "--tiling", type=click.Choice(get_args(Tiling)),
+        help="Effort of tensorrt's search for layers that share the L2 cache.  [default: none]",
+    ),
+    click.option(
+        "--aux-streams", type=click.IntRange(min=0),
+        help="Most additional streams of a tensorrt engine. If left out, TensorRT decides.",
+    ),
+    click.option(
+        "--hardware-compatibility", type=click.Choice(get_args(HardwareCompatibility)),
+        help="Other GPUs that can run tensorrt engines, at a cost in speed.  [default: none]",
+    ),
+    click.option(
+        "--version-compatible", is_flag=True, default=None,
+        help="Let newer versions of TensorRT load tensorrt engines, at a cost in speed.",
+    ),
+    click.option(
+        "--strict", is_flag=True, default=None,
+        help="Fail, instead of a warning, if an engine computes in another precision.",
+    ),
+    click.option(
         "--build-log", type=_FILE,
         help="File for TensorRT's messages. If left out, BUNDLE.build.log beside the bundle.",
     ),
@@ -77,6 +122,17 @@ _APPLIES_TO = {
     "workspace_gib": ("--workspace", _ALL_KINDS),
     "timing_cache": ("--timing-cache", {"tensorrt"}),
     "build_log": ("--build-log", _ALL_KINDS),
+    "strict": ("--strict", _ALL_KINDS),
+    **{
+        name: (f"--{name.replace('_', '-')}", {"tensorrt"})
+        for name in (
+            "optimization_level",
+            "tiling",
+            "aux_streams",
+            "hardware_compatibility",
+            "version_compatible",
+        )
+    },
 }
 
 

@@ -1,16 +1,26 @@
 """Builder of TensorRT engines for this machine's GPU, with our CUDA kernels as plugins."""
 
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
+from cuda.bindings import driver
 from onnx import helper
 
+from ... import __version__
 from ...model.bundle.spec import OPSET_DOMAIN
+from ...plugins.runtime.compilation import nvrtc_cuda_version
 from ...plugins.runtime.user_cache import cache_folder, write_cached
-from ...plugins.tensorrt.plugins import PLUGIN_NAMESPACE, register_plugins
+from ...plugins.tensorrt.plugins import (
+    PLUGIN_NAMESPACE,
+    kernels_digest,
+    plugin_errors,
+    plugin_ptx_version,
+    register_plugins,
+)
 from ..errors import EngineError
 from .builder import EngineBuilder
 from .inspection import inspected_layers
@@ -29,8 +39,32 @@ class TensorRTEngineBuilder(EngineBuilder):
                 "TensorRT builds an engine on the GPU that will run it, and this machine has none; "
                 "export on that machine, or use --engine tensorrt-rtx, which needs no GPU"
             )
-        major, minor = torch.cuda.get_device_capability()
+        # TensorRT builds in a thread of its own, in which another GPU would be current.
+        self._gpu = torch.cuda.current_device()
+        major, minor = torch.cuda.get_device_capability(self._gpu)
         return (f"{major}.{minor}",)
+
+    def _current_gpu(self) -> AbstractContextManager[None]:
+        return torch.cuda.device(self._gpu)
+
+    @property
+    def _architecture(self) -> int:
+        """Compute capability times ten of the oldest GPU that must run the kernels."""
+        if self._options.hardware_compatibility == "ampere-plus":
+            return 80
+        return int(self._compute_capabilities[0].replace(".", ""))
+
+    def _requirements(self, has_plugins: bool) -> dict[str, Any]:
+        ptx = {
+            "ptx_version": plugin_ptx_version(self._architecture),
+            "ptx_cuda_version": nvrtc_cuda_version(),
+        }
+        return {
+            "gpu_name": torch.cuda.get_device_name(self._gpu),
+            "hardware_compatibility": self._options.hardware_compatibility,
+            "version_compatible": self._options.version_compatible,
+            **(ptx if has_plugins else {}),
+        }
 
     def _network_flags(self) -> int:
         flags = self._trt.NetworkDefinitionCreationFlag
@@ -41,17 +75,38 @@ class TensorRTEngineBuilder(EngineBuilder):
     def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:
         if not self._options.plugins:
             return super()._load_model(onnx_path)
-        versions = register_plugins(int(self._compute_capabilities[0].replace(".", "")))
+        _, driver_version = driver.cuDriverGetVersion()
+        check_ptx(nvrtc_cuda_version(), driver_version)
+        versions = register_plugins(self._architecture)
         model, plugins = plugin_graph_from_model(onnx.load(onnx_path))
         return model.SerializeToString(), {name: versions[name] for name in plugins}
 
     def _prepare(self, config: Any) -> None:
+        self._set_options(config)
         path = self._timing_cache()
         data = path.read_bytes() if path.is_file() else b""
         timings = config.create_timing_cache(data)
         if timings is None or not config.set_timing_cache(timings, ignore_mismatch=False):
             # The cache is damaged, or of another GPU or version: start an empty one.
             config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
+
+    def _set_options(self, config: Any) -> None:
+        trt, options = self._trt, self._options
+        if options.optimization_level is not None:
+            config.builder_optimization_level = options.optimization_level
+        if options.aux_streams is not None:
+            config.max_aux_streams = options.aux_streams
+        if options.tiling != "none":
+            levels = trt.TilingOptimizationLevel.__members__
+            config.tiling_optimization_level = levels[options.tiling.upper()]
+        if options.hardware_compatibility != "none":
+            name = options.hardware_compatibility.upper().replace("-", "_")
+            config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.__members__[name]
+        if options.version_compatible:
+            config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+
+    def _callback_errors(self) -> list[str]:
+        return plugin_errors()
 
     def _run(self, builder: Any, network: Any, config: Any) -> Any:
         plan = super()._run(builder, network, config)
@@ -61,6 +116,7 @@ class TensorRTEngineBuilder(EngineBuilder):
 
     def _layers_of(self, plan: Any) -> list[Layer]:
         runtime = self._trt.Runtime(self._logger)
+        runtime.engine_host_code_allowed = self._options.version_compatible
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             reason = self._log.errors[0] if self._log.errors else "it gives no reason"
@@ -71,8 +127,26 @@ class TensorRTEngineBuilder(EngineBuilder):
         """Return the path of the kernel timings: --timing-cache, or one per GPU and version."""
         if self._options.timing_cache is not None:
             return self._options.timing_cache
-        gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name())
-        return cache_folder("timing") / f"{gpu}-{self._trt.__version__}.cache"
+        gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name(self._gpu))
+        # TensorRT's keys contain neither attributes nor code of plugins.
+        kernels = kernels_digest(self._architecture)
+        name = f"{gpu}-{self._trt.__version__}-{__version__}-{kernels}.cache"
+        return cache_folder("timing") / name
+
+
+def check_ptx(nvrtc_version: int, driver_version: int) -> None:
+    """Check that a driver loads the PTX of an NVRTC; versions are CUDA's, as 13000 for 13.0.
+
+    Raises:
+        EngineError: NVRTC is newer than the driver.
+    """
+    if nvrtc_version > driver_version:
+        nvrtc, here = (f"{v // 1000}.{v % 1000 // 10}" for v in (nvrtc_version, driver_version))
+        after = f"{driver_version // 1000}.{driver_version % 1000 // 10 + 1}"
+        raise EngineError(
+            f"NVRTC of CUDA {nvrtc} writes PTX that this machine's driver for CUDA {here} rejects; "
+            f'run pip install "nvidia-cuda-nvrtc<{after}", update the driver, or use --no-plugins'
+        )
 
 
 def plugin_graph_from_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:

@@ -6,6 +6,7 @@ compiler version.
 
 import functools
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
@@ -56,18 +57,23 @@ class Launch(NamedTuple):
     scalars: tuple[int, ...] = ()
 
 
-def compile_kernel(kernel: Kernel, architecture: int, code: Code) -> bytes:
+def compile_kernel(
+    kernel: Kernel, architecture: int, code: Code, entry: str | None = None
+) -> bytes:
     """Return the machine code or PTX of a kernel, compiled or from the cache.
 
     Args:
         kernel: the kernel to compile.
         architecture: compute capability times ten, such as 90 for 9.0.
         code: `cubin` runs on this architecture only, `ptx` also on newer ones.
+        entry: name of the compiled function. None: `kernel.name`.
 
     Raises:
         KernelError: the compiler rejects the source or does not support the architecture.
     """
     options = _options(kernel, architecture, code)
+    if entry is not None:
+        options += (f"-D{kernel.name}={entry}",)
     # The name is a hash of all inputs of the compiler, so a cached file is never stale.
     path = cache_folder("kernels") / f"{_digest(kernel.source, options)}.{code}"
     try:
@@ -77,6 +83,25 @@ def compile_kernel(kernel: Kernel, architecture: int, code: Code) -> bytes:
     binary = _compile(kernel, options, code)
     write_cached(path, binary)
     return binary
+
+
+def unique_entry(kernel: Kernel, architecture: int) -> str:
+    """Return a function name that only this kernel with these constants has."""
+    return f"{kernel.name}_{_digest(kernel.source, _options(kernel, architecture, 'ptx'))[:16]}"
+
+
+def ptx_version(ptx: bytes) -> str:
+    """Return the version of the PTX language, such as `9.0`."""
+    match = re.search(rb"^\.version (\S+)", ptx, re.MULTILINE)
+    assert match is not None
+    return match[1].decode()
+
+
+@functools.cache
+def nvrtc_cuda_version() -> int:
+    """Return NVRTC's CUDA version, such as 13000 for 13.0. Older drivers may reject its PTX."""
+    major, minor = _checked(nvrtc.nvrtcVersion())
+    return int(1000 * major + 10 * minor)
 
 
 def newest_supported_architecture(architecture: int) -> int:
@@ -121,7 +146,7 @@ def _digest(source: str, options: tuple[str, ...]) -> str:
         _source(source),
         *_headers().values(),
         "\0".join(options).encode(),
-        repr(_checked(nvrtc.nvrtcVersion())).encode(),
+        str(nvrtc_cuda_version()).encode(),
     )
     digest = hashlib.sha256()
     for part in parts:

@@ -5,6 +5,7 @@ of each kernel, and its launch parameters as expressions of the input sizes, so 
 this package. TensorRT is imported when the plugins are registered.
 """
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -15,7 +16,14 @@ from numpy.typing import NDArray
 
 from ..nms_keep.kernel import MAX_BOXES, nms_keep_kernel, nms_keep_launch
 from ..pyramid_roi_align.kernel import Pooling, forward_kernel, pyramid_roi_align_launch
-from ..runtime.compilation import Kernel, Launch, compile_kernel, newest_supported_architecture
+from ..runtime.compilation import (
+    Kernel,
+    Launch,
+    compile_kernel,
+    newest_supported_architecture,
+    ptx_version,
+    unique_entry,
+)
 
 # Namespace of the plugins. ONNX nodes need it as their attribute `plugin_namespace`: without the
 # attribute, TensorRT's parser silently uses the node's function body, for any parser flags. The
@@ -28,6 +36,10 @@ _VERSION = "1"
 # Annotations of attributes by Python type: arrays, because TensorRT 10 cannot read scalars with
 # NumPy 2.4 or later.
 _FIELDS = {int: NDArray[np.int32], float: NDArray[np.float32], list: NDArray[np.float32]}
+
+# Errors of the plugins' functions since `plugin_errors`. TensorRT prints them, and fails without a
+# reason.
+_errors: list[str] = []
 
 # Shape expression and data type of a tensor.
 Description = tuple[tuple[Any, ...], Any]
@@ -72,6 +84,27 @@ def register_plugins(architecture: int) -> dict[str, str]:
             trtp.autotune(plugin_id)(_combinations(plugin, trtp))
         trtp.aot_impl(plugin_id)(_implementation(plugin, trt, trtp, architecture))
     return {f"{PLUGIN_NAMESPACE}::{name}": _VERSION for name in _PLUGINS}
+
+
+def plugin_errors() -> list[str]:
+    """Return the errors that the plugins have raised within TensorRT since the last call."""
+    errors = _errors.copy()
+    _errors.clear()
+    return errors
+
+
+def plugin_ptx_version(architecture: int) -> str:
+    """Return the version of the plugins' PTX, such as `9.0`, for an architecture."""
+    known = newest_supported_architecture(architecture)
+    return ptx_version(compile_kernel(nms_keep_kernel(0.5, 0, "int"), known, "ptx"))
+
+
+def kernels_digest(architecture: int) -> str:
+    """Return a digest of the plugins' sources, compiler and architecture."""
+    pooling = Pooling(7, 2, (0.25,), 4, 224.0, aligned=False, inclusive=False)
+    pool = forward_kernel(pooling, "float", 1, channels_last=False, pooled_channels_last=False)
+    names = [unique_entry(k, architecture) for k in (nms_keep_kernel(0.5, 0, "int"), pool)]
+    return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
 
 def _implement_keep(
@@ -202,8 +235,10 @@ def _implementation(plugin: _Plugin, trt: Any, trtp: Any, architecture: int) -> 
         for index, scalar in enumerate(launch.scalars):
             # Arithmetic turns a size into a SymIntExpr, which lacks the bit width of SymInt32.
             scalars[index] = trtp.SymInt32(scalar)
-        ptx = compile_kernel(kernel, known, "ptx").rstrip(b"\0").decode()
-        return kernel.name, ptx, trtp.KernelLaunchParams(*launch.grid, *launch.block), scalars
+        # A plan can hold several variants of a kernel, which differ in their constants only.
+        entry = unique_entry(kernel, known)
+        ptx = compile_kernel(kernel, known, "ptx", entry).rstrip(b"\0").decode()
+        return entry, ptx, trtp.KernelLaunchParams(*launch.grid, *launch.block), scalars
 
     names = (*plugin.inputs, *plugin.attributes, "outputs", "tactic")
     returns = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
@@ -221,10 +256,21 @@ def _attributes(plugin: _Plugin, values: Sequence[NDArray[Any]]) -> dict[str, An
 def _signed(
     function: Callable[..., Any], parameters: Mapping[str, Any], returns: Any
 ) -> Callable[..., Any]:
-    """Return the function with a signature, from which TensorRT reads names and types."""
+    """Return the function with a signature, from which TensorRT reads names and types.
+
+    Its errors are recorded for `plugin_errors`.
+    """
+
+    def recorded(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except Exception as error:
+            _errors.append(str(error))
+            raise
+
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    recorded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, kind, annotation=type_) for name, type_ in parameters.items()],
         return_annotation=returns,
     )
-    return function
+    return recorded

@@ -10,6 +10,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as triton
 from tritonclient.utils import triton_to_np_dtype
 
+from maskrcnn_trt.export.engines.builder import profiles_from_batches
 from maskrcnn_trt.export.triton_repository import triton_repository_from_bundle
 from maskrcnn_trt.model.bundle.manifest import (
     Artifact,
@@ -100,8 +101,13 @@ def test_bundles_of_programs_and_damaged_ones_raise(bundle: Path, tmp_path: Path
         triton_repository_from_bundle(damaged, models)
 
 
-def with_plan(bundle: Path, folder: Path) -> Path:
-    """Copy the bundle and add a fake plan."""
+def with_plan(
+    bundle: Path,
+    folder: Path,
+    plugins: dict[str, str] | None = None,
+    profiles: tuple[tuple[int, int], ...] = ((1, 1), (1, 16)),
+) -> Path:
+    """Copy the bundle and add a fake plan with profiles from minimum to maximum batch size."""
     shutil.copytree(bundle, folder)
     manifest = read_manifest(folder)
     (folder / "model.plan").write_bytes(b"plan")
@@ -117,8 +123,8 @@ def with_plan(bundle: Path, folder: Path) -> Path:
             compute_capabilities=("9.0",),
             cuda_version="13",
             platform="linux-x86_64",
-            plugins={},
-            profiles=(BatchProfile(min=1, opt=1, max=1), BatchProfile(min=1, opt=16, max=16)),
+            plugins=plugins or {},
+            profiles=tuple(BatchProfile(min=low, opt=high, max=high) for low, high in profiles),
         ),
     )
     write_manifest(folder, manifest.model_copy(update={"artifacts": (*manifest.artifacts, plan)}))
@@ -139,3 +145,20 @@ def test_plan_sets_profiles_and_batch_limit(bundle: Path, tmp_path: Path) -> Non
     assert not config.HasField("optimization")
     assert list(config.input) == list(of_graph.input)
     assert list(config.output) == list(of_graph.output)
+
+
+def test_plan_with_plugins_has_one_batch_size_per_profile(bundle: Path, tmp_path: Path) -> None:
+    """In Triton each profile has a context, whose shape then never changes."""
+    plugins = {"maskrcnn::NmsKeep": "1"}
+    with pytest.raises(BundleError, match="several batch sizes"):
+        triton_repository_from_bundle(with_plan(bundle, tmp_path / "a", plugins), tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    sizes = [profile.max for profile in profiles_from_batches((1, 4), one_per_size=True)]
+    assert sizes == [1, 2, 3, 4]
+    exact = with_plan(bundle, tmp_path / "b", plugins, tuple((n, n) for n in sizes))
+    config = config_of(tmp_path / "m" / triton_repository_from_bundle(exact, tmp_path / "m")[2])
+    assert list(config.instance_group[0].profile) == ["0", "1", "2", "3"]
+    assert [warmup.batch_size for warmup in config.model_warmup] == sizes
+    assert not config.dynamic_batching.preferred_batch_size
+    strategy = config.parameters["execution_context_allocation_strategy"].string_value
+    assert strategy == "ON_PROFILE_CHANGE"

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda.bindings import nvrtc
+from cuda.bindings.utils import get_minimal_required_cuda_ver_from_ptx_ver
 from plugin_builder import Builder, builder_of_plugin
 from tensorrt_stubs import load_tensorrt, missing_names, stubbed_environment
 
@@ -21,9 +23,18 @@ from maskrcnn_trt.plugins.pyramid_roi_align.kernel import (
     forward_kernel,
     pyramid_roi_align_launch,
 )
-from maskrcnn_trt.plugins.runtime.compilation import Kernel, compile_kernel
+from maskrcnn_trt.plugins.runtime.compilation import (
+    Kernel,
+    compile_kernel,
+    nvrtc_cuda_version,
+)
 from maskrcnn_trt.plugins.tensorrt import plugins as tensorrt_plugins
-from maskrcnn_trt.plugins.tensorrt.plugins import register_plugins
+from maskrcnn_trt.plugins.tensorrt.plugins import (
+    kernels_digest,
+    plugin_errors,
+    plugin_ptx_version,
+    register_plugins,
+)
 
 MakeBuilder = Callable[[str, dict[str, Any]], Builder]
 ARCHITECTURE = 90
@@ -72,10 +83,24 @@ def test_nms_keep_launch_equals_the_torch_operation(
     linear = ("LINEAR",) * 3
     assert builder.combinations(io_types, io_shapes) == {(io_types, linear)}
     name, ptx, launch = builder.kernel(io_types, io_shapes, linear)
-    assert name == "nms_keep"
     assert launch == nms_keep_launch(5, 1000)
-    assert ptx == expected_ptx(nms_keep_kernel(float(np.float32(0.7)), 1000, "int"))
+    assert ptx == expected_ptx(nms_keep_kernel(float(np.float32(0.7)), 1000, "int"), name)
     assert kernel_parameters(ptx) == "PP" + "I" + "P"
+
+
+def test_kernels_of_other_constants_have_other_names(
+    trt: ModuleType, builder_of: MakeBuilder
+) -> None:
+    """One plan can hold both."""
+    types, shapes = (trt.float32, trt.int64), NMS_SHAPES
+    names = set()
+    for keep in (100, 1000, 1000):
+        builder = builder_of("NmsKeep", {**NMS, "max_keep": keep})
+        builder.output(types, shapes)
+        name, ptx, _ = builder.kernel((*types, trt.int32), [*shapes, shapes[1]], ["LINEAR"] * 3)
+        assert f".entry {name}(".encode() in ptx
+        names.add(name)
+    assert len(names) == 2
 
 
 @pytest.mark.parametrize(
@@ -114,7 +139,6 @@ def test_roi_align_launch_equals_the_torch_operation(
         (halves, (*["HWC8"] * len(maps), "LINEAR", "LINEAR")),
     }
     kernel_name, ptx, launch = builder.kernel(io_types, io_shapes, formats)
-    assert kernel_name == "pyramid_roi_align"
     assert launch == pyramid_roi_align_launch(2, 1000, 256, [m[2:] for m in maps], side)
     pooling = Pooling(
         **{
@@ -128,7 +152,7 @@ def test_roi_align_launch_equals_the_torch_operation(
     kernel = forward_kernel(
         pooling, kind, 256, channels_last=channels_last, pooled_channels_last=False
     )
-    assert ptx == expected_ptx(kernel)
+    assert ptx == expected_ptx(kernel, kernel_name)
     assert kernel_parameters(ptx) == "P" * (len(maps) + 1) + "I" * (1 + 2 * len(maps)) + "P"
 
 
@@ -143,12 +167,23 @@ def test_channels_that_need_padding_use_linear_format(
     assert {name for _, formats in taken for name in formats} == {"LINEAR"}
 
 
+def test_version_of_the_ptx() -> None:
+    major, minor = nvrtc.nvrtcVersion()[1:]
+    # NVIDIA's table: https://docs.nvidia.com/cuda/parallel-thread-execution/#release-notes
+    required = get_minimal_required_cuda_ver_from_ptx_ver(plugin_ptx_version(ARCHITECTURE))
+    assert required <= nvrtc_cuda_version() == 1000 * major + 10 * minor
+    assert kernels_digest(ARCHITECTURE) == kernels_digest(ARCHITECTURE) != kernels_digest(80)
+
+
 def test_missing_scales_and_too_many_boxes_are_rejected(
     trt: ModuleType, builder_of: MakeBuilder
 ) -> None:
     builder = builder_of("PyramidRoIAlign", {**POOLING, "spatial_scales": [0.25, 0.125]})
+    plugin_errors()
     with pytest.raises(ValueError, match="4 feature maps have 2 spatial_scales"):
         builder.output([trt.float32] * 5, [*MAPS, ROIS])
+    assert plugin_errors() == ["4 feature maps have 2 spatial_scales"]
+    assert plugin_errors() == []
     builder = builder_of("NmsKeep", NMS)
     types, shapes = (trt.float32, trt.int64), [(1, 20000, 4), (1, 20000)]
     builder.output(types, shapes)
@@ -220,8 +255,10 @@ def test_bindings_load_beside_tensorrt_rtx() -> None:
     assert run.stdout.strip().endswith("plugin._lib")
 
 
-def expected_ptx(kernel: Kernel) -> bytes:
-    return compile_kernel(kernel, ARCHITECTURE, "ptx").rstrip(b"\0")
+def expected_ptx(kernel: Kernel, entry: str) -> bytes:
+    """Return the PTX of the torch operation's kernel under the name of the plugin's kernel."""
+    assert re.fullmatch(rf"{kernel.name}_[0-9a-f]{{16}}", entry)
+    return compile_kernel(kernel, ARCHITECTURE, "ptx", entry).rstrip(b"\0")
 
 
 def kernel_parameters(ptx: bytes) -> str:

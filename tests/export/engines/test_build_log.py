@@ -1,10 +1,11 @@
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from maskrcnn_trt.export.engines.build_log import BuildLog, BuildProgress
+from maskrcnn_trt.export.engines.build_log import BuildLog, BuildProgress, progress_monitor
 
 
 def test_sections_share_a_file_but_not_their_errors(tmp_path: Path) -> None:
@@ -75,3 +76,12 @@ def test_cancelled_build_stops() -> None:
     progress.start("Building engine", None, 4)
     progress.cancel()
     assert not progress.advance("Building engine", 0)
+
+
+def test_error_in_a_callback_stops_the_build() -> None:
+    """TensorRT itself would only print the error."""
+    progress = BuildProgress(hidden_bars())
+    monitor = progress_monitor(pytest.importorskip("tensorrt_rtx"), progress)
+    monitor.phase_start(["no text"], None, 4)
+    assert isinstance(progress.error, TypeError)
+    assert not monitor.step_complete("Building engine", 0)

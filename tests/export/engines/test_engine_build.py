@@ -1,10 +1,12 @@
 """Builds of real engines with TensorRT-RTX. Tests that need a GPU: test_tensorrt_engines.py."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +17,14 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, inliner
+from pydantic import ValidationError
 
+from maskrcnn_trt import __version__
 from maskrcnn_trt.export.engines.build import builder_for
 from maskrcnn_trt.export.engines.build_log import BuildLog
 from maskrcnn_trt.export.engines.builder import profiles_from_batches
 from maskrcnn_trt.export.engines.options import EngineOptions
+from maskrcnn_trt.export.engines.tensorrt_builder import check_ptx
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.export.onnx.export import onnx_from_model
 from maskrcnn_trt.export.onnx.precision import fold_batch_norms, halve
@@ -27,6 +32,7 @@ from maskrcnn_trt.model.bundle.manifest import BatchProfile, Precision, read_man
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.plugins.tensorrt.plugins import kernels_digest
 
 trt = pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
 
@@ -76,12 +82,20 @@ def test_engine_computes_in_the_types_of_its_precision(
     assert read == [TYPES[precision]] * nodes.count("Conv") * len(build.profiles)
 
 
-def test_engine_of_another_precision_raises(models: dict[Precision, Path], tmp_path: Path) -> None:
-    options = EngineOptions(batches=(1,), compute_capabilities=("8.9",))
-    builder = builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
+def test_engine_of_another_precision(
+    models: dict[Precision, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"batches": (1,), "compute_capabilities": ("8.9",)}
+    log = BuildLog(tmp_path / "build.log")
+    builder = builder_for("tensorrt-rtx", EngineOptions(**options, strict=True), log)
     with pytest.raises(EngineError, match=r"x.rtx .*fp16.*fp32"):
         builder.build(models["fp32"], tmp_path / "x.rtx", "fp16")
     assert not (tmp_path / "x.rtx").exists()
+    builder_for("tensorrt-rtx", EngineOptions(**options), log).build(
+        models["fp32"], tmp_path / "x.rtx", "fp16"
+    )
+    assert "x.rtx should compute in fp16" in caplog.text
+    assert (tmp_path / "x.rtx").exists()
 
 
 def constants_of(path: Path) -> Iterator[np.ndarray]:
@@ -157,22 +171,67 @@ def test_timing_cache_is_written(
     monkeypatch: pytest.MonkeyPatch,
     older: bytes | None,
 ) -> None:
-    """TensorRT-RTX is imported as TensorRT here, up to the point where it loads the engine."""
+    """TensorRT-RTX is imported as TensorRT here, up to the point where it loads the engine.
+
+    This shows that its builder accepts the options, not their effect.
+    """
     monkeypatch.setitem(sys.modules, "tensorrt", trt)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S, 48 GB")
+    threads = {}
+
+    @contextlib.contextmanager
+    def select(gpu: int) -> Iterator[None]:
+        threads[gpu] = threading.current_thread()
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", select)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "NVIDIA L40S, 48 GB")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache = tmp_path / "maskrcnn-trt" / "timing" / f"NVIDIA-L40S-48-GB-{trt.__version__}.cache"
+    name = f"NVIDIA-L40S-48-GB-{trt.__version__}-{__version__}-{kernels_digest(89)}.cache"
+    cache = tmp_path / "maskrcnn-trt" / "timing" / name
     if older is not None:
         cache.parent.mkdir(parents=True)
         cache.write_bytes(older)
-    options = EngineOptions(batches=(1,), plugins=False)
+    options = EngineOptions(
+        batches=(1,),
+        plugins=False,
+        optimization_level=1,
+        tiling="fast",
+        aux_streams=0,
+    )
     builder = builder_for("tensorrt", options, BuildLog(tmp_path / "build.log"))
     with pytest.raises(EngineError, match="cannot load the engine"):
         builder.build(models["fp16"], tmp_path / "x.plan", "fp16")
     assert len(cache.read_bytes()) > 100
+    # The build ran in another thread, on the GPU that was selected in this one.
+    assert threads[1] is not threading.current_thread()
     assert not (tmp_path / "x.plan").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimization_level": 6},
+        {"aux_streams": -1},
+        {"tiling": "most"},
+        {"hardware_compatibility": "all"},
+        {"batches": ()},
+    ],
+)
+def test_invalid_options_are_rejected(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(options))):
+        EngineOptions(**options)
+
+
+@pytest.mark.parametrize(("nvrtc", "driver"), [(13000, 13000), (13000, 13010), (13020, 13010)])
+def test_nvrtc_must_not_be_newer_than_the_driver(nvrtc: int, driver: int) -> None:
+    if nvrtc <= driver:
+        check_ptx(nvrtc, driver)
+    else:
+        with pytest.raises(EngineError, match=r'CUDA 13\.2 .*13\.1 .*"nvidia-cuda-nvrtc<13\.2"'):
+            check_ptx(nvrtc, driver)
 
 
 def model_of_one_node(path: Path, node: onnx.NodeProto) -> Path:
