@@ -32,7 +32,7 @@ BLOCKS = [
 # Programs of others. Their options are not checked.
 OTHER_PROGRAMS = {
     "compute-sanitizer", "curl", "docker", "echo", "grpc_health_probe", "grpcurl", "kubectl",
-    "perf_analyzer", "pip", "printf", "torchrun",
+    "nvidia-smi", "perf_analyzer", "pip", "printf", "torchrun",
 }  # fmt: skip
 
 
