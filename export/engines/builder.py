@@ -73,7 +73,8 @@ class EngineBuilder(ABC):
         self._options = options
         self._log = log
         self._logger = shared_logger(self._trt)
-        self._profiles = profiles_from_batches(options.batches, options.profile_per_batch)
+        one_per_size = options.profile_per_batch and self.kind == "tensorrt"
+        self._profiles = profiles_from_batches(options.batches, one_per_size)
         self._compute_capabilities = self._target()
 
     def build(self, onnx_path: Path, plan_path: Path, precision: Precision) -> EngineBuild:

@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, inliner
 from pydantic import ValidationError
 
 from maskrcnn_trt import __version__
-from maskrcnn_trt.export.engines.build import builder_for
+from maskrcnn_trt.export.engines.build import builder_for, builders_from_options
 from maskrcnn_trt.export.engines.build_log import BuildLog
 from maskrcnn_trt.export.engines.builder import profiles_from_batches
 from maskrcnn_trt.export.engines.options import EngineOptions
@@ -28,7 +28,12 @@ from maskrcnn_trt.export.engines.tensorrt_builder import check_ptx
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.export.onnx.export import onnx_from_model
 from maskrcnn_trt.export.onnx.precision import fold_batch_norms, halve
-from maskrcnn_trt.model.bundle.manifest import BatchProfile, Precision, read_manifest
+from maskrcnn_trt.model.bundle.manifest import (
+    BatchProfile,
+    EngineKind,
+    Precision,
+    read_manifest,
+)
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
@@ -162,32 +167,40 @@ def test_out_of_memory_with_a_limit_names_workspace_option(
         builder.build(models["fp16"], tmp_path / "x.rtx", "fp16")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops:DeprecationWarning")
-@pytest.mark.parametrize("older", [None, b"damaged"])
-def test_timing_cache_is_written(
-    models: dict[Precision, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    older: bytes | None,
-) -> None:
-    """TensorRT-RTX is imported as TensorRT here, up to the point where it loads the engine.
-
-    This shows that its builder accepts the options, not their effect.
-    """
-    monkeypatch.setitem(sys.modules, "tensorrt", trt)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    threads = {}
+@pytest.fixture
+def as_tensorrt(monkeypatch: pytest.MonkeyPatch) -> dict[int, threading.Thread]:
+    """Import TensorRT-RTX as TensorRT, with two GPUs; return the threads that select a GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    threads: dict[int, threading.Thread] = {}
 
     @contextlib.contextmanager
     def select(gpu: int) -> Iterator[None]:
         threads[gpu] = threading.current_thread()
         yield
 
+    monkeypatch.setitem(sys.modules, "tensorrt", trt)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", select)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "NVIDIA L40S, 48 GB")
+    return threads
+
+
+@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops:DeprecationWarning")
+@pytest.mark.parametrize("older", [None, b"damaged"])
+def test_timing_cache_is_written(
+    models: dict[Precision, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    as_tensorrt: dict[int, threading.Thread],
+    older: bytes | None,
+) -> None:
+    """The build works up to the point where it loads the engine.
+
+    This shows that the builder accepts the options, not their effect.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     name = f"NVIDIA-L40S-48-GB-{trt.__version__}-{__version__}-{kernels_digest(89)}.cache"
     cache = tmp_path / "maskrcnn-trt" / "timing" / name
@@ -206,8 +219,21 @@ def test_timing_cache_is_written(
         builder.build(models["fp16"], tmp_path / "x.plan", "fp16")
     assert len(cache.read_bytes()) > 100
     # The build ran in another thread, on the GPU that was selected in this one.
-    assert threads[1] is not threading.current_thread()
+    assert as_tensorrt[1] is not threading.current_thread()
     assert not (tmp_path / "x.plan").exists()
+
+
+@pytest.mark.usefixtures("as_tensorrt")
+def test_only_plans_with_plugins_for_triton_have_a_profile_per_batch_size(tmp_path: Path) -> None:
+    def profiles(*kinds: EngineKind, **choices: Any) -> list[list[tuple[int, int]]]:
+        builders = builders_from_options(
+            tmp_path / "b", kinds, for_triton=True, batches=(1, 3), **choices
+        )
+        return [[(p.min, p.max) for p in builder._profiles] for builder in builders]
+
+    each, ranges = [(1, 1), (2, 2), (3, 3)], [(1, 1), (2, 3)]
+    assert profiles("tensorrt", "tensorrt-rtx") == [each, ranges]
+    assert profiles("tensorrt", plugins=False) == [ranges]
 
 
 @pytest.mark.parametrize(
