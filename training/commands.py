@@ -97,7 +97,10 @@ def train(
     with errors_of_main_process():
         checkpoint = run_training(settings, resume=resume)
     if is_main_process():
+        from .curves import draw_curves  # matplotlib takes a second
+
         click.echo(f"the final checkpoint is {checkpoint}")
+        click.echo(f"the curves are in {draw_curves(checkpoint.parent)}")
 
 
 def _warn_of_late_steps(solver: "SolverConfig") -> None:

@@ -126,6 +126,11 @@ class EvaluationConfig(FrozenConfig):
     """Accepted shortfall of a metric from its value in `expected`."""
     images_per_batch: int = Field(8, ge=1)
     """Inference batch size per rank."""
+    losses: bool = False
+    """Also compute the losses on the validation set, which takes a second pass over it."""
+    draw_images: int = Field(0, ge=0)
+    """Number of validation images, always the same, that each evaluation draws with their
+    detections into the folder `validation_images`."""
     evaluator: EvaluatorName = "faster-coco-eval"
     """Library that computes the metrics. Both give equal metrics; pycocotools is the reference."""
 
@@ -188,7 +193,7 @@ class TrainConfig(FrozenConfig):
     log_period: int = Field(20, ge=1)
     """Iterations between log lines."""
     trackers: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ("tensorboard",)
-    """Where losses and metrics are sent, besides `metrics.jsonl`. MLflow and Weights & Biases must
+    """Trackers of losses and metrics, besides `metrics.jsonl`. MLflow and Weights & Biases must
     be installed, and are set up by their environment variables, such as MLFLOW_TRACKING_URI."""
     model: ModelConfig = ModelConfig()
     data: DataConfig

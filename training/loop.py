@@ -148,7 +148,9 @@ class TrainingLoop:
         self._stop_if_interrupted()
         self._interruption.immediate = True
         with report.evaluating():
-            metrics = validation.measure(self._trainer.evaluated_model, self._progress)
+            metrics = validation.measure(
+                self._trainer.evaluated_model, self._progress, iteration=self._trainer.iteration
+            )
         self._interruption.immediate = False
         log_metrics(metrics)
         report.record_metrics(self._trainer.iteration, metrics)

@@ -57,8 +57,8 @@ def evaluate_checkpoint(
         checkpoint: Checkpoint to evaluate.
         config: Configuration from `load_evaluation_config`.
         rank: Rank of this process.
-
         report: HTML file for a report. None: write no report.
+
     Returns:
         Metrics by name, the same on all ranks.
 

@@ -3,20 +3,23 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...model.bundle.manifest import Category
+from ...model.losses import LOSS_NAMES, LossTerms
 from ...model.mask_rcnn import MaskRCNN
 from ..config import EvaluatorName
 from ..data.coco.dataset import CocoDataset
 from ..data.loading.batches import Batch, EncodedBatch
 from ..data.loading.device_batches import prefetch_batches
 from ..distributed import Worker
-from .coco_metrics import IOU_TYPES, coco_metrics
+from .coco_metrics import IOU_TYPES, IouType, coco_metrics
 from .detections import ImageDetections, image_detections_from
 from .result_files import coco_results_from, write_detections, write_metrics
 
@@ -53,7 +56,12 @@ class CocoEvaluator:
         self._detections.append((image_id, detections))
 
     def evaluate(
-        self, folder: Path | None = None, *, measure: bool = True, report: Path | None = None
+        self,
+        folder: Path | None = None,
+        *,
+        measure: bool = True,
+        report: Path | None = None,
+        drawn: tuple[int, Path] | None = None,
     ) -> dict[str, float]:
         """Compute metrics over the images of all ranks. Every rank must call this method.
 
@@ -61,6 +69,7 @@ class CocoEvaluator:
             folder: Folder for files with detections and metrics. None: write no files.
             measure: Compute metrics. False: only write the detections.
             report: HTML file for a report. None: write no report.
+            drawn: Number of images to draw, and the PNG file. None: draw no images.
 
         Returns:
             Box and mask metrics by name, the same on all ranks. Empty if `measure` is False.
@@ -72,19 +81,28 @@ class CocoEvaluator:
             detections = sorted(
                 (pair for part in gathered for pair in part), key=lambda pair: pair[0]
             )
-            metrics = self._evaluate(detections, folder, measure=measure, report=report)
+            results = coco_results_from(detections, self._categories)
+            metrics = self._evaluate(detections, results, folder, measure=measure)
+            image_ids = {image_id for image_id, _ in detections}
+            if report is not None:
+                from .report import write_report  # matplotlib takes a second
+
+                write_report(report, self._dataset, results["segm"], metrics, image_ids)
+            if drawn is not None:
+                from .drawn_images import draw_validation_images
+
+                draw_validation_images(self._dataset, results["segm"], *drawn)
         shared: dict[str, float] = self._worker.from_main(metrics)
         return shared
 
     def _evaluate(
         self,
         detections: list[tuple[int, ImageDetections]],
+        results: dict[IouType, list[dict[str, Any]]],
         folder: Path | None,
         *,
         measure: bool,
-        report: Path | None,
     ) -> dict[str, float]:
-        results = coco_results_from(detections, self._categories)
         if folder is not None:
             write_detections(folder, detections, results)
         image_ids = {image_id for image_id, _ in detections}
@@ -105,10 +123,6 @@ class CocoEvaluator:
                 )
             if folder is not None:
                 write_metrics(folder, metrics)
-        if report is not None:
-            from .report import write_report  # matplotlib takes a second
-
-            write_report(report, self._dataset, results["segm"], metrics, image_ids)
         return metrics
 
 
@@ -129,13 +143,11 @@ def evaluate_model(
         device: Device of the model.
         autocast: Data type for autocast. None: no autocast.
     """
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     threads, paste = os.cpu_count() or 1, model.config.mask_paste
     pending: deque[Future[list[tuple[int, ImageDetections]]]] = deque()
     # Threads paste the masks of a batch while the model computes the next ones. The number of
     # pending batches is limited, because the outputs of a fast model would fill the memory.
-    with ThreadPoolExecutor(threads) as pool:
+    with _evaluating(model), ThreadPoolExecutor(threads) as pool:
         for batch in prefetch_batches(device, batches):
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 detections = model(batch.images, batch.image_sizes)
@@ -144,6 +156,48 @@ def evaluate_model(
                 _add(evaluator, pending.popleft())
         while pending:
             _add(evaluator, pending.popleft())
+
+
+@torch.inference_mode()
+def validation_losses(
+    model: MaskRCNN,
+    batches: Iterable[Batch | EncodedBatch],
+    worker: Worker,
+    autocast: torch.dtype | None = None,
+) -> dict[str, float]:
+    """Return the losses of a model in evaluation mode, averaged over the batches of all ranks.
+
+    Args:
+        model: Model to evaluate. Its training or evaluation mode is restored afterwards.
+        batches: Batches of this rank, with ground truth.
+        worker: Rank of this process. Every rank must call this function.
+        autocast: Data type for autocast. None: no autocast.
+
+    Returns:
+        `val/loss` and its five parts, as `val/NAME` for each of `LOSS_NAMES`.
+    """
+    device = worker.device
+    totals = torch.zeros(2, len(LOSS_NAMES), device=device)
+    with _evaluating(model):
+        for batch in prefetch_batches(device, batches):
+            assert batch.targets is not None
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                # Not the method of the instance, which `compile=true` replaces.
+                terms = MaskRCNN.losses(
+                    model, batch.images, batch.image_sizes, batch.targets, batch.seeds
+                )
+            totals += torch.stack(terms)
+    means = LossTerms(*worker.sum_over_ranks(totals)).means().tolist()
+    named = {f"val/{name}": value for name, value in zip(LOSS_NAMES, means, strict=True)}
+    return {"val/loss": sum(means), **named}
+
+
+@contextmanager
+def _evaluating(model: MaskRCNN) -> Iterator[None]:
+    """Set a model to evaluation mode, and restore the mode of each module afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    yield
     for module, mode in modes.items():
         module.training = mode
 

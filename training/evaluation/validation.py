@@ -11,12 +11,12 @@ from ...model.mask_rcnn import MaskRCNN
 from ..classes import check_categories
 from ..config import ConfigError, EvaluationConfig, TrainConfig
 from ..data.coco.dataset import CocoDataset
-from ..data.loading.loader import eval_loader
+from ..data.loading.loader import eval_loader, validation_loss_loader
 from ..distributed import Worker
 from ..reporting import with_progress
 from ..trainer import AUTOCAST_DTYPES
 from .coco_metrics import IOU_TITLES, IOU_TYPES, summary_lines
-from .evaluator import CocoEvaluator, evaluate_model
+from .evaluator import CocoEvaluator, evaluate_model, validation_losses
 from .result_files import RESULTS_FOLDER
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,11 @@ class Validation:
         return self._config.output_dir / RESULTS_FOLDER
 
     def measure(
-        self, model: MaskRCNN, progress: Progress, report: Path | None = None
+        self,
+        model: MaskRCNN,
+        progress: Progress,
+        report: Path | None = None,
+        iteration: int = 0,
     ) -> dict[str, float]:
         """Evaluate a model, and write files with detections and metrics. Every rank must call this.
 
@@ -63,26 +67,31 @@ class Validation:
             model: Model to evaluate. It is not changed.
             progress: Progress bars from `terminal_progress`.
             report: HTML file for a report. None: write no report.
+            iteration: Iterations that the model was trained for, for the names of files.
 
         Returns:
             Metrics by name, the same on all ranks. Empty if `evaluation.skip_eval` is set.
         """
         config, worker = self._config, self._worker
-        evaluator = CocoEvaluator(
-            self._dataset, self._categories, worker, config.evaluation.evaluator
-        )
-        loader = eval_loader(
-            self._dataset,
-            config,
-            rank=worker.rank,
-            world_size=worker.world_size,
-            pin_memory=worker.device.type == "cuda",
-        )
+        settings = config.evaluation
+        evaluator = CocoEvaluator(self._dataset, self._categories, worker, settings.evaluator)
+        pin_memory = worker.device.type == "cuda"
+        ranks = {"rank": worker.rank, "world_size": worker.world_size}
+        loader = eval_loader(self._dataset, config, **ranks, pin_memory=pin_memory)
         batches = with_progress(loader, len(loader), progress, "evaluating")
         autocast = AUTOCAST_DTYPES.get(config.precision)
         evaluate_model(model, batches, evaluator, worker.device, autocast)
-        measure = not config.evaluation.skip_eval
-        return evaluator.evaluate(self.folder, measure=measure, report=report)
+        drawn = None
+        if settings.draw_images:
+            file = config.output_dir / "validation_images" / f"{iteration:07d}.png"
+            drawn = (settings.draw_images, file)
+        measure = not settings.skip_eval
+        metrics = evaluator.evaluate(self.folder, measure=measure, report=report, drawn=drawn)
+        if settings.losses and measure:
+            loader = validation_loss_loader(self._dataset, config, **ranks, pin_memory=pin_memory)
+            batches = with_progress(loader, len(loader), progress, "validation loss")
+            metrics |= validation_losses(model, batches, worker, autocast)
+        return metrics
 
 
 def log_metrics(metrics: dict[str, float]) -> None:

@@ -81,12 +81,12 @@ def _print_plan(data: Path, prepared: "Finetuning") -> None:
 
 def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
     from ...model.checkpoint import load_checkpoint
+    from ..curves import draw_curves
     from ..data.coco.dataset import CocoDataset
     from ..evaluation.coco_metrics import IOU_TITLES, IOU_TYPES, class_table
     from ..evaluation.matching import DEFAULT_THRESHOLD, matched_images
     from ..evaluation.result_files import RESULTS_FOLDER
     from ..evaluation.worst_images import draw_worst_images
-    from .curves import draw_curves
     from .preparation import next_commands
 
     metrics = load_checkpoint(checkpoint).metrics

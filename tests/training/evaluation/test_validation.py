@@ -11,18 +11,23 @@ import pytest
 import torch
 from click.testing import CliRunner
 from command_line import run_main
+from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from tiny_run import LoadTiny, measure, run_in_two_processes
 
 from maskrcnn_trt.benchmarks.accuracy import evaluate
+from maskrcnn_trt.model.losses import LOSS_NAMES
 from maskrcnn_trt.training.config import ConfigError, EvaluationConfig
+from maskrcnn_trt.training.curves import draw_curves
 from maskrcnn_trt.training.evaluation.validation import (
     ExpectationError,
     check_expected,
     reached_targets,
 )
+from maskrcnn_trt.training.reporting import METRICS_FILE
+from maskrcnn_trt.training.run import run_training
 
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 
@@ -208,3 +213,25 @@ def test_targets_must_all_be_reached(targets: dict[str, float], reached: bool) -
 def test_contradictory_settings_are_refused(tiny: LoadTiny, settings: str, pattern: str) -> None:
     with pytest.raises(ConfigError, match=pattern):
         tiny(f"evaluation={settings}")
+
+
+def test_losses_equal_those_of_training_on_the_same_images(
+    tiny: LoadTiny, tiny_config: Path, tmp_path: Path
+) -> None:
+    """They differ only by the random sampling of anchors and RoIs. The weights do not change."""
+    folder = tiny_config.parent
+    config = tiny(
+        f"data.val.annotations={folder}/annotations/train.json", f"data.val.images={folder}/train",
+        "data.flip_probability=0", "solver.images_per_batch=12", "solver.base_lr=1e-9",
+        "solver.max_iterations=1", "evaluation.skip_test=false", "evaluation.losses=true",
+        "evaluation.images_per_batch=5", "evaluation.draw_images=3",
+    )  # fmt: skip
+    run_training(config)
+    trained, validated = map(json.loads, (tmp_path / METRICS_FILE).read_text().splitlines())
+    parts = [validated[f"val/{name}"] for name in LOSS_NAMES]
+    assert validated["val/loss"] == pytest.approx(sum(parts))
+    assert parts == pytest.approx([trained[name] for name in LOSS_NAMES], rel=0.2)
+    with Image.open(tmp_path / "validation_images" / "0000001.png") as image:
+        assert image.width > 1000
+    with Image.open(draw_curves(tmp_path)) as image:
+        assert image.format == "PNG"

@@ -155,6 +155,31 @@ def eval_loader(
     Each image is loaded by exactly one rank.
     """
     reader = BatchReader(dataset, config.data, config.seed, training=False)
+    return _loader_of(reader, config, rank, world_size, pin_memory=pin_memory)
+
+
+def validation_loss_loader(
+    dataset: CocoDataset,
+    config: TrainConfig,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    pin_memory: bool = False,
+) -> BatchLoader:
+    """Create the loader of one rank's evaluation batches, with ground truth and unchanged images.
+
+    Each image is loaded by exactly one rank.
+    """
+    unchanged = {"flip_probability": 0.0, "transforms": (), "keep_empty": True}
+    data = config.data.model_copy(update=unchanged)
+    side = config.model.roi.mask_crop_size
+    reader = BatchReader(dataset, data, config.seed, training=True, mask_crop_size=side)
+    return _loader_of(reader, config, rank, world_size, pin_memory=pin_memory)
+
+
+def _loader_of(
+    reader: BatchReader, config: TrainConfig, rank: int, world_size: int, *, pin_memory: bool
+) -> BatchLoader:
     plans = eval_plans(
         reader.buckets, config.evaluation.images_per_batch, rank=rank, world_size=world_size
     )

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from ...model.losses import LOSS_NAMES
-from ..reporting import METRICS_FILE
+from ..model.losses import LOSS_NAMES
+from .reporting import METRICS_FILE
 
 CURVES_FILE = "curves.png"
 # Curves of each plot, by title.
 _PLOTS: Mapping[str, Sequence[str]] = {
-    "losses": ("loss", *LOSS_NAMES),
+    "losses": ("loss", *LOSS_NAMES, "val/loss"),
     "learning rate": ("lr",),
     "average precision": ("bbox/AP", "bbox/AP50", "segm/AP", "segm/AP50"),
 }
