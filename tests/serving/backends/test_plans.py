@@ -92,6 +92,23 @@ def test_damaged_plan(rtx_plan: Path, tmp_path: Path, length: int) -> None:
             runtime.engine_from(path)
 
 
+def test_failures_of_the_runtime_become_errors() -> None:
+    """Some functions of the bindings return None or False if they fail, and some raise."""
+    runtime = PlanRuntime("tensorrt-rtx")
+
+    def raise_error() -> bool:
+        raise RuntimeError("Error in set optimization profile async.")
+
+    assert runtime.checked(lambda: True, "set it", "export again")
+    for call, reason in (
+        (lambda: False, "no error was logged"),
+        (lambda: None, "no error was logged"),
+        (raise_error, "optimization profile async"),
+    ):
+        with pytest.raises(BackendError, match=rf"cannot set it \(.*{reason}.*\); export again"):
+            runtime.checked(call, "set it", "export again")
+
+
 def test_cache_path_depends_on_user_and_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

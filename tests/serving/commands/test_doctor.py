@@ -74,6 +74,13 @@ def test_reasons_against_a_faster_backend_are_reported(
     assert not faults_in({"": backends})
 
 
+def test_missing_onnxruntime_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    result = section_of(tmp_path, "Machine")["ONNX Runtime"]
+    assert result.state == "note"
+    assert '"maskrcnn-trt[gpu]"' in result.text
+
+
 def test_requested_backend_must_be_available(bundle: Path) -> None:
     report = examine(bundle, backend="tensorrt")
     (fault,) = faults_in(report)
