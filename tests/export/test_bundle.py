@@ -1,5 +1,8 @@
+import json
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import onnx
@@ -16,6 +19,18 @@ def test_bundle_has_the_files_of_its_manifest(bundle: Path) -> None:
     assert {str(a.bucket) for a in manifest.artifacts_for("fp32")} == {"96x160", "160x96"}
     for artifact in manifest.artifacts:
         assert verified_path(bundle, artifact).is_file()
+
+
+@pytest.mark.slow
+def test_polygraphy_finds_no_fault(bundle: Path, half_bundle: Path, tmp_path: Path) -> None:
+    """NVIDIA's linter runs every subgraph in ONNX Runtime, our nodes by their function bodies."""
+    for folder in (bundle, half_bundle):
+        path, report = folder / read_manifest(folder).artifacts[0].path, tmp_path / "report.json"
+        polygraphy = Path(sys.executable).with_name("polygraphy")
+        command = (polygraphy, "check", "lint", path, "--output", report)
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+        assert json.loads(report.read_text())["lint_entries"] == []
 
 
 @pytest.fixture
