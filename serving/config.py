@@ -113,7 +113,8 @@ class ServeFields(FrozenConfig):
     log_format: LogFormat = "text"
     """Log format: lines of text, or one JSON object per line."""
     log_level: LogLevel = "info"
-    """Minimum level to log. At debug, every request is logged with its timing."""
+    """Minimum level to log. At info, up to ten successful and ten failed requests per second are
+    logged; at debug, all."""
     tracing: bool = False
     """Export OpenTelemetry spans. Its `OTEL_...` environment variables configure the export."""
 

@@ -1,17 +1,15 @@
 """Telemetry of requests and images: metrics, log records and trace spans."""
 
-import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from ..detections import Timing
-from ..grpc_status import status_from_error
+from ..errors import ServingError
+from .access_log import AccessLog
 from .logs import name_request
 from .metrics import Metrics
 from .tracing import Tracer
-
-_log = logging.getLogger(__name__)
 
 
 class Telemetry:
@@ -21,10 +19,11 @@ class Telemetry:
         """Create the metrics. If `tracer` is None, record no traces."""
         self.metrics = Metrics()
         self.tracer = tracer or Tracer()
+        self._access_log = AccessLog()
 
     @contextmanager
     def request(
-        self, name: str, served: Collection[str], message_id: str, peer: str
+        self, name: str, served: Collection[str], message_id: str, peer: str, size: int
     ) -> Iterator[list[Timing]]:
         """Record the request that the current task processes within the context.
 
@@ -35,6 +34,7 @@ class Telemetry:
             served: Served model names. If `name` is not among them, the first is recorded.
             message_id: ID of the request, chosen by the client. Empty: none.
             peer: Client address, as `context.peer()` returns it.
+            size: Size of the request in bytes.
 
         Yields:
             Empty list. The caller appends the timing of each image.
@@ -54,9 +54,24 @@ class Telemetry:
         else:
             self.metrics.statistics[name].count_success(timings, time.monotonic() - start)
         finally:
-            # At level DEBUG, because a server processes hundreds of requests per second.
-            if _log.isEnabledFor(logging.DEBUG):
-                _log_request(name, peer, timings, failure, time.monotonic() - start)
+            self._access_log.log_request(
+                name,
+                peer,
+                failure,
+                size=size,
+                timings=timings,
+                elapsed_s=time.monotonic() - start,
+            )
+
+    def reject_call(self, method: str, peer: str, error: ServingError) -> None:
+        """Record a call that was rejected before its request was read."""
+        self.metrics.count_rejected_call(error)
+        self._access_log.log_rejected_call(method, peer, error)
+
+    def reject_request(self, model: str, method: str, peer: str, error: ServingError) -> None:
+        """Record a request for a model that was rejected before it was read."""
+        self.metrics.count_failure(model, error, elapsed_s=0)
+        self._access_log.log_rejected_call(method, peer, error)
 
     @contextmanager
     def image(self, model: str, precision: str) -> Iterator[Callable[[Timing], None]]:
@@ -77,28 +92,3 @@ class Telemetry:
                 add_stages(timing)
 
             yield record
-
-
-def _log_request(
-    name: str,
-    peer: str,
-    timings: Sequence[Timing],
-    failure: BaseException | None,
-    elapsed_s: float,
-) -> None:
-    if failure is None:
-        status = "OK"
-    elif isinstance(failure, Exception):
-        status = status_from_error(failure).name
-    else:
-        status = "CANCELLED"
-    fields: dict[str, object] = {
-        "model": name,
-        "peer": peer,
-        "status": status,
-        "duration_ms": round(1000 * elapsed_s, 3),
-        "timings": [vars(timing) for timing in timings],
-    }
-    _log.debug(
-        "request for %s from %s: %s in %.1f ms", name, peer, status, 1000 * elapsed_s, extra=fields
-    )

@@ -240,7 +240,9 @@ class InferenceService(GRPCInferenceServiceServicer):
         # All images of the request use this model, even if the bundle is reloaded meanwhile.
         model = self._pipeline.model
         telemetry = self._pipeline.telemetry
-        recording = telemetry.request(request.model_name, model.names, request.id, peer)
+        recording = telemetry.request(
+            request.model_name, model.names, request.id, peer, request.ByteSize()
+        )
         with recording as timings:
             precision = self._precision_of(request.model_name, request.model_version)
             with model.use():

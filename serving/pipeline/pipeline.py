@@ -87,7 +87,7 @@ class Pipeline:
         self.threads.close()
         self.model.close()
 
-    def check_admission(self, peer: str) -> None:
+    def check_admission(self, method: str, peer: str) -> None:
         """Check, before a request is read, that its connection may have one more image in flight.
 
         If not, the request is counted in the metrics as failed.
@@ -99,7 +99,7 @@ class Pipeline:
             self.admission.check(peer)
         except QueueFullError as error:
             name = self.model.manifest.model_name
-            self.telemetry.metrics.count_failure(name, error, elapsed_s=0)
+            self.telemetry.reject_request(name, method, peer, error)
             raise
 
     def time_limit(self, timeout_s: float | None) -> AbstractAsyncContextManager[None]:

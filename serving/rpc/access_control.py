@@ -148,7 +148,6 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         """
         self._policy = policy
         self._pipeline = pipeline
-        self._metrics = pipeline.telemetry.metrics
         self._timeout_s = config.receive_timeout_s
         least = min(_PUBLIC_CALLS_PER_CONNECTION, config.queue_size)
         public = max(least, config.queue_size // _SLOTS_PER_PUBLIC_MESSAGE)
@@ -215,7 +214,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             await self._admit(method, context)
             return await handle(context)
         except ServingError as error:
-            self._metrics.count_rejected_call(error)
+            self._pipeline.telemetry.reject_call(method, context.peer(), error)
             await context.abort(*status_and_message(error))
 
     async def _admit(self, method: str, context: CallContext) -> None:
@@ -230,7 +229,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if method in _DETECTION_METHODS:
             # Rejects the call before its message, which can be large, is received.
             try:
-                self._pipeline.check_admission(peer)
+                self._pipeline.check_admission(method, peer)
             except ServingError as error:  # `check_admission` has counted the rejection
                 await context.abort(*status_and_message(error))
 

@@ -118,7 +118,9 @@ class DetectorService:
         name = model.manifest.model_name
         if request.HasField("precision"):
             name = f"{name}-{request.precision}"
-        recording = self._pipeline.telemetry.request(name, model.names, request.id, peer)
+        recording = self._pipeline.telemetry.request(
+            name, model.names, request.id, peer, request.ByteSize()
+        )
         with recording as timings, model.use():
             options = options_from_request(request)
             scheduling = scheduling_from_request(request, peer, name)

@@ -21,6 +21,8 @@ from triton_requests import MODEL
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.errors import QueueFullError
+from maskrcnn_trt.serving.monitoring.access_log import AccessLog
 from maskrcnn_trt.serving.monitoring.logs import name_call, name_request, request_id
 
 Encode = Callable[..., bytes]
@@ -121,7 +123,7 @@ def test_json_log_has_requests_with_their_ids_and_no_protocol_violations(
         assert {"time", "level", "logger", "message"} <= set(line)
         age = datetime.now(UTC) - datetime.fromisoformat(line["time"])
         assert timedelta() <= age < timedelta(minutes=5)
-    *_, ready, stopping, stopped = (x["message"] for x in lines if x["level"] != "DEBUG")
+    *_, ready, stopping, stopped = (x["message"] for x in lines if "status" not in x)
     assert "ready at" in ready
     assert stopping.startswith("stopping")
     assert stopped == "stopped"
@@ -129,11 +131,15 @@ def test_json_log_has_requests_with_their_ids_and_no_protocol_violations(
     logged = {line["request_id"]: line for line in lines if line.get("status")}
     assert {"frame:7/b", f"{generated}/seven", f"{stream_id}/1", stream_id} <= set(logged)
     first, second = logged["frame:7/b"], logged[f"{generated}/seven"]
-    assert (first["level"], first["model"], first["status"]) == ("DEBUG", MODEL, "OK")
+    assert (first["level"], first["model"], first["status"]) == ("INFO", MODEL, "OK")
+    assert first["images"] == 1
+    assert first["bytes"] > len(picture())
+    assert 0 <= first["queue_ms"] < first["queue_ms"] + first["compute_ms"] < first["total_ms"]
     assert first["peer"].startswith("ipv4:127.0.0.1:")
     (timing,) = first["timings"]
-    assert 0 < timing["infer_us"] / 1000 < first["duration_ms"]
+    assert 0 < timing["infer_us"] / 1000 < first["total_ms"]
     assert (second["status"], second["timings"]) == ("INVALID_ARGUMENT", [])
+    assert "not a JPEG" in second["error"]
 
 
 def test_failed_handshakes_log_only_json(wide_bundle: Path, tmp_path: Path) -> None:
@@ -227,6 +233,27 @@ def test_json_format() -> None:
         "answer": 42,
     }
     assert third["exception"].endswith("ZeroDivisionError: division by zero")
+
+
+def test_requests_are_sampled_at_info(caplog: pytest.LogCaptureFixture) -> None:
+    log = AccessLog()
+    with caplog.at_level("INFO", "maskrcnn_trt.serving"):
+        for number in range(300):
+            failure = None if number % 2 else QueueFullError("no slot")
+            log.log_request("m", "ipv4:1", failure, size=7, timings=(), elapsed_s=0.1)
+        log.log_rejected_call("/a/b", "ipv4:1", QueueFullError("no slot"))
+    failed = [vars(record) for record in caplog.records if vars(record)["status"] != "OK"]
+    # Within one second, or in two if the clock's second changes meanwhile.
+    assert 10 <= len(failed) <= 20
+    assert (failed[0]["status"], failed[0]["error"]) == ("RESOURCE_EXHAUSTED", "no slot")
+    assert 10 <= len(caplog.records) - len(failed) <= 20
+    with caplog.at_level("WARNING", "maskrcnn_trt.serving"):
+        before = len(caplog.records)
+        log.log_request("m", "ipv4:1", None, size=7, timings=(), elapsed_s=0.1)
+        assert len(caplog.records) == before
+    with caplog.at_level("DEBUG", "maskrcnn_trt.serving"):
+        log.log_request("m", "ipv4:1", None, size=7, timings=(), elapsed_s=0.1)
+        assert vars(caplog.records[-1])["omitted"] > 100
 
 
 def test_unwritable_log_is_no_failure() -> None:
