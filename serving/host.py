@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -112,6 +113,20 @@ def available_cores() -> float:
     except OSError:
         return cores
     return cores if quota == "max" else min(cores, int(quota) / int(period))
+
+
+def notify_service_manager(state: str) -> None:
+    """Tell systemd a state, such as READY=1, if this process is a service of type notify."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with (
+        contextlib.suppress(OSError),  # systemd then reports a timeout
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection,
+    ):
+        if address.startswith("@"):  # an abstract address, which begins with a zero byte
+            address = f"\0{address[1:]}"
+        connection.sendto(state.encode(), address)
 
 
 def _cgroup_memory_limits() -> Iterator[int]:

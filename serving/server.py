@@ -19,6 +19,7 @@ from ..protos.maskrcnn.v1 import detector_pb2
 from .config import ServeConfig, address_of
 from .engines.worker_process import freeze_garbage_collector
 from .errors import ServingError
+from .host import notify_service_manager
 from .monitoring.telemetry import Telemetry
 from .monitoring.tracing import load_tracer
 from .open_inference.service import InferenceService
@@ -73,7 +74,9 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
             freeze_garbage_collector()
             on_ready(address)
             await stop.wait()
+            notify_service_manager("READY=1")
             grace_s = config.drain_delay_s + config.stop_grace_s
+            notify_service_manager("STOPPING=1")
             _log.info("stopping; in-flight requests may take up to %g s", grace_s)
             for number in signals:  # a second signal ends the process immediately
                 loop.remove_signal_handler(number)

@@ -1,4 +1,5 @@
 import os
+import socket
 from importlib import metadata
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from maskrcnn_trt.serving.host import (
     gpu_names,
     installed_versions,
     memory_limit,
+    notify_service_manager,
 )
 
 
@@ -64,6 +66,24 @@ def test_limits_of_a_container_apply(
     (tmp_path / "own").write_text("0::/of/the/host\n")
     assert (available_memory() == 1 << 20) == (memory == "1048576\n")
     assert available_cores() == (cores or len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_states_reach_the_service_manager(
+    abstract: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"{tmp_path.name}-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    monkeypatch.setenv("NOTIFY_SOCKET", f"@{path}" if abstract else path)
+    notify_service_manager("READY=1")  # nobody listens
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(f"\0{path}" if abstract else path)
+        notify_service_manager("READY=1")
+        assert manager.recv(64) == b"READY=1"
+        monkeypatch.delenv("NOTIFY_SOCKET")
+        notify_service_manager("READY=1")
+        manager.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            manager.recv(64)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,23 @@ def test_documented_connection_age() -> None:
         assert f"{seconds:g} s" in README
 
 
+def test_unit_matches_the_server() -> None:
+    unit = (FOLDER.parent / "systemd" / "maskrcnn.service").read_text()
+    if program := shutil.which("systemd-analyze"):
+        report = subprocess.run(
+            [program, "verify", FOLDER.parent / "systemd" / "maskrcnn.service"],
+            capture_output=True,
+            text=True,
+        )
+        problems = [line for line in report.stderr.splitlines() if "maskrcnn" in line]
+        assert all("/opt/maskrcnn" in line for line in problems)  # which is not installed here
+    stop_s = float(unit.partition("TimeoutStopSec=")[2].splitlines()[0])
+    assert stop_s > ServeConfig().drain_delay_s + ServeConfig().stop_grace_s + 10
+    names = re.findall(r"MASKRCNN_(\w+)=", unit)
+    assert names
+    assert {name.lower() for name in names} <= set(ServeConfig.model_fields)
+
+
 def test_requests_fit_into_memory() -> None:
     requested = mebibytes(CONTAINER["resources"]["requests"]["memory"])
     for limits, config in (
