@@ -78,6 +78,7 @@ _USER_ERRORS = frozenset(
         "maskrcnn_trt.training.config.ConfigError",
         "maskrcnn_trt.training.data.coco.dataset.DataError",
         "maskrcnn_trt.training.reporting.DivergenceError",
+        "maskrcnn_trt.training.trainer.GpuMemoryError",
         "maskrcnn_trt.training.evaluation.validation.ExpectationError",
     }
 )

@@ -1,6 +1,7 @@
 """Optimiser step with mixed precision, gradient accumulation and data parallelism."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -32,6 +33,29 @@ def set_arithmetic(config: TrainConfig) -> None:
     allowed = config.precision == "tf32"
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
+
+
+class GpuMemoryError(Exception):
+    """A training step needs more GPU memory than there is."""
+
+    def __init__(self, config: TrainConfig, world_size: int) -> None:
+        solver, passes = config.solver, config.solver.accumulate
+        share = solver.images_per_batch // world_size
+        images = share // passes
+        if images > 1:
+            more = next(n for n in range(2 * passes, share + 1) if share % n == 0)
+            remedy = (
+                f"set solver.accumulate={more}, which computes the same step with {share // more} "
+                "per pass, or lower solver.images_per_batch"
+            )
+        elif config.precision in ("fp32", "tf32"):
+            remedy = "set precision=bf16, or lower data.min_size and data.max_size"
+        else:
+            remedy = "lower data.min_size and data.max_size, or choose a smaller backbone"
+        largest = max(config.data.buckets, key=math.prod)
+        super().__init__(
+            f"out of GPU memory (images per pass: {images}, of up to {largest} pixels); {remedy}"
+        )
 
 
 class Trainer:
@@ -153,7 +177,16 @@ class Trainer:
 
         Returns:
             [5] float32 losses of the global batch, in the order of `LOSS_NAMES`, on the device.
+
+        Raises:
+            GpuMemoryError: The GPU's memory is too small.
         """
+        try:
+            return self._step(batches)
+        except torch.OutOfMemoryError as error:
+            raise GpuMemoryError(self.config, self.worker.world_size) from error
+
+    def _step(self, batches: Sequence[Batch]) -> Tensor:
         config, world_size = self.config.solver, self.worker.world_size
         set_learning_rates(self.optimizer, config, self.iteration)
         # The first backward pass needs the loss denominators of the global batch. If there are

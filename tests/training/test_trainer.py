@@ -12,7 +12,7 @@ from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.data.loading.batches import Batch
 from maskrcnn_trt.training.data.loading.loader import train_loader
 from maskrcnn_trt.training.distributed import Worker
-from maskrcnn_trt.training.trainer import Trainer
+from maskrcnn_trt.training.trainer import GpuMemoryError, Trainer
 
 ALONE = Worker(0, 1, torch.device("cpu"))
 CLASSES = "model.num_classes=3"
@@ -165,3 +165,31 @@ def test_gradients_are_clipped(tiny: LoadTiny) -> None:
         for parameter, before in zip(trainer.model.parameters(), start, strict=True)
     ]
     assert math.sqrt(sum(squares)) == pytest.approx(0.25, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (("solver.images_per_batch=12",), r"pass: 12, .*solver\.accumulate=2,.* 6 per"),
+        (("solver.images_per_batch=9",), r"solver\.accumulate=3,.* 3 per"),
+        (("solver.accumulate=2",), r"solver\.accumulate=4,.* 1 per"),
+        (("solver.accumulate=4",), "precision=bf16"),
+        (
+            ("solver.accumulate=4", "precision=bf16"),
+            r"(64x96|96x64) pixels\); lower data\.min_size",
+        ),
+    ],
+)
+def test_out_of_memory_names_a_batch_that_may_fit(
+    tiny: LoadTiny, overrides: tuple[str, ...], remedy: str
+) -> None:
+    config = tiny(*overrides)
+    trainer = Trainer(config, ALONE)
+    batches = _batches(config)[: config.solver.accumulate]
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer.model.backbone.register_forward_hook(fail)
+    with pytest.raises(GpuMemoryError, match=remedy):
+        trainer.step(batches)
