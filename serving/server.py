@@ -23,9 +23,10 @@ from .host import notify_service_manager
 from .monitoring.telemetry import Telemetry
 from .monitoring.tracing import load_tracer
 from .open_inference.service import InferenceService
+from .open_inference.unsupported import UnsupportedMethods
 from .pipeline.model_lifecycle import ModelLifecycle
 from .pipeline.pipeline import Pipeline
-from .prometheus.collectors import LoopLag
+from .prometheus.collectors import CpuCollector, LoopLag
 from .prometheus.endpoint import add_certificate_metric, add_server_metrics, metrics_server
 from .rpc.access_control import AccessInterceptor, AccessPolicy
 from .rpc.certificates import ServerCertificate, server_certificate
@@ -73,10 +74,10 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
             is_ready = True
             freeze_garbage_collector()
             on_ready(address)
-            await stop.wait()
             notify_service_manager("READY=1")
-            grace_s = config.drain_delay_s + config.stop_grace_s
+            await stop.wait()
             notify_service_manager("STOPPING=1")
+            grace_s = config.drain_delay_s + config.stop_grace_s
             _log.info("stopping; in-flight requests may take up to %g s", grace_s)
             for number in signals:  # a second signal ends the process immediately
                 loop.remove_signal_handler(number)
@@ -113,11 +114,11 @@ async def detection_server(
     check_ports(config)
     # Invalid token and certificate files are reported at once, not after the model has loaded.
     policy, certificate = AccessPolicy(config), server_certificate(config)
-    telemetry, lag = Telemetry(load_tracer(config.tracing)), LoopLag()
+    telemetry, lag, cpu = Telemetry(load_tracer(config.tracing)), LoopLag(), CpuCollector()
     with (
         contextlib.closing(telemetry.tracer),
         contextlib.closing(Pipeline(bundle, config, telemetry)) as pipeline,
-        _metrics_server(pipeline, lag, config, certificate),
+        _metrics_server(pipeline, lag, cpu, config, certificate),
     ):
         await pipeline.model.load()
         access = AccessInterceptor(policy, config, pipeline)
@@ -130,7 +131,9 @@ async def detection_server(
             reload = reload or asyncio.Event()
             async with (
                 pipeline.lifecycle.running(),
-                _background(_reload_when_set(reload, pipeline.lifecycle), health.run(), lag.run()),
+                _background(
+                    _reload_when_set(reload, pipeline.lifecycle), health.run(), lag.run(), cpu.run()
+                ),
             ):
                 health.set_ready()
                 address = address_of(config.host, port)
@@ -211,20 +214,25 @@ def _add_services(
     add_HealthServicer_to_server(health, server)
     inference = InferenceService(pipeline, config, health)
     add_GRPCInferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
+    server.add_generic_rpc_handlers((UnsupportedMethods(),))
     add_reflection((*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"]), server)
     return detector, inference, health
 
 
 @contextlib.contextmanager
 def _metrics_server(
-    pipeline: Pipeline, lag: LoopLag, config: ServeConfig, certificate: ServerCertificate | None
+    pipeline: Pipeline,
+    lag: LoopLag,
+    cpu: CpuCollector,
+    config: ServeConfig,
+    certificate: ServerCertificate | None,
 ) -> Iterator[None]:
     """Run the Prometheus endpoint within the context if `config.metrics_port` is set."""
     if config.metrics_port is None:
         yield
         return
     registry = pipeline.telemetry.metrics.registry
-    add_server_metrics(registry, pipeline, lag)
+    add_server_metrics(registry, pipeline, lag, cpu)
     if certificate:
         add_certificate_metric(registry, lambda: certificate.days_left)
     with metrics_server(registry, config.host, config.metrics_port) as url:

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ...model.bundle.manifest import MODEL_VERSION
 from ...protos.inference import open_inference_pb2 as pb
 from ..open_inference.service import InferenceService
+from ..open_inference.unsupported import HTTP_ANSWERS
 from ..pipeline.pipeline import Pipeline
 from .call import HttpCall
 from .endpoint import Endpoint, JsonResponse, Transport
@@ -53,6 +55,8 @@ class OpenInferenceRoutes:
             yield get(f"{model}/stats", "ModelStatistics", self._statistics)
             yield post(f"{model}/infer", "ModelInfer", self._infer)
         yield post("/v2/repository/index", "RepositoryIndex", self._index)
+        for path, answer in HTTP_ANSWERS.items():
+            yield Route(f"/v2{path}", partial(_unsupported, answer), methods=["GET", "POST"])
         models = "/v2/repository/models/{model}"
         yield post(f"{models}/load", "RepositoryModelLoad", self._load)
         yield post(f"{models}/unload", "RepositoryModelUnload", self._unload)
@@ -149,6 +153,10 @@ class OpenInferenceRoutes:
         if sum(map(len, response.raw_output_contents)) <= _QUICK_BYTES:
             return convert()
         return (await self._pipeline.threads.run(peer, convert)).value
+
+
+async def _unsupported(answer: str, _: Request) -> Response:
+    return JsonResponse({"error": answer}, 501)
 
 
 def _model_of(call: HttpCall) -> tuple[str, str]:

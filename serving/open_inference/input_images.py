@@ -13,6 +13,7 @@ from ...model.images import ImageError, check_size
 from ...protos.inference import open_inference_pb2 as pb
 from ..errors import InvalidRequestError
 from ..steps.preprocessing import SourceImage
+from .unsupported import SHARED_MEMORY
 
 # Name of the input tensor. Datatype BYTES, shape [B] or [B, 1]: B encoded images. Datatype UINT8 or
 # FP32, shape [B, H, W, 3]: RGB pixels in 0..255.
@@ -143,6 +144,8 @@ def _check_image_size(tensor: InputTensor, max_pixels: int) -> None:
 
 def reject_parameters(owner: str, parameters: Mapping[str, pb.InferParameter]) -> None:
     """Raise InvalidRequestError if an input or output has parameters; none are supported."""
+    if any(name.startswith("shared_memory_") for name in parameters):
+        raise InvalidRequestError(f"{owner}: {SHARED_MEMORY}")
     if parameters:
         raise InvalidRequestError(f"{owner} has the unknown parameter {min(parameters)!r}")
 

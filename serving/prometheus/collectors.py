@@ -53,6 +53,9 @@ _LAG_INTERVAL_S = 0.1
 _LAG_WINDOW_S = 10.0
 _LAG_WARNING_S = 0.1
 
+# Interval in seconds in which the CPU utilisation is measured.
+_CPU_INTERVAL_S = 2.0
+
 _ENERGY: Final = "nv_energy_consumption"
 # GPU metrics: help text, and function that reads the value from an NVML device handle.
 _GPU_VALUES: Final[Mapping[str, tuple[str, Callable[[Any], float]]]] = {
@@ -186,19 +189,21 @@ class CpuCollector(Collector):
     """Collector of the whole machine's CPU utilisation and memory, even within a container."""
 
     def __init__(self) -> None:
-        # CPU times at the previous scrape.
-        self._before = _cpu_times()
+        self._utilization = 0.0
+
+    async def run(self) -> None:
+        """Measure the utilisation every two seconds, like Triton, until cancelled."""
+        before = _cpu_times()
+        while True:
+            await asyncio.sleep(_CPU_INTERVAL_S)
+            now = _cpu_times()
+            busy, idle = (max(0, new - old) for new, old in zip(now, before, strict=True))
+            self._utilization, before = busy / max(1, busy + idle), now
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
-        before, now = self._before, _cpu_times()
-        self._before = now
-        busy, idle = (max(0, new - old) for new, old in zip(now, before, strict=True))
-        yield _Gauge(
-            "nv_cpu_utilization",
-            "Share of CPU time in use since the previous scrape.",
-            busy / max(1, busy + idle),
-        )
+        documentation = "Share of CPU time in use in the last two seconds."
+        yield _Gauge("nv_cpu_utilization", documentation, self._utilization)
         memory = machine_memory()
         total, used = memory["MemTotal"], memory["MemTotal"] - memory["MemAvailable"]
         yield _Gauge("nv_cpu_memory_total_bytes", "Memory of the machine.", total)

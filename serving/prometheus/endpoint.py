@@ -28,9 +28,11 @@ _MAX_CONNECTIONS = 32
 _POLL_S = 0.05
 
 
-def add_server_metrics(registry: CollectorRegistry, pipeline: Pipeline, lag: LoopLag) -> None:
+def add_server_metrics(
+    registry: CollectorRegistry, pipeline: Pipeline, lag: LoopLag, cpu: CpuCollector
+) -> None:
     """Add collectors of pipeline, connections, event loop lag, process, CPU and GPUs."""
-    own = (PipelineCollector(pipeline), ConnectionCollector(), CpuCollector(), GpuCollector())
+    own = (PipelineCollector(pipeline), ConnectionCollector(), cpu, GpuCollector())
     for collector in own:
         registry.register(collector)
     ProcessCollector(registry=registry)

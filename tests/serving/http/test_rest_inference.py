@@ -250,6 +250,8 @@ def test_binary_data_beyond_the_sizes_of_the_inputs_is_rejected(http: httpx.Clie
     ("verb", "path", "status"),
     [
         ("GET", "/v3", 404),
+        ("GET", "/v2/systemsharedmemory/status", 501),
+        ("POST", "/v2/logging", 501),
         ("POST", "/v2/models/other/infer", 404),
         ("GET", f"/v2/models/{MODEL}/versions/2", 404),
         ("GET", "/v2/models/a%2F..%2Fb", 404),

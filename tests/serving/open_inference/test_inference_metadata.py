@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,13 @@ def test_unknown_models_of_other_methods(triton: InferenceServerClient) -> None:
 
 
 def test_unsupported_methods_are_unimplemented(triton: InferenceServerClient) -> None:
-    for method in (
-        triton.get_system_shared_memory_status,
-        triton.get_trace_settings,
-        triton.get_log_settings,
+    for method, remedy in (
+        (triton.get_system_shared_memory_status, "send the tensors"),
+        (partial(triton.register_cuda_shared_memory, "a", b"aGFuZGxl", 0, 8), "send the tensors"),
+        (triton.get_trace_settings, "--tracing"),
+        (triton.get_log_settings, "--log-level"),
     ):
-        with pytest.raises(InferenceServerException) as caught:
+        with pytest.raises(InferenceServerException, match=remedy) as caught:
             method()
         assert "UNIMPLEMENTED" in caught.value.status()
 
