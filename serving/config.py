@@ -62,6 +62,11 @@ class ServeFields(FrozenConfig):
     max_wait_s: float = Field(10.0, gt=0, le=DAY_S)
     """Maximum estimated queue time in seconds. If the recent service rate is too low for
     `queue_size` images in this time, there are fewer slots, but at least 32."""
+    max_requests_per_s: float | None = Field(None, gt=0)
+    """Maximum number of requests per second of a client: of a token, or without `token_file`, of a
+    host. None: no limit."""
+    max_images_per_s: float | None = Field(None, gt=0)
+    """Maximum number of images per second of a client. None: no limit."""
     timeout_s: float | None = Field(None, gt=0, le=DAY_S)
     """Time limit of a request in seconds. Requests may set a lower one. None: no limit."""
     max_pixels: int = Field(MAX_PIXELS, ge=64)

@@ -47,6 +47,10 @@ class QueueFullError(ServingError):
     """The number of concurrent requests, calls or awaited messages has reached its limit."""
 
 
+class RateLimitError(QueueFullError):
+    """The client has sent more requests or images per second than the server allows."""
+
+
 class ExpiredError(ServingError):
     """A request exceeded its own or the server's time limit."""
 

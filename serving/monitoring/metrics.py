@@ -21,6 +21,7 @@ from ..errors import (
     InvalidRequestError,
     ModelNotFoundError,
     QueueFullError,
+    RateLimitError,
     ServingError,
     StoppingError,
     UnauthenticatedError,
@@ -52,6 +53,7 @@ class Reason(NamedTuple):
 
 _REASONS: Final[Mapping[type[BaseException], Reason]] = {
     QueueFullError: Reason("queue_full", "REJECTED"),
+    RateLimitError: Reason("rate_limited", "REJECTED"),
     ExpiredError: Reason("expired", "REJECTED"),
     StoppingError: Reason("stopping", "REJECTED"),
     UnloadedError: Reason("unloaded", "REJECTED"),

@@ -246,6 +246,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         with recording as timings:
             precision = self._precision_of(request.model_name, request.model_version)
             with model.use():
+                self._pipeline.rate_limits.charge(self._image_count(request))
                 inferring = infer(
                     request,
                     self._pipeline,

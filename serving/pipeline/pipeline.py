@@ -20,6 +20,7 @@ from .batching import BatchResult
 from .decode_memory import DecodeMemory, decode_memory_limit
 from .model_lifecycle import ModelLifecycle
 from .open_calls import OpenCalls
+from .rate_limits import RateLimits
 from .served_model import ModelBatcher, ServedModel
 from .threads import FairThreadPool, TimedResult, time_limit, timed
 
@@ -65,6 +66,7 @@ class Pipeline:
             config.max_wait_s,
             min_capacity=max(_MIN_SLOTS, _MIN_BATCHES * config.max_batch),
         )
+        self.rate_limits = RateLimits(config.max_requests_per_s, config.max_images_per_s)
         # A call is open until its responses have been sent.
         self.open_calls = OpenCalls(_CALLS_PER_SLOT * config.queue_size)
         # Threads that decode images and encode responses.

@@ -1,6 +1,7 @@
 """Access control of calls: bearer tokens, model control rights, limits on open calls."""
 
 import asyncio
+import hashlib
 import ipaddress
 import logging
 from collections import Counter
@@ -16,6 +17,7 @@ from ..credential_files import TokenFile
 from ..errors import ForbiddenError, QueueFullError, ServingError, UnauthenticatedError
 from ..grpc_status import status_and_message
 from ..pipeline.pipeline import Pipeline
+from ..pipeline.rate_limits import current_client
 from .message_reader import MESSAGES_PER_SLOT, PendingMessages, call_handler
 
 _log = logging.getLogger(__name__)
@@ -85,8 +87,10 @@ class AccessPolicy:
                 config.host,
             )
 
-    def check(self, method: str, metadata: Metadata, peer: str) -> None:
-        """Check that a client may call a method.
+    def check(self, method: str, metadata: Metadata, peer: str) -> str:
+        """Check that a client may call a method, and return the client's name for rate limits.
+
+        The name is a hash of the client's token, or its host if the method needs none.
 
         Args:
             method: Full method name, as `/package.Service/Method`.
@@ -97,10 +101,8 @@ class AccessPolicy:
             UnauthenticatedError: the method needs a token, and the call has no valid one.
             ForbiddenError: the method loads or unloads models, and the client may not do so.
         """
-        if is_public(method):
-            return
-        if self._tokens is None and method not in ADMIN_METHODS:
-            return
+        if is_public(method) or (self._tokens is None and method not in ADMIN_METHODS):
+            return _host_of(peer)
         token = _bearer_token(metadata)
         is_admin = self._admin_tokens is not None and self._admin_tokens.contains(token)
         is_user = is_admin or (self._tokens is not None and self._tokens.contains(token))
@@ -108,6 +110,7 @@ class AccessPolicy:
             self._check_admin(peer, is_admin=is_admin, is_user=is_user)
         elif not is_user:
             raise _unauthenticated()
+        return hashlib.sha256(token.encode()).hexdigest()
 
     def _check_admin(self, peer: str, *, is_admin: bool, is_user: bool) -> None:
         if is_admin:
@@ -210,7 +213,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             handle: Function that reads the request and computes the response.
         """
         try:
-            self._policy.check(method, metadata, context.peer())
+            current_client.set(self._policy.check(method, metadata, context.peer()))
             await self._admit(method, context)
             return await handle(context)
         except ServingError as error:
@@ -267,8 +270,12 @@ def _unauthenticated() -> UnauthenticatedError:
 
 def _is_loopback(peer: str) -> bool:
     """Return whether a peer, such as `ipv4:127.0.0.1:50000`, is on this machine."""
-    host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
-    return _is_loopback_host(host)
+    return _is_loopback_host(_host_of(peer))
+
+
+def _host_of(peer: str) -> str:
+    """Return the host of a peer."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def _is_loopback_host(host: str) -> bool:

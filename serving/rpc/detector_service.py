@@ -122,6 +122,7 @@ class DetectorService:
             name, model.names, request.id, peer, request.ByteSize()
         )
         with recording as timings, model.use():
+            self._pipeline.rate_limits.charge(images=1)
             options = options_from_request(request)
             scheduling = scheduling_from_request(request, peer, name)
             async with self._pipeline.time_limit(scheduling.timeout_s), admission:
