@@ -3,6 +3,8 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -11,6 +13,7 @@ import pytest
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest, verified_path
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
+from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 
 
 def test_bundle_has_the_files_of_its_manifest(bundle: Path) -> None:
@@ -54,6 +57,19 @@ def test_older_bundle_is_replaced_under_any_name(
     manifest = bundle_from_checkpoint(tiny_checkpoint, Path(name), precisions=("tf32",))
     assert read_manifest(older) == manifest
     assert {path.name for path in tmp_path.iterdir()} == {"bundle", "link"}
+
+
+@pytest.mark.usefixtures("quick_graphs")
+def test_torchvisions_resize_rule_needs_float_inputs(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    tiny = load_checkpoint(tiny_checkpoint)
+    rule = tiny.preprocessing.model_copy(update={"resize": "torchvision"})
+    save_checkpoint(tmp_path / "floats.pth", replace(tiny, preprocessing=rule))
+    export = partial(bundle_from_checkpoint, tmp_path / "floats.pth", tmp_path / "bundle")
+    manifest = export(precisions=("fp32",))
+    assert read_manifest(tmp_path / "bundle").preprocessing.resize == "torchvision"
+    assert {artifact.input_dtype for artifact in manifest.artifacts} == {"float32"}
+    with pytest.raises(BundleError, match=r"uint8.*preprocessing\.resize=pillow"):
+        export(precisions=("fp32",), input_dtype="uint8")
 
 
 @pytest.mark.usefixtures("quick_graphs")

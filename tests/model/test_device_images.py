@@ -112,3 +112,6 @@ def test_resizing_matches_pillow_within_a_level(device: str, size: tuple[int, in
     for image in (pixels(), rough):
         own = resize_pixels(chw(image).to(device), size)
         assert_close(own, chw(resize_image(image, *size)), mean=0.5, most=1)
+        floats = resize_pixels(chw(image).to(device), size, "torchvision").cpu()
+        expected = torch.from_numpy(resize_image(image, *size, "torchvision")).permute(2, 0, 1)
+        torch.testing.assert_close(floats, expected, atol=1e-2, rtol=0)
