@@ -69,6 +69,16 @@ def test_build_argument_selects_the_extras(
     assert {*filter(None, extras.split(","))} <= EXTRAS.keys()
 
 
+@pytest.mark.parametrize(("extras", "is_built"), [("cpu,http", False), ("tensorrt,pycuda", True)])
+def test_wheel_of_pycuda_is_built_if_needed(extras: str, is_built: bool, tmp_path: Path) -> None:
+    stubs = ("mkdir", "apt-get", "pip", "gcc")
+    build = match(r"^RUN (mkdir /wheels.*?esac)")
+    output = shell(build, tmp_path, *stubs, EXTRAS=extras, HOME=str(tmp_path))
+    (floor,) = EXTRAS["pycuda"]
+    assert (f"pip wheel --no-cache-dir --no-deps --wheel-dir /wheels {floor}" in output) == is_built
+    assert ("apt-get" in output) == is_built
+
+
 def test_image_starts_the_server_with_known_options() -> None:
     verb, _, *options = json.loads(match(r'^CMD (\["serve".*?\])$'))
     assert verb == serve.name
