@@ -14,6 +14,9 @@ from PIL.Image import Resampling, fromarray
 from .bundle.spec import ResizeRule, ShapeBucket
 from .images import ImageError
 
+# Rows that are interpolated at a time. Intermediate results of whole images would take more memory.
+_STRIP_ROWS = 32
+
 # Pixels [h, w, 3] RGB in 0..255: uint8, or float32 if the rule resizes floats.
 Pixels = NDArray[np.uint8 | np.float32]
 
@@ -96,7 +99,7 @@ def _interpolate(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
     left, right, across = _neighbours(image.shape[1], width)
     down, across = down[:, None, None], across[:, None]
 
-    def blended_row(rows: NDArray[np.intp]) -> NDArray[np.float32]:
+    def blended_rows(rows: NDArray[np.intp]) -> NDArray[np.float32]:
         lines = image.take(rows, axis=0)
         first = lines.take(left, axis=1).astype(np.float32)
         step = lines.take(right, axis=1) - first
@@ -104,11 +107,14 @@ def _interpolate(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
         first += step
         return first
 
-    upper, lower = blended_row(top), blended_row(bottom)
-    lower -= upper
-    lower *= down
-    upper += lower
-    return upper
+    resized = np.empty((height, width, 3), np.float32)
+    for start in range(0, height, _STRIP_ROWS):
+        strip = slice(start, start + _STRIP_ROWS)
+        upper, lower = blended_rows(top[strip]), blended_rows(bottom[strip])
+        lower -= upper
+        lower *= down[strip]
+        np.add(upper, lower, out=resized[strip])
+    return resized
 
 
 def _neighbours(
