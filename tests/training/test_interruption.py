@@ -52,7 +52,7 @@ def test_failing_evaluations_lose_nothing(
     whole = train(load_tiny(tiny_config, tmp_path / "whole", "evaluation={}"))
     config = load_tiny(tiny_config, tmp_path / "cut", "evaluation={}")
     with monkeypatch.context() as patch:
-        patch.setattr(Validation, "measure", lambda *_: 1 / 0)
+        patch.setattr(Validation, "measure", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run_training(config)
     resumed = load_checkpoint(run_training(config, resume=True))

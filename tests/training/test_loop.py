@@ -95,10 +95,10 @@ def test_patience_ends_a_run_that_was_resumed_within_an_evaluation(
     config = load_tiny(tiny_config, tmp_path / "cut", *settings)
     measure = Validation.measure
 
-    def fail_after_first(*args: Any) -> dict[str, float]:
+    def fail_after_first(*args: Any, **options: Any) -> dict[str, float]:
         if (tmp_path / "cut" / "model_0000002.pth").exists():
             raise KeyboardInterrupt
-        return measure(*args)
+        return measure(*args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Validation, "measure", fail_after_first)
