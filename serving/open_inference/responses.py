@@ -30,6 +30,10 @@ _CONFIG_TYPES: Final = {
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {"FP32": np.dtype("<f4"), "INT64": np.dtype("<i8")}
 
 
+# Outputs that are sent only if the request names them.
+_BY_NAME_ONLY: Final = ("mask_probabilities", "class_names")
+
+
 class OutputSpec(NamedTuple):
     """Name, datatype and shape of an output tensor."""
 
@@ -51,7 +55,10 @@ def output_specs(manifest: Manifest) -> tuple[OutputSpec, ...]:
     - labels [B, D]; 1 is the first class
     - masks [B, D] COCO RLE (compressed counts) of masks with the size of the upright image
     - image_sizes [B, 2] height and width of the upright image, which COCO RLE needs
-    - mask_probabilities [B, D, M, M] over each box; sent only if the request names this output
+    - mask_probabilities [B, D, M, M] over each box
+    - class_names [B, D]
+
+    The last two are sent only if the request names them.
     """
     count, side = manifest.max_detections, manifest.mask_side
     return (
@@ -62,12 +69,13 @@ def output_specs(manifest: Manifest) -> tuple[OutputSpec, ...]:
         OutputSpec("masks", "BYTES", (count,)),
         OutputSpec("image_sizes", "INT64", (2,)),
         OutputSpec("mask_probabilities", "FP32", (count, side, side)),
+        OutputSpec("class_names", "BYTES", (count,)),
     )
 
 
 def default_outputs(manifest: Manifest) -> tuple[str, ...]:
     """Return the names of the outputs to send if the request names none."""
-    return tuple(o.name for o in output_specs(manifest) if o.name != "mask_probabilities")
+    return tuple(o.name for o in output_specs(manifest) if o.name not in _BY_NAME_ONLY)
 
 
 def mask_format_of(outputs: Sequence[str]) -> MaskFormat:
@@ -197,8 +205,9 @@ def add_outputs(
     specs = {spec.name: spec for spec in output_specs(manifest)}
     for name in outputs:
         _, datatype, dims = specs[name]
-        if name == "masks":
-            rows = [_rle_counts(own, manifest) for own in detections]
+        if datatype == "BYTES":
+            texts = _rle_counts if name == "masks" else _class_names
+            rows = [texts(own, manifest) for own in detections]
             shape = (len(rows), *dims)
             contents = serialised_strings(row + [b""] * (dims[0] - len(row)) for row in rows)
         else:
@@ -222,6 +231,10 @@ _VALUES: Final[Mapping[str, Callable[[Detections], Any]]] = {
 def serialised_strings(rows: Iterable[Iterable[bytes]]) -> bytes:
     """Return raw contents of datatype BYTES: each string after its length in 4 bytes."""
     return b"".join(len(text).to_bytes(4, "little") + text for row in rows for text in row)
+
+
+def _class_names(detections: Detections, _: Manifest) -> list[bytes]:
+    return [name.encode() for name in detections.class_names]
 
 
 def _rle_counts(detections: Detections, manifest: Manifest) -> list[bytes]:

@@ -60,9 +60,9 @@ async def sending(*sends: Callable[[], Any]) -> AsyncIterator[Load]:
 
 
 def statuses_in(log: Path) -> list[str]:
-    """Return the logged status of each request."""
+    """Return the logged status of each request that was read."""
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    return [line["status"] for line in lines if "status" in line]
+    return [line["status"] for line in lines if "images" in line]
 
 
 async def stop(process: Process, number: signal.Signals = signal.SIGTERM) -> int:

@@ -108,7 +108,7 @@ def test_typed_contents_up_to_the_message_limit(
 def test_requested_outputs(
     triton: InferenceServerClient, predictor: Detector, picture: Encode
 ) -> None:
-    names = ["mask_probabilities", "scores", "masks"]
+    names = ["mask_probabilities", "scores", "masks", "class_names"]
     result = triton.infer(
         MODEL, images_of(picture()), outputs=[InferRequestedOutput(name) for name in names]
     )
@@ -123,6 +123,9 @@ def test_requested_outputs(
     rles = predictor.detect(picture()).rles
     assert rles is not None
     assert result.as_numpy("masks")[0, :count].tolist() == [rle.counts for rle in rles]
+    class_names = result.as_numpy("class_names")[0]
+    assert [name.decode() for name in class_names[:count]] == list(expected.class_names)
+    assert not class_names[count:].any()
 
 
 def test_parameters_are_applied(
@@ -131,8 +134,14 @@ def test_parameters_are_applied(
     everything = predictor.detect(picture())
     threshold = float(np.median(everything.scores))
     parameters = {"score_threshold": threshold, "max_detections": 3, "precision": "fp32"}
+    sequence = {"sequence_id": 3, "sequence_start": True}  # ignored, as by Triton
     result = triton.infer(
-        MODEL, images_of(picture()), parameters=parameters, priority=1, timeout=60_000_000
+        MODEL,
+        images_of(picture()),
+        parameters=parameters,
+        priority=1,
+        timeout=60_000_000,
+        **sequence,
     )
     options = DetectionOptions(score_threshold=threshold, max_detections=3)
     assert_row_is(result, 0, predictor.detect(picture(), options))
