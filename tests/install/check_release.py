@@ -76,7 +76,7 @@ def package_files(root: Path) -> set[str]:
     files = set()
     for path in map(Path, listed.splitlines()):
         in_package = (root / path.parts[0] / "__init__.py").exists()
-        in_root = len(path.parts) == 1 and path.suffix in {".py", ".typed"}
+        in_root = len(path.parts) == 1 and path.suffix in {".py", ".pyi", ".typed"}
         if (
             (in_package or in_root)
             and not _NOT_INSTALLED.search(str(path))
