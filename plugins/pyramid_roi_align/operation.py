@@ -18,6 +18,7 @@ from torchvision.ops import roi_align
 from ..runtime.arguments import kernel_argument
 from ..runtime.compilation import Launch
 from ..runtime.launching import launch_kernel
+from .cpu_gradient import roi_align_gradient
 from .kernel import (
     MAX_LEVELS,
     Pooling,
@@ -27,7 +28,6 @@ from .kernel import (
     pyramid_roi_align_launch,
 )
 
-_roi_align_backward = torch.ops.torchvision._roi_align_backward
 _FEATURE_TYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -146,15 +146,8 @@ def pyramid_roi_align_backward(
     for level, (gradient, scale) in enumerate(zip(gradients, spatial_scales, strict=True)):
         members = (levels == level).nonzero()[:, 0]
         gradient.copy_(
-            _roi_align_backward(
-                grad[members],
-                indexed[members],
-                scale,
-                output_size,
-                output_size,
-                *gradient.shape,
-                sampling_ratio,
-                aligned,
+            roi_align_gradient(
+                grad[members], indexed[members], scale, sampling_ratio, gradient.shape, aligned
             )
         )
     return gradients
