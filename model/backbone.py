@@ -86,7 +86,10 @@ def feature_strides(config: BackboneConfig) -> tuple[int, ...]:
 def build_resnet(config: BackboneConfig) -> resnet.ResNet:
     """Build torchvision's ResNet classifier; a backbone uses some of its stages."""
     dilate = config.features == "c5"
-    network: resnet.ResNet = getattr(resnet, config.name)(
+    build = partial(resnet.ResNet, resnet.BasicBlock, [1, 1, 1, 1])
+    if config.name != "resnet10":  # torchvision has no function for it
+        build = getattr(resnet, config.name)
+    network: resnet.ResNet = build(
         norm_layer=norm_layer(config.norm, config.norm_eps),
         replace_stride_with_dilation=[False, False, dilate],
     )

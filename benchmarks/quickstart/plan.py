@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Measured on two CPU cores. The durations of the other steps do not depend on the options.
 _SECONDS_PER_DRAWN_IMAGE: Final = 0.007
-_SECONDS_PER_TRAINED_IMAGE: Final = 0.06
+_SECONDS_PER_TRAINED_IMAGE: Final = 0.04
 
 
 class PlannedStep(NamedTuple):
@@ -39,8 +39,8 @@ def plan_steps(images: int, config: "TrainConfig") -> tuple[PlannedStep, ...]:
         PlannedStep("export to ONNX", 15),
         PlannedStep("verify the bundle against the checkpoint", 10),
         PlannedStep("serve the bundle and send images to the server", 15),
-        PlannedStep("measure inference", 25),
-        PlannedStep("measure the server", 20),
+        PlannedStep("measure inference", 15),
+        PlannedStep("measure the server", 12),
     )
 
 

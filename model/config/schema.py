@@ -19,8 +19,8 @@ class FrozenConfig(BaseModel):
 class BackboneConfig(FrozenConfig):
     """ResNet, and the feature maps that the region proposal network and the heads use."""
 
-    name: Literal["resnet18", "resnet50", "resnet101"] = "resnet50"
-    """Variant of ResNet."""
+    name: Literal["resnet10", "resnet18", "resnet50", "resnet101"] = "resnet50"
+    """Variant of ResNet. `resnet10` is `resnet18` with one block per stage instead of two."""
     features: Literal["fpn", "c4", "c5"] = "fpn"
     """Feature maps: `fpn`, a feature pyramid of strides 4 to 64; `c4`, the output of res4 (stride
     16), with res5 as the head of each RoI; `c5`, the output of a dilated res5 (stride 16)."""
@@ -181,9 +181,10 @@ class ModelConfig(FrozenConfig):
                 f"anchors.sizes has {len(sizes)} entries, but the pyramid has "
                 f"{len(PYRAMID_STRIDES)} levels; give one size per level"
             )
-        if backbone.features == "c5" and backbone.name == "resnet18":
+        if backbone.features == "c5" and backbone.name in ("resnet10", "resnet18"):
             raise ValueError(
-                "backbone.features=c5 needs bottleneck blocks, which resnet18 lacks; use resnet50"
+                f"backbone.features=c5 needs bottleneck blocks, which {backbone.name} lacks; use "
+                "resnet50"
             )
         if backbone.features == "c4" and (self.roi.box_head_convs or self.roi.head_norm != "none"):
             raise ValueError(

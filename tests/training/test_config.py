@@ -59,7 +59,7 @@ REFUSED = {
     "precision=int8": "precision is 'int8'; allowed: fp32 | tf32 | fp16 | bf16",
     "device=tpu": "device is 'tpu'; allowed: auto | cpu | cuda",
     "weights=[1]": "weights is [1]; allowed: text, or null",
-    "model.backbone.name=vgg16": "allowed: resnet18 | resnet50 | resnet101",
+    "model.backbone.name=vgg16": "allowed: resnet10 | resnet18 | resnet50 | resnet101",
     "model.backbone.fpn_channels=48": "allowed: whole number, >= 32, multiple of 32",
     "model.backbone.frozen_stages=6": "allowed: whole number, >= 0, <= 5",
     "model.pixel_mean=[1]": "model.pixel_mean.1 is missing; allowed for model.pixel_mean: list",

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 from click.testing import CliRunner
@@ -72,6 +72,8 @@ def test_every_preset_is_listed_with_a_sentence() -> None:
 def section_models(model: type[BaseModel]) -> list[type[BaseModel]]:
     found = [model]
     for field in model.model_fields.values():
+        if get_origin(field.annotation) is tuple:  # the description explains the keys of its items
+            continue
         kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
