@@ -30,8 +30,8 @@ def test_public_names_are_those_of_the_stub_and_the_page() -> None:
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    with pytest.raises(AttributeError, match="Detecter"):
-        maskrcnn_trt.Detecter  # noqa: B018
+    with pytest.raises(AttributeError, match="Detectors"):
+        maskrcnn_trt.Detectors  # noqa: B018
     assert {"Detector", "__version__"} <= set(dir(maskrcnn_trt))
 
 
