@@ -31,6 +31,8 @@ _BENCH_SECONDS = 2.0
 # Validation images that the server is measured with, and numbers of concurrent clients.
 _BENCH_IMAGES = 32
 _CLIENTS = (1, 8)
+# Validation images that are drawn during training, and iterations between the drawings.
+_DRAWN_IMAGES, _DRAWING_PERIOD = 4, 400
 # Validation images that are copied into the bundle as samples for the page of the server.
 _SAMPLES = 6
 _SHOWN_METRICS = [
@@ -40,6 +42,7 @@ _OUTPUTS = {
     "metrics.json": "metrics",
     "loss.png": "loss curve",
     "predictions.png": "predictions beside ground truth",
+    "progress.png": "predictions for the same images during training, the earliest on top",
     "bundle": "bundle with its manifest.json",
     "train": "checkpoints and log",
     "bench": "benchmark records",
@@ -71,8 +74,9 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
     from ...export.bundle import bundle_from_checkpoint
     from ...model.bundle.manifest import SAMPLES_FOLDER
     from ...training.data.synthetic.dataset import draw_dataset
+    from ...training.evaluation.validation import DRAWINGS_FOLDER
     from ...training.run import run_training
-    from .figures import plot_losses
+    from .figures import join_drawings, plot_losses
     from .plan import next_commands, plan_steps, plan_table
 
     start, console = time.monotonic(), Console(markup=False, emoji=False)
@@ -85,6 +89,7 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
     with _step(console, steps, 2, output / "train"):
         checkpoint = run_training(config)
         plot_losses(output / "train" / "metrics.jsonl", output / "loss.png")
+        join_drawings(output / "train" / DRAWINGS_FOLDER, output / "progress.png")
     bundle = output / "bundle"
     with _step(console, steps, 3, bundle):
         bundle_from_checkpoint(checkpoint, bundle, report=console.print)
@@ -146,7 +151,12 @@ def _configure(
         seed=seed,
         classes=_CLASSES,
     )
-    overrides = [f"output_dir={output / 'train'}", f"seed={seed}"]
+    overrides = [
+        f"output_dir={output / 'train'}",
+        f"seed={seed}",
+        f"evaluation.draw_images={_DRAWN_IMAGES}",
+        f"evaluation.period={_DRAWING_PERIOD}",
+    ]
     for split in ("train", "val"):
         overrides.append(f"data.{split}.images={data / split}")
         overrides.append(f"data.{split}.annotations={data / 'annotations' / f'{split}.json'}")

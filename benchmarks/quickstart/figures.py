@@ -7,6 +7,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+from PIL import Image
 
 from ...model.images import decode_image
 from ...model.losses import LOSS_NAMES
@@ -41,6 +42,17 @@ def plot_losses(log: Path, image: Path) -> None:
     axes.legend()
     figure.savefig(image, dpi=120)
     plt.close(figure)
+
+
+def join_drawings(folder: Path, image: Path) -> None:
+    """Join the drawings of a run's validation images into a PNG, the earliest on top."""
+    drawings = [Image.open(path) for path in sorted(folder.iterdir())]
+    size = max(d.width for d in drawings), sum(d.height for d in drawings)
+    joined, top = Image.new("RGB", size, "white"), 0
+    for drawing in drawings:
+        joined.paste(drawing, (0, top))
+        top += drawing.height
+    joined.save(image)
 
 
 def draw_comparison(dataset: CocoDataset, predictions: Sequence[Detections], image: Path) -> None:

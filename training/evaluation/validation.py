@@ -21,6 +21,9 @@ from .result_files import RESULTS_FOLDER
 
 logger = logging.getLogger(__name__)
 
+# Folder in `output_dir` for drawings of validation images, a file per evaluation.
+DRAWINGS_FOLDER = "validation_images"
+
 
 class ExpectationError(Exception):
     """A metric is below its value in `evaluation.expected`, or was not computed."""
@@ -83,7 +86,7 @@ class Validation:
         evaluate_model(model, batches, evaluator, worker.device, autocast)
         drawn = None
         if settings.draw_images:
-            file = config.output_dir / "validation_images" / f"{iteration:07d}.png"
+            file = config.output_dir / DRAWINGS_FOLDER / f"{iteration:07d}.png"
             drawn = (settings.draw_images, file)
         measure = not settings.skip_eval
         metrics = evaluator.evaluate(self.folder, measure=measure, report=report, drawn=drawn)

@@ -47,7 +47,7 @@ def test_all_steps_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert samples
     for sample in samples:
         assert sample.read_bytes() == (folder / "data" / "val" / sample.name).read_bytes()
-    for name in ("loss.png", "predictions.png"):
+    for name in ("loss.png", "predictions.png", "progress.png"):
         with Image.open(folder / name) as image:
             assert image.width > 400
         assert str(folder / name) in result.stdout
