@@ -71,7 +71,8 @@ class RateLimits:
         while len(self._clients) > _MAX_CLIENTS:
             client, (before, balances) = next(iter(self._clients.items()))
             if any(
-                balances[name] + rate * (now - before) < rate for name, rate in self._rates.items()
+                balances[name] + rate * (now - before) < max(1.0, rate)
+                for name, rate in self._rates.items()
             ):
                 return
             del self._clients[client]
