@@ -61,20 +61,21 @@ class StubDetector(DetectorServicer):  # type: ignore[misc]  # generated, it has
 def stub_server(
     detector: StubDetector,
     credentials: grpc.ServerCredentials | None = None,
-    address: str = "localhost:0",
+    address: str = "127.0.0.1:0",
 ) -> Iterator[str]:
     """Serve a stub within the context, and yield its address."""
     server = grpc.server(
         ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", 2 * len(IMAGE))]
     )
     add_DetectorServicer_to_server(detector, server)
+    # Not on all addresses of `localhost`: a port that is free on one can be taken on the other.
     if credentials is None:
         port = server.add_insecure_port(address)
     else:
         port = server.add_secure_port(address, credentials)
     server.start()
     try:
-        yield f"localhost:{port}"
+        yield f"{'127.0.0.1' if credentials is None else 'localhost'}:{port}"
     finally:
         server.stop(None).wait()
 

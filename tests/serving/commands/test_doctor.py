@@ -159,6 +159,7 @@ def test_settings_beyond_the_machine_are_warnings(bundle: Path) -> None:
 def test_memory_check_includes_messages_being_received(bundle: Path) -> None:
     def memory(queue_size: int, max_message_mb: int) -> CheckResult:
         settings = {"queue_size": queue_size, "max_message_mb": max_message_mb}
+        settings["decode_memory_mb"] = 64
         return section_of(bundle, "Limits", **settings)["memory"]
 
     assert "64.0 GiB (4 x queue_size x max_message_mb)" in memory(256, 64).text
