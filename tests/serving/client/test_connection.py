@@ -43,7 +43,7 @@ def test_retries_of_overloaded_servers(detect: Callable[..., Detections]) -> Non
 @both_clients
 def test_deadline_includes_all_retries(detect: Callable[..., Detections]) -> None:
     detector = StubDetector([UNAVAILABLE] * 9)
-    late = r"localhost:\d+ within 1 s.*--timeout"
+    late = r"127\.0\.0\.1:\d+ within 1 s.*--timeout"
     with stub_server(detector) as address, pytest.raises(DeadlineError, match=late):
         detect(address, timeout_s=1.0)
     assert 1 < detector.calls < 5
