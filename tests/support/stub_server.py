@@ -61,21 +61,23 @@ class StubDetector(DetectorServicer):  # type: ignore[misc]  # generated, it has
 def stub_server(
     detector: StubDetector,
     credentials: grpc.ServerCredentials | None = None,
-    address: str = "127.0.0.1:0",
+    address: str | None = None,
 ) -> Iterator[str]:
     """Serve a stub within the context, and yield its address."""
     server = grpc.server(
         ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", 2 * len(IMAGE))]
     )
     add_DetectorServicer_to_server(detector, server)
-    # Not on all addresses of `localhost`: a port that is free on one can be taken on the other.
+    # Certificates name `localhost`. It has two addresses, and another server can have the same port
+    # on one of them, so servers without certificates use an address of their own.
+    host = "127.0.0.1" if credentials is None else "localhost"
     if credentials is None:
-        port = server.add_insecure_port(address)
+        port = server.add_insecure_port(address or f"{host}:0")
     else:
-        port = server.add_secure_port(address, credentials)
+        port = server.add_secure_port(address or f"{host}:0", credentials)
     server.start()
     try:
-        yield f"{'127.0.0.1' if credentials is None else 'localhost'}:{port}"
+        yield f"{host}:{port}"
     finally:
         server.stop(None).wait()
 
