@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags
-from PIL.Image import Image, Transpose, fromarray
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import MARKER, JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from .bundle.spec import MAX_PIXELS
+from .rgb_strips import upright_rgb
 
 # Minimum height and width of an image in pixels.
 MIN_SIDE = 8
@@ -46,21 +46,6 @@ _MAX_SEGMENTS = 2000
 _MAX_JUNK = 4096
 # Chunks of a PNG; at the usual 8 KiB per chunk the largest allowed image has fewer.
 _MAX_CHUNKS = 100_000
-# Transposition that makes an image of an EXIF orientation upright.
-_TRANSPOSES = {
-    2: Transpose.FLIP_LEFT_RIGHT,
-    3: Transpose.ROTATE_180,
-    4: Transpose.FLIP_TOP_BOTTOM,
-    5: Transpose.TRANSPOSE,
-    6: Transpose.ROTATE_270,
-    7: Transpose.TRANSVERSE,
-    8: Transpose.ROTATE_90,
-}
-# Orientations whose first stored rows are the last rows, or columns, of the upright image.
-_REVERSED = (3, 4, 6, 7)
-# Pixels that are converted to RGB at a time. A converted copy of the whole image would take more
-# memory, and longer.
-_STRIP_PIXELS = 1 << 18
 # Peak memory of decoding and resizing in bytes per pixel. Pillow has four per pixel, and so does
 # libwebp, several times.
 _PILLOW_BYTES, _BYTES_PER_PIXEL, _WEBP_BYTES_PER_PIXEL = 4, 8, 18
@@ -282,23 +267,7 @@ def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
     # Before loading, which removes the tile.
     is_deep = isinstance(image, PngImageFile) and "16B" in str(image.tile)
     image.load()
-    excess = _excess_bits(image) if is_deep else 0
-    width, height = image.size
-    upright = np.empty((width, height, 3) if orientation > 4 else (height, width, 3), np.uint8)
-    transpose = _TRANSPOSES.get(orientation)
-    rows = max(1, _STRIP_PIXELS // width)
-    for top in range(0, height, rows):
-        bottom = min(top + rows, height)
-        strip = image.crop((0, top, width, bottom))
-        upright_strip = strip if transpose is None else strip.transpose(transpose)
-        pixels = _rgb_from_strip(upright_strip, excess)
-        first = height - bottom if orientation in _REVERSED else top
-        along = slice(first, first + bottom - top)
-        if orientation > 4:
-            upright[:, along] = pixels
-        else:
-            upright[along] = pixels
-    return upright
+    return upright_rgb(image, orientation, _excess_bits(image) if is_deep else 0)
 
 
 def _excess_bits(image: ImageFile) -> int:
@@ -319,11 +288,3 @@ def _excess_bits(image: ImageFile) -> int:
             "dark; convert it to 8 bits per channel"
         )
     return 0
-
-
-def _rgb_from_strip(strip: Image, excess: int) -> NDArray[np.uint8]:
-    if strip.mode.startswith("I;16"):
-        strip = fromarray((np.asarray(strip) >> excess).astype(np.uint8))
-    elif strip.mode == "P":  # RGBA first: palettes may hold transparency
-        strip = strip.convert("RGBA")
-    return np.asarray(strip if strip.mode == "RGB" else strip.convert("RGB"))

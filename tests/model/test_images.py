@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskrcnn_trt.model import images
+from maskrcnn_trt.model import rgb_strips
 from maskrcnn_trt.model.images import ImageError, decode_image, read_header
 
 
@@ -85,7 +85,8 @@ def test_16_bit_colours_are_rejected_if_they_would_turn_dark(bits: int) -> None:
 def test_exif_orientation_turns_the_image_upright(
     orientation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images, "_STRIP_PIXELS", 7 * 40)  # strips of seven rows; the last has three
+    # Strips of seven rows; the last has three.
+    monkeypatch.setattr(rgb_strips, "_STRIP_PIXELS", 7 * 40)
     upright = {
         1: lambda a: a,
         2: np.fliplr,
