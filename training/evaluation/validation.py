@@ -11,7 +11,7 @@ from ...model.mask_rcnn import MaskRCNN
 from ..classes import check_categories
 from ..config import ConfigError, EvaluationConfig, TrainConfig
 from ..data.coco.dataset import CocoDataset
-from ..data.loading.loader import eval_loader, validation_loss_loader
+from ..data.loading.loader import BatchLoader, eval_loader
 from ..distributed import Worker
 from ..reporting import with_progress
 from ..trainer import AUTOCAST_DTYPES
@@ -78,9 +78,7 @@ class Validation:
         config, worker = self._config, self._worker
         settings = config.evaluation
         evaluator = CocoEvaluator(self._dataset, self._categories, worker, settings.evaluator)
-        pin_memory = worker.device.type == "cuda"
-        ranks = {"rank": worker.rank, "world_size": worker.world_size}
-        loader = eval_loader(self._dataset, config, **ranks, pin_memory=pin_memory)
+        loader = self._loader()
         batches = with_progress(loader, len(loader), progress, "evaluating")
         autocast = AUTOCAST_DTYPES.get(config.precision)
         evaluate_model(model, batches, evaluator, worker.device, autocast)
@@ -91,10 +89,21 @@ class Validation:
         measure = not settings.skip_eval
         metrics = evaluator.evaluate(self.folder, measure=measure, report=report, drawn=drawn)
         if settings.losses and measure:
-            loader = validation_loss_loader(self._dataset, config, **ranks, pin_memory=pin_memory)
+            loader = self._loader(ground_truth=True)
             batches = with_progress(loader, len(loader), progress, "validation loss")
             metrics |= validation_losses(model, batches, worker, autocast)
         return metrics
+
+    def _loader(self, *, ground_truth: bool = False) -> BatchLoader:
+        worker = self._worker
+        return eval_loader(
+            self._dataset,
+            self._config,
+            ground_truth=ground_truth,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            pin_memory=worker.device.type == "cuda",
+        )
 
 
 def log_metrics(metrics: dict[str, float]) -> None:

@@ -146,40 +146,21 @@ def eval_loader(
     dataset: CocoDataset,
     config: TrainConfig,
     *,
+    ground_truth: bool = False,
     rank: int = 0,
     world_size: int = 1,
     pin_memory: bool = False,
 ) -> BatchLoader:
-    """Create the loader of one rank's evaluation batches, without ground truth.
+    """Create the loader of one rank's evaluation batches, of all images without augmentation.
 
-    Each image is loaded by exactly one rank.
+    Each image is loaded by exactly one rank. With `ground_truth`, batches have targets as in
+    training.
     """
-    reader = BatchReader(dataset, config.data, config.seed, training=False)
-    return _loader_of(reader, config, rank, world_size, pin_memory=pin_memory)
-
-
-def validation_loss_loader(
-    dataset: CocoDataset,
-    config: TrainConfig,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    pin_memory: bool = False,
-) -> BatchLoader:
-    """Create the loader of one rank's evaluation batches, with ground truth and unchanged images.
-
-    Each image is loaded by exactly one rank.
-    """
-    unchanged = {"flip_probability": 0.0, "transforms": (), "keep_empty": True}
-    data = config.data.model_copy(update=unchanged)
-    side = config.model.roi.mask_crop_size
-    reader = BatchReader(dataset, data, config.seed, training=True, mask_crop_size=side)
-    return _loader_of(reader, config, rank, world_size, pin_memory=pin_memory)
-
-
-def _loader_of(
-    reader: BatchReader, config: TrainConfig, rank: int, world_size: int, *, pin_memory: bool
-) -> BatchLoader:
+    data, side = config.data, None
+    if ground_truth:
+        unchanged = {"flip_probability": 0.0, "transforms": (), "keep_empty": True}
+        data, side = data.model_copy(update=unchanged), config.model.roi.mask_crop_size
+    reader = BatchReader(dataset, data, config.seed, training=ground_truth, mask_crop_size=side)
     plans = eval_plans(
         reader.buckets, config.evaluation.images_per_batch, rank=rank, world_size=world_size
     )
