@@ -1,4 +1,4 @@
-"""ONNX graph for TensorRT's plugins. Tests of engines: test_engine_build.py."""
+"""ONNX graph for TensorRT's plugins, options, and PTX. Tests of engines: test_engine_build.py."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,8 +9,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from pydantic import ValidationError
 
-from maskrcnn_trt.export.engines.tensorrt_builder import plugin_graph_from_model
+from maskrcnn_trt.export.engines.options import EngineOptions
+from maskrcnn_trt.export.engines.tensorrt_builder import check_ptx, plugin_graph_from_model
+from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.model.bundle.manifest import read_manifest
 from maskrcnn_trt.plugins.tensorrt.plugins import _PLUGINS, PLUGIN_NAMESPACE
 
@@ -104,3 +107,27 @@ def parser_errors(trt: ModuleType, model: onnx.ModelProto) -> list[tuple[str, st
     assert not parser.parse(model.SerializeToString())
     errors = (parser.get_error(index) for index in range(parser.num_errors))
     return [(error.node_operator(), error.desc()) for error in errors]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimization_level": 6},
+        {"aux_streams": -1},
+        {"tiling": "most"},
+        {"hardware_compatibility": "all"},
+        {"batches": ()},
+    ],
+)
+def test_invalid_options_are_rejected(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(options))):
+        EngineOptions(**options)
+
+
+@pytest.mark.parametrize(("nvrtc", "driver"), [(13000, 13000), (13000, 13010), (13020, 13010)])
+def test_nvrtc_must_not_be_newer_than_the_driver(nvrtc: int, driver: int) -> None:
+    if nvrtc <= driver:
+        check_ptx(nvrtc, driver)
+    else:
+        with pytest.raises(EngineError, match=r'CUDA 13\.2 .*13\.1 .*"nvidia-cuda-nvrtc<13\.2"'):
+            check_ptx(nvrtc, driver)
