@@ -9,19 +9,19 @@ from ...model.images import ImageError
 from ..config import ServeConfig
 from ..host import memory_limit
 
-# Parts of the memory limit, of which the budget is one by default. Messages, model and workers need
-# the others.
+# The default budget is the memory limit divided by this number. Messages, model and workers need
+# the rest.
 _PARTS_OF_LIMIT = 4
-# Parts of the budget, of which one is set aside for small images.
+# The budget divided by this number is set aside for small images.
 _PARTS_OF_BUDGET = 4
 
 
 class DecodeMemory:
     """Budget of bytes for images in decoding.
 
-    A quarter is set aside for small images, one in each thread, which therefore never wait. Larger
-    ones reserve their memory in the rest. If it does not suffice, they wait; connections get memory
-    in round-robin order. None overtakes a waiting one, so that the largest are not delayed forever.
+    A quarter is set aside for small images, one per thread, so small images never wait. Larger
+    images reserve memory in the rest. If too little is free, they wait; connections get memory in
+    round-robin order. No image overtakes a waiting one, so large images are not delayed forever.
 
     Call the methods from one event loop only.
     """
@@ -62,7 +62,7 @@ class DecodeMemory:
             self._release(size)
 
     def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
-        """Like `reserve`, for work in one of the threads, where small images reserve nothing."""
+        """Hold memory while a thread processes an image, as `reserve` does, unless it is small."""
         return self.reserve(peer, size) if size > self.small else nullcontext()
 
     async def _acquire(self, peer: str, size: int) -> None:

@@ -36,9 +36,8 @@ _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing fi
 def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> None:
     """Divide a COCO annotation file.
 
-    Writes OUT/train.json, OUT/val.json and OUT/test.json. A hash of its file name decides on the
-    part of an image, so that a larger version of the data set is divided equally. Images are not
-    copied.
+    Writes OUT/train.json, OUT/val.json and OUT/test.json. A hash of the file name selects the part
+    of an image, so an image stays in its part when the data set grows. Images are not copied.
     """
     shares = {name: share for name, share in (("val", val), ("test", test)) if share > 0}
     if not 0 < sum(shares.values()) < 1:
