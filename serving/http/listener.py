@@ -154,7 +154,7 @@ class _Connection(HttpToolsProtocol):
         if len(self.connections) > self._max_connections:
             transport.abort()
             return
-        _detect_lost_clients(transport.get_extra_info("socket"), self._settings.keepalive_s)
+        _set_socket_options(transport.get_extra_info("socket"), self._settings.keepalive_s)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -249,9 +249,12 @@ class _Connection(HttpToolsProtocol):
             self._set_slow_timer(_STALL_S, self._check_progress, waiting)
 
 
-def _detect_lost_clients(connection: socket.socket, keepalive_s: float) -> None:
-    """Let the kernel close a connection whose client does not acknowledge data or probes."""
+def _set_socket_options(connection: socket.socket, keepalive_s: float) -> None:
+    """Send without delay, and let the kernel close connections whose client does not respond."""
     tcp = socket.IPPROTO_TCP
+    # asyncio sets TCP_NODELAY only on sockets that were created for IPPROTO_TCP. Without it, the
+    # body is sent when the head is acknowledged, which clients delay by 40 ms.
+    connection.setsockopt(tcp, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(tcp, socket.TCP_KEEPIDLE, min(32_767, max(1, round(keepalive_s))))
     connection.setsockopt(tcp, socket.TCP_KEEPINTVL, 5)

@@ -1,5 +1,6 @@
 """Limits of the HTTP port: tokens, overload, slow, vanished and hostile clients, shutdown."""
 
+import os
 import random
 import re
 import signal
@@ -93,6 +94,22 @@ def test_overloaded_server_rejects_requests(
         gate.open()
         assert first.result().status_code == 200
     assert http.post("/v1/detect", content=picture(), headers=USER).status_code == 200
+
+
+def test_body_of_a_response_does_not_wait_for_the_acknowledgement_of_its_head(
+    server: HttpAddress,
+) -> None:
+    # The server runs in this process, and its end of the connection is among the open files.
+    def sends_without_delay() -> bool:
+        for descriptor in os.listdir("/proc/self/fd"):
+            with suppress(OSError), socket.fromfd(int(descriptor), family, kind) as accepted:
+                if accepted.getpeername() == client.getsockname():
+                    return accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        return False
+
+    family, kind = socket.AF_INET, socket.SOCK_STREAM
+    with connect(server) as client:
+        wait_until(sends_without_delay)
 
 
 def test_vanished_client_frees_its_slot(
