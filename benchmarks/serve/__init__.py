@@ -40,8 +40,8 @@ _CONCURRENCIES = (1, 4, 16)
 )  # fmt: skip
 @click.option(
     "--http", multiple=True, type=click.IntRange(min=1),
-    help="Requests in flight over HTTP, each with a connection of its own, for comparison with "
-    "--concurrency. Repeatable. Needs a bundle as SERVER.",
+    help="Requests in flight over HTTP, each with a connection of its own. As many are measured over "
+    "gRPC just before. Repeatable. Needs a bundle as SERVER.",
 )  # fmt: skip
 @click.option(
     "--rate", "rates", multiple=True, type=POSITIVE,
@@ -115,7 +115,9 @@ def serve(
             raise click.UsageError("--peer unbatched needs larger batches; raise --max-batch")
         results = _print_results(measure_bundle(bundle, settings, options))
         if peer:
-            closed = dataclasses.replace(settings, http=(), rates=(), loads=())
+            closed = dataclasses.replace(
+                settings, concurrencies=settings.grpc_clients(), http=(), rates=(), loads=()
+            )
             options = (*options, "--max-batch", "1")
             results += _print_results(measure_bundle(bundle, closed, options))
         max_delay_ms = config.max_delay_ms

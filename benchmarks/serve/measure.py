@@ -67,7 +67,7 @@ class ServeSettings:
     http: Sequence[int] = ()
     # Images per second of each open loop.
     rates: Sequence[float] = ()
-    # More open loops, with rates as fractions of the highest throughput at `concurrencies`.
+    # More open loops, with rates as fractions of the highest throughput with unary calls.
     loads: Sequence[float] = ()
     # Arrival process of open loops.
     arrivals: Arrivals = "poisson"
@@ -85,6 +85,10 @@ class ServeSettings:
     processes: int = 1
     # Seed of the arrival times.
     seed: int = 0
+
+    def grpc_clients(self) -> Sequence[int]:
+        """Return the clients of each closed loop with unary calls: `http` is compared with some."""
+        return sorted({*self.concurrencies, *self.http})
 
     def encoded_images(self) -> Sequence[bytes]:
         """Return the images to send."""
@@ -158,17 +162,17 @@ def measure_server(
     target = _target_at(address, settings, pid)
     capacity = 0.0
     with _client_processes(settings.processes) as pool:
-        for clients in settings.concurrencies:
+        for clients in settings.grpc_clients():
             result = _measure(pool, target, ClosedLoop(clients), settings)
             capacity = max(capacity, result.images_per_second)
             yield result
+            if http_address is not None and clients in settings.http:
+                images = settings.encoded_images()
+                over_http = target._replace(address=http_address, requests=images)
+                path = f"/v1/detect?mask_format={settings.masks.value}"
+                yield _measure(pool, over_http, HttpLoop(clients, path=path), settings)
         for clients in settings.streamed:
             yield _measure(pool, target, ClosedLoop(clients, streamed=True), settings)
-        if http_address is not None:
-            over_http = target._replace(address=http_address, requests=settings.encoded_images())
-            path = f"/v1/detect?mask_format={settings.masks.value}"
-            for clients in settings.http:
-                yield _measure(pool, over_http, HttpLoop(clients, path=path), settings)
         for rate in (*settings.rates, *(share * capacity for share in settings.loads)):
             yield _measure(pool, target, OpenLoop(rate, settings.arrivals), settings)
 

@@ -41,9 +41,10 @@ waits for the model nor is in it. "batch" is the size of the batch of a request.
 """
 _USE_NOTE = """\
 "batches" is the mean number of batches in the backend at a time. "cores" is the CPU time of the
-server and its children per wall-clock time, "MiB" their resident memory in the first and the last
-fifth of the measurement. "client cores" is the CPU time per wall-clock time of the busiest client
-process, and "client lag" the 99th percentile of the delay with which requests were sent.
+server and its children per wall-clock time, "CPU ms" per image, and "MiB" their resident memory in
+the first and the last fifth of the measurement. "client cores" is the CPU time per wall-clock time
+of the busiest client process, and "client lag" the 99th percentile of the delay with which requests
+were sent.
 """
 
 
@@ -177,11 +178,14 @@ def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:
         stages = (_format_ms(getattr(r.times, key)) for key in _TIMES)
         outside = (r.times.decode + r.times.encode + r.times.rest) / r.latency.mean
         times.append((*name, f"{r.mean_batch_size:.1f}", *stages, f"{outside:.1%}"))
-        cores = "" if r.server is None else f"{r.server.cores:.2f}"
+        cores, cpu = "", ""
+        if r.server is not None:
+            cores = f"{r.server.cores:.2f}"
+            cpu = _format_ms(1000 * r.server.cores / r.images_per_second)
         memory = _memory_mib(r)
         resident = "" if memory is None else f"{memory[0]:.0f} to {memory[1]:.0f}"
         client = (f"{r.client.cores:.2f}", _format_ms(r.client.lag))
-        use.append((*name, f"{r.batches_at_once:.2f}", cores, resident, *client))
+        use.append((*name, f"{r.batches_at_once:.2f}", cores, cpu, resident, *client))
     columns = ("load", _MAX_BATCH)
     return [
         ResultTable(
@@ -199,7 +203,7 @@ def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:
         ),
         ResultTable(
             heading="CPU and memory use of server and clients",
-            columns=(*columns, "batches", "cores", "MiB", "client cores", "client lag"),
+            columns=(*columns, "batches", "cores", "CPU ms", "MiB", "client cores", "client lag"),
             rows=use,
             optional_column=_MAX_BATCH,
         ),

@@ -35,18 +35,19 @@ def server(bundle: Path) -> Iterator[ServerProcess]:
 @pytest.mark.slow
 def test_server_of_a_bundle_is_measured_and_stopped(bundle: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    levels = ("--concurrency", 1, "--concurrency", 6, "--streamed", 6, "--load", 0.5)
+    levels = ("--concurrency", 1, "--http", 6, "--streamed", 6, "--load", 0.5)
     levels += ("--processes", 2)
     times = ("--seconds", 1, "--warmup", 0.2)
     extras = ("--engine-rate", "--peer", "unbatched", "--json", record, "--output", tmp_path)
     result = run(bundle, *levels, *times, *extras, "--", "--max-batch", 3, "--threads", 1)
     assert result.exit_code == 0, result.output
     report = json.loads(record.read_text())
-    one, six, streamed, half, *unbatched = report["results"]
+    one, six, http, streamed, half, *unbatched = report["results"]
     one_unbatched, six_unbatched, _ = unbatched
-    assert [r["max_batch"] for r in report["results"]] == [3, 3, 3, 3, 1, 1, 1]
+    assert [r["max_batch"] for r in report["results"]] == [3, 3, 3, 3, 3, 1, 1, 1]
     assert one["load"] == {"clients": 1, "streamed": False}
     assert six["load"] == {"clients": 6, "streamed": False}
+    assert http["load"] == {"clients": 6, "streamed": False, "path": "/v1/detect?mask_format=rle"}
     assert streamed["load"] == {"clients": 6, "streamed": True}
     best = max(one["images_per_second"], six["images_per_second"])
     assert half["load"] == {"rate": best / 2, "arrivals": "poisson"}
@@ -65,6 +66,7 @@ def test_server_of_a_bundle_is_measured_and_stopped(bundle: Path, tmp_path: Path
     assert report["max_delay_ms"] == 2.0
     (page,) = tmp_path.glob("serve-*.md")
     assert "of the engine's own" in page.read_text()
+    assert "of gRPC's" in page.read_text()
 
 
 def refused(result: ServeResult) -> dict[str, int]:

@@ -59,7 +59,7 @@ def test_page_and_plots(tmp_path: Path) -> None:
     assert "| 64 clients streamed | 8 | 700.0 |" in text
     assert "| poisson 900.0/s (150%) | 8 | 590.0 |" in text
     assert "| 1 client | 8 | 7.5 | 1.0 | 2.0 | 5.0 | 1.0 | 1.0 | 30.0% |" in text
-    assert "| 1 client | 8 | 0.90 | 3.50 | 100 to 105 | 0.25 | 0.5 |" in text
+    assert "| 1 client | 8 | 0.90 | 3.50 | 35.0 | 100 to 105 | 0.25 | 0.5 |" in text
     assert "- poisson 900.0/s: 300 of 1200 requests ended with RESOURCE_EXHAUSTED, p50 2.0" in text
     with Image.open(page.with_suffix(".png")) as image:
         assert min(image.size) > 500
