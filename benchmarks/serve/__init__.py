@@ -40,8 +40,8 @@ _CONCURRENCIES = (1, 4, 16)
 )  # fmt: skip
 @click.option(
     "--http", multiple=True, type=click.IntRange(min=1),
-    help="Requests in flight over HTTP, each with a connection of its own. As many are measured over "
-    "gRPC just before. Repeatable. Needs a bundle as SERVER.",
+    help="Requests in flight over HTTP, each with a connection of its own. As many over gRPC are "
+    "measured just before. Repeatable. Needs a bundle as SERVER.",
 )  # fmt: skip
 @click.option(
     "--rate", "rates", multiple=True, type=POSITIVE,
