@@ -34,8 +34,9 @@ PLUGIN_NAMESPACE = "maskrcnn"
 _VERSION = "1"
 
 # Annotations of attributes by Python type: arrays, because TensorRT 10 cannot read scalars with
-# NumPy 2.4 or later.
-_FIELDS = {int: NDArray[np.int32], float: NDArray[np.float32], list: NDArray[np.float32]}
+# NumPy 2.4 or later. They are classes: TensorRT 10 cannot read `NDArray` of NumPy 2.5 or later.
+_INTEGERS, _FLOATS = (np.ndarray[Any, np.dtype[kind]] for kind in (np.int32, np.float32))
+_FIELDS = {int: _INTEGERS, float: _FLOATS, list: _FLOATS}
 
 # Errors of the plugins' functions since `plugin_errors`. TensorRT prints them, and fails without a
 # reason.
@@ -136,6 +137,9 @@ def _implement_pooled(
     **attributes: Any,
 ) -> tuple[Kernel, Launch]:
     *features, rois = inputs
+    if len(set(spatial_scales)) == 1:
+        # The bindings of TensorRT 10.15 and older repeat the first value of the parser's arrays.
+        spatial_scales = [spatial_scales[0] / 2**level for level in range(len(features))]
     pooling = Pooling(
         spatial_scales=tuple(spatial_scales),
         aligned=bool(aligned),

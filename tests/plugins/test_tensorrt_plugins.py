@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cuda.bindings import nvrtc
 from cuda.bindings.utils import get_minimal_required_cuda_ver_from_ptx_ver
-from plugin_builder import Builder, builder_of_plugin
+from plugin_builder import Builder, Shape, builder_of_plugin, evaluated
 from tensorrt_stubs import load_tensorrt, missing_names, stubbed_environment
 
 from maskrcnn_trt.plugins.nms_keep.kernel import nms_keep_kernel, nms_keep_launch
@@ -78,14 +78,17 @@ def test_nms_keep_launch_equals_the_torch_operation(
 ) -> None:
     builder = builder_of("NmsKeep", NMS)
     types = (trt.float32, trt.int64)
-    assert builder.output(types, NMS_SHAPES) == (trt.int32, (5, 1000))
-    io_types, io_shapes = (*types, trt.int32), [*NMS_SHAPES, (5, 1000)]
+    output_type, sizes = builder.output(types, dynamic(NMS_SHAPES))
+    assert output_type == trt.int32
+    assert evaluated(sizes, NMS_SHAPES) == (5, 1000)
+    io_types, io_shapes = (*types, trt.int32), dynamic([*NMS_SHAPES, (5, 1000)])
     linear = ("LINEAR",) * 3
     assert builder.combinations(io_types, io_shapes) == {(io_types, linear)}
-    name, ptx, launch = builder.kernel(io_types, io_shapes, linear)
-    assert launch == nms_keep_launch(5, 1000)
-    assert ptx == expected_ptx(nms_keep_kernel(float(np.float32(0.7)), 1000, "int"), name)
-    assert kernel_parameters(ptx) == "PP" + "I" + "P"
+    kernel = builder.kernel(io_types, io_shapes, linear)
+    assert kernel.launch(NMS_SHAPES) == nms_keep_launch(5, 1000)
+    expected = nms_keep_kernel(float(np.float32(0.7)), 1000, "int")
+    assert kernel.ptx == expected_ptx(expected, kernel.entry)
+    assert kernel_parameters(kernel.ptx) == "PP" + "I" + "P"
 
 
 def test_kernels_of_other_constants_have_other_names(
@@ -97,9 +100,9 @@ def test_kernels_of_other_constants_have_other_names(
     for keep in (100, 1000, 1000):
         builder = builder_of("NmsKeep", {**NMS, "max_keep": keep})
         builder.output(types, shapes)
-        name, ptx, _ = builder.kernel((*types, trt.int32), [*shapes, shapes[1]], ["LINEAR"] * 3)
-        assert f".entry {name}(".encode() in ptx
-        names.add(name)
+        kernel = builder.kernel((*types, trt.int32), [*shapes, shapes[1]], ["LINEAR"] * 3)
+        assert f".entry {kernel.entry}(".encode() in kernel.ptx
+        names.add(kernel.entry)
     assert len(names) == 2
 
 
@@ -125,9 +128,11 @@ def test_roi_align_launch_equals_the_torch_operation(
     features = trt.float16 if half else trt.float32
     types, shapes = (*[features] * len(maps), trt.float32), [*maps, ROIS]
     side = attributes["output_size"]
-    assert builder.output(types, shapes) == (features, (2, 1000, 256, side, side))
+    output_type, sizes = builder.output(types, dynamic(shapes))
+    assert output_type == features
+    assert evaluated(sizes, shapes) == (2, 1000, 256, side, side)
 
-    io_types, io_shapes = (*types, features), [*shapes, (2, 1000, 256, side, side)]
+    io_types, io_shapes = (*types, features), dynamic([*shapes, (2, 1000, 256, side, side)])
     singles, halves = (
         (*[kind] * len(maps), trt.float32, kind) for kind in (trt.float32, trt.float16)
     )
@@ -138,8 +143,9 @@ def test_roi_align_launch_equals_the_torch_operation(
         (halves, linear),
         (halves, (*["HWC8"] * len(maps), "LINEAR", "LINEAR")),
     }
-    kernel_name, ptx, launch = builder.kernel(io_types, io_shapes, formats)
-    assert launch == pyramid_roi_align_launch(2, 1000, 256, [m[2:] for m in maps], side)
+    captured = builder.kernel(io_types, io_shapes, formats)
+    expected = pyramid_roi_align_launch(2, 1000, 256, [m[2:] for m in maps], side)
+    assert captured.launch(shapes) == expected
     pooling = Pooling(
         **{
             **attributes,
@@ -152,8 +158,23 @@ def test_roi_align_launch_equals_the_torch_operation(
     kernel = forward_kernel(
         pooling, kind, 256, channels_last=channels_last, pooled_channels_last=False
     )
-    assert ptx == expected_ptx(kernel, kernel_name)
-    assert kernel_parameters(ptx) == "P" * (len(maps) + 1) + "I" * (1 + 2 * len(maps)) + "P"
+    assert captured.ptx == expected_ptx(kernel, captured.entry)
+    assert (
+        kernel_parameters(captured.ptx) == "P" * (len(maps) + 1) + "I" * (1 + 2 * len(maps)) + "P"
+    )
+
+
+def test_scales_that_old_bindings_repeat_are_restored(
+    trt: ModuleType, builder_of: MakeBuilder
+) -> None:
+    types = (*[trt.float32] * 6,)
+    entries = set()
+    for scales in (POOLING["spatial_scales"], [1 / 4] * 4):
+        builder = builder_of("PyramidRoIAlign", {**POOLING, "spatial_scales": scales})
+        builder.output(types[:-1], [*MAPS, ROIS])
+        shapes = [*MAPS, ROIS, (2, 1000, 256, 7, 7)]
+        entries.add(builder.kernel(types, shapes, ["LINEAR"] * 6).entry)
+    assert len(entries) == 1
 
 
 def test_channels_that_need_padding_use_linear_format(
@@ -253,6 +274,11 @@ def test_bindings_load_beside_tensorrt_rtx() -> None:
         check=True,
     )
     assert run.stdout.strip().endswith("plugin._lib")
+
+
+def dynamic(shapes: Sequence[Shape]) -> list[Shape]:
+    """Return shapes whose first axis is dynamic."""
+    return [(-1, *shape[1:]) for shape in shapes]
 
 
 def expected_ptx(kernel: Kernel, entry: str) -> bytes:

@@ -1,13 +1,16 @@
 """Stub of TensorRT's builder, which calls plugins in the order of the real one.
 
-Only TensorRT's C++ side can create symbolic sizes. The stub passes numbers that pretend not to be
-constants.
+Only TensorRT's C++ side can create symbolic sizes. The stub's sizes are trees of the operations
+that a plugin applies to them, to be evaluated for any shapes of the inputs. Axes of size -1 are
+dynamic.
 """
 
-from collections.abc import Callable, Sequence
+import ctypes
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,26 +18,56 @@ import pytest
 from maskrcnn_trt.plugins.runtime.compilation import Launch
 from maskrcnn_trt.plugins.tensorrt.plugins import PLUGIN_NAMESPACE
 
+Shape = tuple[int, ...]
+
+
+def evaluated(sizes: Iterable[Any], shapes: Sequence[Shape]) -> tuple[int, ...]:
+    """Return the values of symbolic sizes for the shapes of a plugin's inputs."""
+    return tuple(size.evaluate(shapes) for size in sizes)
+
+
+class PluginKernel(NamedTuple):
+    """Kernel of a plugin, and its launch as symbolic sizes."""
+
+    entry: str
+    ptx: bytes
+    grid: tuple[Any, ...]
+    block: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+    # Integer type of each scalar.
+    scalar_types: tuple[Any, ...]
+
+    def launch(self, shapes: Sequence[Shape]) -> Launch:
+        """Return the launch for the shapes of the inputs."""
+        return Launch(
+            *(evaluated(sizes, shapes) for sizes in (self.grid, self.block, self.scalars))
+        )
+
 
 def builder_of_plugin(
     trt: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, attributes: dict[str, Any]
 ) -> "Builder":
     """Return a stub builder for one plugin, created from int32 and float32 as by the parser."""
 
+    # The bindings accept objects of their own classes only.
     class Size(trt.Dims):  # type: ignore[misc, name-defined]
-        def __init__(self, value: int) -> None:
+        def __init__(self, evaluate: Callable[[Sequence[Shape]], int], constant: bool) -> None:
             super().__init__()
-            self.value = value
+            self.evaluate, self._constant = evaluate, constant
 
         def is_constant(self) -> bool:
-            return False
+            return self._constant
+
+        def get_constant_value(self) -> int:
+            assert self._constant
+            return self.evaluate(())
 
     expressions = import_module(import_module("tensorrt.plugin").SymInt32.__module__)
 
     class Expression(expressions.SymExprImpl):  # type: ignore[misc, name-defined]
-        def __init__(self, expression: Any) -> None:
-            super().__init__(expression)
-            self.value = expression._expr.value
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            self.__dict__[f"written_{name}"] = value  # the bindings have no getters
 
     monkeypatch.setattr(trt, "IDimensionExpr", Size)
     monkeypatch.setattr(trt, "DimsExprs", lambda length: [None] * length)
@@ -68,19 +101,20 @@ class _Scalars(dict[int, Any]):
 
 
 class Builder:
-    """Stub builder for one plugin. Types are `tensorrt.DataType`; the first axis is dynamic."""
+    """Stub builder for one plugin. Types are `tensorrt.DataType`."""
 
     def __init__(self, trt: ModuleType, size: type, plugin: Any) -> None:
         self._trt, self._size, self._plugin = trt, size, plugin
 
-    def output(
-        self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[Any, tuple[int, ...]]:
-        """Return type and shape of the output for those of the inputs."""
+    def output(self, types: Sequence[Any], shapes: Sequence[Shape]) -> tuple[Any, tuple[Any, ...]]:
+        """Return type and symbolic sizes of the output for those of the inputs."""
         (output_type,) = self._plugin.get_output_data_types(list(types), [len(s) for s in shapes])
-        exprs = [[self._size(side) for side in shape] for shape in shapes]
-        (shape,) = self._plugin.get_output_shapes(exprs, [], self)
-        return output_type, tuple(side.value for side in shape)
+        exprs = [
+            [self._input_size(tensor, axis, side) for axis, side in enumerate(shape)]
+            for tensor, shape in enumerate(shapes)
+        ]
+        (sizes,) = self._plugin.get_output_shapes(exprs, [], self)
+        return output_type, tuple(sizes)
 
     def combinations(
         self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]]
@@ -93,37 +127,53 @@ class Builder:
         return {(tuple(t.type for t in row), tuple(t.format.name for t in row)) for row in rows}
 
     def kernel(
-        self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]], formats: Sequence[str]
-    ) -> tuple[str, bytes, Launch]:
-        """Return name, PTX and launch of the kernel; arguments include the output, last."""
+        self, types: Sequence[Any], shapes: Sequence[Shape], formats: Sequence[str]
+    ) -> PluginKernel:
+        """Return the kernel; arguments include the output, last."""
         tensors, inputs = self._tensors(types, shapes, formats), len(types) - 1
         self._plugin.configure_plugin(tensors[:inputs], tensors[inputs:])
         self._plugin.set_tactic(0)
         launch, scalars = SimpleNamespace(), _Scalars()
         self._plugin.get_launch_params(None, tensors, inputs, launch, scalars, self)
         descriptions = [tensor.desc for tensor in tensors]
-        name, ptx = self._plugin.get_kernel(descriptions[:inputs], descriptions[inputs:])
-        assert launch.shared_mem.value == 0
-        grid = launch.grid_x.value, launch.grid_y.value, launch.grid_z.value
-        block = launch.block_x.value, launch.block_y.value, launch.block_z.value
-        values = tuple(scalars[index].value for index in range(scalars.nbSymExprs))
-        return name, ptx, Launch(grid, block, values)
+        entry, ptx = self._plugin.get_kernel(descriptions[:inputs], descriptions[inputs:])
+        assert launch.shared_mem.written_expr.get_constant_value() == 0
+        grid, block = (
+            tuple(getattr(launch, f"{name}_{axis}").written_expr for axis in "xyz")
+            for name in ("grid", "block")
+        )
+        extra = [scalars[index] for index in range(scalars.nbSymExprs)]
+        kinds = self._trt.PluginArgDataType
+        widths = {
+            kinds.INT8: ctypes.c_int8,
+            kinds.INT16: ctypes.c_int16,
+            kinds.INT32: ctypes.c_int32,
+        }
+        types = tuple(widths[scalar.written_dtype] for scalar in extra)
+        return PluginKernel(entry, ptx, grid, block, tuple(s.written_expr for s in extra), types)
 
     def constant(self, value: int) -> Any:
         """Implement `IExprBuilder.constant`, which plugins call."""
-        return self._size(value)
+        return self._size(lambda _shapes: value, True)
 
     def operation(self, operation: Any, first: Any, second: Any) -> Any:
         """Implement `IExprBuilder.operation`, which plugins call."""
         names = self._trt.DimensionOperation
-        compute: dict[Any, Callable[[int, int], int]] = {
-            names.SUM: lambda a, b: a + b,
-            names.SUB: lambda a, b: a - b,
-            names.PROD: lambda a, b: a * b,
-            names.FLOOR_DIV: lambda a, b: a // b,
-            names.CEIL_DIV: lambda a, b: -(-a // b),
-        }
-        return self._size(compute[operation](first.value, second.value))
+        compute: Callable[[int, int], int] = {
+            names.SUM: operator.add,
+            names.SUB: operator.sub,
+            names.PROD: operator.mul,
+            names.FLOOR_DIV: operator.floordiv,
+        }[operation]
+        return self._size(
+            lambda shapes: compute(first.evaluate(shapes), second.evaluate(shapes)),
+            first.is_constant() and second.is_constant(),
+        )
+
+    def _input_size(self, tensor: int, axis: int, side: int) -> Any:
+        if side >= 0:
+            return self.constant(side)
+        return self._size(lambda shapes: shapes[tensor][axis], False)
 
     def _tensors(
         self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]], formats: Sequence[str]
@@ -131,7 +181,7 @@ class Builder:
         tensors = []
         for type_, shape, name in zip(types, shapes, formats, strict=True):
             description, tensor = self._trt.PluginTensorDesc(), self._trt.DynamicPluginTensorDesc()
-            description.dims, description.type = (-1, *shape[1:]), type_
+            description.dims, description.type = shape, type_
             description.format, description.scale = getattr(self._trt.TensorFormat, name), 1.0
             tensor.desc = description
             tensors.append(tensor)

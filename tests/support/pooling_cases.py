@@ -82,10 +82,10 @@ def pool_by_torchvision(features: Sequence[Tensor], rois: Tensor, mode: Mode = D
     return pooled.to(features[0].dtype).unflatten(0, rois.shape[:2])
 
 
-def pyramid(batch: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def pyramid(batch: int, dtype: torch.dtype = torch.float32, channels: int = 12) -> list[Tensor]:
     generator = torch.Generator().manual_seed(batch)
     return [
-        torch.randn(batch, 12, int(HEIGHT * s), int(WIDTH * s), generator=generator).to(dtype)
+        torch.randn(batch, channels, int(HEIGHT * s), int(WIDTH * s), generator=generator).to(dtype)
         for s in SCALES
     ]
 

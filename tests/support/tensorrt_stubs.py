@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -96,7 +97,8 @@ def stubbed_environment() -> dict[str, str]:
     if INSTALLED:
         return dict(os.environ)
     folder = str(_stub_folder())
-    return {**os.environ, "PYTHONPATH": folder, "LD_LIBRARY_PATH": folder}
+    paths = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": paths, "LD_LIBRARY_PATH": folder}
 
 
 def missing_names(path: Path, alias: str, module: ModuleType) -> list[str]:
@@ -135,9 +137,9 @@ def _resolves(module: ModuleType, chain: tuple[str, ...]) -> bool:
 @functools.cache
 def _install_stubs() -> None:
     folder = _stub_folder()
-    for library in _SOURCES:
+    for library in folder.glob("lib*"):
         # Loaded without sharing symbols, so that `tensorrt_rtx` works in the same process.
-        ctypes.CDLL(str(folder / f"lib{library}.so.11"))
+        ctypes.CDLL(str(library))
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
 
@@ -153,8 +155,9 @@ def _stub_folder() -> Path:
         pytest.skip("needs gcc to build stubs of TensorRT's libraries")
     folder = Path(tempfile.mkdtemp(prefix="tensorrt-stubs-"))
     atexit.register(shutil.rmtree, folder)
+    major = importlib.metadata.version("tensorrt_cu13_bindings").partition(".")[0]
     for library, source in _SOURCES.items():
-        name = f"lib{library}.so.11"
+        name = f"lib{library}.so.{major}"
         options = ["-x", "c", "-", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", folder / name]
         subprocess.run([compiler, *options], input=source, text=True, check=True)
     for file, text in _PACKAGE.items():

@@ -1,0 +1,260 @@
+"""Kernels of the plugins, captured with dynamic shapes and launched as TensorRT launches them."""
+
+import ctypes
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from box_cases import random_boxes
+from plugin_builder import PluginKernel, builder_of_plugin, evaluated
+from plugin_emulator import GuardedTensor, LoadedKernel, guarded, packed_arguments
+from pooling_cases import CANONICAL_LEVEL, CANONICAL_SIZE, SCALES, pyramid, random_rois
+from tensorrt_stubs import load_tensorrt
+from torch import Tensor
+
+from maskrcnn_trt.plugins.nms_keep import nms_keep
+from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
+from maskrcnn_trt.plugins.runtime.compilation import Launch
+from maskrcnn_trt.plugins.tensorrt.plugins import register_plugins
+
+BATCHES = range(1, 9)
+# Architecture of launches that are only evaluated, and oldest one that kernels are compiled for.
+HOPPER, TURING = 90, 75
+CHANNELS, BOXES, ROIS = 72, 700, 50
+
+
+class Case(NamedTuple):
+    """Plugin, its attributes, and type and format of its maps."""
+
+    plugin: str
+    attributes: dict[str, Any]
+    dtype: torch.dtype = torch.float32
+    map_format: str = "LINEAR"
+
+    @property
+    def is_channels_last(self) -> bool:
+        return self.map_format == "HWC8"
+
+    def operation(self, *inputs: Tensor) -> Tensor:
+        """Return what the torch operation computes on the CPU, as the plugin's type."""
+        if self.plugin == "NmsKeep":
+            return nms_keep(*inputs, **self.attributes).int()
+        *maps, rois = inputs
+        flags = {name: bool(self.attributes[name]) for name in ("aligned", "inclusive")}
+        return pyramid_roi_align(maps, rois, **{**self.attributes, **flags})
+
+
+def pooling(levels: tuple[float, ...], side: int, ratio: int, flag: int) -> dict[str, Any]:
+    return {
+        "output_size": side,
+        "sampling_ratio": ratio,
+        "spatial_scales": list(levels),
+        "canonical_level": CANONICAL_LEVEL,
+        "canonical_size": CANONICAL_SIZE,
+        "aligned": flag,
+        "inclusive": flag,
+    }
+
+
+FORMATS = ((torch.float32, "LINEAR"), (torch.float16, "LINEAR"), (torch.float16, "HWC8"))
+CASES = {
+    "NMS": Case("NmsKeep", {"iou_threshold": 0.5, "max_keep": 0}),
+    "NMS of 100": Case("NmsKeep", {"iou_threshold": 0.7, "max_keep": 100}),
+    **{
+        f"{name} {str(dtype)[6:]} {map_format}": Case(plugin, attributes, dtype, map_format)
+        for name, plugin, attributes in (
+            ("pyramid", "PyramidRoIAlign", pooling(SCALES, 7, 2, 0)),
+            ("single map", "SingleMapRoIAlign", pooling(SCALES[2:3], 14, 0, 1)),
+        )
+        for dtype, map_format in FORMATS
+    },
+}
+
+
+@functools.cache
+def inputs_of(name: str, seed: int = 0) -> list[Tensor]:
+    """Return the inputs for the largest batch."""
+    case, batch = CASES[name], max(BATCHES)
+    if case.plugin == "NmsKeep":
+        generator = torch.Generator().manual_seed(seed)
+        classes = torch.randint(-1, 4, (batch, BOXES), generator=generator)
+        return [random_boxes(batch, BOXES, seed=seed), classes]
+    maps = pyramid(batch, case.dtype, CHANNELS)
+    if case.plugin == "SingleMapRoIAlign":
+        maps = maps[2:3]
+    return [*(m.flip(0) if seed else m for m in maps), random_rois(batch, ROIS + seed)[:, :ROIS]]
+
+
+@functools.cache
+def expected_of(name: str, seed: int = 0) -> Tensor:
+    return CASES[name].operation(*inputs_of(name, seed))
+
+
+@functools.cache
+def captured(name: str, architecture: int) -> PluginKernel:
+    """Return the kernel, captured with dynamic batches, RoIs and sizes of maps."""
+    trt = load_tensorrt()
+    register_plugins(architecture)
+    types = {
+        torch.float32: trt.float32,
+        torch.float16: trt.float16,
+        torch.int64: trt.int64,
+        torch.int32: trt.int32,
+    }
+    case, inputs, expected = CASES[name], inputs_of(name), expected_of(name)
+    shapes = [
+        (-1, tensor.shape[1], -1, -1) if tensor.dim() == 4 else (-1, *tensor.shape[1:])
+        for tensor in inputs
+    ]
+    if case.plugin != "NmsKeep":
+        shapes[-1] = (-1, -1, 4)
+    io_types = [types[tensor.dtype] for tensor in (*inputs, expected)]
+    formats = [case.map_format] * (len(inputs) - 1) + ["LINEAR"] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        builder = builder_of_plugin(trt, patch, case.plugin, case.attributes)
+        output_type, sizes = builder.output(io_types[:-1], shapes)
+        assert output_type == io_types[-1]
+        for batch in BATCHES:
+            given = [(batch, *tensor.shape[1:]) for tensor in inputs]
+            assert evaluated(sizes, given) == (batch, *expected.shape[1:])
+        io_shapes = [*shapes, (-1,) * expected.dim()]
+        assert (tuple(io_types), tuple(formats)) in builder.combinations(io_types, io_shapes)
+        return builder.kernel(io_types, io_shapes, formats)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_launch_of_nms_keep(batch: int) -> None:
+    kernel = captured("NMS", HOPPER)
+    assert kernel.launch([(batch, 700, 4), (batch, 700)]) == ((batch, 1, 1), (1024, 1, 1), (700,))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_launches_of_roi_align(batch: int) -> None:
+    """Sizes of maps and the number of RoIs are other ones than those of the capture."""
+    sizes = [(200, 336), (100, 168), (50, 84), (25, 42)]
+    maps, rois = [(batch, CHANNELS, *size) for size in sizes], (batch, 1000, 4)
+    for name, given, sides in (
+        ("pyramid float16 HWC8", [*maps, rois], (200, 336, 100, 168, 50, 84, 25, 42)),
+        ("single map float32 LINEAR", [maps[1], rois], (100, 168)),
+    ):
+        # A block computes 49 cells of a RoI.
+        blocks = {"pyramid": 1, "single map": 4}[name.partition(" float")[0]]
+        expected = Launch((1000, batch, blocks), (256, 1, 1), (CHANNELS, *sides))
+        assert captured(name, HOPPER).launch(given) == expected
+
+
+@pytest.mark.parametrize("name", ["NMS", "pyramid float16 HWC8"])
+def test_arguments_are_inputs_scalars_and_output(name: str) -> None:
+    kernel, inputs = captured(name, HOPPER), inputs_of(name)
+    scalars = kernel.launch([tuple(tensor.shape) for tensor in inputs]).scalars
+    addresses = [1 << 40 | index for index in range(len(inputs))]
+    packed = packed_arguments(kernel, addresses, scalars, 7)
+    assert [value.value for value in packed] == [*addresses, *scalars, 7]
+    (parameters,) = re.findall(rf"\.entry {kernel.entry}\((.*?)\)", kernel.ptx.decode(), re.DOTALL)
+    widths = [int(bits) // 8 for bits in re.findall(r"\.param \.u(\d+)", parameters)]
+    assert [ctypes.sizeof(value) for value in packed] == widths
+    with pytest.raises(AssertionError, match="exceeds its type"):
+        packed_arguments(kernel, addresses, [1 << 31, *scalars[1:]], 7)
+
+
+def test_guard_zones_show_writes_out_of_bounds() -> None:
+    held = GuardedTensor((2, 3), torch.float16, "cpu")
+    assert held.tensor.isnan().all()
+    held.tensor.zero_()
+    held.check()
+    beyond = held.tensor.as_strided((1,), (1,), held.tensor.storage_offset() + 6)
+    beyond.zero_()
+    with pytest.raises(AssertionError, match="out of bounds"):
+        held.check()
+
+
+@pytest.fixture(scope="module", params=["own architecture", "oldest architecture"])
+def loaded(request: pytest.FixtureRequest) -> Iterator[dict[str, LoadedKernel]]:
+    """All kernels, loaded in this process."""
+    major, minor = torch.cuda.get_device_capability()
+    torch.cuda.synchronize()  # makes the context current
+    architecture = 10 * major + minor if request.param == "own architecture" else TURING
+    kernels = {name: captured(name, architecture) for name in CASES}
+    assert len({kernel.entry for kernel in kernels.values()}) == len(CASES)
+    loaded_kernels = {name: LoadedKernel(kernel) for name, kernel in kernels.items()}
+    yield loaded_kernels
+    torch.cuda.synchronize()
+    for kernel in loaded_kernels.values():
+        kernel.close()
+
+
+class Run:
+    """Memory of a kernel's inputs and output on the GPU for a batch size."""
+
+    def __init__(self, name: str, batch: int, guard: int) -> None:
+        self._name, self._batch = name, batch
+        self._expected = expected_of(name)
+        self._shapes = [(batch, *tensor.shape[1:]) for tensor in inputs_of(name)]
+        self._inputs = [self._placed(tensor, guard) for tensor in inputs_of(name)]
+        shape = (batch, *self._expected.shape[1:])
+        self._output = GuardedTensor(shape, self._expected.dtype, "cuda", guard)
+
+    def _placed(self, tensor: Tensor, guard: int) -> GuardedTensor:
+        is_map = tensor.dim() == 4
+        last = is_map and CASES[self._name].is_channels_last
+        return guarded(tensor[: self._batch], "cuda", channels_last=last, guard=guard)
+
+    def replace_inputs(self, seed: int) -> None:
+        """Overwrite the inputs in place, and poison the output."""
+        self._expected = expected_of(self._name, seed)
+        for held, tensor in zip(self._inputs, inputs_of(self._name, seed), strict=True):
+            held.tensor.copy_(self._placed(tensor, 0).tensor)
+        self._output.poison()
+
+    def launch(self, kernel: LoadedKernel) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(self._inputs, self._shapes, self._output, stream)
+
+    def check(self, seed: int = 0) -> None:
+        torch.cuda.synchronize()
+        tolerance = {torch.int32: 0, torch.float32: 1e-4, torch.float16: 4e-3}
+        found, expected = self._output.tensor.cpu(), self._expected[: self._batch]
+        torch.testing.assert_close(found, expected, atol=tolerance[found.dtype], rtol=0)
+        for held, tensor in zip(self._inputs, inputs_of(self._name, seed), strict=True):
+            assert torch.equal(held.tensor, self._placed(tensor, 0).tensor)
+            held.check()
+        self._output.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_driver_reads_the_same_parameters(loaded: dict[str, LoadedKernel], name: str) -> None:
+    scalars = 1 if CASES[name].plugin == "NmsKeep" else 2 * len(inputs_of(name)) - 1
+    sizes = [8] * len(inputs_of(name)) + [4] * scalars + [8]
+    assert loaded[name].parameter_sizes() == sizes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("guard", [4096, 0], ids=["guard zones", "exact sizes"])
+@pytest.mark.parametrize("name", CASES)
+def test_results_equal_the_torch_operation(
+    loaded: dict[str, LoadedKernel], name: str, guard: int
+) -> None:
+    """Memory of exact sizes lets compute-sanitizer see reads out of bounds."""
+    for batch in BATCHES:
+        run = Run(name, batch, guard)
+        run.launch(loaded[name])
+        run.check()
+
+
+@pytest.mark.gpu
+def test_kernels_in_one_cuda_graph(loaded: dict[str, LoadedKernel]) -> None:
+    runs = {name: Run(name, 5, 4096) for name in CASES}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for name, run in runs.items():
+            run.launch(loaded[name])
+    for seed in (1, 0, 1):
+        for run in runs.values():
+            run.replace_inputs(seed)
+        graph.replay()
+        for run in runs.values():
+            run.check(seed)
