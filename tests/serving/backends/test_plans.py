@@ -52,6 +52,17 @@ def test_all_names_exist_in_tensorrt_and_in_tensorrt_rtx() -> None:
         assert missing_members(FOLDER / "plans.py", trt, skip) == []
 
 
+def test_fake_engines_have_the_members_of_real_ones() -> None:
+    pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
+    from fake_tensorrt import FakeContext, FakeEngine
+
+    trt = load_tensorrt()
+    for fake, real in ((FakeEngine, trt.ICudaEngine), (FakeContext, trt.IExecutionContext)):
+        members = [name for name in vars(fake) if not name.startswith("_")]
+        assert len(members) > 3
+        assert [name for name in members if not hasattr(real, name)] == []
+
+
 def test_missing_members_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "plans.py"
     path.write_text("context.execute_async_v2(0)\nself._engine.get_tensor_name(1)\n")
