@@ -7,6 +7,7 @@ from rich.console import Console
 
 from .config_commands import ConfiguredCommand
 from .finetune.command import finetune
+from .launcher import launch_processes
 
 if TYPE_CHECKING:
     from .solver_config import SolverConfig
@@ -64,8 +65,7 @@ def train(
     See `maskrcnn train finetune --help`.
 
     CONFIG is a YAML file or the name of a preset. KEY=VALUE overrides a key of CONFIG, as in
-    `solver.base_lr=0.01`. To train on several GPUs, run `torchrun --nproc-per-node N -m
-    maskrcnn_trt train ...`.
+    `solver.base_lr=0.01`, and `device=0,1` trains on two GPUs.
 
     With --resume, the model, seed, solver.optimizer, solver.images_per_batch, and the training
     images and their sizes must be those of the interrupted run. All other keys may change.
@@ -77,7 +77,7 @@ def train(
     # Mistyped keys are reported before torch is imported, which takes seconds.
     settings = load_config(config, overrides)
 
-    _warn_of_late_steps(settings.solver)
+    launch_processes(settings.device, settings.processes)
 
     from .data.synthetic.dataset import with_synthetic_data
     from .distributed import is_main_process
@@ -85,6 +85,8 @@ def train(
     from .stability import STABILITY_FILE, train_seeds
     from .terminal import errors_of_main_process
 
+    if is_main_process():
+        _warn_of_late_steps(settings.solver)
     if use_synthetic_data:
         settings = with_synthetic_data(settings)
     if seeds is not None:

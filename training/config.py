@@ -13,8 +13,12 @@ from ..model.config.error_messages import validation_message
 from ..model.config.overrides import OverrideError
 from ..model.config.schema import FrozenConfig, ModelConfig
 from .config_sources import SourceError, Values, read_values
+from .devices import DeviceField, number_of_processes
 from .solver_config import SolverConfig
 from .transforms_config import Transform, check_order
+
+# File in `output_dir` with the configuration of a run.
+CONFIG_FILE = "config.yaml"
 
 
 class ConfigError(Exception):
@@ -172,8 +176,12 @@ class TrainConfig(FrozenConfig):
     """Folder for checkpoints, log and metrics."""
     seed: int = Field(0, ge=0)
     """Seed of initial weights, image order, flips and the sampling of anchors and RoIs."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Training device. auto: a GPU if there is one, else the CPU."""
+    device: DeviceField = "auto"
+    """Training device: auto (a GPU if there is one, else the CPU), cpu, cuda, or numbers of GPUs,
+    as in 0,1, with one process per GPU."""
+    processes: int | None = Field(None, ge=1)
+    """Training processes to start on this machine, each with its own GPU. None: one per number in
+    `device`, else one."""
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp16"
     """Arithmetic: fp32, TF32, or autocast to fp16 (with loss scaling; GPU only) or bf16."""
     channels_last: bool = True
@@ -204,6 +212,11 @@ class TrainConfig(FrozenConfig):
     @classmethod
     def _scale_solver(cls, solver: SolverConfig) -> SolverConfig:
         return solver.scaled()
+
+    @model_validator(mode="after")
+    def _check_processes(self) -> "TrainConfig":
+        number_of_processes(self.device, self.processes)
+        return self
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -4,12 +4,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
 from .config import ConfigError
+from .devices import Device
 
 # Timeout of collective operations: long, because ranks wait in one while rank 0 computes metrics.
 _TIMEOUT = timedelta(hours=1)
@@ -56,36 +57,51 @@ class Worker(NamedTuple):
             distributed.barrier()
 
 
+def local_device(device: Device) -> torch.device:
+    """Return the device of this process, a GPU by its number in `device` or by `LOCAL_RANK`.
+
+    Raises:
+        ConfigError: There is no such GPU, or there are more processes than GPUs.
+    """
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    numbers = device if isinstance(device, tuple) else range(count)
+    if not count or max(numbers) >= count:
+        name = device if isinstance(device, str) else ",".join(map(str, device))
+        raise ConfigError(
+            f"device={name}, but the number of GPUs that torch sees is {count}; use device=cpu"
+            + (f" or numbers below {count}" if count else "")
+        )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if processes > len(numbers):
+        raise ConfigError(
+            f"there are {processes} training processes on this machine, but the number of GPUs is "
+            f"{len(numbers)}; use processes={len(numbers)} (torchrun: --nproc-per-node "
+            f"{len(numbers)}) or device=cpu"
+        )
+    return torch.device("cuda", numbers[int(os.environ.get("LOCAL_RANK", "0"))])
+
+
 @contextmanager
-def worker(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Worker]:
+def worker(device: Device) -> Iterator[Worker]:
     """Join the process group of `torchrun`. Without `torchrun`, this process is the only rank.
 
     Raises:
-        ConfigError: `device` is "cuda" and there is no GPU, or `torchrun` started more processes
-            than there are GPUs.
+        ConfigError: As for `local_device`.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu")
-    use_cuda = device != "cpu" and torch.cuda.is_available()
+    own = local_device(device)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_device = torch.device("cpu")
-    if use_cuda:
-        processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-        if processes > devices:
-            raise ConfigError(
-                f"torchrun started {processes} processes on this machine, but the number of GPUs "
-                f"is {devices}; use --nproc-per-node {devices} or device=cpu"
-            )
-        local_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(local_device)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
     if world_size == 1:
-        yield Worker(0, 1, local_device)
+        yield Worker(0, 1, own)
         return
     # Gloo serves barriers and the transfer of Python objects on the CPU, NCCL that of GPU tensors.
-    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     distributed.init_process_group(backend, timeout=_TIMEOUT)
     try:
-        yield Worker(distributed.get_rank(), world_size, local_device)
+        yield Worker(distributed.get_rank(), world_size, own)
     finally:
         distributed.destroy_process_group()
 

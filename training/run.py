@@ -7,8 +7,9 @@ from pathlib import Path
 from ..model.checkpoint import Checkpoint
 from ..model.config.reference import text_from_value
 from .classes import set_classes_from_dataset
-from .config import TrainConfig, yaml_from_config
+from .config import CONFIG_FILE, ConfigError, TrainConfig, yaml_from_config
 from .data.coco.training_set import load_training_set
+from .devices import processes_to_start
 from .distributed import Worker, worker
 from .evaluation.config import warn_of_other_sizes
 from .evaluation.validation import Validation, check_expected
@@ -24,8 +25,6 @@ from .trainer import Trainer, set_arithmetic
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
-
 
 def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
     """Train a model, or resume the run in `output_dir`. Under `torchrun`, every process calls this.
@@ -40,6 +39,8 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
         ExpectationError: The final metrics are below `evaluation.expected`.
         TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
     """
+    if (count := processes_to_start(config.device, config.processes)) > 1:
+        raise ConfigError(f"training in {count} processes needs the command `maskrcnn train`")
     with worker(config.device) as rank:
         checkpoint, metrics = train(config, rank, resume=resume)
     check_expected(config.evaluation, metrics)

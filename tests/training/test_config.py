@@ -36,7 +36,7 @@ REFUSED = {
     "here: optimizer, images_per_batch",
     "base_lr=1": "unknown key base_lr (did you mean solver.base_lr?); allowed here: output_dir",
     "nms_iou=1": "unknown key nms_iou (did you mean model.rpn.nms_iou or model.roi.nms_iou?)",
-    "frobnicate=1": "unknown key frobnicate; allowed here: output_dir, seed, device, precision",
+    "frobnicate=1": "unknown key frobnicate; allowed here: output_dir, seed, device, processes",
     "data.val.image=x": "unknown key data.val.image (did you mean data.val.images?); allowed here: "
     "images, annotations",
     "model.rpn.nms=1": "unknown key model.rpn.nms (did you mean model.rpn.nms_iou?); allowed here: "
@@ -57,7 +57,8 @@ REFUSED = {
     "model.rpn.sampling=[1]": "model.rpn.sampling is [1]; it is a section with the keys foreground",
     "evaluation.expected={bbox/AP: high}": "allowed for evaluation.expected: numbers by name",
     "precision=int8": "precision is 'int8'; allowed: fp32 | tf32 | fp16 | bf16",
-    "device=tpu": "device is 'tpu'; allowed: auto | cpu | cuda",
+    "device=tpu": "device: 'tpu' is neither auto, cpu, cuda nor numbers of GPUs, as in 0,1",
+    "device=0,0": "device: 0,0 names a GPU twice",
     "weights=[1]": "weights is [1]; allowed: text, or null",
     "model.backbone.name=vgg16": "allowed: resnet10 | resnet18 | resnet50 | resnet101",
     "model.backbone.fpn_channels=48": "allowed: whole number, >= 32, multiple of 32",

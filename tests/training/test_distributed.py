@@ -1,8 +1,11 @@
 import pytest
 import torch
+from tiny_run import LoadTiny
 
-from maskrcnn_trt.training.config import ConfigError
-from maskrcnn_trt.training.distributed import worker
+from maskrcnn_trt.training.config import ConfigError, TrainConfig
+from maskrcnn_trt.training.devices import number_of_processes
+from maskrcnn_trt.training.distributed import local_device, worker
+from maskrcnn_trt.training.run import run_training
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -13,7 +16,7 @@ def test_more_processes_than_devices_are_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    pattern = f"3 processes .* is {devices}; .*--nproc-per-node {devices} "
+    pattern = f"3 training processes .* is {devices}; use processes={devices} "
     with pytest.raises(ConfigError, match=pattern), worker("auto"):
         pass
 
@@ -22,3 +25,28 @@ def test_a_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="use device=cpu"), worker("cuda"):
         pass
+
+
+def test_each_process_has_the_gpu_at_its_rank(
+    tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for device, index in (("0,3", 3), ("[2, 0]", 0), ("cuda", 1), ("auto", 1)):
+        assert local_device(tiny(f"device={device}").device) == torch.device("cuda", index)
+    with pytest.raises(ConfigError, match=r"device=2,4, .* is 4; .*numbers below 4"):
+        local_device((2, 4))
+    assert local_device("cpu").type == "cpu"
+
+
+def test_the_number_of_processes_is_that_of_the_gpus(tiny: LoadTiny) -> None:
+    for override, count in (("device=0,1", 2), ("device=3", 1), ("processes=2", 2), ("seed=0", 1)):
+        config = tiny(override)
+        assert number_of_processes(config.device, config.processes) == count
+        assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
+    with pytest.raises(ConfigError, match="processes is 3, but device has 2 GPUs"):
+        tiny("device=0,1", "processes=3")
+    with pytest.raises(ConfigError, match="maskrcnn train"):
+        run_training(tiny("processes=2"))

@@ -15,12 +15,10 @@ from maskrcnn_trt.training.reporting import METRICS_FILE
 from maskrcnn_trt.training.run import run_training
 
 
-def _torchrun(*args: str) -> "subprocess.Popen[str]":
-    """Start `maskrcnn` in two processes under `torchrun`."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+def _train_in_two_processes(*args: str) -> "subprocess.Popen[str]":
     # The number of threads determines the order of sums, and thus the last bits.
     env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-m", *launcher, "maskrcnn_trt", *args]
+    command = [sys.executable, "-m", "maskrcnn_trt", "train", *args, "processes=2"]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
 
@@ -32,7 +30,7 @@ def test_two_processes_equal_one(tiny_config: Path, tmp_path: Path) -> None:
         "solver.freeze_backbone_after_epoch=1", "log_period=1",
     )  # fmt: skip
     output = f"output_dir={tmp_path / 'together'}"
-    with _torchrun("train", str(tiny_config), output, *settings) as together:
+    with _train_in_two_processes(str(tiny_config), output, *settings) as together:
         alone = train(load_tiny(tiny_config, tmp_path / "alone", *settings))
         printed, _ = together.communicate()
     assert together.returncode == 0

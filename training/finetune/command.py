@@ -38,15 +38,23 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     given = given_values(data, overrides)
     output = output_folder(data, given)
 
-    from ..config import load_config
+    from ..config import CONFIG_FILE, load_config
+    from ..devices import device_from
+    from ..launcher import launch_processes
+
+    config = None
+    if resume and (output / CONFIG_FILE).is_file():
+        config = load_config(str(output / CONFIG_FILE), overrides)
+        launch_processes(config.device, config.processes)
+    else:
+        launch_processes(device_from(given.get("device", "auto")), given.get("processes"))
+
     from ..distributed import is_main_process
-    from ..run import CONFIG_FILE, run_training
+    from ..run import run_training
     from ..terminal import errors_of_main_process
     from .preparation import prepare_finetuning
 
-    if resume and (output / CONFIG_FILE).is_file():
-        config = load_config(str(output / CONFIG_FILE), overrides)
-    else:
+    if config is None:
         prepared = prepare_finetuning(data, overrides, given, output)
         config = prepared.config
         if is_main_process():

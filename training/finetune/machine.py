@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ..devices import Device
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -15,18 +17,25 @@ class Machine(NamedTuple):
     memory: int
     has_bf16: bool
     cores: int
-    # Number of processes that `torchrun` started.
+    # Number of training processes.
     processes: int
 
 
-def this_machine(device: Literal["auto", "cpu", "cuda"]) -> Machine:
-    """Return the properties of this machine. `device` is that of `TrainConfig`."""
+def this_machine(device: Device) -> Machine:
+    """Return the properties of this machine. `device` is that of `TrainConfig`.
+
+    Raises:
+        ConfigError: As for `local_device`.
+    """
     import torch
 
+    from ..distributed import local_device
+
     cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("WORLD_SIZE", "1"))
-    if device == "cpu" or not torch.cuda.is_available():
+    own = local_device(device)
+    if own.type == "cpu":
         return Machine("cpu", _free_memory() // processes, False, cores, processes)
-    free, _ = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
+    free, _ = torch.cuda.mem_get_info(own)
     return Machine("cuda", free, torch.cuda.is_bf16_supported(), cores, processes)
 
 

@@ -21,6 +21,7 @@ from ..config import ConfigError, TrainConfig, check_length
 from ..data.coco.dataset import CocoDataset, DataError, ImageRecord
 from ..data.convert.layouts import DataLayout, recognize_layout
 from ..data.inspect.file_checks import misfit_files
+from ..devices import device_from
 from ..run_folder import RunFolder
 from .initial_weights import DEFAULT_WEIGHTS, initial_checkpoint
 from .machine import this_machine
@@ -109,7 +110,7 @@ def prepare_finetuning(
     records, unusable = _usable_records(train)
     weights = given.get("weights", DEFAULT_WEIGHTS)
     start = initial_checkpoint(None if weights is None else str(weights))
-    machine = this_machine(given.get("device", "auto"))
+    machine = this_machine(device_from(given.get("device", "auto")))
     statistics = ImageStatistics.of(records)
     plan = plan_finetuning(statistics, start, machine, given, is_pretrained=weights is not None)
     values: dict[str, Any] = {**plan.values, "weights": weights, "output_dir": str(output)}

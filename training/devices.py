@@ -1,0 +1,52 @@
+"""Configuration of the training devices: keys `device` and `processes`. Needs no torch."""
+
+import os
+import re
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BeforeValidator
+
+# Kind of device, or numbers of GPUs.
+Device = Literal["auto", "cpu", "cuda"] | tuple[int, ...]
+
+
+def device_from(value: Any) -> Device:
+    """Return the device that a value of the key `device` means, as in "0,1".
+
+    Raises:
+        ValueError: The value is neither a kind of device nor numbers of GPUs.
+    """
+    if value in ("auto", "cpu", "cuda"):
+        return cast(Device, value)
+    # YAML reads `0` as a number and `0,1` as text.
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError(f"{value!r} is neither auto, cpu, cuda nor numbers of GPUs, as in 0,1")
+    numbers = tuple(map(int, text.split(",")))
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"{text} names a GPU twice")
+    return numbers
+
+
+DeviceField = Annotated[Device, BeforeValidator(device_from)]
+
+
+def number_of_processes(device: Device, processes: int | None) -> int:
+    """Return the number of processes that train on this machine.
+
+    Args:
+        device: Key `device` of the configuration.
+        processes: Key `processes`. None: one per number in `device`.
+
+    Raises:
+        ValueError: `device` has another number of GPUs.
+    """
+    gpus = len(device) if isinstance(device, tuple) else processes or 1
+    if processes not in (None, gpus):
+        raise ValueError(f"processes is {processes}, but device has {gpus} GPUs; remove processes")
+    return gpus
+
+
+def processes_to_start(device: Device, processes: int | None) -> int:
+    """Return `number_of_processes`, or 1 in a process that `torchrun` or this program started."""
+    return 1 if "WORLD_SIZE" in os.environ else number_of_processes(device, processes)

@@ -1,0 +1,96 @@
+"""Start the training processes of one machine with the launcher of `torchrun`."""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from .config import ConfigError
+from .devices import Device, processes_to_start
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def launch_processes(device: Device, processes: int | None) -> None:
+    """If the configuration has several processes, run this command in them, and exit.
+
+    Under `torchrun`, and in the started processes, return at once. The arguments are the keys of
+    the configuration.
+
+    Raises:
+        ConfigError: A signal such as SIGKILL ended a process.
+    """
+    count = processes_to_start(device, processes)
+    if count > 1:
+        sys.exit(_run_in_processes(count, sys.argv[1:]))
+
+
+def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
+    """Run `maskrcnn` in several processes of one process group, and return the exit code.
+
+    SIGINT and SIGTERM are passed on to the processes. If one process fails, the others are ended.
+
+    Args:
+        count: Number of processes.
+        arguments: Command line after `maskrcnn`.
+
+    Raises:
+        ConfigError: A signal such as SIGKILL ended a process.
+    """
+    # torch takes seconds, and is not needed for a single process.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+    # The processes print their own errors.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The ranks connect to this store, whose port no other program can take.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = ("-m", __package__.partition(".")[0], *arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start_processes(
+            "train",
+            sys.executable,
+            dict.fromkeys(range(count), command),
+            {rank: _environment(rank, count, store.port) for rank in range(count)},
+            DefaultLogsSpecs(log_dir=folder),
+        )
+
+        def forward(number: int, _: FrameType | None) -> None:
+            # torch's own handler would kill the ranks before they have written a checkpoint.
+            for pid in processes.pids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+        for number in _SIGNALS:
+            signal.signal(number, forward)
+        result = processes.wait(period=0.2)
+    if result is None or not result.is_failed():
+        return 0
+    # The launcher ends the other processes by SIGTERM.
+    rank, first = min(result.failures.items(), key=lambda f: f[1].exitcode == -signal.SIGTERM)
+    if first.exitcode < 0:
+        raise ConfigError(
+            f"{signal.Signals(-first.exitcode).name} ended the training process of rank {rank}; if "
+            "memory ran out, lower solver.images_per_batch or data.workers"
+        )
+    return first.exitcode
+
+
+def _environment(rank: int, count: int, port: int) -> dict[str, str]:
+    threads = max(1, len(os.sched_getaffinity(0)) // count)
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        # Otherwise each process would start as many threads as there are cores.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+    }
+    return {name: str(value) for name, value in values.items()}
