@@ -133,8 +133,9 @@ class EvaluationConfig(FrozenConfig):
     losses: bool = False
     """Also compute the losses on the validation set, which takes a second pass over it."""
     draw_images: int = Field(0, ge=0)
-    """Number of validation images, always the same, that each evaluation draws with their
-    detections into the folder `validation_images`."""
+    """Number of validation images, always the same, that are drawn with their detections into the
+    folder `validation_images`: after each evaluation, and after 10, 30 and 100 % of the training.
+    The latter are joined in `progress.png`."""
     evaluator: EvaluatorName = "faster-coco-eval"
     """Library that computes the metrics. Both give equal metrics; pycocotools is the reference."""
 

@@ -137,6 +137,9 @@ class TrainingLoop:
             if self._metrics:
                 best = self._stopping.record(self._metrics)
             final = self._stops_early() or final
+        elif self._validation is not None and self._validation.drawing_is_due(trainer.iteration):
+            with report.evaluating():
+                self._validation.draw(trainer.evaluated_model, trainer.iteration)
         if best:
             score = self._metrics[BEST_BY]
             logger.info("%s %.4f is the best of this run so far", BEST_BY, score)

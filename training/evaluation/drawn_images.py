@@ -1,32 +1,57 @@
-"""Draw the same validation images after each evaluation, with ground truth and detections."""
+"""Draw the same validation images several times in a run, with ground truth and detections."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from ...model.atomic_files import atomic_write
 from ..data.coco.dataset import CocoDataset, ImageRecord
 from ..data.inspect.sample_grid import GridSample, draw_samples
 from .matching import DEFAULT_THRESHOLD, matched_images
 
 
-def draw_validation_images(
-    dataset: CocoDataset, results: Iterable[Mapping[str, Any]], count: int, path: Path
+def chosen_images(dataset: CocoDataset, count: int) -> CocoDataset:
+    """Return a data set of at most `count` images, at equal distances, with objects if possible."""
+    records = [record for record in dataset.records if record.objects] or list(dataset.records)
+    chosen = copy.copy(dataset)
+    chosen.records = tuple(records[:: -(-len(records) // count)])
+    return chosen
+
+
+def draw_detections(
+    dataset: CocoDataset, results: Iterable[Mapping[str, Any]], title: str, path: Path
 ) -> None:
-    """Draw images of a validation set: ground truth, and beside it the detections from 0.5 up.
+    """Draw ground truth and, beside it, the detections with a score of at least 0.5.
 
     Args:
-        dataset: Validation set. The images are chosen at equal distances, those with objects first.
+        dataset: Images to draw.
         results: Detections with masks in COCO's results format.
-        count: Maximum number of images.
+        title: Text above the detections, before the file name.
         path: PNG file to write. Its folder is created if it does not exist.
     """
-    records = [record for record in dataset.records if record.objects] or list(dataset.records)
-    chosen = {record.id for record in records[:: -(-len(records) // count)]}
     samples = []
-    for image in matched_images(dataset, results, chosen):
+    for image in matched_images(dataset, results):
         record = image.record
         shown = tuple(compress(image.detections, image.scores >= DEFAULT_THRESHOLD))
         detected = ImageRecord(record.id, record.path, record.height, record.width, shown)
-        samples += [GridSample(r, dataset.categories) for r in (record, detected)]
+        samples += [
+            GridSample(record, dataset.categories, title="annotated"),
+            GridSample(detected, dataset.categories, title=title),
+        ]
     draw_samples(samples, path)
+
+
+def join_drawings(paths: Iterable[Path], image: Path) -> None:
+    """Join the drawings that exist into a PNG file, the first on top."""
+    drawings = [Image.open(path) for path in paths if path.exists()]
+    size = max(d.width for d in drawings), sum(d.height for d in drawings)
+    joined, top = Image.new("RGB", size, "white"), 0
+    for drawing in drawings:
+        joined.paste(drawing, (0, top))
+        top += drawing.height
+    with atomic_write(image) as file:
+        joined.save(file, "PNG")

@@ -55,13 +55,16 @@ class CocoEvaluator:
         """Add the detections of one image. Images that are never added are not evaluated."""
         self._detections.append((image_id, detections))
 
+    def mask_results(self) -> list[dict[str, Any]]:
+        """Return this rank's detections with masks in COCO's results format."""
+        return coco_results_from(self._detections, self._categories)["segm"]
+
     def evaluate(
         self,
         folder: Path | None = None,
         *,
         measure: bool = True,
         report: Path | None = None,
-        drawn: tuple[int, Path] | None = None,
     ) -> dict[str, float]:
         """Compute metrics over the images of all ranks. Every rank must call this method.
 
@@ -69,7 +72,6 @@ class CocoEvaluator:
             folder: Folder for files with detections and metrics. None: write no files.
             measure: Compute metrics. False: only write the detections.
             report: HTML file for a report. None: write no report.
-            drawn: Number of images to draw, and the PNG file. None: draw no images.
 
         Returns:
             Box and mask metrics by name, the same on all ranks. Empty if `measure` is False.
@@ -88,10 +90,6 @@ class CocoEvaluator:
                 from .report import write_report  # matplotlib takes a second
 
                 write_report(report, self._dataset, results["segm"], metrics, image_ids)
-            if drawn is not None:
-                from .drawn_images import draw_validation_images
-
-                draw_validation_images(self._dataset, results["segm"], *drawn)
         shared: dict[str, float] = self._worker.from_main(metrics)
         return shared
 

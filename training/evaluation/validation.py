@@ -21,8 +21,11 @@ from .result_files import RESULTS_FOLDER
 
 logger = logging.getLogger(__name__)
 
-# Folder in `output_dir` for drawings of validation images, a file per evaluation.
-DRAWINGS_FOLDER = "validation_images"
+# Folder in `output_dir` for drawings of validation images, and the file that joins some of them.
+_DRAWINGS_FOLDER = "validation_images"
+PROGRESS_FILE = "progress.png"
+# Fractions of a run after which the images are drawn and joined, with or without an evaluation.
+_DRAWN_AFTER = (0.1, 0.3, 1.0)
 
 
 class ExpectationError(Exception):
@@ -82,17 +85,51 @@ class Validation:
         batches = with_progress(loader, len(loader), progress, "evaluating")
         autocast = AUTOCAST_DTYPES.get(config.precision)
         evaluate_model(model, batches, evaluator, worker.device, autocast)
-        drawn = None
-        if settings.draw_images:
-            file = config.output_dir / DRAWINGS_FOLDER / f"{iteration:07d}.png"
-            drawn = (settings.draw_images, file)
+        self.draw(model, iteration)
         measure = not settings.skip_eval
-        metrics = evaluator.evaluate(self.folder, measure=measure, report=report, drawn=drawn)
+        metrics = evaluator.evaluate(self.folder, measure=measure, report=report)
         if settings.losses and measure:
             loader = self._loader(ground_truth=True)
             batches = with_progress(loader, len(loader), progress, "validation loss")
             metrics |= validation_losses(model, batches, worker, autocast)
         return metrics
+
+    def drawing_is_due(self, iteration: int) -> bool:
+        """Return whether `draw` is due after `iteration` iterations, even without an evaluation."""
+        return bool(self._config.evaluation.draw_images) and iteration in self._drawing_iterations()
+
+    def draw(self, model: MaskRCNN, iteration: int) -> None:
+        """Draw `evaluation.draw_images` images with a model's detections. Only rank 0 does.
+
+        Args:
+            model: Model to evaluate. It is not changed.
+            iteration: Iterations that the model was trained for. 0: unknown.
+        """
+        config, worker = self._config, self._worker
+        if not config.evaluation.draw_images or not worker.is_main:
+            return
+        from .drawn_images import chosen_images, draw_detections, join_drawings  # matplotlib: 1 s
+
+        chosen = chosen_images(self._dataset, config.evaluation.draw_images)
+        evaluator = CocoEvaluator(chosen, self._categories, worker)
+        # Few images need no data-loading processes, which take seconds to start.
+        data = config.data.model_copy(update={"workers": 0})
+        batches = eval_loader(chosen, config.model_copy(update={"data": data}))
+        evaluate_model(
+            model, batches, evaluator, worker.device, AUTOCAST_DTYPES.get(config.precision)
+        )
+        title = f"detected after {iteration} iterations" if iteration else "detected"
+        draw_detections(chosen, evaluator.mask_results(), title, self._drawing(iteration))
+        iterations = self._drawing_iterations()
+        if iteration in iterations:
+            join_drawings(map(self._drawing, iterations), config.output_dir / PROGRESS_FILE)
+
+    def _drawing_iterations(self) -> list[int]:
+        length = self._config.solver.max_iterations
+        return sorted({max(1, round(share * length)) for share in _DRAWN_AFTER})
+
+    def _drawing(self, iteration: int) -> Path:
+        return self._config.output_dir / _DRAWINGS_FOLDER / f"{iteration:07d}.png"
 
     def _loader(self, *, ground_truth: bool = False) -> BatchLoader:
         worker = self._worker

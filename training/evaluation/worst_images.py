@@ -8,7 +8,6 @@ from typing import NamedTuple
 from ...model.bundle.manifest import Category
 from ..data.coco.annotations import Instance
 from ..data.coco.dataset import ImageRecord
-from ..data.inspect.annotation_checks import Suspicion
 from ..data.inspect.sample_grid import GridSample, draw_samples
 from .matching import MatchedImage
 
@@ -49,7 +48,7 @@ def draw_worst_images(
     for record, detections, missed, wrong in errors[:_MAX_IMAGES]:
         detected = ImageRecord(record.id, record.path, record.height, record.width, detections)
         samples += [
-            GridSample(image, tuple(categories), Suspicion(title, image))
+            GridSample(image, tuple(categories), title=title)
             for title, image in (
                 ("annotated", record),
                 (f"detected: {missed} missed, {wrong} wrong", detected),

@@ -233,5 +233,7 @@ def test_losses_equal_those_of_training_on_the_same_images(
     assert parts == pytest.approx([trained[name] for name in LOSS_NAMES], rel=0.2)
     with Image.open(tmp_path / "validation_images" / "0000001.png") as image:
         assert image.width > 1000
+        with Image.open(tmp_path / "progress.png") as joined:  # the only drawing: 1 iteration
+            assert joined.size == image.size
     with Image.open(draw_curves(tmp_path)) as image:
         assert image.format == "PNG"

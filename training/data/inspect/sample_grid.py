@@ -49,6 +49,8 @@ class GridSample(NamedTuple):
     suspicion: Suspicion | None = None
     # Pixels [H, W, 3]. None: those of the file.
     image: NDArray[np.uint8] | None = None
+    # Text above the image, before the file name.
+    title: str = ""
 
 
 def choose_samples(
@@ -106,9 +108,9 @@ def _round_robin(groups: Sequence[Sequence[Suspicion]]) -> Iterator[Suspicion]:
 
 
 def _draw_sample(axes: Axes, sample: GridSample) -> None:
-    record, categories, suspicion, image = sample
+    record, categories, suspicion, image, title = sample
     suspect = suspicion.instance if suspicion else None
-    title = record.path.name
+    title = ": ".join(filter(None, (title, record.path.name)))
     if suspect is not None:
         title += f", annotation {suspect.annotation_id}"
     if suspicion is not None:
