@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from ...model.bundle.manifest import Precision
     from ...serving.detections import Detections
     from ...training.config import TrainConfig
     from ...training.data.synthetic.dataset import SyntheticConfig
     from ..infer.measure import InferResult
     from ..serve.results import ServeResult
-    from .plan import PlannedStep
 
 # Empty file in an output folder, which shows that a quickstart created the folder.
 _MARKER = ".quickstart"
@@ -28,11 +26,13 @@ _IMAGE_SIZE = (192, 128)
 _CLASSES = ("circle", "square", "triangle", "star", "ring")
 _TRAIN_PER_VAL = 15
 _BENCH_SECONDS = 2.0
+# Without the access log, which has a line per request.
+_SERVER_OPTIONS = ("--log-level", "warning")
 # Validation images that the server is measured with, and numbers of concurrent clients.
 _BENCH_IMAGES = 32
 _CLIENTS = (1, 8)
-# Validation images that are drawn during training, and iterations between the drawings.
-_DRAWN_IMAGES, _DRAWING_PERIOD = 4, 400
+# Validation images that are drawn during training.
+_DRAWN_IMAGES = 4
 # Validation images that are copied into the bundle as samples for the page of the server.
 _SAMPLES = 6
 _SHOWN_METRICS = [
@@ -40,9 +40,9 @@ _SHOWN_METRICS = [
 ]
 _OUTPUTS = {
     "metrics.json": "metrics",
-    "loss.png": "loss curve",
-    "predictions.png": "predictions beside ground truth",
+    "train/curves.png": "curves of the training",
     "progress.png": "predictions for the same images during training, the earliest on top",
+    "predictions.png": "predictions beside ground truth",
     "bundle": "bundle with its manifest.json",
     "train": "checkpoints and log",
     "bench": "benchmark records",
@@ -71,36 +71,41 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
 
     Takes minutes on two CPU cores, and needs neither a GPU nor the network.
     """
+    import torch
+
     from ...export.bundle import bundle_from_checkpoint
     from ...model.bundle.manifest import SAMPLES_FOLDER
+    from ...training.curves import draw_curves
     from ...training.data.synthetic.dataset import draw_dataset
-    from ...training.evaluation.validation import DRAWINGS_FOLDER
+    from ...training.evaluation.validation import PROGRESS_FILE
     from ...training.run import run_training
-    from .figures import join_drawings, plot_losses
-    from .plan import next_commands, plan_steps, plan_table
+    from .plan import next_commands, plan_steps, plan_table, step
 
     start, console = time.monotonic(), Console(markup=False, emoji=False)
     _prepare_folder(output)
     synthetic, config = _configure(output, seed, images, iterations)
     steps = plan_steps(synthetic.train + synthetic.val, config)
     console.print(plan_table(steps))
-    with _step(console, steps, 1, output / "data"):
+    with step(console, steps, 1, output / "data"):
         draw_dataset(output / "data", synthetic, workers=os.cpu_count() or 1)
-    with _step(console, steps, 2, output / "train"):
+    with step(console, steps, 2, output / "train", has_progress=True):
+        # The training writes the file three times.
+        (output / PROGRESS_FILE).symlink_to(f"train/{PROGRESS_FILE}")
         checkpoint = run_training(config)
-        plot_losses(output / "train" / "metrics.jsonl", output / "loss.png")
-        join_drawings(output / "train" / DRAWINGS_FOLDER, output / "progress.png")
+        draw_curves(output / "train")
     bundle = output / "bundle"
-    with _step(console, steps, 3, bundle):
-        bundle_from_checkpoint(checkpoint, bundle, report=console.print)
-    with _step(console, steps, 4):
+    with step(console, steps, 3, bundle):
+        # The CPU does not compute fp16, and each file takes seconds.
+        precisions: list[Precision] = ["fp32", "fp16"] if torch.cuda.is_available() else ["fp32"]
+        bundle_from_checkpoint(checkpoint, bundle, precisions=precisions, report=console.print)
+    with step(console, steps, 4):
         _verify(console, bundle, checkpoint, output / "data" / "val")
     _copy_samples(output / "data" / "val", bundle / SAMPLES_FOLDER)
-    with _step(console, steps, 5):
+    with step(console, steps, 5):
         _serve_and_compare(console, bundle, config, output / "predictions.png")
-    with _step(console, steps, 6):
+    with step(console, steps, 6):
         infer_results = _measure_inference(bundle)
-    with _step(console, steps, 7):
+    with step(console, steps, 7):
         serve_results = _measure_server(bundle, output / "data" / "val")
     metrics = _metrics_from(checkpoint, infer_results, serve_results)
     (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
@@ -109,18 +114,6 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
         click.echo(f"{description}: {output / name}")
     for purpose, command in next_commands(bundle).items():
         click.echo(f"\n{purpose}:\n  {command}")
-
-
-@contextmanager
-def _step(
-    console: Console, steps: "Sequence[PlannedStep]", number: int, folder: Path | None = None
-) -> Iterator[None]:
-    title = f"{number}/{len(steps)} {steps[number - 1].title}"
-    console.rule(title, align="left")
-    start = time.monotonic()
-    yield
-    location = f", in {folder}" if folder else ""
-    console.print(f"done in {time.monotonic() - start:.0f} s{location}", soft_wrap=True)
 
 
 def _prepare_folder(output: Path) -> None:
@@ -155,7 +148,6 @@ def _configure(
         f"output_dir={output / 'train'}",
         f"seed={seed}",
         f"evaluation.draw_images={_DRAWN_IMAGES}",
-        f"evaluation.period={_DRAWING_PERIOD}",
     ]
     for split in ("train", "val"):
         overrides.append(f"data.{split}.images={data / split}")
@@ -197,7 +189,10 @@ def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", im
     assert config.data.val is not None
     dataset = CocoDataset(config.data.val)
     contents = [record.path.read_bytes() for record in dataset.records[:64]]
-    with running_server(bundle) as server, DetectorClient(server.address) as client:
+    with (
+        running_server(bundle, *_SERVER_OPTIONS) as server,
+        DetectorClient(server.address) as client,
+    ):
         outcomes = list(client.detect_many(contents))
     predictor = Detector(bundle)
     served = [outcome for outcome in outcomes if isinstance(outcome, Detections)]
@@ -239,7 +234,7 @@ def _measure_server(bundle: Path, images: Path) -> "list[ServeResult]":
 
     contents = [path.read_bytes() for path in sorted(images.iterdir())[:_BENCH_IMAGES]]
     settings = ServeSettings(concurrencies=_CLIENTS, images=contents, seconds=_BENCH_SECONDS)
-    results = list(measure_bundle(bundle, settings))
+    results = list(measure_bundle(bundle, settings, _SERVER_OPTIONS))
     record = serve_record(results, f"{len(contents)} validation images")
     publish(record, bundle.parent / "bench" / "serve.json")
     return results

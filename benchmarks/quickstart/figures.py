@@ -1,16 +1,13 @@
-"""Figures of a quickstart: loss curves, and predictions beside ground truth."""
+"""Figure of a quickstart: predictions beside ground truth."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
-from PIL import Image
 
 from ...model.images import decode_image
-from ...model.losses import LOSS_NAMES
 from ...model.masks import mask_from_rle, rle_from_mask
 from ...model.resizing import resize_image
 from ...serving.detections import Detections
@@ -27,32 +24,6 @@ _ROWS = 4
 _ENLARGEMENT = 3
 # Minimum score of a drawn detection.
 _MIN_SCORE = 0.5
-
-
-def plot_losses(log: Path, image: Path) -> None:
-    """Plot the losses in `log`, a run's metrics.jsonl, over the iterations into a PNG."""
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    rows = [row for row in rows if "loss" in row]
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for name in ("loss", *LOSS_NAMES):
-        style = {"linewidth": 2.0, "color": "black"} if name == "loss" else {"linewidth": 1.2}
-        axes.plot([r["iteration"] for r in rows], [r[name] for r in rows], label=name, **style)
-    axes.set(xlabel="iteration", ylabel="loss, mean over the logging period", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(image, dpi=120)
-    plt.close(figure)
-
-
-def join_drawings(folder: Path, image: Path) -> None:
-    """Join the drawings of a run's validation images into a PNG, the earliest on top."""
-    drawings = [Image.open(path) for path in sorted(folder.iterdir())]
-    size = max(d.width for d in drawings), sum(d.height for d in drawings)
-    joined, top = Image.new("RGB", size, "white"), 0
-    for drawing in drawings:
-        joined.paste(drawing, (0, top))
-        top += drawing.height
-    joined.save(image)
 
 
 def draw_comparison(dataset: CocoDataset, predictions: Sequence[Detections], image: Path) -> None:

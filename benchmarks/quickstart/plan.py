@@ -1,14 +1,19 @@
-"""Plan of a quickstart, with expected durations, and the commands to type after it."""
+"""Steps of a quickstart with expected durations, and the commands to type after it."""
 
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from ...training.config import TrainConfig
@@ -25,6 +30,15 @@ class PlannedStep(NamedTuple):
     seconds: float
 
 
+class _TimeLeft(ProgressColumn):
+    """Column with the expected time until the end of a step, whose `total` is in seconds."""
+
+    def render(self, task: Task) -> Text:
+        """Return the remaining time."""
+        left = (task.total or 0) - (task.elapsed or 0)
+        return Text(f"about {left:.0f} s left" if left > 0 else "takes longer than expected")
+
+
 def plan_steps(images: int, config: "TrainConfig") -> tuple[PlannedStep, ...]:
     """Return the steps of a quickstart.
 
@@ -35,8 +49,8 @@ def plan_steps(images: int, config: "TrainConfig") -> tuple[PlannedStep, ...]:
     trained = config.solver.max_iterations * config.solver.images_per_batch
     return (
         PlannedStep("generate a data set", 5 + images * _SECONDS_PER_DRAWN_IMAGE),
-        PlannedStep("train from scratch and evaluate", 20 + trained * _SECONDS_PER_TRAINED_IMAGE),
-        PlannedStep("export to ONNX", 15),
+        PlannedStep("train from scratch and evaluate", 35 + trained * _SECONDS_PER_TRAINED_IMAGE),
+        PlannedStep("export to ONNX", 25),
         PlannedStep("verify the bundle against the checkpoint", 10),
         PlannedStep("serve the bundle and send images to the server", 15),
         PlannedStep("measure inference", 15),
@@ -53,6 +67,36 @@ def plan_table(steps: Sequence[PlannedStep]) -> Table:
     table.add_section()
     table.add_row("", "all", f"{sum(step.seconds for step in steps) / 60:.0f}")
     return table
+
+
+@contextmanager
+def step(
+    console: Console,
+    steps: Sequence[PlannedStep],
+    number: int,
+    folder: Path | None = None,
+    *,
+    has_progress: bool = False,
+) -> Iterator[None]:
+    """Print title and duration of a step, and on a terminal the time left until its end.
+
+    Args:
+        console: Console to print to.
+        steps: All steps.
+        number: Number of the step, from 1.
+        folder: Folder of the outputs. None: the step has none of its own.
+        has_progress: Whether the step itself shows the time left.
+    """
+    title, seconds = steps[number - 1]
+    console.rule(f"{number}/{len(steps)} {title}", align="left")
+    start = time.monotonic()
+    hidden = has_progress or not console.is_terminal
+    columns = (SpinnerColumn(), _TimeLeft())
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        progress.add_task(title, total=seconds)
+        yield
+    location = f", in {folder}" if folder else ""
+    console.print(f"done in {time.monotonic() - start:.0f} s{location}", soft_wrap=True)
 
 
 def next_commands(bundle: Path) -> dict[str, str]:

@@ -47,10 +47,13 @@ def test_all_steps_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert samples
     for sample in samples:
         assert sample.read_bytes() == (folder / "data" / "val" / sample.name).read_bytes()
-    for name in ("loss.png", "predictions.png", "progress.png"):
+    for name in ("train/curves.png", "predictions.png", "progress.png"):
         with Image.open(folder / name) as image:
             assert image.width > 400
         assert str(folder / name) in result.stdout
+    # Six iterations: after 10, 30 and 100 %.
+    drawings = sorted(path.name for path in (folder / "train" / "validation_images").iterdir())
+    assert drawings == ["0000001.png", "0000002.png", "0000006.png"]
     assert result.stdout.index("minutes on two") < result.stdout.index("1/7")
     commands = commands_in(result.stdout)
     assert ["serve", str(bundle), "--http-port", "8080"] in commands
