@@ -9,16 +9,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from box_cases import random_boxes
-from plugin_builder import PluginKernel, builder_of_plugin, evaluated
-from plugin_emulator import GuardedTensor, LoadedKernel, guarded, packed_arguments
+from plugin_builder import PluginKernel, evaluated
+from plugin_emulator import (
+    GuardedTensor,
+    LoadedKernel,
+    captured_plugin,
+    executed,
+    guarded,
+    own_architecture,
+    packed_arguments,
+)
 from pooling_cases import CANONICAL_LEVEL, CANONICAL_SIZE, SCALES, pyramid, random_rois
-from tensorrt_stubs import load_tensorrt
 from torch import Tensor
 
 from maskrcnn_trt.plugins.nms_keep import nms_keep
 from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
 from maskrcnn_trt.plugins.runtime.compilation import Launch
-from maskrcnn_trt.plugins.tensorrt.plugins import register_plugins
 
 BATCHES = range(1, 9)
 # Architecture of launches that are only evaluated, and oldest one that kernels are compiled for.
@@ -39,7 +45,7 @@ class Case(NamedTuple):
         return self.map_format == "HWC8"
 
     def operation(self, *inputs: Tensor) -> Tensor:
-        """Return what the torch operation computes on the CPU, as the plugin's type."""
+        """Return what the torch operation computes, as the plugin's type."""
         if self.plugin == "NmsKeep":
             return nms_keep(*inputs, **self.attributes).int()
         *maps, rois = inputs
@@ -95,34 +101,13 @@ def expected_of(name: str, seed: int = 0) -> Tensor:
 
 @functools.cache
 def captured(name: str, architecture: int) -> PluginKernel:
-    """Return the kernel, captured with dynamic batches, RoIs and sizes of maps."""
-    trt = load_tensorrt()
-    register_plugins(architecture)
-    types = {
-        torch.float32: trt.float32,
-        torch.float16: trt.float16,
-        torch.int64: trt.int64,
-        torch.int32: trt.int32,
-    }
     case, inputs, expected = CASES[name], inputs_of(name), expected_of(name)
-    shapes = [
-        (-1, tensor.shape[1], -1, -1) if tensor.dim() == 4 else (-1, *tensor.shape[1:])
-        for tensor in inputs
-    ]
-    if case.plugin != "NmsKeep":
-        shapes[-1] = (-1, -1, 4)
-    io_types = [types[tensor.dtype] for tensor in (*inputs, expected)]
-    formats = [case.map_format] * (len(inputs) - 1) + ["LINEAR"] * 2
-    with pytest.MonkeyPatch.context() as patch:
-        builder = builder_of_plugin(trt, patch, case.plugin, case.attributes)
-        output_type, sizes = builder.output(io_types[:-1], shapes)
-        assert output_type == io_types[-1]
-        for batch in BATCHES:
-            given = [(batch, *tensor.shape[1:]) for tensor in inputs]
-            assert evaluated(sizes, given) == (batch, *expected.shape[1:])
-        io_shapes = [*shapes, (-1,) * expected.dim()]
-        assert (tuple(io_types), tuple(formats)) in builder.combinations(io_types, io_shapes)
-        return builder.kernel(io_types, io_shapes, formats)
+    plugin = captured_plugin(case.plugin, case.attributes, inputs, case.map_format, architecture)
+    assert plugin.dtype == expected.dtype
+    for batch in BATCHES:
+        shapes = [(batch, *tensor.shape[1:]) for tensor in inputs]
+        assert evaluated(plugin.sizes, shapes) == (batch, *expected.shape[1:])
+    return plugin.kernel
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -174,9 +159,7 @@ def test_guard_zones_show_writes_out_of_bounds() -> None:
 @pytest.fixture(scope="module", params=["own architecture", "oldest architecture"])
 def loaded(request: pytest.FixtureRequest) -> Iterator[dict[str, LoadedKernel]]:
     """All kernels, loaded in this process."""
-    major, minor = torch.cuda.get_device_capability()
-    torch.cuda.synchronize()  # makes the context current
-    architecture = 10 * major + minor if request.param == "own architecture" else TURING
+    architecture = own_architecture() if request.param == "own architecture" else TURING
     kernels = {name: captured(name, architecture) for name in CASES}
     assert len({kernel.entry for kernel in kernels.values()}) == len(CASES)
     loaded_kernels = {name: LoadedKernel(kernel) for name, kernel in kernels.items()}
@@ -258,3 +241,21 @@ def test_kernels_in_one_cuda_graph(loaded: dict[str, LoadedKernel]) -> None:
         graph.replay()
         for run in runs.values():
             run.check(seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "map_format"), FORMATS)
+def test_maps_of_a_default_model(dtype: torch.dtype, map_format: str) -> None:
+    # The reference is the torch operation on the GPU, which other tests compare with the CPU's.
+    sizes = [(200, 336), (100, 168), (50, 84), (25, 42)]
+    maps = [torch.randn(8, 256, *size, dtype=dtype, device="cuda") for size in sizes]
+    rois = (random_rois(8, 1000) * 5).cuda()
+    attributes = {**pooling(SCALES, 7, 2, 0), "canonical_size": 224.0}
+    inputs = [*maps, rois]
+    plugin = captured_plugin("PyramidRoIAlign", attributes, inputs, map_format, own_architecture())
+    kernel = LoadedKernel(plugin.kernel)
+    found = executed(plugin, kernel, inputs, map_format)
+    kernel.close()
+    expected = Case("PyramidRoIAlign", attributes).operation(*inputs)
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)

@@ -3,17 +3,69 @@
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from cuda.bindings import driver
-from plugin_builder import PluginKernel
+from plugin_builder import PluginKernel, Shape, builder_of_plugin, evaluated
+from tensorrt_stubs import load_tensorrt
 from torch import Tensor
+
+from maskrcnn_trt.plugins.tensorrt.plugins import register_plugins
 
 # Bytes before and after a tensor.
 _GUARD = 4096
 # NaN in floating-point tensors, -1 in int32.
 _POISON = 0xFF
+
+
+class CapturedPlugin(NamedTuple):
+    """Kernel of a plugin, and type and symbolic shape of its output."""
+
+    kernel: PluginKernel
+    dtype: torch.dtype
+    sizes: tuple[Any, ...]
+
+
+def captured_plugin(
+    name: str,
+    attributes: dict[str, Any],
+    inputs: Sequence[Tensor],
+    map_format: str,
+    architecture: int,
+) -> CapturedPlugin:
+    """Capture a plugin with dynamic batches, RoIs and sizes of maps.
+
+    Args:
+        name: name of the plugin.
+        attributes: its attributes.
+        inputs: tensors of which types and other sizes are taken.
+        map_format: `LINEAR` or `HWC8`, format of the maps.
+        architecture: compute capability times ten.
+    """
+    trt = load_tensorrt()
+    register_plugins(architecture)
+    types = {
+        torch.float32: trt.float32,
+        torch.float16: trt.float16,
+        torch.int64: trt.int64,
+        torch.int32: trt.int32,
+    }
+    is_pooling = name != "NmsKeep"
+    shapes: list[Shape] = [(-1, *tensor.shape[1:]) for tensor in inputs]
+    if is_pooling:
+        shapes = [*((-1, tensor.shape[1], -1, -1) for tensor in inputs[:-1]), (-1, -1, 4)]
+    formats = [map_format] * (len(inputs) - 1) + ["LINEAR"] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        builder = builder_of_plugin(trt, patch, name, attributes)
+        input_types = [types[tensor.dtype] for tensor in inputs]
+        output_type, sizes = builder.output(input_types, shapes)
+        io_types, io_shapes = [*input_types, output_type], [*shapes, (-1,) * len(sizes)]
+        assert (tuple(io_types), tuple(formats)) in builder.combinations(io_types, io_shapes)
+        kernel = builder.kernel(io_types, io_shapes, formats)
+    (dtype,) = (dtype for dtype, type_ in types.items() if type_ == output_type)
+    return CapturedPlugin(kernel, dtype, sizes)
 
 
 class GuardedTensor:
@@ -37,7 +89,9 @@ class GuardedTensor:
         assert all((guard == _POISON).all() for guard in self._guards), "written out of bounds"
 
 
-def guarded(tensor: Tensor, device: str, *, channels_last: bool, guard: int) -> GuardedTensor:
+def guarded(
+    tensor: Tensor, device: str, *, channels_last: bool, guard: int = _GUARD
+) -> GuardedTensor:
     """Copy a tensor; `channels_last` maps [B, C, H, W] are in TensorRT's format HWC8.
 
     C must be a multiple of eight, which needs no padding.
@@ -83,7 +137,7 @@ class LoadedKernel:
     def launch(
         self,
         inputs: Sequence[GuardedTensor],
-        shapes: Sequence[tuple[int, ...]],
+        shapes: Sequence[Shape],
         output: GuardedTensor,
         stream: int,
     ) -> None:
@@ -107,6 +161,30 @@ class LoadedKernel:
     def close(self) -> None:
         """Unload the PTX."""
         _checked(driver.cuLibraryUnload(self._library))
+
+
+def executed(
+    plugin: CapturedPlugin, kernel: LoadedKernel, inputs: Sequence[Tensor], map_format: str
+) -> Tensor:
+    """Run a kernel once between guard zones, and return its output on the GPU."""
+    shapes = [tuple(tensor.shape) for tensor in inputs]
+    held = [
+        guarded(tensor, "cuda", channels_last=map_format == "HWC8" and tensor.dim() == 4)
+        for tensor in inputs
+    ]
+    output = GuardedTensor(evaluated(plugin.sizes, shapes), plugin.dtype, "cuda")
+    kernel.launch(held, shapes, output, torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    for tensor in (*held, output):
+        tensor.check()
+    return output.tensor
+
+
+def own_architecture() -> int:
+    """Return the GPU's compute capability times ten, and make its context current."""
+    torch.cuda.synchronize()
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

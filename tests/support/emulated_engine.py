@@ -1,0 +1,116 @@
+"""Exported graph whose custom nodes are executed outside of ONNX Runtime."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from onnx import helper
+from plugin_emulator import (
+    CapturedPlugin,
+    LoadedKernel,
+    captured_plugin,
+    executed,
+    own_architecture,
+)
+from torch import Tensor
+
+from maskrcnn_trt.model.bundle.spec import INPUT_NAMES, OPSET_DOMAIN, OUTPUT_NAMES
+
+# Function from a custom node, its attributes and inputs to its output.
+Execute = Callable[[onnx.NodeProto, dict[str, Any], list[Tensor]], Tensor]
+
+
+class EmulatedEngine:
+    """ONNX graph that is cut at its custom nodes."""
+
+    def __init__(self, model: onnx.ModelProto, execute: Execute) -> None:
+        self._model, self._execute = model, execute
+        self._custom = [node for node in model.graph.node if node.domain == OPSET_DOMAIN]
+        self._sessions: dict[tuple[str, ...], onnxruntime.InferenceSession] = {}
+
+    def infer(self, images: NDArray[Any], image_sizes: NDArray[Any]) -> list[NDArray[Any]]:
+        """Return the outputs, in the order of `OUTPUT_NAMES`."""
+        known = dict(zip(INPUT_NAMES, (images, image_sizes), strict=True))
+        for node in self._custom:
+            self._compute(node.input, known)
+            attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+            inputs = [torch.from_numpy(known[name]) for name in node.input]
+            known[node.output[0]] = self._execute(node, attributes, inputs).numpy()
+        self._compute(OUTPUT_NAMES, known)
+        return [known[name] for name in OUTPUT_NAMES]
+
+    def _compute(self, names: Iterable[str], known: dict[str, NDArray[Any]]) -> None:
+        """Add tensors to the known ones."""
+        missing = tuple(name for name in dict.fromkeys(names) if name not in known)
+        if not missing:
+            return
+        if missing not in self._sessions:
+            part = _part_of(self._model, missing, known).SerializeToString()
+            available = onnxruntime.get_available_providers()
+            wanted = ("CUDAExecutionProvider", "CPUExecutionProvider")
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3
+            self._sessions[missing] = onnxruntime.InferenceSession(
+                part, options, providers=[name for name in wanted if name in available]
+            )
+        session = self._sessions[missing]
+        feeds = {given.name: known[given.name] for given in session.get_inputs()}
+        known.update(zip(missing, session.run(missing, feeds), strict=True))
+
+
+def _part_of(
+    model: onnx.ModelProto, wanted: Sequence[str], known: Mapping[str, NDArray[Any]]
+) -> onnx.ModelProto:
+    """Return the part of a model that computes tensors from known ones."""
+    needed, nodes = set(wanted), []
+    for node in reversed(model.graph.node):
+        if needed.intersection(node.output).difference(known):
+            assert node.domain != OPSET_DOMAIN
+            nodes.append(node)
+            needed.update(_names_read_by(node))
+    part = onnx.ModelProto()
+    part.CopyFrom(model)
+    del part.functions[:], part.graph.node[:], part.graph.input[:], part.graph.output[:]
+    del part.graph.value_info[:]
+    part.graph.node.extend(reversed(nodes))
+    part.graph.input.extend(
+        helper.make_tensor_value_info(
+            name, helper.np_dtype_to_tensor_dtype(known[name].dtype), [None] * known[name].ndim
+        )
+        for name in known
+        if name in needed
+    )
+    part.graph.output.extend(map(helper.make_empty_tensor_value_info, wanted))
+    return part
+
+
+def _names_read_by(node: onnx.NodeProto) -> set[str]:
+    names = set(node.input)
+    for attribute in node.attribute:
+        for inner in attribute.g.node:
+            names |= _names_read_by(inner)
+    return names
+
+
+class PluginExecutor:
+    """Execution of custom nodes by the kernels of their plugins, in one process.
+
+    fp16 maps are in the format HWC8. Each node is captured once, for all batches.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, tuple[CapturedPlugin, LoadedKernel]] = {}
+
+    def __call__(
+        self, node: onnx.NodeProto, attributes: dict[str, Any], inputs: list[Tensor]
+    ) -> Tensor:
+        map_format = "HWC8" if inputs[0].dtype == torch.float16 else "LINEAR"
+        if node.output[0] not in self._loaded:
+            plugin = captured_plugin(
+                node.op_type, attributes, inputs, map_format, own_architecture()
+            )
+            self._loaded[node.output[0]] = plugin, LoadedKernel(plugin.kernel)
+        return executed(*self._loaded[node.output[0]], inputs, map_format).cpu()
