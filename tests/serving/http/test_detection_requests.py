@@ -1,7 +1,11 @@
 """`/v1/detect`: JSON and annotated images, compared with the gRPC service."""
 
+import json
+import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from PIL import Image
 from schemathesis import checks
 from triton_requests import MODEL
 
+import maskrcnn_trt.serving
 from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.results.drawing import draw_detections
@@ -69,6 +74,23 @@ def test_detections_with_rle(server: HttpAddress, http: httpx.Client, picture: E
     ]
     assert body["timing"]["infer_us"] > 0
     assert "infer;dur=" in response.headers["server-timing"]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl_commands_of_the_page(server: HttpAddress, picture: Encode, tmp_path: Path) -> None:
+    (tmp_path / "street.jpg").write_bytes(picture())
+    page = (Path(maskrcnn_trt.serving.__file__).parent / "README.md").read_text()
+    as_json, as_png = (
+        command.replace("curl", "curl --silent --fail").replace("localhost:8080", server.url)
+        for command in re.findall(r"^curl .+$", page, re.MULTILINE)
+    )
+    run = partial(subprocess.run, shell=True, check=True, cwd=tmp_path, timeout=60)
+    found = expected(server, picture(), DetectionOptions())
+    detections = json.loads(run(as_json, capture_output=True).stdout)["detections"]
+    assert [record["label"] for record in detections] == found.labels.tolist()
+    run(as_png)
+    with Image.open(tmp_path / "detections.png") as drawn:
+        assert (drawn.format, drawn.size) == ("PNG", (found.width, found.height))
 
 
 def test_detections_with_polygons_and_without_masks(
