@@ -35,8 +35,7 @@ _POOLING_LIMIT = (
     "read several times"
 )
 _GRADIENT_LIMIT = (
-    "atomic additions in the L2 cache, and the bandwidth of clearing the sums before them and "
-    "rounding them to the features' type after them"
+    "reads from the L2 cache: RoIs overlap, and neighbouring feature cells share pooled cells"
 )
 _RESIZE_LIMIT = "loads of single bytes: all source pixels of an output pixel, at least 2x2"
 

@@ -10,8 +10,11 @@ from ..runtime.compilation import Kernel, Launch
 MAX_LEVELS = 5
 # Threads per block.
 _THREADS = 256
-# Pooled cells per block: a whole 7 x 7 RoI.
+# Pooled cells per block of the forward kernel: a whole 7 x 7 RoI.
 _CELLS = 49
+# Height and width of the tile that a block of the backward kernel computes, in feature cells: one
+# row per warp.
+_TILE = _THREADS // 32
 
 # Maximum number of channels per load of 16 bytes, by type of the features.
 _VECTORS = {"float16": 8, "bfloat16": 8, "float": 4, "double": 2}
@@ -62,6 +65,7 @@ def forward_kernel(
         "pyramid_roi_align",
         (
             *_constants(pooling, feature_type, vector, channels_last),
+            ("CELLS", _CELLS),
             ("POOLED_CHANNELS_LAST", int(pooled_channels_last)),
         ),
         fused_multiply_add=True,
@@ -69,13 +73,11 @@ def forward_kernel(
 
 
 def backward_kernel(pooling: Pooling, feature_type: str, channels: int) -> Kernel:
-    """Return the backward kernel, whose tensors are channels-last; it sums in float or double."""
-    # In other formats, atomic additions to scattered addresses would take twice the time, even if
-    # the copies to channels-last are included.
+    """Return the backward kernel, whose tensors are channels-last."""
     return Kernel(
         "pyramid_roi_align/pyramid_roi_align_backward.cu",
         "pyramid_roi_align_backward",
-        _constants(pooling, feature_type, math.gcd(4, channels), True),
+        _constants(pooling, feature_type, math.gcd(_VECTORS[feature_type], channels), True),
         fused_multiply_add=True,
     )
 
@@ -83,16 +85,29 @@ def backward_kernel(pooling: Pooling, feature_type: str, channels: int) -> Kerne
 def pyramid_roi_align_launch(
     batch: int, rois: int, channels: int, sizes: Sequence[tuple[int, int]], output_size: int
 ) -> Launch:
-    """Return the grid, block and scalar arguments of either kernel.
+    """Return the grid, block and scalar arguments of the forward kernel.
 
-    With B = `batch`, R = `rois` per image, C = `channels` and P = `output_size`, the forward kernel
-    takes one map [B, C, H_l, W_l] per level l, of size (H_l, W_l), and RoIs [B, R, 4] float32. Its
-    output is [B, R, C, P, P]. The backward kernel takes gradients [B, R, C, P, P] and RoIs. Its
-    outputs are the gradients of the maps.
+    With B = `batch`, R = `rois` per image, C = `channels` and P = `output_size`, the kernel takes
+    one map [B, C, H_l, W_l] per level l, of size (H_l, W_l), and RoIs [B, R, 4] float32. Its output
+    is [B, R, C, P, P].
     """
     parts = -(-(output_size**2) // _CELLS)
     scalars = (channels, *(side for size in sizes for side in size))
     return Launch((rois, batch, parts), (_THREADS, 1, 1), scalars)
+
+
+def backward_launch(
+    kernel: Kernel, batch: int, rois: int, channels: int, sizes: Sequence[tuple[int, int]]
+) -> Launch:
+    """Return the grid, block and scalar arguments of the backward kernel.
+
+    It takes gradients [B, R, P, P, C] and RoIs [B, R, 4] float32. Its outputs are the gradients of
+    the maps, [B, H_l, W_l, C].
+    """
+    tiles = sum(-(-height // _TILE) * -(-width // _TILE) for height, width in sizes)
+    per_block = 32 * int(dict(kernel.constants)["VECTOR"])
+    scalars = (channels, rois, *(side for size in sizes for side in size))
+    return Launch((tiles, batch, -(-channels // per_block)), (_THREADS, 1, 1), scalars)
 
 
 def _constants(
@@ -110,7 +125,6 @@ def _constants(
         ("INCLUSIVE", int(pooling.inclusive)),
         ("CHANNELS_LAST", int(channels_last)),
         ("VECTOR", vector),
-        ("CELLS", _CELLS),
         ("THREADS", _THREADS),
     )
 

@@ -23,6 +23,7 @@ from .kernel import (
     MAX_LEVELS,
     Pooling,
     backward_kernel,
+    backward_launch,
     finest_level,
     forward_kernel,
     pyramid_roi_align_launch,
@@ -166,16 +167,13 @@ def _(grad: Tensor, features: Sequence[Tensor], rois: Tensor, *attributes: Any) 
     dtype, channels = features[0].dtype, features[0].shape[1]
     shape = (*rois.shape[:2], pooling.output_size, pooling.output_size, channels)
     grad = kernel_argument("grad", grad.movedim(2, -1), dtype, shape)
-    sums = [
-        torch.zeros_like(f, dtype=_sum_dtype(features), memory_format=torch.channels_last)
-        for f in features
-    ]
     kernel = backward_kernel(pooling, _FEATURE_TYPES[dtype], channels)
-    launch_kernel(kernel, _launch(features, rois, pooling), [grad, rois], sums)
-    gradients = _empty_gradients(features)
-    for gradient, total in zip(gradients, sums, strict=True):
-        gradient.copy_(total)
-    return gradients
+    batch, count = rois.shape[:2]
+    launch = backward_launch(kernel, batch, count, channels, _sizes(features))
+    by_pixel = [f.new_empty(f.permute(0, 2, 3, 1).shape) for f in features]
+    launch_kernel(kernel, launch, [grad, rois], by_pixel)
+    gradients = [gradient.permute(0, 3, 1, 2) for gradient in by_pixel]
+    return gradients if _is_channels_last(features[0]) else [g.contiguous() for g in gradients]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -258,8 +256,12 @@ def _pooling_from(attributes: tuple[Any, ...]) -> Pooling:
 
 def _launch(features: Sequence[Tensor], rois: Tensor, pooling: Pooling) -> Launch:
     batch, count, _ = rois.shape
-    sizes = [(feature.shape[2], feature.shape[3]) for feature in features]
-    return pyramid_roi_align_launch(batch, count, features[0].shape[1], sizes, pooling.output_size)
+    channels, sizes = features[0].shape[1], _sizes(features)
+    return pyramid_roi_align_launch(batch, count, channels, sizes, pooling.output_size)
+
+
+def _sizes(features: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(feature.shape[2], feature.shape[3]) for feature in features]
 
 
 def _roi_levels(

@@ -1,15 +1,80 @@
-// RoIAlign over a feature pyramid. roi_sampling.cuh has the constants and the distribution of work.
-// Further constant: POOLED_CHANNELS_LAST, the memory format of the pooled features.
+// RoIAlign over a feature pyramid. roi_sampling.cuh has the constants. Further constants: CELLS
+// (pooled cells per block), POOLED_CHANNELS_LAST (memory format of the pooled features).
 #include "roi_sampling.cuh"
 
 #define MAP_PARAMETER(l) const Feature* __restrict__ map##l
 
-using Features = Vector<Feature, VECTOR>;
+// A block handles CELLS pooled cells of one RoI. With channels last, neighbouring threads handle
+// neighbouring channels of a cell, so that a warp reads whole cache lines. Otherwise they handle
+// neighbouring cells of a channel.
+constexpr int INNER = CHANNELS_LAST ? 32 : 64, OUTER = THREADS / INNER;
+// Channels per block and step.
+constexpr int GROUP = CHANNELS_LAST ? INNER * VECTOR : OUTER;
+static_assert(CHANNELS_LAST || VECTOR == 1, "channels are neighbours only with channels last");
+
+__device__ int first_cell() { return blockIdx.z * CELLS; }
+__device__ int cells_of_block() { return min(CELLS, ALL_CELLS - first_cell()); }
+
+// Call body(cell, channel) for the thread's share of a group of channels. `channel` is the first of
+// VECTOR channels; `cell` is relative to the block's first cell.
+template <typename Body>
+__device__ void for_own_cells(int group, int channels, Body body) {
+    const int inner = threadIdx.x % INNER, outer = threadIdx.x / INNER;
+    const int channel = group + (CHANNELS_LAST ? inner * VECTOR : outer);
+    if (channel >= channels) return;
+    const int step = CHANNELS_LAST ? OUTER : INNER;
+    for (int cell = CHANNELS_LAST ? outer : inner; cell < cells_of_block(); cell += step) {
+        body(cell, channel);
+    }
+}
+
+// Map of a level, offset to the block's image.
+__device__ Map<const Feature> map_of_image(const Map<const Feature> (&maps)[LEVELS], int level,
+                                           int channels) {
+    Map<const Feature> map = maps[0];
+#pragma unroll
+    for (int l = 1; l < LEVELS; ++l) {
+        if (level == l) map = maps[l];
+    }
+    map.values += static_cast<long long>(blockIdx.y) * channels * map.height * map.width;
+    return map;
+}
+
+// Index of the block's RoI among all images; the grid is [RoIs, images, parts of a RoI].
+__device__ long long own_roi() {
+    return static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
+}
 
 // Threads that handle neighbouring channels cannot write the cells of one channel as whole cache
 // lines. The cells are staged in shared memory.
 constexpr bool STAGED = CHANNELS_LAST && !POOLED_CHANNELS_LAST;
 static_assert(CHANNELS_LAST || !POOLED_CHANNELS_LAST, "no model needs this change of order");
+
+// Call visit(pixel, weight) for all feature cells that contribute to a pooled cell.
+template <typename Visit>
+__device__ void visit_pixels(const Region& region, int cell, int height, int width, Visit visit) {
+    const int row = cell / OUTPUT_SIZE, column = cell % OUTPUT_SIZE;
+    const int rows = SAMPLING_RATIO > 0 ? SAMPLING_RATIO : region.rows;
+    const int columns = SAMPLING_RATIO > 0 ? SAMPLING_RATIO : region.columns;
+    const auto down = samples_of(region.y, region.cell_height, row, rows, height);
+    const auto across = samples_of(region.x, region.cell_width, column, columns, width);
+    const Real share = Real(1) / fmax(Real(rows) * columns, Real(1));
+#pragma unroll
+    for (int i = down.first; i < down.last; ++i) {
+        const Tap y = tap_of(down, i, height);
+        if (y.low < 0) continue;
+#pragma unroll
+        for (int j = across.first; j < across.last; ++j) {
+            const Tap x = tap_of(across, j, width);
+            if (x.low < 0) continue;
+            const Real low = y.low_weight * share, high = y.high_weight * share;
+            visit(y.low * width + x.low, low * x.low_weight);
+            visit(y.low * width + x.high, low * x.high_weight);
+            visit(y.high * width + x.low, high * x.low_weight);
+            visit(y.high * width + x.high, high * x.high_weight);
+        }
+    }
+}
 
 // Averages of a pooled cell for VECTOR channels.
 __device__ Features pool(const Map<const Feature>& map, const Region& region, int cell, int channel,

@@ -62,9 +62,7 @@ def test_gradients_equal_finite_differences(
         for level in range(4)
     ]
     assert torch.autograd.gradcheck(
-        lambda *maps: pyramid_roi_align(maps, rois, *attributes(4, MODES[mode])),
-        features,
-        nondet_tol=1e-12,
+        lambda *maps: pyramid_roi_align(maps, rois, *attributes(4, MODES[mode])), features
     )
 
 
@@ -90,6 +88,7 @@ def test_equals_the_cpu_on_a_gpu(
         pooled = pyramid_roi_align(features, rois.to(device), side, *attributes(4, DEFAULT)[1:])
         pooled.backward(weights.to(device))
         answers.append([x.cpu() for x in (pooled.detach(), *(f.grad for f in features))])
-    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 2e-5)
+    # float32 rounds the positions of samples, whose weights many gradients share.
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 1e-4)
     for ours, wanted in zip(answers[1], answers[0], strict=True):
         torch.testing.assert_close(ours, wanted, atol=tolerance, rtol=tolerance)
