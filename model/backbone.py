@@ -48,16 +48,21 @@ class FeaturePyramid(FeaturePyramidNetwork):  # type: ignore[misc]
         inner = self.get_result_from_inner_blocks(inputs[-1], -1)
         maps = [self.get_result_from_layer_blocks(inner, -1)]
         for index in reversed(range(len(inputs) - 1)):
-            inner = self._add_coarser(
-                self.get_result_from_inner_blocks(inputs[index], index), inner
-            )
+            inner = self.merge(inputs[index], inner, index)
             maps.insert(0, self.get_result_from_layer_blocks(inner, index))
         assert self.extra_blocks is not None
         outputs, names = self.extra_blocks(maps, inputs, list(x))
         return dict(zip(names, outputs, strict=True))
 
-    def _add_coarser(self, fine: Tensor, coarse: Tensor) -> Tensor:
-        """Add a map [B, C, h, w] to one of twice its height and width."""
+    def merge(self, features: Tensor, coarse: Tensor, index: int) -> Tensor:
+        """Return level `index` before its last convolution.
+
+        Args:
+            features: map [B, N, H, W] of the ResNet.
+            coarse: the next coarser level [B, C, h, w], of about half the size.
+            index: number of the level; 0 is the finest.
+        """
+        fine: Tensor = self.get_result_from_inner_blocks(features, index)
         batch, channels, height, width = coarse.shape
         if not self.training or fine.shape[2:] != (2 * height, 2 * width):
             return fine + F.interpolate(coarse, size=fine.shape[2:], mode="nearest")

@@ -84,6 +84,20 @@ class MaskPredictor(nn.Module):
         return logits.view(-1, *features.shape[2:])
 
 
+class BoxHead(TwoMLPHead):  # type: ignore[misc]
+    """Two fully connected layers."""
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Return hidden features [K, N] of K RoIs of pooled features [K, C, P, P]."""
+        weight = self.fc6.weight
+        if pooled.stride(1) == 1 and pooled.is_cuda:
+            # The weights are smaller than the features, whose memory order is channels-last.
+            weight = weight.unflatten(1, pooled.shape[1:]).permute(0, 2, 3, 1).flatten(1)
+            pooled = pooled.permute(0, 2, 3, 1)
+        hidden = F.relu(F.linear(pooled.flatten(1), weight, self.fc6.bias))
+        return F.relu(self.fc7(hidden))
+
+
 class RoiHeads(nn.Module):
     """Box and mask heads: classify and refine proposals, and predict masks of the detections.
 
@@ -241,7 +255,7 @@ def _box_head(config: RoiConfig, channels: int) -> nn.Module:
     head: nn.Module = (
         FastRCNNConvFCHead((channels, side, side), [channels] * convs, [dim], norm)
         if convs
-        else TwoMLPHead(channels * side**2, dim)
+        else BoxHead(channels * side**2, dim)
     )
     return head
 

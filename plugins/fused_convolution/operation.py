@@ -1,12 +1,13 @@
 """`maskrcnn::convolution_relu` and `maskrcnn::pointwise_convolution`: fused convolutions.
 
 Both add a residual map and apply a ReLU before the result is written, which saves memory traffic.
-They are for inference only and have no gradients.
 """
 
 # On a GPU, cuDNN computes `convolution_relu`, and a Triton kernel `pointwise_convolution`: cuDNN
 # cannot add a map of half the size, and takes long to select an algorithm that adds one of the
 # output's size.
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,24 @@ def _(
     )
 
 
+def _setup_convolution_relu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    images, weight, _, residual, *ctx.window = inputs
+    ctx.has_residual = residual is not None
+    ctx.save_for_backward(images, weight, output)
+
+
+def _convolution_relu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    images, weight, output = ctx.saved_tensors
+    grad = torch.ops.aten.threshold_backward(grad, output, 0)
+    gradients = _convolution_backward(ctx, grad, images, weight, *ctx.window)
+    return *gradients, grad if ctx.has_residual else None, None, None, None
+
+
+convolution_relu.register_autograd(
+    _convolution_relu_backward, setup_context=_setup_convolution_relu
+)
+
+
 @torch.library.triton_op("maskrcnn::pointwise_convolution", mutates_args=())
 def pointwise_convolution(
     images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, stride: int, relu: bool
@@ -113,6 +132,48 @@ def _(
     if residual is not None:
         output = output + F.interpolate(residual, output.shape[2:], mode="nearest")
     return output.relu() if relu else output
+
+
+def _setup_pointwise(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    images, weight, _, residual, ctx.stride, ctx.relu = inputs
+    ctx.residual_shape = None if residual is None else residual.shape
+    ctx.save_for_backward(images, weight, *([output] if ctx.relu else []))
+
+
+def _pointwise_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    images, weight, *outputs = ctx.saved_tensors
+    for output in outputs:
+        grad = torch.ops.aten.threshold_backward(grad, output, 0)
+    window = [ctx.stride] * 2, [0, 0], [1, 1]
+    gradients = _convolution_backward(ctx, grad, images, weight, *window)
+    residual = None
+    if ctx.residual_shape is not None:
+        rows, columns = ctx.residual_shape[2:]
+        upsampled = grad.shape[2:] != (rows, columns)
+        blocks = grad.reshape(*grad.shape[:2], rows, -1, columns, grad.shape[3] // columns)
+        residual = blocks.sum(dim=(3, 5)) if upsampled else grad
+    return *gradients, residual, None, None
+
+
+pointwise_convolution.register_autograd(_pointwise_backward, setup_context=_setup_pointwise)
+
+
+def _convolution_backward(
+    ctx: Any,
+    grad: Tensor,
+    images: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of images, weight and bias, or None if not needed."""
+    bias, not_transposed = [weight.shape[0]], (False, [0, 0])
+    needed = list(ctx.needs_input_grad[:3])
+    gradients: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+        grad, images, weight, bias, stride, padding, dilation, *not_transposed, 1, needed
+    )
+    return gradients
 
 
 def _empty_channels_last(images: Tensor, channels: int, rows: int, columns: int) -> Tensor:

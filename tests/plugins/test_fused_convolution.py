@@ -104,3 +104,56 @@ def test_fake_outputs_have_the_shape_of_real_ones(
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         fake = operation(images, weight, bias, None, *settings)
     assert (fake.shape, fake.dtype) == (eager.shape, eager.dtype)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("residual", [None, (8, 10), (4, 5)])
+def test_gradients_of_pointwise_convolutions(
+    residual: tuple[int, int] | None, relu: bool, device: str
+) -> None:
+    dtype = torch.float16 if device == "cuda" else torch.float64
+    shapes = [(2, 16, 8, 10), (24, 16, 1, 1), (24,), *([(2, 24, *residual)] if residual else [])]
+
+    def separate(images: Tensor, weight: Tensor, bias: Tensor, *added: Tensor) -> Tensor:
+        output = F.conv2d(images, weight, bias)
+        for addend in added:
+            output = output + F.interpolate(addend, output.shape[2:], mode="nearest")
+        return output.relu() if relu else output
+
+    def fused(images: Tensor, weight: Tensor, bias: Tensor, *added: Tensor) -> Tensor:
+        return pointwise_convolution(images, weight, bias, added[0] if added else None, 1, relu)
+
+    assert_equal_gradients(fused, separate, shapes, dtype, device)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradients_of_convolutions(residual: bool, device: str) -> None:
+    dtype = torch.float16 if device == "cuda" else torch.float64
+    shapes = [(2, 16, 9, 11), (24, 16, 3, 3), (24,), *([(2, 24, 5, 6)] if residual else [])]
+    window = [2, 2], [1, 1], [1, 1]
+
+    def separate(images: Tensor, weight: Tensor, bias: Tensor, *added: Tensor) -> Tensor:
+        return sum(added, F.conv2d(images, weight, bias, *window)).relu()
+
+    def fused(images: Tensor, weight: Tensor, bias: Tensor, *added: Tensor) -> Tensor:
+        return convolution_relu(images, weight, bias, added[0] if added else None, *window)
+
+    assert_equal_gradients(fused, separate, shapes, dtype, device)
+
+
+def assert_equal_gradients(
+    fused: Callable[..., Tensor],
+    separate: Callable[..., Tensor],
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    inputs = [random_tensor(*shape, dtype=dtype, device=device) / 4 for shape in shapes]
+    gradients = []
+    for function, kind in ((fused, dtype), (separate, torch.float64)):
+        leaves = [x.to(kind).requires_grad_() for x in inputs]
+        output = function(*leaves)
+        factors = random_tensor(*output.shape, dtype=kind, device=device)
+        gradients.append(torch.autograd.grad(output, leaves, factors))
+    for ours, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=2e-2, atol=2e-2)
