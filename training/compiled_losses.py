@@ -4,11 +4,13 @@ import logging
 import os
 import time
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as autograd_config
+from torch.nn import functional as F
 
 from ..model.losses import LossTerms
 from ..model.mask_rcnn import MaskRCNN
@@ -18,20 +20,37 @@ from .config import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# The number of objects is padded to a multiple of this: each number is recorded as a graph.
+_OBJECTS = 16
+
 
 class CompiledLosses:
     """`MaskRCNN.losses` compiled by torch: one program for each shape of the images."""
 
-    def __init__(self, model: MaskRCNN, backend: str = "inductor") -> None:
+    def __init__(
+        self,
+        model: MaskRCNN,
+        backend: str = "inductor",
+        *,
+        graphs: bool = False,
+        required: bool = True,
+    ) -> None:
         """Prepare the compilation, which takes place in the first call for each shape.
 
         Args:
             model: Model to train.
             backend: Compiler of `torch.compile`.
+            graphs: Replay losses and gradients as CUDA graphs. Then the gradients are valid until
+                the next call only.
+            required: Fail if torch cannot compile. False: warn, and compute without compilation.
         """
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor")))
+        options: dict[str, Any] | None = None
+        if graphs:
+            options = {"triton.cudagraphs": True, "triton.cudagraph_dynamic_shape_warn_limit": 1000}
         self._eager = model.losses
-        self._losses = torch.compile(model.losses, dynamic=False, backend=backend)
+        self._losses = torch.compile(model.losses, dynamic=False, backend=backend, options=options)
+        self._graphs, self._required = graphs, required
         self._compiled: set[torch.Size] = set()
 
     def __call__(
@@ -40,11 +59,14 @@ class CompiledLosses:
         """Return the five losses of a batch; arguments as of `MaskRCNN.forward`.
 
         Raises:
-            ConfigError: torch cannot compile on this machine.
+            ConfigError: torch cannot compile on this machine, and compilation is required.
         """
         if not torch.is_grad_enabled():
             # The extra pass of gradient accumulation is not worth a second compilation.
             return self._eager(images, image_sizes, targets, seeds)
+        if self._graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            targets = _padded(targets)
         for tensor in targets:
             # The number of objects differs from batch to batch.
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
@@ -66,9 +88,17 @@ class CompiledLosses:
                 warnings.simplefilter("ignore")  # hints for developers of torch
                 losses = self._losses(images, image_sizes, targets, seeds)
         except BackendCompilerFailed as error:
-            raise ConfigError(
-                f"torch cannot compile the training step: {str(error).splitlines()[0]}; "
-                "set compile=false"
-            ) from error
+            problem = f"torch cannot compile the training step: {str(error).splitlines()[0]}"
+            if self._required:
+                raise ConfigError(f"{problem}; set compile=false") from error
+            logger.warning("%s; training goes on without compilation, which is slower", problem)
+            self._losses, self._graphs = self._eager, False
+            return self._eager(images, image_sizes, targets, seeds)
         logger.info("compiled in %.0f s", time.perf_counter() - start)
         return losses
+
+
+def _padded(targets: Targets) -> Targets:
+    """Pad the number of objects per image to a multiple of `_OBJECTS`."""
+    missing = -targets.labels.shape[1] % _OBJECTS
+    return Targets(*(F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) for x in targets))

@@ -187,9 +187,9 @@ class TrainConfig(FrozenConfig):
     """Arithmetic: fp32, TF32, or autocast to fp16 (with loss scaling; GPU only) or bf16."""
     channels_last: bool = True
     """Store weights and activations in NHWC order: faster on GPUs, except with group norm."""
-    compile: bool = False
-    """Compile losses and gradients with torch.compile: faster on a GPU, but the first run takes a
-    minute or two for each input size."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile losses and gradients with torch.compile, which takes a minute for each input size in
+    the first run: auto (on a GPU, for 3,000 iterations or more), true or false."""
     weights: str | None = None
     """Initial weights of the model or its backbone: a file, an http(s) address, the name of
     torchvision weights, or a name of `maskrcnn weights list`. Formats: this project, torchvision,

@@ -51,7 +51,7 @@ class TrainResult:
     latency: Latency
     # Fraction of the time of the steps in which the process waited for the next batch.
     data_share: float
-    # On a GPU the peak allocated by torch, on the CPU the peak resident memory.
+    # On a GPU the peak reserved by torch, on the CPU the peak resident memory.
     peak_memory_mib: float
     # [iterations, 5] in the order of `model.losses.LOSS_NAMES`, warm-up included.
     losses: Sequence[Sequence[float]]
@@ -163,7 +163,7 @@ def _measure_steps(
             images_per_second=images * len(seconds) / sum(seconds),
             latency=latency_from_seconds(seconds),
             data_share=sum(waits[settings.warmup :]) / sum(seconds),
-            peak_memory_mib=torch.cuda.max_memory_allocated(own.device) / 2**20
+            peak_memory_mib=torch.cuda.max_memory_reserved(own.device) / 2**20
             if own.device.type == "cuda"
             else peak_memory_mib("cpu"),
             losses=torch.stack(losses).tolist(),
