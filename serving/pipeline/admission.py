@@ -29,9 +29,9 @@ class AdmissionController:
 
     - While slots are free and no request waits, each request is admitted. A single connection can
       use all slots.
-    - Otherwise a request waits if its connection then has at most its share, in slots that it holds
-      or waits for: `capacity` divided by the number of connections. A connection's only request
-      waits in any case, as long as there are as many slots as connections.
+    - Otherwise a request waits if its connection then has at most its max-min fair share, in slots
+      that it holds or waits for. A connection's only request waits in any case, as long as there
+      are as many slots as connections.
     - Requests beyond that share are rejected. Those of streams wait instead; see `acquire`.
     - Freed slots go to the waiting connection that holds the fewest, in round-robin order among
       equals. If they are too few for its request, all others wait too, so that large requests are
@@ -98,7 +98,7 @@ class AdmissionController:
         """
         if self._is_free(slots) or self._is_within_share(peer, slots):
             return
-        capacity, connections = self.capacity, self._connections_with(peer)
+        capacity, connections = self.capacity, len({*self._claimed, peer})
         setting = "max-wait-s" if capacity < self._max_capacity else "queue-size"
         raise QueueFullError(
             f"the request needs {slots} admission slots; {self._in_use} of {capacity} are in use, "
@@ -178,13 +178,13 @@ class AdmissionController:
         return not self._waiting and self._in_use + slots <= self.capacity
 
     def _is_within_share(self, peer: str, slots: int) -> bool:
-        capacity, connections = self.capacity, self._connections_with(peer)
+        others = [claimed for other, claimed in self._claimed.items() if other != peer]
         own = self._claimed[peer]
-        return connections <= capacity and (not own or (own + slots) * connections <= capacity)
-
-    def _connections_with(self, peer: str) -> int:
-        """Return the number of connections with requests, including `peer`."""
-        return len(self._claimed) + (peer not in self._claimed)
+        if not own:
+            return len(others) < self.capacity
+        # Whether all connections could claim as many slots, or all that they do.
+        own += slots
+        return sum(min(claimed, own) for claimed in others) + own <= self.capacity
 
     def _hold(self, peer: str, slots: int) -> None:
         self._in_use += slots
