@@ -33,11 +33,10 @@ AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def set_arithmetic(config: TrainConfig) -> None:
-    """Allow TF32 if `precision` is tf32, else not, and let cuDNN time its algorithms."""
+    """Enable TF32 in matrix products and convolutions if `precision` is tf32, else disable it."""
     allowed = config.precision == "tf32"
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
-    torch.backends.cudnn.benchmark = True
 
 
 class GpuMemoryError(Exception):
@@ -86,11 +85,12 @@ class Trainer:
         )
         decay = config.solver.ema_decay
         self.average = None if decay is None else WeightAverage(self.model, decay)
-        if worker.device.type == "cuda" and config.precision in AUTOCAST_DTYPES:
-            fuse_layers(self.model)
         if self._compiles():
             from .compiled_losses import CompiledLosses  # takes seconds
 
+            if worker.device.type == "cuda":
+                # Not without compilation: starting the fused operations takes as long as they save.
+                fuse_layers(self.model)
             # Inside of DistributedDataParallel, which then works as without compilation.
             self.model.losses = CompiledLosses(  # type: ignore[method-assign]
                 self.model,

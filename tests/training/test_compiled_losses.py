@@ -33,7 +33,7 @@ def test_traced_steps_equal_eager_ones(tiny: LoadTiny) -> None:
 BODIES = {
     "fpn": (*FROZEN, "model.backbone.name=resnet50"),
     "c4": (*FROZEN, "model.backbone.features=c4"),
-    "c5": (*FROZEN, "model.backbone.features=c5"),
+    "c5": (*FROZEN, "model.backbone.name=resnet50", "model.backbone.features=c5"),
     "group norm": ("model.num_classes=3", "weights=null"),
     "batch norm": ("model.num_classes=3", "weights=null", "model.backbone.norm=bn"),
 }
