@@ -35,8 +35,8 @@ _VERSION = "1"
 
 # Annotations of attributes by Python type: arrays, because TensorRT 10 cannot read scalars with
 # NumPy 2.4 or later. They are classes: TensorRT 10 cannot read `NDArray` of NumPy 2.5 or later.
-_INTEGERS, _FLOATS = (np.ndarray[Any, np.dtype[kind]] for kind in (np.int32, np.float32))
-_FIELDS = {int: _INTEGERS, float: _FLOATS, list: _FLOATS}
+_FLOATS = np.ndarray[Any, np.dtype[np.float32]]
+_FIELDS = {int: np.ndarray[Any, np.dtype[np.int32]], float: _FLOATS, list: _FLOATS}
 
 # Errors of the plugins' functions since `plugin_errors`. TensorRT prints them, and fails without a
 # reason.
