@@ -12,7 +12,8 @@ from types import FrameType
 from .config import ConfigError
 from .devices import Device, processes_to_start
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Signals for which the launcher has handlers of its own.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch_processes(device: Device, processes: int | None) -> None:
@@ -22,9 +23,13 @@ def launch_processes(device: Device, processes: int | None) -> None:
     the configuration.
 
     Raises:
-        ConfigError: A signal such as SIGKILL ended a process.
+        ConfigError: `device` has another number of GPUs, or a signal such as SIGKILL ended a
+            process.
     """
-    count = processes_to_start(device, processes)
+    try:
+        count = processes_to_start(device, processes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if count > 1:
         sys.exit(_run_in_processes(count, sys.argv[1:]))
 
@@ -32,7 +37,7 @@ def launch_processes(device: Device, processes: int | None) -> None:
 def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
     """Run `maskrcnn` in several processes of one process group, and return the exit code.
 
-    SIGINT and SIGTERM are passed on to the processes. If one process fails, the others are ended.
+    Signals are passed on to the processes. If one process fails, the others are ended.
 
     Args:
         count: Number of processes.
@@ -49,6 +54,7 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # The ranks connect to this store, whose port no other program can take.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
     command = ("-m", __package__.partition(".")[0], *arguments)
     with tempfile.TemporaryDirectory() as folder:
         processes = start_processes(
@@ -65,8 +71,9 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-        for number in _SIGNALS:
-            signal.signal(number, forward)
+        for number, handler in previous.items():
+            # `nohup` lets its command ignore SIGHUP.
+            signal.signal(number, handler if handler == signal.SIG_IGN else forward)
         result = processes.wait(period=0.2)
     if result is None or not result.is_failed():
         return 0

@@ -18,20 +18,22 @@ from maskrcnn_trt.training.run import run_training
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_signals_end_a_run_after_a_checkpoint(
-    tiny_config: Path, tmp_path: Path, number: signal.Signals
+    tiny_config: Path, tmp_path: Path, number: signal.Signals, processes: int
 ) -> None:
     settings = ("log_period=1", "data.workers=1", "solver.max_iterations=100000", "solver.steps=[]")
     log = tmp_path / "run" / "log.txt"
     metrics = tmp_path / "run" / "metrics.jsonl"
-    command = [sys.executable, "-m", "maskrcnn_trt", "train", str(tiny_config), *settings]
+    settings += (f"processes={processes}", f"output_dir={log.parent}")
+    command = ["nohup", sys.executable, "-m", "maskrcnn_trt", "train", str(tiny_config)]
     process = subprocess.Popen(
-        [*command, f"output_dir={log.parent}"], stderr=subprocess.PIPE, start_new_session=True
+        [*command, *settings], stderr=subprocess.PIPE, start_new_session=True
     )
     while not (metrics.exists() and metrics.read_text()):
         assert process.poll() is None
         time.sleep(0.05)
+    process.send_signal(signal.SIGHUP)  # ignored under `nohup`
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:

@@ -28,7 +28,8 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(str(error)) from None
     except ValidationError as error:
         # A value that contradicts the default of another key may agree with its fitted value.
-        if error.errors()[0]["type"] != "value_error":
+        first = error.errors()[0]
+        if first["type"] != "value_error" or first["loc"] == ("device",):
             raise ConfigError(validation_message(error, TrainConfig)) from None
     return values_by_key(with_overrides({}, overrides))
 

@@ -137,7 +137,7 @@ def test_images_of_another_size_than_annotated_are_named(
 
 
 def test_mistyped_keys_and_unknown_folders_are_errors(tmp_path: Path) -> None:
-    for override in ("solver.max_iteration=3", "solver.max_iterations=many", "output"):
+    for override in ("solver.max_iteration=3", "solver.max_iterations=many", "output", "device=x"):
         with pytest.raises(ConfigError, match=override.partition("=")[0]):
             call(tmp_path, tmp_path / "run", override)
     with pytest.raises(DataError, match="none of the known layouts"):
