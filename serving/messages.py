@@ -48,6 +48,7 @@ def request_from_options(
         precision=scheduling.precision,
         priority=scheduling.priority,
         timeout_us=None if timeout_s is None else max(1, round(timeout_s * 1e6)),
+        model=scheduling.model,
     )
 
 

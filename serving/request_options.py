@@ -25,7 +25,7 @@ class SchedulingOptions:
     timeout_s: float | None = None
     # gRPC peer of the request; it identifies the client's connection.
     peer: str = ""
-    # Model name in the request, for the metrics.
+    # Model name in the request. Empty: the server's first model.
     model: str = ""
 
     def __post_init__(self) -> None:

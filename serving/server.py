@@ -1,10 +1,10 @@
-"""The server: load a bundle, listen on its ports, reload on SIGHUP, drain on SIGTERM."""
+"""The server: load bundles, listen on its ports, reload on SIGHUP, drain on SIGTERM."""
 
 import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from ..model.bundle.manifest import BundleError
 from ..protos.inference import open_inference_pb2
 from ..protos.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from ..protos.maskrcnn.v1 import detector_pb2
@@ -24,8 +23,8 @@ from .monitoring.telemetry import Telemetry
 from .monitoring.tracing import load_tracer
 from .open_inference.service import InferenceService
 from .open_inference.unsupported import UnsupportedMethods
-from .pipeline.model_lifecycle import ModelLifecycle
-from .pipeline.pipeline import Pipeline
+from .pipeline.model_repository import ModelRepository
+from .pipeline.served_model import ModelSource
 from .prometheus.collectors import CpuCollector, LoopLag
 from .prometheus.endpoint import add_certificate_metric, add_server_metrics, metrics_server
 from .rpc.access_control import AccessInterceptor, AccessPolicy
@@ -45,11 +44,13 @@ _SERVICES = (
 )
 
 
-async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], None]) -> None:
-    """Serve a bundle until SIGTERM or SIGINT. On SIGHUP, reload the bundle.
+async def serve(
+    models: Sequence[ModelSource], config: ServeConfig, on_ready: Callable[[str], None]
+) -> None:
+    """Serve bundles until SIGTERM or SIGINT. On SIGHUP, reload all bundles.
 
     Args:
-        bundle: Exported bundle folder.
+        models: Bundles and names of the models.
         config: Server settings.
         on_ready: Called with the address `host:port` when the server is ready.
 
@@ -70,7 +71,7 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
         loop.add_signal_handler(number, request_stop)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     try:
-        async with detection_server(bundle, config, reload) as address:
+        async with detection_server(models, config, reload) as address:
             is_ready = True
             freeze_garbage_collector()
             on_ready(address)
@@ -89,51 +90,50 @@ async def serve(bundle: Path, config: ServeConfig, on_ready: Callable[[str], Non
 
 @contextlib.asynccontextmanager
 async def detection_server(
-    bundle: Path, config: ServeConfig, reload: asyncio.Event | None = None
+    models: Path | Sequence[ModelSource], config: ServeConfig, reload: asyncio.Event | None = None
 ) -> AsyncIterator[str]:
-    """Serve a bundle within the context. On exit, finish the in-flight requests.
+    """Serve one or more bundles within the context. On exit, finish the in-flight requests.
 
-    The health service reports NOT_SERVING until the model is warmed up, after the context's exit,
-    and while the model is unloaded or no worker process of the default precision is up.
+    The health service reports NOT_SERVING until the models are warmed up, after the context's exit,
+    and while the first model is unloaded or no worker process of its default precision is up.
 
     Args:
-        bundle: Exported bundle folder.
+        models: Exported bundle folder, or the bundles and names of several models.
         config: Server settings.
-        reload: Event. Each time it is set, the bundle is reloaded.
+        reload: Event. Each time it is set, the bundles are reloaded.
 
     Yields:
         Address `host:port` at which the server accepts requests.
 
     Raises:
-        BundleError: the bundle is missing or damaged, or lacks a precision of `config`.
+        BundleError: a bundle is missing or damaged, or lacks a precision of `config`.
         BackendError: the backend does not run on this machine or with the configured batch sizes.
         ServingError: the server cannot listen on its address, a certificate, key or token file is
-            invalid, or a package of an extra is missing.
+            invalid, a package of an extra is missing, or two models have the same name.
     """
     _check_http_packages(config)
     check_ports(config)
     # Invalid token and certificate files are reported at once, not after the model has loaded.
     policy, certificate = AccessPolicy(config), server_certificate(config)
+    sources = [ModelSource(models)] if isinstance(models, Path) else models
     telemetry, lag, cpu = Telemetry(load_tracer(config.tracing)), LoopLag(), CpuCollector()
     with (
         contextlib.closing(telemetry.tracer),
-        contextlib.closing(Pipeline(bundle, config, telemetry)) as pipeline,
-        _metrics_server(pipeline, lag, cpu, config, certificate),
+        contextlib.closing(ModelRepository(sources, config, telemetry)) as repository,
+        _metrics_server(repository, lag, cpu, config, certificate),
     ):
-        await pipeline.model.load()
-        access = AccessInterceptor(policy, config, pipeline)
+        await repository.load()
+        access = AccessInterceptor(policy, config, repository)
         server, port = listening_server(config, certificate, telemetry.tracer, access)
-        detector, inference, health = _add_services(server, pipeline, config)
-        http = _http_server(detector, inference, pipeline, access, config)
+        detector, inference, health = _add_services(server, repository, config)
+        http = _http_server(detector, inference, repository, access, config)
         async with _accepting(server, http, certificate) as stop:
             # Before the task groups below, which would wrap its exception in an ExceptionGroup.
-            pipeline.admission.set_service_time(await pipeline.model.warm_up())
+            await repository.warm_up()
             reload = reload or asyncio.Event()
             async with (
-                pipeline.lifecycle.running(),
-                _background(
-                    _reload_when_set(reload, pipeline.lifecycle), health.run(), lag.run(), cpu.run()
-                ),
+                repository.running(),
+                _background(repository.reload_when_set(reload), health.run(), lag.run(), cpu.run()),
             ):
                 health.set_ready()
                 address = address_of(config.host, port)
@@ -176,7 +176,7 @@ async def _accepting(
 def _http_server(
     detector: DetectorService,
     inference: InferenceService,
-    pipeline: Pipeline,
+    models: ModelRepository,
     access: AccessInterceptor,
     config: ServeConfig,
 ) -> "HttpServer | None":
@@ -186,8 +186,8 @@ def _http_server(
     from .http.endpoint import Transport
     from .http.listener import HttpServer
 
-    transport = Transport(access, pipeline.telemetry.tracer, config)
-    app = http_app(detector, inference, pipeline, transport)
+    transport = Transport(access, models.resources.telemetry.tracer, config)
+    app = http_app(detector, inference, models, transport)
     return HttpServer(app, config, allowed_connections(config))
 
 
@@ -205,14 +205,14 @@ def _check_http_packages(config: ServeConfig) -> None:
 
 
 def _add_services(
-    server: grpc.aio.Server, pipeline: Pipeline, config: ServeConfig
+    server: grpc.aio.Server, models: ModelRepository, config: ServeConfig
 ) -> tuple[DetectorService, InferenceService, HealthService]:
-    detector = DetectorService(pipeline, config)
+    detector = DetectorService(models, config)
     add_detector_service(detector, server)
     names = [service.full_name for service in _SERVICES]
-    health = HealthService(*names, models=lambda: pipeline.model.states)
+    health = HealthService(*names, models=lambda: models.states)
     add_HealthServicer_to_server(health, server)
-    inference = InferenceService(pipeline, config, health)
+    inference = InferenceService(models, config, health)
     add_GRPCInferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
     server.add_generic_rpc_handlers((UnsupportedMethods(),))
     add_reflection((*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"]), server)
@@ -221,7 +221,7 @@ def _add_services(
 
 @contextlib.contextmanager
 def _metrics_server(
-    pipeline: Pipeline,
+    models: ModelRepository,
     lag: LoopLag,
     cpu: CpuCollector,
     config: ServeConfig,
@@ -231,8 +231,8 @@ def _metrics_server(
     if config.metrics_port is None:
         yield
         return
-    registry = pipeline.telemetry.metrics.registry
-    add_server_metrics(registry, pipeline, lag, cpu)
+    registry = models.resources.telemetry.metrics.registry
+    add_server_metrics(registry, models, lag, cpu)
     if certificate:
         add_certificate_metric(registry, lambda: certificate.days_left)
     with metrics_server(registry, config.host, config.metrics_port) as url:
@@ -250,16 +250,3 @@ async def _background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[N
         finally:
             for task in tasks:
                 task.cancel()
-
-
-async def _reload_when_set(requested: asyncio.Event, lifecycle: ModelLifecycle) -> None:
-    """Reload the bundle each time `requested` is set. If that fails, keep the served model."""
-    while True:
-        await requested.wait()
-        requested.clear()
-        try:
-            await lifecycle.reload()
-        except (BundleError, ServingError):
-            pass  # `reload` has logged it
-        except Exception:
-            _log.exception("reloading the bundle failed")

@@ -34,24 +34,25 @@ USAGE_ERRORS = {
         "'maskrcnn data' has no command 'synthtic' (did you mean synthetic?); choose from "
         "convert, download, extract, filter, inspect, merge, split, synthetic, verify"
     ),
-    "serve": "Missing argument 'MODEL'; usage: maskrcnn serve [OPTIONS] MODEL",
+    "serve": "Missing argument 'MODEL...'; usage: maskrcnn serve [OPTIONS] MODEL...",
     "serve b --port http": (
         "Invalid value for '--port' (env var: 'MASKRCNN_PORT'): 'http' is not a valid integer."
     ),
     "serve b --port": "Option '--port' requires an argument.",
     "serve b --max-batch 0": (
-        "--max-batch is 0; allowed: whole number, >= 1; usage: maskrcnn serve [OPTIONS] MODEL"
+        "--max-batch is 0; allowed: whole number, >= 1; usage: maskrcnn serve [OPTIONS] MODEL..."
     ),
     "serve b --max-delay-ms nan": (
         "--max-delay-ms is nan; allowed: number, >= 0, <= 86400000; usage: maskrcnn serve "
-        "[OPTIONS] MODEL"
+        "[OPTIONS] MODEL..."
     ),
     "serve b --config no-such.yaml": (
         "Invalid value for '--config' (env var: 'MASKRCNN_CONFIG'): File 'no-such.yaml' does "
         "not exist."
     ),
     "serve b --tls-key key.pem": (
-        "tls_certificate and tls_key must be given together; usage: maskrcnn serve [OPTIONS] MODEL"
+        "tls_certificate and tls_key must be given together; usage: maskrcnn serve "
+        "[OPTIONS] MODEL..."
     ),
     "export no-such.pth": (
         "Missing option '-o' / '--output'; usage: maskrcnn export [OPTIONS] CHECKPOINT"

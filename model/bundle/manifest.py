@@ -15,6 +15,8 @@ MANIFEST_NAME = "manifest.json"
 SAMPLES_FOLDER = "samples"
 # Model version that servers report for every bundle.
 MODEL_VERSION = "1"
+# Regular expression of model names.
+MODEL_NAME = r"^[A-Za-z0-9._-]+$"
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 InputDtype = Literal["uint8", "float32"]
@@ -166,7 +168,7 @@ class Manifest(_Record):
     """Contents of a bundle, stored as `manifest.json`."""
 
     schema_version: Literal[1] = 1
-    model_name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    model_name: str = Field(pattern=MODEL_NAME)
     categories: tuple[Category, ...] = Field(min_length=1)
     preprocessing: Preprocessing
     max_detections: int = Field(gt=0)

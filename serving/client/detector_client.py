@@ -69,7 +69,7 @@ class DetectorClient(Connection):
         Args:
             image: The image.
             options: Detections to return, and the format of their masks.
-            scheduling: Precision, priority and time limit of the request in the server.
+            scheduling: Model, precision, priority and time limit of the request in the server.
 
         Raises:
             TypeError: `image` is not an `ImageSource`, for example a path given as str.

@@ -14,6 +14,7 @@ from .report_options import REPORT_OPTIONS, SOURCE, files_and_folder, options_of
 
 _SECONDS = FiniteRange(min=0, min_open=True, max=DAY_S)
 _SCHEDULING_OPTIONS = (
+    click.option("--model", default="", help="Name of the model. Default: the server's first one."),
     click.option(
         "--precision", type=click.Choice(get_args(Precision)),
         help="Precision of inference, one of those that the server serves. Default: its first one.",
@@ -54,6 +55,7 @@ def client(
     output: str,
     formats: Sequence[ReportFormat],
     score_threshold: float,
+    model: str,
     precision: Precision | None,
     priority: int,
     server_timeout_s: float | None,
@@ -74,7 +76,7 @@ def client(
     files, folder = files_and_folder(images, output, formats)
     options = DetectionOptions(score_threshold=score_threshold)
     scheduling = SchedulingOptions(
-        precision=precision, priority=priority, timeout_s=server_timeout_s
+        model=model, precision=precision, priority=priority, timeout_s=server_timeout_s
     )
     credentials = credentials_from_options(**security)
     with DetectorClient(

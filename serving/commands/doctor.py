@@ -5,7 +5,7 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ from ..config import ServeConfig, address_of
 from ..errors import BackendError, ServingError
 from ..host import available_cores, available_memory, gpu_names, installed_versions
 from ..pipeline.decode_memory import decode_memory_limit
+from ..pipeline.served_model import ModelSource
 from ..rpc.certificates import server_certificate
 from ..rpc.listener import check_port
 from ..rpc.message_reader import MESSAGES_PER_SLOT
@@ -40,10 +41,6 @@ _DISTRIBUTIONS: Final = (
     "tensorrt-rtx",
     "pycuda",
 )
-
-# Maximum number of request messages in memory per admission slot: the in-flight one, one that
-# waits for a slot, and MESSAGES_PER_SLOT that are being received.
-_REQUESTS_PER_SLOT: Final = 2 + MESSAGES_PER_SLOT
 
 # Days before its end at which a certificate is reported.
 _MIN_CERTIFICATE_DAYS: Final = 14
@@ -80,33 +77,30 @@ class CheckSection(NamedTuple):
 
 
 def diagnose(
-    bundle: Path, config: ServeConfig, sources: Mapping[str, str]
+    models: Sequence[ModelSource], config: ServeConfig, sources: Mapping[str, str]
 ) -> Iterator[CheckSection]:
     """Check whether `serve` would start, section by section.
 
     If no check finds a fault, the last section starts a server on a free port and stops it.
 
     Args:
-        bundle: Folder of the bundle.
+        models: Bundles and names of the models.
         config: Settings of the server.
         sources: Text on where each setting comes from, by name; see `setting_sources`.
     """
     sections = [
         CheckSection("Machine", _machine_results()),
         CheckSection("Settings", _setting_results(config, sources)),
-        CheckSection("Limits", _limit_results(config)),
-        CheckSection(f"Bundle {bundle}", _bundle_results(bundle)),
+        CheckSection("Limits", _limit_results(config, len(models))),
     ]
     yield from sections
-    with contextlib.suppress(BundleError):  # already reported in the section of the bundle
-        manifest = read_manifest(bundle)
-        for precision in config.precision or (served_precision(manifest, config.backend),):
-            results = _backend_results(bundle, manifest, precision, config)
-            sections.append(CheckSection(f"Backends in {precision}", results))
-            yield sections[-1]
+    for model in models:
+        for section in _model_sections(model, config):
+            sections.append(section)
+            yield section
     # After a fault the trial would fail, and another server on this machine may need the memory.
     if all(section.is_healthy for section in sections):
-        yield CheckSection("Trial", _trial_results(bundle, config))
+        yield CheckSection("Trial", _trial_results(models, config))
 
 
 def show(sections: Iterable[CheckSection]) -> bool:
@@ -122,13 +116,30 @@ def show(sections: Iterable[CheckSection]) -> bool:
     return healthy
 
 
-def most_request_bytes(config: ServeConfig) -> int:
+def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
     """Return the maximum total size in bytes of the request messages that a server holds at once.
 
-    Half of the messages can have been parsed already. Until their images are decoded, those take
-    several times their size.
+    With one model, half of the messages can have been parsed already. Until their images are
+    decoded, those take several times their size.
     """
-    return _REQUESTS_PER_SLOT * config.queue_size * config.max_message_mb << 20
+    return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
+
+
+def _messages_per_slot(models: int) -> int:
+    """Return the maximum number of request messages in memory per slot of `queue_size`."""
+    # Of each model, the in-flight request and one that waits for a slot. Others are being received,
+    # and their model is not known yet.
+    return 2 * models + MESSAGES_PER_SLOT
+
+
+def _model_sections(model: ModelSource, config: ServeConfig) -> Iterator[CheckSection]:
+    bundle = model.bundle
+    yield CheckSection(f"Bundle {bundle}", _bundle_results(model))
+    with contextlib.suppress(BundleError):  # already reported in the section of the bundle
+        manifest = read_manifest(bundle)
+        for precision in config.precision or (served_precision(manifest, config.backend),):
+            results = _backend_results(bundle, manifest, precision, config)
+            yield CheckSection(f"Backends in {precision}", results)
 
 
 def _machine_results() -> list[CheckResult]:
@@ -153,11 +164,12 @@ def _setting_results(config: ServeConfig, sources: Mapping[str, str]) -> list[Ch
     return [CheckResult(name, f"{_format_value(value)}, {sources[name]}") for name, value in config]
 
 
-def _limit_results(config: ServeConfig) -> list[CheckResult]:
+def _limit_results(config: ServeConfig, models: int) -> list[CheckResult]:
     results = [_port_result(name, config.host, port) for name, port in config.ports.items()]
     results += _certificate_results(config)
     cores = available_cores()
-    memory, requests = available_memory(), most_request_bytes(config)
+    memory, requests = available_memory(), most_request_bytes(config, models)
+    messages = f"{_messages_per_slot(models)} x queue_size x max_message_mb"
     decoding = decode_memory_limit(config)
     return [
         *results,
@@ -169,8 +181,8 @@ def _limit_results(config: ServeConfig) -> list[CheckResult]:
         CheckResult(
             "memory",
             f"{_gib(memory)} available; the settings allow request messages of {_gib(requests)} "
-            f"({_REQUESTS_PER_SLOT} x queue_size x max_message_mb), which take more once parsed, "
-            f"and {_gib(decoding)} for images in decoding (decode_memory_mb)",
+            f"({messages}), which take more once parsed, and "
+            f" {_gib(decoding)} for images in decoding (decode_memory_mb)",
             "warning" if requests + decoding > memory else "ok",
         ),
     ]
@@ -203,9 +215,10 @@ def _certificate_results(config: ServeConfig) -> list[CheckResult]:
     return [CheckResult(name, f"valid for another {days:.1f} days", state)]
 
 
-def _bundle_results(bundle: Path) -> list[CheckResult]:
+def _bundle_results(model: ModelSource) -> list[CheckResult]:
+    bundle = model.bundle
     try:
-        manifest = read_manifest(bundle)
+        manifest = model.manifest()
     except BundleError as error:
         return [CheckResult("manifest", str(error), "fault")]
     provenance = manifest.provenance
@@ -253,13 +266,13 @@ def _backend_results(
     return results
 
 
-def _trial_results(bundle: Path, config: ServeConfig) -> list[CheckResult]:
+def _trial_results(models: Sequence[ModelSource], config: ServeConfig) -> list[CheckResult]:
     # Port 0 means any free port, because another server may use the configured ports.
     changes = {"drain_delay_s": 0.0, **dict.fromkeys(config.ports, 0)}
     begin = time.monotonic()
     with _warnings() as warnings:
         try:
-            asyncio.run(_start(bundle, config.model_copy(update=changes)))
+            asyncio.run(_start(models, config.model_copy(update=changes)))
         except Exception as error:
             outcome = CheckResult("start", _error_text(error), "fault")
         else:
@@ -270,8 +283,8 @@ def _trial_results(bundle: Path, config: ServeConfig) -> list[CheckResult]:
     return [*(CheckResult("log", warning, "warning") for warning in warnings), outcome]
 
 
-async def _start(bundle: Path, config: ServeConfig) -> None:
-    async with detection_server(bundle, config):
+async def _start(models: Sequence[ModelSource], config: ServeConfig) -> None:
+    async with detection_server(models, config):
         pass
 
 

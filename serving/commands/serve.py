@@ -4,10 +4,10 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 import yaml
@@ -20,6 +20,9 @@ from ...model.config.error_messages import validation_message
 from ...model.config.strict_yaml import value_from_yaml
 from ...model.weights.sources import CHECKSUMS_VARIABLE, MIRROR_VARIABLE
 from ..config import LogFormat, ServeConfig, ServeFields
+
+if TYPE_CHECKING:
+    from ..pipeline.served_model import ModelSource  # the command line starts faster without it
 
 # Prefix of the environment variables.
 _PREFIX = "MASKRCNN_"
@@ -158,23 +161,24 @@ def _variable(name: str) -> str:
 
 
 @click.command()
-@click.argument("model")
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
 @config_options
 @click.option(
     "--doctor",
     is_flag=True,
-    help="Instead of serving, check the machine, the settings and MODEL, and report the results. "
-    "The exit code is 1 if the server would not start.",
+    help="Instead of serving, check the machine, the settings and the models, and report the "
+    "results. The exit code is 1 if the server would not start.",
 )
-def serve(model: str, doctor: bool, **values: Any) -> None:
-    """Serve MODEL over gRPC and, with --http-port, over HTTP with a page for browsers.
+def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
+    """Serve each MODEL over gRPC and, with --http-port, over HTTP with a page for browsers.
 
     On SIGTERM or Ctrl+C the server finishes the in-flight requests and ends.
 
     MODEL is a bundle, a checkpoint, or a name of `maskrcnn weights list`, such as
     torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or a name is exported once, in fp32 unless
-    --precision is given, into the cache folder. On SIGHUP the server reloads the bundle and
-    switches to it once it is warm.
+    --precision is given, into the cache folder. NAME=MODEL gives the model another name. Several
+    models share the settings, but have queues and workers of their own. On SIGHUP the server
+    reloads each bundle and switches to it once it is warm.
     """
     import asyncio
 
@@ -182,30 +186,31 @@ def serve(model: str, doctor: bool, **values: Any) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from ..monitoring.logs import configure_logs
     from ..server import serve as serve_bundle
-    from .model_reference import bundle_for_backend
+    from .model_sources import model_source
 
     config = config_from_options(values)
-    bundle = bundle_for_backend(model, config.backend, config.precision)
+    sources = [model_source(model, config) for model in models]
     if doctor:
         from .doctor import diagnose, show
 
-        healthy = show(diagnose(bundle, config, setting_sources()))
+        healthy = show(diagnose(sources, config, setting_sources()))
         click.get_current_context().exit(0 if healthy else 1)
     configure_logs(config.log_format, config.log_level)
     asyncio.run(
         serve_bundle(
-            bundle,
+            sources,
             config,
-            lambda address: _print_line(_ready_line(address, bundle, config.log_format)),
+            lambda address: _print_line(_ready_line(address, sources, config.log_format)),
         )
     )
 
 
-def _ready_line(address: str, bundle: Path, log_format: LogFormat) -> str:
-    line = f"Ready at {address}, serving {bundle}"
+def _ready_line(address: str, models: Sequence["ModelSource"], log_format: LogFormat) -> str:
+    bundles = ", ".join(str(model.bundle) for model in models)
+    line = f"Ready at {address}, serving {bundles}"
     if log_format == "text":
         return line
-    return json.dumps({"message": line, "address": address, "bundle": str(bundle)})
+    return json.dumps({"message": line, "address": address, "bundle": bundles})
 
 
 def _print_line(line: str) -> None:

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..open_inference.service import InferenceService
-from ..pipeline.pipeline import Pipeline
+from ..pipeline.model_repository import ModelRepository
 from ..rpc.detector_service import DetectorService
 from .detection import DetectionRoutes
 from .endpoint import JsonResponse, Transport, http_error_response
@@ -40,7 +40,7 @@ _SECURITY_HEADERS: Final = {
 def http_app(
     detector: DetectorService,
     inference: InferenceService,
-    pipeline: Pipeline,
+    models: ModelRepository,
     transport: Transport,
 ) -> ASGIApp:
     """Return the ASGI application.
@@ -48,14 +48,14 @@ def http_app(
     Args:
         detector: Service behind `/v1`.
         inference: Service behind `/v2`.
-        pipeline: Pipeline of both services.
+        models: Models of both services.
         transport: Access control, tracing and settings.
     """
     return _SecurityHeaders(
         Starlette(
             routes=[
-                *DetectionRoutes(detector, pipeline, transport).routes(),
-                *OpenInferenceRoutes(inference, pipeline, transport).routes(),
+                *DetectionRoutes(detector, models, transport).routes(),
+                *OpenInferenceRoutes(inference, models, transport).routes(),
                 _file_route("/openapi.json", JsonResponse(openapi_document())),
                 *(_file_route(path, _page_file(*file)) for path, file in _PAGE_FILES.items()),
             ],

@@ -17,7 +17,7 @@ from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import Detections, TimedResponse, Timing
 from ..errors import InvalidRequestError
 from ..grpc_status import abort_on_error
-from ..pipeline.pipeline import Pipeline
+from ..pipeline.model_repository import ModelRepository
 from ..pipeline.threads import in_daemon_thread
 from ..results.detections_json import json_from_detections
 from ..results.drawing import BYTES_PER_PIXEL, annotated_png
@@ -49,6 +49,7 @@ class DetectQuery(BaseModel):
     mask_format: Annotated[
         Literal["rle", "polygon", "none"], Field(description="Format of `segmentation`.")
     ] = "rle"
+    model: Annotated[str, Field(description="Name of the model. Default: the first.")] = ""
     precision: Annotated[
         str | None, Field(description="One of the served precisions. Default: the first.")
     ] = None
@@ -63,9 +64,11 @@ class DetectQuery(BaseModel):
 class DetectionRoutes:
     """Routes that call the methods of `DetectorService`, as gRPC does."""
 
-    def __init__(self, service: DetectorService, pipeline: Pipeline, transport: Transport) -> None:
+    def __init__(
+        self, service: DetectorService, models: ModelRepository, transport: Transport
+    ) -> None:
         self._service = service
-        self._pipeline = pipeline
+        self._models = models
         self._transport = transport
 
     def routes(self) -> Iterator[Route]:
@@ -92,15 +95,14 @@ class DetectionRoutes:
         as_png = _prefers_png(headers.get("accept", ""))
         request = _request_from_query(call, as_png)
         peer = call.peer()
-        admission = self._pipeline.admission.acquire(peer)
         if as_png:
             finish = partial(annotated_png, request.image)
             detecting = self._service.detect(
-                peer, request, admission, _not_encoded, finish, BYTES_PER_PIXEL
+                peer, request, _not_encoded, finish=finish, finish_memory=BYTES_PER_PIXEL
             )
             del finish
         else:
-            detecting = self._service.detect(peer, request, admission, json_from_detections)
+            detecting = self._service.detect(peer, request, json_from_detections)
         del request
         response = await abort_on_error(detecting, call)
         timing = {"server-timing": _server_timing(response.timing)}
@@ -109,27 +111,33 @@ class DetectionRoutes:
         return JsonResponse(_with_timing(response), headers=timing)
 
     async def _model(self, call: HttpCall) -> Response:
-        return JsonResponse(
-            value_from_message(await self._service.GetModel(pb.GetModelRequest(), call))
-        )
+        request = pb.GetModelRequest(model=_model_name(call))
+        return JsonResponse(value_from_message(await self._service.GetModel(request, call)))
 
     async def _sample_names(self, call: HttpCall) -> Response:
-        return JsonResponse(sorted(await in_daemon_thread(self._sample_files)))
+        return JsonResponse(sorted(await in_daemon_thread(self._sample_files, _model_name(call))))
 
     async def _sample(self, call: HttpCall) -> Response:
         # Only names that the listing returns are opened, so that no path leaves the folder.
-        path = (await in_daemon_thread(self._sample_files)).get(call.request.path_params["name"])
+        files = await in_daemon_thread(self._sample_files, _model_name(call))
+        path = files.get(call.request.path_params["name"])
         if path is None:
             raise HTTPException(404, "the bundle has no such sample; see /v1/samples")
         kind = "jpeg" if path.suffix.lower() in (".jpg", ".jpeg") else path.suffix[1:].lower()
         return Response(await in_daemon_thread(path.read_bytes), media_type=f"image/{kind}")
 
-    def _sample_files(self) -> dict[str, Path]:
-        folder = self._pipeline.lifecycle.bundle / SAMPLES_FOLDER
+    def _sample_files(self, model: str) -> dict[str, Path]:
+        pipeline = self._models.find(model) if model else self._models.first
+        folder = pipeline.lifecycle.source.bundle / SAMPLES_FOLDER
         if not folder.is_dir():
             return {}
         files = (path for path in folder.iterdir() if path.is_file())
         return {path.name: path for path in files if path.suffix.lower() in IMAGE_SUFFIXES}
+
+
+def _model_name(call: HttpCall) -> str:
+    """Return the model in the query. Empty: the first model."""
+    return call.request.query_params.get("model", "")
 
 
 def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:

@@ -12,7 +12,7 @@ from ...model.bundle.manifest import MODEL_VERSION
 from ...protos.inference import open_inference_pb2 as pb
 from ..open_inference.service import InferenceService
 from ..open_inference.unsupported import HTTP_ANSWERS
-from ..pipeline.pipeline import Pipeline
+from ..pipeline.model_repository import ModelRepository
 from .call import HttpCall
 from .endpoint import Endpoint, JsonResponse, Transport
 from .message_json import value_from_message
@@ -36,9 +36,11 @@ _SERVICE: Final = "/inference.GRPCInferenceService/"
 class OpenInferenceRoutes:
     """Routes that call the methods of `InferenceService`, as gRPC does."""
 
-    def __init__(self, service: InferenceService, pipeline: Pipeline, transport: Transport) -> None:
+    def __init__(
+        self, service: InferenceService, models: ModelRepository, transport: Transport
+    ) -> None:
         self._service = service
-        self._pipeline = pipeline
+        self._models = models
         self._transport = transport
 
     def routes(self) -> Iterator[Route]:
@@ -83,7 +85,7 @@ class OpenInferenceRoutes:
         name, version = _model_of(call)
         request = pb.ModelReadyRequest(name=name, version=version)
         response = await self._service.ModelReady(request, call)
-        is_known = name in self._pipeline.model.names and version in ("", MODEL_VERSION)
+        is_known = name in self._models.states and version in ("", MODEL_VERSION)
         value = {"name": name, **value_from_message(response)}
         return _readiness(value) if is_known else JsonResponse(value, 404)
 
@@ -142,7 +144,7 @@ class OpenInferenceRoutes:
         if len(body) <= _QUICK_BYTES:
             return convert()
         del body
-        converting = self._pipeline.threads.run(call.peer(), convert)
+        converting = self._models.resources.threads.run(call.peer(), convert)
         del convert
         return (await converting).value
 
@@ -152,7 +154,7 @@ class OpenInferenceRoutes:
         convert = partial(http_from_infer_response, response, binary)
         if sum(map(len, response.raw_output_contents)) <= _QUICK_BYTES:
             return convert()
-        return (await self._pipeline.threads.run(peer, convert)).value
+        return (await self._models.resources.threads.run(peer, convert)).value
 
 
 async def _unsupported(answer: str, _: Request) -> Response:

@@ -96,6 +96,7 @@ def _detection_paths() -> dict[str, Any]:
     image: _Content = {f"image/{kind}": file for kind in ("jpeg", "png", "webp")}
     found = {_JSON: _schema("DetectResponse"), "image/png": {}}
     name = _path_parameter("name", "Name of a sample.")
+    [model] = [parameter for parameter in parameters if parameter["name"] == "model"]
     return {
         "/v1/detect": {
             "post": {
@@ -106,10 +107,16 @@ def _detection_paths() -> dict[str, Any]:
                 "requestBody": {"required": True, "content": image},
             }
         },
-        "/v1/model": {"get": _operation("Describe the model: classes, precisions, limits")},
-        "/v1/samples": {"get": _operation("List the sample images in the bundle")},
+        "/v1/model": {
+            "get": _operation("Describe a model: classes, precisions, limits"),
+            "parameters": [model],
+        },
+        "/v1/samples": {
+            "get": _operation("List the sample images in the bundle"),
+            "parameters": [model],
+        },
         "/v1/samples/{name}": {
-            "get": {**_operation("Return a sample image", image), "parameters": [name]}
+            "get": {**_operation("Return a sample image", image), "parameters": [name, model]}
         },
     }
 
@@ -139,7 +146,7 @@ def _inference_paths() -> dict[str, Any]:
         for suffix, item in operations.items():
             paths[path + suffix] = {"parameters": parameters, **item}
     for action in ("load", "unload"):
-        summary = f"{action.capitalize()} the model; needs an administrator's token"
+        summary = f"{action.capitalize()} a model; needs an administrator's token"
         paths[f"/v2/repository/models/{{model}}/{action}"] = {
             "parameters": [model],
             "post": _posting(summary, "ModelControlRequest"),

@@ -20,8 +20,8 @@ from ..errors import (
     StoppingError,
 )
 from ..grpc_status import abort_on_error, status_and_message
+from ..pipeline.model_repository import ModelRepository
 from ..pipeline.pipeline import Pipeline
-from ..pipeline.threads import in_daemon_thread
 from ..rpc.health import HealthService
 from ..rpc.streams import Admission, Streams
 from .inference import infer
@@ -50,11 +50,11 @@ class InferenceService(GRPCInferenceServiceServicer):
     `NAME-PRECISION` use that precision.
     """
 
-    def __init__(self, pipeline: Pipeline, config: ServeConfig, health: HealthService) -> None:
-        self._pipeline = pipeline
+    def __init__(self, models: ModelRepository, config: ServeConfig, health: HealthService) -> None:
+        self._models = models
         self._config = config
         self._health = health
-        self._streams = Streams[pb.ModelInferRequest](pipeline, self._image_count)
+        self._streams = Streams[pb.ModelInferRequest](self._pipeline_of, self._image_count)
         # Tasks that load or unload the model.
         self._changes: set[asyncio.Task[None]] = set()
 
@@ -95,16 +95,16 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.ModelMetadataRequest, context: CallContext
     ) -> pb.ModelMetadataResponse:
         """Describe a model's tensors and classes."""
-        self._precision_of(request.name, request.version)
-        return model_metadata(request.name, self._pipeline.model)
+        pipeline, _ = self._find(request.name, request.version)
+        return model_metadata(request.name, pipeline.model)
 
     @_aborting
     async def ModelConfig(  # noqa: N802
         self, request: pb.ModelConfigRequest, context: CallContext
     ) -> pb.ModelConfigResponse:
         """Describe the configuration of a model, such as its batch size and instances."""
-        self._precision_of(request.name, request.version)
-        return model_config(request.name, self._pipeline.model, self._config)
+        pipeline, _ = self._find(request.name, request.version)
+        return model_config(request.name, pipeline.model, self._config)
 
     @_aborting
     async def ModelStatistics(  # noqa: N802
@@ -112,9 +112,9 @@ class InferenceService(GRPCInferenceServiceServicer):
     ) -> pb.ModelStatisticsResponse:
         """Return the request statistics of one model, or of all if the request names none."""
         if request.name:
-            self._precision_of(request.name, request.version)
-        names = [request.name] if request.name else list(self._pipeline.model.names)
-        statistics = self._pipeline.telemetry.metrics.statistics
+            self._find(request.name, request.version)
+        names = [request.name] if request.name else list(self._models.states)
+        statistics = self._models.resources.telemetry.metrics.statistics
         return pb.ModelStatisticsResponse(
             model_stats=[statistics[name].message(name, MODEL_VERSION) for name in names]
         )
@@ -123,7 +123,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.RepositoryIndexRequest, context: CallContext
     ) -> pb.RepositoryIndexResponse:
         """List the models and their states."""
-        models = map(self._model_index, self._pipeline.model.names)
+        models = map(self._model_index, self._models.states)
         return pb.RepositoryIndexResponse(
             models=[model for model in models if model.state == _READY or not request.ready]
         )
@@ -136,7 +136,7 @@ class InferenceService(GRPCInferenceServiceServicer):
             index.state = "UNAVAILABLE"
             index.reason = (
                 "unloaded"
-                if self._pipeline.model.is_unloaded
+                if self._models.find(name).model.is_unloaded
                 else "the server is starting or stopping, or the model's workers are restarting"
             )
         return index
@@ -148,8 +148,8 @@ class InferenceService(GRPCInferenceServiceServicer):
         """Reload the bundle from its path. If that fails, the served model does not change."""
         _reject_unknown(request.parameters, "RepositoryModelLoad has no parameters")
         try:
-            await self._check_loadable(request.model_name)
-            await self._run_to_end(self._pipeline.lifecycle.reload)
+            pipeline = await self._models.find_loadable(request.model_name)
+            await self._run_to_end(pipeline.lifecycle.reload)
         except (BundleError, BackendError) as error:
             raise ReloadError(str(error)) from error
         return pb.RepositoryModelLoadResponse()
@@ -159,26 +159,18 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.RepositoryModelUnloadRequest, context: CallContext
     ) -> pb.RepositoryModelUnloadResponse:
         """Reject new requests, drain the in-flight ones, and end the worker processes."""
-        precision = self._precision_of(request.model_name, "")
+        pipeline, precision = self._find(request.model_name, "")
         if precision is not None:
             raise InvalidRequestError(
                 f"{request.model_name!r} is one precision of a model and cannot be unloaded alone; "
-                f"unload {self._pipeline.model.manifest.model_name!r}, or restart the server "
+                f"unload {pipeline.model.manifest.model_name!r}, or restart the server "
                 f"without precision {precision}"
             )
         # Models here have no dependents, so this parameter has no effect.
         parameters = set(request.parameters) - {"unload_dependents"}
         _reject_unknown(parameters, "only unload_dependents is allowed")
-        await self._run_to_end(self._pipeline.lifecycle.unload)
+        await self._run_to_end(pipeline.lifecycle.unload)
         return pb.RepositoryModelUnloadResponse()
-
-    async def _check_loadable(self, name: str) -> None:
-        """Raise ModelNotFoundError unless a served model or the stored bundle has this name."""
-        try:
-            self._precision_of(name, "")
-        except ModelNotFoundError:
-            if name != await in_daemon_thread(self._pipeline.lifecycle.stored_name):
-                raise
 
     async def _run_to_end(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a load or unload to its end, even if the client disconnects."""
@@ -238,18 +230,18 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, peer: str, request: pb.ModelInferRequest, admission: Admission | None = None
     ) -> pb.ModelInferResponse:
         # All images of the request use this model, even if the bundle is reloaded meanwhile.
-        model = self._pipeline.model
-        telemetry = self._pipeline.telemetry
-        recording = telemetry.request(
+        pipeline = self._pipeline_of(request)
+        model = pipeline.model
+        recording = pipeline.telemetry.request(
             request.model_name, model.names, request.id, peer, request.ByteSize()
         )
         with recording as timings:
-            precision = self._precision_of(request.model_name, request.model_version)
+            _, precision = self._find(request.model_name, request.model_version)
             with model.use():
-                self._pipeline.rate_limits.charge(self._image_count(request))
+                pipeline.rate_limits.charge(self._image_count(request))
                 inferring = infer(
                     request,
-                    self._pipeline,
+                    pipeline,
                     model,
                     self._config,
                     precision=precision,
@@ -261,23 +253,22 @@ class InferenceService(GRPCInferenceServiceServicer):
             timings += image_timings
         return response
 
-    def _precision_of(self, name: str, version: str) -> str | None:
-        """Return the precision that a model name selects. None: the default precision.
+    def _pipeline_of(self, request: pb.ModelInferRequest) -> Pipeline:
+        return self._models.find_or_first(request.model_name)
+
+    def _find(self, name: str, version: str) -> tuple[Pipeline, str | None]:
+        """Return the pipeline and the precision of a model name. None: the default precision.
 
         Raises:
             ModelNotFoundError: the model or the version is not served.
         """
-        precisions = self._pipeline.model.names
-        if name not in precisions:
-            raise ModelNotFoundError(
-                f"model {name!r} is not served; the served models are {', '.join(precisions)}"
-            )
+        pipeline = self._models.find(name)
         if version not in ("", MODEL_VERSION):
             raise ModelNotFoundError(
                 f"version {version!r} of model {name!r} is not served; "
                 f"leave the version out, or use {MODEL_VERSION}"
             )
-        return precisions[name]
+        return pipeline, pipeline.model.names[name]
 
 
 def _reject_unknown(names: Collection[str], hint: str) -> None:

@@ -5,14 +5,12 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from contextvars import Context
-from pathlib import Path
 
-from ...model.bundle.manifest import read_manifest
 from ..config import ServeConfig
 from ..errors import BackendError
 from ..monitoring.metrics import Metrics
 from .batching import START_TIMEOUT_S
-from .served_model import ServedModel
+from .served_model import ModelSource, ServedModel
 from .threads import in_daemon_thread, time_limit
 
 _log = logging.getLogger(__name__)
@@ -25,11 +23,11 @@ class ModelLifecycle:
     request has finished.
     """
 
-    def __init__(self, bundle: Path, config: ServeConfig, metrics: Metrics) -> None:
+    def __init__(self, source: ModelSource, config: ServeConfig, metrics: Metrics) -> None:
         """Create the first model. The caller loads it with `ServedModel.load`.
 
         Args:
-            bundle: Folder of the bundle.
+            source: Bundle and name of the model.
             config: Settings of the server.
             metrics: Metrics that count reloads.
 
@@ -37,9 +35,8 @@ class ModelLifecycle:
             BundleError: the bundle is missing.
         """
         # Model for new requests.
-        self.model = ServedModel(bundle, config)
-        # Folder of the bundle, as given; it may be a link that changes.
-        self.bundle = bundle
+        self.model = ServedModel(source, config)
+        self.source = source
         self._config = config
         self._metrics = metrics
         # Held during `reload` and `unload`.
@@ -56,14 +53,6 @@ class ModelLifecycle:
             finally:
                 async with self._changing:  # a running `reload` or `unload` needs the task group
                     self._running.cancel()
-
-    def stored_name(self) -> str:
-        """Return the name of the model that the bundle folder holds now and `reload` would load.
-
-        Raises:
-            BundleError: the bundle is missing.
-        """
-        return read_manifest(self.bundle).model_name
 
     async def reload(self) -> None:
         """Load the bundle again, and replace the served model once the new one is warm.
@@ -118,7 +107,7 @@ class ModelLifecycle:
                 return await self._load()
 
     async def _load(self) -> ServedModel:
-        model = await in_daemon_thread(ServedModel, self.bundle, self._config)
+        model = await in_daemon_thread(ServedModel, self.source, self._config)
         try:
             await model.load()
             await model.warm_up()

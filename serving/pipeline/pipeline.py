@@ -4,32 +4,25 @@ import contextlib
 import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..config import ServeConfig
 from ..detections import DetectionOptions, ResponseEncoder, TimedResponse, Timing
-from ..errors import ExpiredError, QueueFullError
-from ..monitoring.telemetry import Telemetry
+from ..errors import ExpiredError
 from ..request_options import SchedulingOptions
 from ..steps.base import EngineItem, EngineResult
 from ..steps.host_steps import HostProcessor
 from ..steps.preprocessing import SourceImage
 from .admission import AdmissionController
 from .batching import BatchResult
-from .decode_memory import DecodeMemory, decode_memory_limit
 from .model_lifecycle import ModelLifecycle
-from .open_calls import OpenCalls
-from .rate_limits import RateLimits
-from .served_model import ModelBatcher, ServedModel
-from .threads import FairThreadPool, TimedResult, time_limit, timed
+from .served_model import ModelBatcher, ModelSource, ServedModel
+from .shared_resources import SharedResources
+from .threads import TimedResult, time_limit, timed
 
 # Minimum number of admission slots, however slow the model is: two batches, so that one can fill
 # while the other is computed, and enough for clients of Triton with the usual concurrency.
 _MIN_BATCHES, _MIN_SLOTS = 2, 32
-# Maximum number of open gRPC calls per admission slot. This limits the responses that are held in
-# memory for slow clients.
-_CALLS_PER_SLOT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,36 +36,32 @@ class InferenceRequest:
 
 
 class Pipeline:
-    """Processor of inference requests. Use it within the context `lifecycle.running`."""
+    """Processor of a model's inference requests. Use it within the context `lifecycle.running`."""
 
     def __init__(
-        self, bundle: Path, config: ServeConfig, telemetry: Telemetry | None = None
+        self, source: ModelSource, config: ServeConfig, resources: SharedResources
     ) -> None:
         """Create a pipeline. The caller loads its model with `ServedModel.load`.
 
         Args:
-            bundle: Folder of the bundle.
+            source: Bundle and name of the model.
             config: Settings of the server.
-            telemetry: Metrics and traces of the requests. None: a new object.
+            resources: Threads, memory and limits that all models share.
 
         Raises:
             BundleError: the bundle is missing.
         """
-        self.telemetry = telemetry or Telemetry()
-        self.lifecycle = ModelLifecycle(bundle, config, self.telemetry.metrics)
+        self.telemetry = resources.telemetry
+        self.lifecycle = ModelLifecycle(source, config, self.telemetry.metrics)
         self._config = config
         self.admission = AdmissionController(
             config.queue_size,
             config.max_wait_s,
             min_capacity=max(_MIN_SLOTS, _MIN_BATCHES * config.max_batch),
         )
-        self.rate_limits = RateLimits(config.max_requests_per_s, config.max_images_per_s)
-        # A call is open until its responses have been sent.
-        self.open_calls = OpenCalls(_CALLS_PER_SLOT * config.queue_size)
-        # Threads that decode images and encode responses.
-        self.threads = FairThreadPool(config.threads)
-        # Memory of the images in decoding.
-        self.decode_memory = DecodeMemory(decode_memory_limit(config), config.threads)
+        self.rate_limits = resources.rate_limits
+        self.threads = resources.threads
+        self.decode_memory = resources.decode_memory
 
     @property
     def model(self) -> ServedModel:
@@ -83,26 +72,6 @@ class Pipeline:
     def stream_window(self) -> int:
         """Maximum number of in-flight images per stream: all concurrent batches and one more."""
         return (self.model.batcher().concurrency + 1) * self._config.max_batch
-
-    def close(self) -> None:
-        """End the threads and close the model."""
-        self.threads.close()
-        self.model.close()
-
-    def check_admission(self, method: str, peer: str) -> None:
-        """Check, before a request is read, that its connection may have one more image in flight.
-
-        If not, the request is counted in the metrics as failed.
-
-        Raises:
-            QueueFullError: no slots are free, and the connection has its share.
-        """
-        try:
-            self.admission.check(peer)
-        except QueueFullError as error:
-            name = self.model.manifest.model_name
-            self.telemetry.reject_request(name, method, peer, error)
-            raise
 
     def time_limit(self, timeout_s: float | None) -> AbstractAsyncContextManager[None]:
         """Return a context manager that cancels its body at a request's time limit.

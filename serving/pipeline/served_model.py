@@ -5,8 +5,9 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from ...model.bundle.manifest import read_manifest
+from ...model.bundle.manifest import Manifest, read_manifest
 from ..backends.loading import served_precision
 from ..config import ServeConfig
 from ..engines.bundle_engine import BundleLoader
@@ -21,14 +22,32 @@ ModelBatcher = Batcher[EngineItem, EngineResult]
 ModelProcess = WorkerProcess[EngineItem, EngineResult]
 
 
+class ModelSource(NamedTuple):
+    """Bundle to serve, and the name of the model."""
+
+    # Folder of the bundle. It may be a link that changes.
+    bundle: Path
+    # None: the name in the bundle.
+    name: str | None = None
+
+    def manifest(self) -> Manifest:
+        """Read the manifest of the bundle, with the name of the model.
+
+        Raises:
+            BundleError: the bundle is missing.
+        """
+        manifest = read_manifest(self.bundle)
+        return manifest.model_copy(update={"model_name": self.name}) if self.name else manifest
+
+
 class ServedModel:
     """Bundle that is served. Each precision has its own workers and its own `Batcher`."""
 
-    def __init__(self, bundle: Path, config: ServeConfig) -> None:
+    def __init__(self, source: ModelSource, config: ServeConfig) -> None:
         """Read the bundle's manifest.
 
         Args:
-            bundle: Folder of the bundle.
+            source: Bundle and name of the model.
             config: Settings of the server, such as the precisions to load.
 
         Raises:
@@ -36,8 +55,8 @@ class ServedModel:
         """
         # Links are resolved once: restarted workers need the files that this model was loaded from,
         # even if a link leads to a new bundle by then.
-        self._bundle = bundle.resolve()
-        self.manifest = read_manifest(self._bundle)
+        self._bundle = source.bundle.resolve()
+        self.manifest = source._replace(bundle=self._bundle).manifest()
         self._config = config
         self._processes: dict[str, list[ModelProcess]] = {}
         # Batcher of each precision, set by `load`.

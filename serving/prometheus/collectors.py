@@ -22,6 +22,7 @@ from ...model.bundle.manifest import MODEL_VERSION
 from ..errors import BackendError
 from ..host import gpu_bus_ids, machine_memory
 from ..monitoring.metrics import TRITON_REASONS, ModelStatistics
+from ..pipeline.model_repository import ModelRepository
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.served_model import ServedModel
 
@@ -82,21 +83,23 @@ _GPU_VALUES: Final[Mapping[str, tuple[str, Callable[[Any], float]]]] = {
 GPU_METRICS: Final = tuple(_GPU_VALUES)
 
 
-class PipelineCollector(Collector):
-    """Collector of a pipeline's request statistics and model state."""
+class ModelCollector(Collector):
+    """Collector of the request statistics, state and admission slots of all models."""
 
     # Triton's counters are exported without a type. OpenMetrics requires typed counters to have
     # names that end in `_total`, and Triton's do not.
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+    def __init__(self, models: ModelRepository) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
-        counted = self._pipeline.telemetry.metrics.statistics
-        names = {*self._pipeline.model.names, *list(counted)}  # a reload can change names
+        counted = self._models.resources.telemetry.metrics.statistics
+        names = {*self._models.states, *list(counted)}  # a reload can change names
         yield from _triton_metrics({name: counted.get(name, ModelStatistics()) for name in names})
-        yield from _model_metrics(self._pipeline.model)
+        models = [pipeline.model for pipeline in self._models.pipelines]
+        yield from _model_metrics(models)
+        yield from _slot_metrics(self._models.pipelines)
 
 
 def _triton_metrics(statistics: Mapping[str, ModelStatistics]) -> Iterator[Metric]:
@@ -115,26 +118,41 @@ def _triton_metrics(statistics: Mapping[str, ModelStatistics]) -> Iterator[Metri
     yield _family(_Untyped, metric, documentation, (*_VERSIONED, "reason"), failures)
 
 
-def _model_metrics(model: ServedModel) -> Iterator[Metric]:
-    name, batchers = model.manifest.model_name, model.batchers
+def _model_metrics(models: Sequence[ServedModel]) -> Iterator[Metric]:
+    batchers = {
+        (model.manifest.model_name, precision): batcher
+        for model in models
+        for precision, batcher in model.batchers.items()
+    }
     metric, documentation = "nv_inference_pending_request_count", "Images waiting for a batch."
     waiting = sum((batcher.waiting for batcher in batchers.values()), Counter())
-    pending = {(requested, MODEL_VERSION): waiting[requested] for requested in model.names}
+    pending = {(name, MODEL_VERSION): waiting[name] for model in models for name in model.names}
     yield _family(_Gauge, metric, documentation, _VERSIONED, pending)
 
     metric, documentation = "maskrcnn_engines_up", "Worker processes that accept batches."
-    up = {(name, precision): batcher.engines_up for precision, batcher in batchers.items()}
+    up = {key: batcher.engines_up for key, batcher in batchers.items()}
     yield _family(_Gauge, metric, documentation, ("model", "precision"), up)
 
     metric = "maskrcnn_engine_restarts"
     documentation = "Worker processes replaced since the model was loaded."
-    restarts = {(name, precision): batcher.restarts for precision, batcher in batchers.items()}
+    restarts = {key: batcher.restarts for key, batcher in batchers.items()}
     yield _family(_Counter, metric, documentation, ("model", "precision"), restarts)
 
     metric, documentation = "maskrcnn_model_info", "Backend and device of the model; always 1."
     labels = ("model", "precision", "backend", "device")
-    info = {(name, p, b.info.backend, b.info.device): 1 for p, b in batchers.items()}
+    info = {(*key, b.info.backend, b.info.device): 1 for key, b in batchers.items()}
     yield _family(_Gauge, metric, documentation, labels, info)
+
+
+def _slot_metrics(pipelines: Sequence[Pipeline]) -> Iterator[Metric]:
+    wait = "Estimated queue time of a request that arrives now."
+    for name, documentation, value in (
+        ("slots", "Admission slots at the recent service rate.", attrgetter("capacity")),
+        ("slots_in_use", "Admission slots in use.", attrgetter("in_use")),
+        ("estimated_wait_seconds", wait, attrgetter("estimated_wait_s")),
+    ):
+        values = {(own.model.manifest.model_name,): value(own.admission) for own in pipelines}
+        yield _family(_Gauge, f"maskrcnn_{name}", documentation, ("model",), values)
 
 
 def _family(

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_w
 
 from ..config import address_of
 from ..errors import ServingError
-from ..pipeline.pipeline import Pipeline
-from .collectors import CpuCollector, GpuCollector, LoopLag, PipelineCollector
+from ..pipeline.model_repository import ModelRepository
+from .collectors import CpuCollector, GpuCollector, LoopLag, ModelCollector
 from .connections import ConnectionCollector
 
 _log = logging.getLogger(__name__)
@@ -29,17 +29,15 @@ _POLL_S = 0.05
 
 
 def add_server_metrics(
-    registry: CollectorRegistry, pipeline: Pipeline, lag: LoopLag, cpu: CpuCollector
+    registry: CollectorRegistry, models: ModelRepository, lag: LoopLag, cpu: CpuCollector
 ) -> None:
-    """Add collectors of pipeline, connections, event loop lag, process, CPU and GPUs."""
-    own = (PipelineCollector(pipeline), ConnectionCollector(), cpu, GpuCollector())
+    """Add collectors of models, connections, event loop lag, process, CPU and GPUs."""
+    own = (ModelCollector(models), ConnectionCollector(), cpu, GpuCollector())
     for collector in own:
         registry.register(collector)
     ProcessCollector(registry=registry)
     worst = "Maximum lag of the last ten seconds or slightly more."
-    wait = "Estimated queue time of a request that arrives now."
-    slots, slots_in_use = "Admission slots at the recent service rate.", "Admission slots in use."
-    memory, threads = pipeline.decode_memory, pipeline.threads
+    memory, threads = models.resources.decode_memory, models.resources.threads
     decoding = "Memory of images in decoding: reserved, or set aside for the threads that work."
     for name, documentation, value in (
         (
@@ -50,9 +48,6 @@ def add_server_metrics(
         ("decode_memory_limit_bytes", "Limit of that memory.", lambda: memory.limit),
         ("event_loop_lag_seconds", "Latest lag of the event loop.", lambda: lag.last_s),
         ("event_loop_lag_worst_seconds", worst, lambda: lag.worst_s),
-        ("slots", slots, lambda: pipeline.admission.capacity),
-        ("slots_in_use", slots_in_use, lambda: pipeline.admission.in_use),
-        ("estimated_wait_seconds", wait, lambda: pipeline.admission.estimated_wait_s),
     ):
         Gauge(f"maskrcnn_{name}", documentation, registry=registry).set_function(value)
 

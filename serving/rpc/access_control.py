@@ -16,7 +16,7 @@ from ..config import ServeConfig
 from ..credential_files import TokenFile
 from ..errors import ForbiddenError, QueueFullError, ServingError, UnauthenticatedError
 from ..grpc_status import status_and_message
-from ..pipeline.pipeline import Pipeline
+from ..pipeline.model_repository import ModelRepository
 from ..pipeline.rate_limits import current_client
 from .message_reader import MESSAGES_PER_SLOT, PendingMessages, call_handler
 
@@ -141,16 +141,16 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     are counted in the metrics.
     """
 
-    def __init__(self, policy: AccessPolicy, config: ServeConfig, pipeline: Pipeline) -> None:
+    def __init__(self, policy: AccessPolicy, config: ServeConfig, models: ModelRepository) -> None:
         """Derive the limits on calls and messages from `config.queue_size`.
 
         Args:
             policy: Authorization rules.
             config: Server settings.
-            pipeline: Pipeline with the admission slots and the metrics.
+            models: Models with the admission slots and the metrics.
         """
         self._policy = policy
-        self._pipeline = pipeline
+        self._models = models
         self._timeout_s = config.receive_timeout_s
         least = min(_PUBLIC_CALLS_PER_CONNECTION, config.queue_size)
         public = max(least, config.queue_size // _SLOTS_PER_PUBLIC_MESSAGE)
@@ -217,7 +217,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             await self._admit(method, context)
             return await handle(context)
         except ServingError as error:
-            self._pipeline.telemetry.reject_call(method, context.peer(), error)
+            self._models.resources.telemetry.reject_call(method, context.peer(), error)
             await context.abort(*status_and_message(error))
 
     async def _admit(self, method: str, context: CallContext) -> None:
@@ -226,13 +226,13 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if is_public(method):
             self._count_public_call(peer, context)
             return
-        calls = self._pipeline.open_calls
+        calls = self._models.resources.open_calls
         calls.add(peer)
         context.add_done_callback(lambda _: calls.remove(peer))
         if method in _DETECTION_METHODS:
             # Rejects the call before its message, which can be large, is received.
             try:
-                self._pipeline.check_admission(method, peer)
+                self._models.check_admission(method, peer)
             except ServingError as error:  # `check_admission` has counted the rejection
                 await context.abort(*status_and_message(error))
 

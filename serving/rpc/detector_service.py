@@ -20,7 +20,9 @@ from ..messages import (
     scheduling_from_request,
     stream_response_bytes,
 )
+from ..pipeline.model_repository import ModelRepository
 from ..pipeline.pipeline import InferenceRequest, Pipeline
+from ..pipeline.served_model import ServedModel
 from .streams import Admission, Streams
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
@@ -38,10 +40,10 @@ class DetectorService:
     # Requests can be large, and many wait for the model at a time. Therefore each method drops its
     # reference to the request (`del request`) once the image has been taken from it.
 
-    def __init__(self, pipeline: Pipeline, config: ServeConfig) -> None:
-        self._pipeline = pipeline
+    def __init__(self, models: ModelRepository, config: ServeConfig) -> None:
+        self._models = models
         self._config = config
-        self._streams = Streams[pb.DetectRequest](pipeline, image_count=lambda _: 1)
+        self._streams = Streams[pb.DetectRequest](self._pipeline_of, image_count=lambda _: 1)
         # Stops reading requests from streams; see `Streams.stop`.
         self.stop_reading = self._streams.stop
 
@@ -50,8 +52,7 @@ class DetectorService:
     ) -> Awaitable[bytes]:
         """Detect objects in one image."""
         peer = context.peer()
-        admission = self._pipeline.admission.acquire(peer)
-        return abort_on_error(self._response_to(peer, request, admission), context)
+        return abort_on_error(self._response_to(peer, request), context)
 
     async def DetectStream(  # noqa: N802
         self, requests: AsyncIterator[pb.DetectRequest], context: _StreamContext
@@ -63,8 +64,11 @@ class DetectorService:
     async def GetModel(  # noqa: N802
         self, request: pb.GetModelRequest, context: CallContext
     ) -> pb.GetModelResponse:
-        """Describe the served model."""
-        model = self._pipeline.model
+        """Describe a served model."""
+        return await abort_on_error(self._description(request), context)
+
+    async def _description(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
+        model = self._model_of(request.model)
         buckets = model.batcher().info.buckets
         return model_response(model.manifest, buckets, model.precisions, self._config)
 
@@ -82,10 +86,10 @@ class DetectorService:
         return stream_response_bytes(response, request_id)
 
     async def _response_to(
-        self, peer: str, request: pb.DetectRequest, admission: Admission
+        self, peer: str, request: pb.DetectRequest, admission: Admission | None = None
     ) -> bytes:
         request_id = request.id
-        detecting = self.detect(peer, request, admission, encode_detections)
+        detecting = self.detect(peer, request, encode_detections, admission)
         del request
         return response_bytes(await detecting, request_id)
 
@@ -93,8 +97,8 @@ class DetectorService:
         self,
         peer: str,
         request: pb.DetectRequest,
-        admission: Admission,
         encoder: ResponseEncoder,
+        admission: Admission | None = None,
         finish: Callable[[Any], Any] | None = None,
         finish_memory: int = 0,
     ) -> TimedResponse[Any]:
@@ -103,30 +107,36 @@ class DetectorService:
         Args:
             peer: Client address, as `context.peer()` returns it.
             request: The request.
-            admission: Context manager that holds an admission slot.
             encoder: Encodes the detections, in a thread or in the worker process.
+            admission: Context manager that holds an admission slot. None: reserve one.
             finish: Converts the encoder's result further, in a thread of this process. It counts
                 as encoding. None: no conversion.
             finish_memory: Peak memory of `finish` in bytes per pixel of the image.
 
         Raises:
             InvalidRequestError: an option is out of range.
+            ModelNotFoundError: the server has no model of that name.
             ExpiredError: the request exceeded its time limit.
             ImageError, ServingError: see `Pipeline.detect`.
         """
-        model = self._pipeline.model
+        pipeline = self._pipeline_of(request)
+        model = pipeline.model
         name = model.manifest.model_name
+        suffix = model.names.get(request.model)
+        if suffix and not request.HasField("precision"):
+            request.precision = suffix
         if request.HasField("precision"):
             name = f"{name}-{request.precision}"
-        recording = self._pipeline.telemetry.request(
+        recording = pipeline.telemetry.request(
             name, model.names, request.id, peer, request.ByteSize()
         )
-        with recording as timings, model.use():
-            self._pipeline.rate_limits.charge(images=1)
+        with recording as timings, self._model_of(request.model).use():
+            pipeline.rate_limits.charge(images=1)
             options = options_from_request(request)
             scheduling = scheduling_from_request(request, peer, name)
-            async with self._pipeline.time_limit(scheduling.timeout_s), admission:
-                detecting = self._pipeline.detect(
+            admission = admission or pipeline.admission.acquire(peer)
+            async with pipeline.time_limit(scheduling.timeout_s), admission:
+                detecting = pipeline.detect(
                     InferenceRequest(
                         source=request.image,
                         options=options,
@@ -138,20 +148,32 @@ class DetectorService:
                 del request
                 response = await detecting
                 if finish is not None:
-                    response = await self._finished(peer, response, finish, finish_memory)
+                    response = await _finished(pipeline, peer, response, finish, finish_memory)
             timings.append(response.timing)
             return response
 
-    async def _finished(
-        self, peer: str, response: TimedResponse[Any], finish: Callable[[Any], Any], memory: int
-    ) -> TimedResponse[Any]:
-        found = response.value
-        size = memory * found.height * found.width
-        async with self._pipeline.decode_memory.reserve_in_thread(peer, size):
-            timed = await self._pipeline.threads.run(peer, finish, found)
-        timing = response.timing
-        elapsed_us = round(1e6 * (timed.waited_s + timed.elapsed_s))
-        return TimedResponse(timed.value, replace(timing, encode_us=timing.encode_us + elapsed_us))
+    def _pipeline_of(self, request: pb.DetectRequest) -> Pipeline:
+        return self._models.find_or_first(request.model)
+
+    def _model_of(self, name: str) -> ServedModel:
+        """Return the model of a name; the first if the name is empty."""
+        return (self._models.find(name) if name else self._models.first).model
+
+
+async def _finished(
+    pipeline: Pipeline,
+    peer: str,
+    response: TimedResponse[Any],
+    finish: Callable[[Any], Any],
+    memory: int,
+) -> TimedResponse[Any]:
+    found = response.value
+    size = memory * found.height * found.width
+    async with pipeline.decode_memory.reserve_in_thread(peer, size):
+        timed = await pipeline.threads.run(peer, finish, found)
+    timing = response.timing
+    elapsed_us = round(1e6 * (timed.waited_s + timed.elapsed_s))
+    return TimedResponse(timed.value, replace(timing, encode_us=timing.encode_us + elapsed_us))
 
 
 def add_detector_service(service: DetectorService, server: grpc.aio.Server) -> None:

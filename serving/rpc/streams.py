@@ -29,14 +29,16 @@ class Streams(Generic[Request]):
     Meanwhile its stream is not read, and HTTP/2 flow control slows the client down.
     """
 
-    def __init__(self, pipeline: Pipeline, image_count: Callable[[Request], int]) -> None:
+    def __init__(
+        self, pipeline_of: Callable[[Request], Pipeline], image_count: Callable[[Request], int]
+    ) -> None:
         """Start without open streams.
 
         Args:
-            pipeline: Pipeline that processes the requests.
+            pipeline_of: Returns the pipeline that processes a request.
             image_count: Returns the number of images in a request. Each needs an admission slot.
         """
-        self._pipeline = pipeline
+        self._pipeline_of = pipeline_of
         self._image_count = image_count
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -82,21 +84,14 @@ class Streams(Generic[Request]):
     ) -> None:
         async for request in requests:
             images, is_admitted = self._image_count(request), asyncio.Event()
-            admission = self._admission(peer, images, is_admitted)
+            pipeline = self._pipeline_of(request)
+            admission = _admission(pipeline, peer, images, is_admitted)
             task = tasks.create_task(stream.serve(request, images, admission))
             # The task of an invalid request ends without entering `admission`.
             task.add_done_callback(partial(_set, is_admitted))
             del request, admission, task
             await is_admitted.wait()
-            await stream.wait_for_room(self._pipeline.stream_window)
-
-    @contextlib.asynccontextmanager
-    async def _admission(
-        self, peer: str, images: int, is_admitted: asyncio.Event
-    ) -> AsyncIterator[None]:
-        async with self._pipeline.admission.acquire(peer, images, wait=True):
-            is_admitted.set()
-            yield
+            await stream.wait_for_room(pipeline.stream_window)
 
 
 class _Stream(Generic[Request]):
@@ -139,6 +134,15 @@ class _Stream(Generic[Request]):
         is_written.set()
         self._images -= images
         self._changed.set()
+
+
+@contextlib.asynccontextmanager
+async def _admission(
+    pipeline: Pipeline, peer: str, images: int, is_admitted: asyncio.Event
+) -> AsyncIterator[None]:
+    async with pipeline.admission.acquire(peer, images, wait=True):
+        is_admitted.set()
+        yield
 
 
 def _set(event: asyncio.Event, _: object) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceS
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.pipeline.served_model import ModelSource
 from maskrcnn_trt.serving.rpc.health import LIVENESS
 from maskrcnn_trt.serving.server import detection_server
 
@@ -40,20 +41,21 @@ class RunningServer(NamedTuple):
     health: Any
     metrics: Metrics
     stop: Callable[[], Awaitable[None]]
+    address: str
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    path: Path,
+    models: Path | Sequence[ModelSource],
     log: pytest.LogCaptureFixture,
     reload: asyncio.Event | None = None,
     **settings: Any,
 ) -> AsyncIterator[RunningServer]:
-    """Serve a bundle within the context, or until `RunningServer.stop` is called."""
+    """Serve a bundle, or several, within the context, or until `RunningServer.stop` is called."""
     config = ServeConfig(port=0, metrics_port=0, drain_delay_s=0, **{"max_batch": 1} | settings)
     log.set_level("INFO")
     async with contextlib.AsyncExitStack() as server:
-        address = await server.enter_async_context(detection_server(path, config, reload))
+        address = await server.enter_async_context(detection_server(models, config, reload))
         async with (
             triton_aio.InferenceServerClient(address) as triton,
             grpc.aio.insecure_channel(address) as channel,
@@ -65,6 +67,7 @@ async def serving(
                 HealthStub(channel),
                 metrics_from_log(log.text),
                 server.aclose,
+                address,
             )
 
 

@@ -21,7 +21,7 @@ MASK_FORMAT_NONE: MaskFormat
 MASK_FORMAT_POLYGON: MaskFormat
 
 class DetectRequest(_message.Message):
-    __slots__ = ("id", "image", "score_threshold", "max_detections", "mask_format", "precision", "priority", "timeout_us")
+    __slots__ = ("id", "image", "score_threshold", "max_detections", "mask_format", "precision", "priority", "timeout_us", "model")
     ID_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     SCORE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class DetectRequest(_message.Message):
     PRECISION_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     id: str
     image: bytes
     score_threshold: float
@@ -38,7 +39,8 @@ class DetectRequest(_message.Message):
     precision: str
     priority: int
     timeout_us: int
-    def __init__(self, id: _Optional[str] = ..., image: _Optional[bytes] = ..., score_threshold: _Optional[float] = ..., max_detections: _Optional[int] = ..., mask_format: _Optional[_Union[MaskFormat, str]] = ..., precision: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_us: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, id: _Optional[str] = ..., image: _Optional[bytes] = ..., score_threshold: _Optional[float] = ..., max_detections: _Optional[int] = ..., mask_format: _Optional[_Union[MaskFormat, str]] = ..., precision: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_us: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class DetectResponse(_message.Message):
     __slots__ = ("id", "height", "width", "detections", "timing")
@@ -149,8 +151,10 @@ class Timing(_message.Message):
     def __init__(self, decode_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., infer_us: _Optional[int] = ..., encode_us: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
     __slots__ = ("name", "provenance", "categories", "buckets", "precisions", "max_detections", "mask_side", "limits")

@@ -76,7 +76,7 @@ class DetectorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Returns the properties of the served model and the limits of the server.
+        """Returns the properties of a served model and the limits of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -14,6 +14,7 @@ from maskrcnn_trt.serving.commands.doctor import CheckResult, CheckSection, diag
 from maskrcnn_trt.serving.commands.serve import serve
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.host import available_memory
+from maskrcnn_trt.serving.pipeline.served_model import ModelSource
 
 DEFAULTS = dict.fromkeys(ServeConfig.model_fields, "the default")
 
@@ -21,13 +22,14 @@ DEFAULTS = dict.fromkeys(ServeConfig.model_fields, "the default")
 def examine(bundle: Path, **settings: object) -> dict[str, dict[str, CheckResult]]:
     """Return the results by section and subject."""
     config = ServeConfig.model_validate({"port": 0, **settings})
-    sections = list(diagnose(bundle, config, DEFAULTS))
+    sections = list(diagnose([ModelSource(bundle)], config, DEFAULTS))
     return {section.title: {r.subject: r for r in section.results} for section in sections}
 
 
 def section_of(bundle: Path, title: str, **settings: object) -> dict[str, CheckResult]:
     """Return the results of one section. The sections after it are not examined."""
-    sections = diagnose(bundle, ServeConfig.model_validate({"port": 0, **settings}), DEFAULTS)
+    config = ServeConfig.model_validate({"port": 0, **settings})
+    sections = diagnose([ModelSource(bundle)], config, DEFAULTS)
     section = next(section for section in sections if section.title == title)
     return {result.subject: result for result in section.results}
 

@@ -131,13 +131,13 @@ async def test_pending_images_are_counted_by_model_name(served: Any, picture: En
         await metrics.becomes(2, name, **OWN)
         await metrics.becomes(3, name, **by_name)
         # Two slots for the images of the last request.
-        assert await metrics.value("maskrcnn_slots_in_use") == 5
-        assert await metrics.value("maskrcnn_slots") == 256
+        assert await metrics.value("maskrcnn_slots_in_use", model=MODEL) == 5
+        assert await metrics.value("maskrcnn_slots", model=MODEL) == 256
         for call in waiting:
             call.cancel()
         await metrics.becomes(0, name, **OWN)
         await metrics.becomes(0, name, **by_name)
-        await metrics.becomes(0, "maskrcnn_slots_in_use")
+        await metrics.becomes(0, "maskrcnn_slots_in_use", model=MODEL)
 
 
 async def test_a_fresh_server_estimates_its_rate_from_the_warm_up(
@@ -147,9 +147,9 @@ async def test_a_fresh_server_estimates_its_rate_from_the_warm_up(
     async with served(max_wait_s=0.001) as server:
         gate.close()
         call = server.detector.Detect(detect_request(picture()))
-        await server.metrics.becomes(1, "maskrcnn_slots_in_use")
-        assert await server.metrics.value("maskrcnn_slots") == 32
-        assert await server.metrics.value("maskrcnn_estimated_wait_seconds") > 0.001
+        await server.metrics.becomes(1, "maskrcnn_slots_in_use", model=MODEL)
+        assert await server.metrics.value("maskrcnn_slots", model=MODEL) == 32
+        assert await server.metrics.value("maskrcnn_estimated_wait_seconds", model=MODEL) > 0.001
         gate.open()
         assert (await call).detections
 

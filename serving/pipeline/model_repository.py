@@ -1,0 +1,172 @@
+"""Repository of the served models: one pipeline for each, and shared resources."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+from ...model.bundle.manifest import BundleError
+from ..config import ServeConfig
+from ..errors import ModelNotFoundError, QueueFullError, ServingError
+from ..monitoring.telemetry import Telemetry
+from .pipeline import Pipeline
+from .served_model import ModelSource
+from .shared_resources import SharedResources
+from .threads import in_daemon_thread
+
+_log = logging.getLogger(__name__)
+
+
+class ModelRepository:
+    """Models of a server. Each has a queue, admission slots and workers of its own."""
+
+    def __init__(
+        self, sources: Sequence[ModelSource], config: ServeConfig, telemetry: Telemetry
+    ) -> None:
+        """Create the pipelines. Call `load` afterwards.
+
+        Args:
+            sources: Bundles and names of the models, at least one. The first model processes the
+                requests that name none.
+            config: Settings of the server.
+            telemetry: Metrics and traces of the requests.
+
+        Raises:
+            BundleError: a bundle is missing.
+            ServingError: two models have the same name.
+        """
+        self.resources = SharedResources(config, telemetry, len(sources))
+        self.pipelines = [Pipeline(source, config, self.resources) for source in sources]
+        self._check_names([pipeline.model.manifest.model_name for pipeline in self.pipelines])
+
+    @property
+    def first(self) -> Pipeline:
+        """Pipeline of the requests that name no model."""
+        return self.pipelines[0]
+
+    @property
+    def names(self) -> dict[str, Pipeline]:
+        """Names that requests may use, with their pipelines."""
+        return {name: own for own in reversed(self.pipelines) for name in own.model.names}
+
+    @property
+    def states(self) -> dict[str, bool]:
+        """Readiness by name: whether a request for that name can be processed now."""
+        states: dict[str, bool] = {}
+        for pipeline in self.pipelines:
+            states = {**pipeline.model.states, **states}
+        return states
+
+    def find(self, name: str) -> Pipeline:
+        """Return the pipeline of a model name.
+
+        Raises:
+            ModelNotFoundError: no served model has this name.
+        """
+        for pipeline in self.pipelines:
+            if name in pipeline.model.names:
+                return pipeline
+        served = [own for pipeline in self.pipelines for own in pipeline.model.names]
+        raise ModelNotFoundError(
+            f"model {name!r} is not served; the served models are {', '.join(served)}"
+        )
+
+    def find_or_first(self, name: str) -> Pipeline:
+        """Return the pipeline of a model name; the first if no model has this name."""
+        with contextlib.suppress(ModelNotFoundError):
+            return self.find(name)
+        return self.first
+
+    async def find_loadable(self, name: str) -> Pipeline:
+        """Return the pipeline whose served model or stored bundle has a name.
+
+        Raises:
+            ModelNotFoundError: none has this name.
+            BundleError: a bundle is missing.
+        """
+        try:
+            return self.find(name)
+        except ModelNotFoundError as error:
+            failure: Exception = error
+        for pipeline in self.pipelines:
+            try:
+                manifest = await in_daemon_thread(pipeline.lifecycle.source.manifest)
+            except BundleError as error:
+                failure = error
+            else:
+                if manifest.model_name == name:
+                    return pipeline
+        raise failure
+
+    async def load(self) -> None:
+        """Load all models. Call `close` afterwards, even if this fails.
+
+        Raises:
+            BundleError, BackendError: see `ServedModel.load`.
+            ServingError: two models have the same name, with or without the suffix of a precision.
+        """
+        for pipeline in self.pipelines:
+            await pipeline.model.load()
+        self._check_names([name for own in self.pipelines for name in own.model.names])
+
+    async def warm_up(self) -> None:
+        """Warm up all models, and estimate their service times."""
+        for pipeline in self.pipelines:
+            pipeline.admission.set_service_time(await pipeline.model.warm_up())
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Compute the batches of all models within the context."""
+        async with contextlib.AsyncExitStack() as stack:
+            for pipeline in self.pipelines:
+                await stack.enter_async_context(pipeline.lifecycle.running())
+            yield
+
+    async def reload_when_set(self, requested: asyncio.Event) -> None:
+        """Reload all bundles each time `requested` is set. If that fails, keep the served model."""
+        while True:
+            await requested.wait()
+            requested.clear()
+            for pipeline in self.pipelines:
+                try:
+                    await pipeline.lifecycle.reload()
+                except (BundleError, ServingError):
+                    pass  # `reload` has logged it
+                except Exception:
+                    _log.exception("reloading the bundle failed")
+
+    def check_admission(self, method: str, peer: str) -> None:
+        """Check, before a request is read, that its connection may have one more image in flight.
+
+        The model of the request is not known yet, so a model with room suffices. If none has, the
+        request is counted in the metrics as failed, for the first model.
+
+        Raises:
+            QueueFullError: no slots are free, and the connection has its share.
+        """
+        failures = []
+        for pipeline in self.pipelines:
+            try:
+                pipeline.admission.check(peer)
+            except QueueFullError as error:
+                failures.append(error)
+            else:
+                return
+        name = self.first.model.manifest.model_name
+        self.resources.telemetry.reject_request(name, method, peer, failures[0])
+        raise failures[0]
+
+    def close(self) -> None:
+        """End the threads and close the models."""
+        self.resources.threads.close()
+        for pipeline in self.pipelines:
+            pipeline.model.close()
+
+    @staticmethod
+    def _check_names(names: Sequence[str]) -> None:
+        for name in names:
+            if names.count(name) > 1:
+                raise ServingError(
+                    f"two models have the name {name!r}; give each another one, as in "
+                    "`maskrcnn serve street=BUNDLE indoor=OTHER_BUNDLE`"
+                )
