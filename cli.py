@@ -77,6 +77,7 @@ _USER_ERRORS = frozenset(
         "maskrcnn_trt.serving.errors.ServingError",
         "maskrcnn_trt.training.config.ConfigError",
         "maskrcnn_trt.training.data.coco.dataset.DataError",
+        "maskrcnn_trt.training.distributed.RankLostError",
         "maskrcnn_trt.training.reporting.DivergenceError",
         "maskrcnn_trt.training.trainer.GpuMemoryError",
         "maskrcnn_trt.training.evaluation.validation.ExpectationError",

@@ -13,7 +13,11 @@ from .config import ConfigError
 from .devices import Device
 
 # Timeout of collective operations: long, because ranks wait in one while rank 0 computes metrics.
-_TIMEOUT = timedelta(hours=1)
+_TIMEOUT = timedelta(minutes=30)
+
+
+class RankLostError(Exception):
+    """Another training process ended, or does not answer."""
 
 
 class Worker(NamedTuple):
@@ -89,6 +93,7 @@ def worker(device: Device) -> Iterator[Worker]:
 
     Raises:
         ConfigError: As for `local_device`.
+        RankLostError: Another rank ended before this one, or does not answer for 30 minutes.
     """
     own = local_device(device)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -100,8 +105,17 @@ def worker(device: Device) -> Iterator[Worker]:
     # Gloo serves barriers and the transfer of Python objects on the CPU, NCCL that of GPU tensors.
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     distributed.init_process_group(backend, timeout=_TIMEOUT)
+    rank = distributed.get_rank()
     try:
-        yield Worker(distributed.get_rank(), world_size, own)
+        yield Worker(rank, world_size, own)
+    except RuntimeError as error:
+        # Gloo has no exception type of its own.
+        if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
+            raise
+        raise RankLostError(
+            f"rank {rank} lost the connection to another training process, whose output says why; "
+            "continue from the last checkpoint with --resume"
+        ) from error
     finally:
         distributed.destroy_process_group()
 

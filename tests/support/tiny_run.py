@@ -3,8 +3,9 @@
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,19 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+@contextmanager
+def two_processes(folder: Path, *args: str) -> Iterator[list[ForkServerProcess]]:
+    """Run `maskrcnn` as `run_in_two_processes`. Wait for both processes at the end of the block."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = (store.port, args, torch.get_num_threads(), folder)
+    ranks = [fork_server().Process(target=_run_rank, args=(rank, *common)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    yield ranks
+    for rank in ranks:
+        rank.join()
+
+
 def run_in_two_processes(folder: Path, *args: str) -> tuple[list[int | None], str, str]:
     """Run `maskrcnn` in two processes of one process group, as `torchrun` does.
 
@@ -100,13 +114,8 @@ def run_in_two_processes(folder: Path, *args: str) -> tuple[list[int | None], st
     Returns:
         The exit codes, and what both processes wrote to standard output and to standard error.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = (store.port, args, torch.get_num_threads(), folder)
-    ranks = [fork_server().Process(target=_run_rank, args=(rank, *common)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
+    with two_processes(folder, *args) as ranks:
+        pass
     printed, errors = (
         "".join((folder / f"{rank}.{stream}").read_text() for rank in range(2))
         for stream in ("stdout", "stderr")

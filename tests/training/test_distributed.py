@@ -1,6 +1,9 @@
+import time
+from pathlib import Path
+
 import pytest
 import torch
-from tiny_run import LoadTiny
+from tiny_run import LoadTiny, two_processes
 
 from maskrcnn_trt.training.config import ConfigError, TrainConfig
 from maskrcnn_trt.training.devices import number_of_processes
@@ -50,3 +53,18 @@ def test_the_number_of_processes_is_that_of_the_gpus(tiny: LoadTiny) -> None:
         tiny("device=0,1", "processes=3")
     with pytest.raises(ConfigError, match="maskrcnn train"):
         run_training(tiny("processes=2"))
+
+
+@pytest.mark.slow
+def test_a_rank_ends_if_another_one_dies(tiny_config: Path, tmp_path: Path) -> None:
+    settings = ("solver.max_iterations=10000", "evaluation.skip_test=true", "checkpoint_period=1")
+    run = ("train", str(tiny_config), f"output_dir={tmp_path / 'run'}", *settings)
+    with two_processes(tmp_path, *run) as (survivor, killed):
+        while survivor.is_alive() and not (tmp_path / "run" / "last_checkpoint").exists():
+            time.sleep(0.01)
+        killed.kill()
+    assert survivor.exitcode == 1
+    errors = (tmp_path / "0.stderr").read_text()
+    assert "Traceback" not in errors
+    assert "rank 0 lost" in errors
+    assert "--resume" in errors
