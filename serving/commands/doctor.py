@@ -133,6 +133,7 @@ def _messages_per_slot(models: int) -> int:
 
 
 def _model_sections(model: ModelSource, config: ServeConfig) -> Iterator[CheckSection]:
+    model = model.resolved()
     bundle = model.bundle
     yield CheckSection(f"Bundle {bundle}", _bundle_results(model))
     with contextlib.suppress(BundleError):  # already reported in the section of the bundle

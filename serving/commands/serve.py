@@ -176,9 +176,10 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
 
     MODEL is a bundle, a checkpoint, or a name of `maskrcnn weights list`, such as
     torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or a name is exported once, in fp32 unless
-    --precision is given, into the cache folder. NAME=MODEL gives the model another name. Several
-    models share the settings, but have queues and workers of their own. On SIGHUP the server
-    reloads each bundle and switches to it once it is warm.
+    --precision is given, into the cache folder. NAME=MODEL gives the model another name. Of a
+    folder with bundles in NAME/VERSION, the newest version of each model is served. Several models
+    share the settings, but have queues and workers of their own. On SIGHUP the server reloads each
+    bundle and switches to it once it is warm.
     """
     import asyncio
 
@@ -186,10 +187,10 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from ..monitoring.logs import configure_logs
     from ..server import serve as serve_bundle
-    from .model_sources import model_source
+    from .model_sources import model_sources
 
     config = config_from_options(values)
-    sources = [model_source(model, config) for model in models]
+    sources = model_sources(models, config)
     if doctor:
         from .doctor import diagnose, show
 

@@ -128,7 +128,7 @@ class DetectionRoutes:
 
     def _sample_files(self, model: str) -> dict[str, Path]:
         pipeline = self._models.find(model) if model else self._models.first
-        folder = pipeline.lifecycle.source.bundle / SAMPLES_FOLDER
+        folder = pipeline.lifecycle.source.resolved().bundle / SAMPLES_FOLDER
         if not folder.is_dir():
             return {}
         files = (path for path in folder.iterdir() if path.is_file())

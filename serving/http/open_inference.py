@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...model.bundle.manifest import MODEL_VERSION
 from ...protos.inference import open_inference_pb2 as pb
 from ..open_inference.service import InferenceService
 from ..open_inference.unsupported import HTTP_ANSWERS
@@ -85,7 +84,8 @@ class OpenInferenceRoutes:
         name, version = _model_of(call)
         request = pb.ModelReadyRequest(name=name, version=version)
         response = await self._service.ModelReady(request, call)
-        is_known = name in self._models.states and version in ("", MODEL_VERSION)
+        served = self._models.find_or_first(name).model.version
+        is_known = name in self._models.states and version in ("", served)
         value = {"name": name, **value_from_message(response)}
         return _readiness(value) if is_known else JsonResponse(value, 404)
 

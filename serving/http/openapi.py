@@ -131,7 +131,7 @@ def _inference_paths() -> dict[str, Any]:
         "/v2/repository/index": {"post": _posting("List the models", "IndexRequest")},
     }
     model = _path_parameter("model", "Name of the model, or with a suffix such as -fp16.")
-    number = _path_parameter("version", "Version of the model; it is 1.")
+    number = _path_parameter("version", "Version of the model that is served.")
     for path, parameters in (
         ("/v2/models/{model}", [model]),
         ("/v2/models/{model}/versions/{version}", [model, number]),

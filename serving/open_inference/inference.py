@@ -73,7 +73,7 @@ async def infer(
     options = _detection_options(request, mask_format_of(outputs))
     scheduling = scheduling_from_request(request, precision, peer)
     images = validate_input(request, config.images_per_request, config.max_pixels)
-    response = empty_response(request)
+    response = empty_response(request, model.version)
     async with pipeline.time_limit(scheduling.timeout_s):
         async with admission or pipeline.admission.acquire(peer, images.count):
             detecting = _detect_all(pipeline, model, images, options, scheduling)

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ...model.bundle.manifest import MODEL_VERSION, Manifest
+from ...model.bundle.manifest import Manifest
 from ...model.masks import rles_from_probabilities
 from ...protos.inference import open_inference_pb2 as pb
 from ..config import ServeConfig
@@ -106,7 +106,7 @@ def model_metadata(name: str, model: ServedModel) -> pb.ModelMetadataResponse:
     tensor = pb.ModelMetadataResponse.TensorMetadata
     return pb.ModelMetadataResponse(
         name=name,
-        versions=[MODEL_VERSION],
+        versions=[model.version],
         platform=_PLATFORM,
         inputs=[tensor(name=INPUT_NAME, datatype="BYTES", shape=(-1, 1))],
         outputs=[
@@ -181,10 +181,10 @@ def _properties(model: ServedModel) -> dict[str, str]:
     return {name: json.dumps(value) for name, value in properties.items()}
 
 
-def empty_response(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
-    """Return a response without outputs, with the request's model name and ID."""
+def empty_response(request: pb.ModelInferRequest, version: str) -> pb.ModelInferResponse:
+    """Return a response without outputs to a request for a version of a model."""
     return pb.ModelInferResponse(
-        model_name=request.model_name, model_version=MODEL_VERSION, id=request.id
+        model_name=request.model_name, model_version=version, id=request.id
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from ...model.bundle.manifest import MODEL_VERSION, BundleError
+from ...model.bundle.manifest import BundleError
 from ...protos.inference import open_inference_pb2 as pb
 from ...protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from ..call_context import CallContext
@@ -80,8 +80,8 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.ModelReadyRequest, context: CallContext
     ) -> pb.ModelReadyResponse:
         """Return whether a model can process inference requests; false for an unknown model."""
-        is_version = request.version in ("", MODEL_VERSION)
-        ready = is_version and self._health.is_model_serving(request.name)
+        version = self._models.find_or_first(request.name).model.version
+        ready = request.version in ("", version) and self._health.is_model_serving(request.name)
         return pb.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(  # noqa: N802
@@ -116,7 +116,10 @@ class InferenceService(GRPCInferenceServiceServicer):
         names = [request.name] if request.name else list(self._models.states)
         statistics = self._models.resources.telemetry.metrics.statistics
         return pb.ModelStatisticsResponse(
-            model_stats=[statistics[name].message(name, MODEL_VERSION) for name in names]
+            model_stats=[
+                statistics[name].message(name, self._models.find(name).model.version)
+                for name in names
+            ]
         )
 
     async def RepositoryIndex(  # noqa: N802
@@ -129,14 +132,15 @@ class InferenceService(GRPCInferenceServiceServicer):
         )
 
     def _model_index(self, name: str) -> pb.RepositoryIndexResponse.ModelIndex:
-        index = pb.RepositoryIndexResponse.ModelIndex(name=name, version=MODEL_VERSION)
+        model = self._models.find(name).model
+        index = pb.RepositoryIndexResponse.ModelIndex(name=name, version=model.version)
         if self._health.is_model_serving(name):
             index.state = _READY
         else:
             index.state = "UNAVAILABLE"
             index.reason = (
                 "unloaded"
-                if self._models.find(name).model.is_unloaded
+                if model.is_unloaded
                 else "the server is starting or stopping, or the model's workers are restarting"
             )
         return index
@@ -263,10 +267,10 @@ class InferenceService(GRPCInferenceServiceServicer):
             ModelNotFoundError: the model or the version is not served.
         """
         pipeline = self._models.find(name)
-        if version not in ("", MODEL_VERSION):
+        if version not in ("", pipeline.model.version):
             raise ModelNotFoundError(
                 f"version {version!r} of model {name!r} is not served; "
-                f"leave the version out, or use {MODEL_VERSION}"
+                f"leave the version out, or use {pipeline.model.version}"
             )
         return pipeline, pipeline.model.names[name]
 

@@ -2,12 +2,19 @@
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ...model.bundle.manifest import Manifest, read_manifest
+from ...model.bundle.manifest import (
+    MANIFEST_NAME,
+    MODEL_VERSION,
+    BundleError,
+    Manifest,
+    read_manifest,
+)
 from ..backends.loading import served_precision
 from ..config import ServeConfig
 from ..engines.bundle_engine import BundleLoader
@@ -25,10 +32,28 @@ ModelProcess = WorkerProcess[EngineItem, EngineResult]
 class ModelSource(NamedTuple):
     """Bundle to serve, and the name of the model."""
 
-    # Folder of the bundle. It may be a link that changes.
+    # Folder of the bundle, or of its versions. It may be a link that changes.
     bundle: Path
     # None: the name in the bundle.
     name: str | None = None
+    # None: the newest in `bundle`, whose subfolders are versions.
+    version: str | None = MODEL_VERSION
+
+    def resolved(self) -> "ModelSource":
+        """Return the bundle and the number of the version to load now.
+
+        Raises:
+            BundleError: `bundle` has no versions.
+        """
+        if self.version:
+            return self
+        versions = versions_in(self.bundle)
+        if not versions:
+            raise BundleError(
+                f"{self.bundle} has no version of a model; put each bundle into a subfolder with a "
+                f"number, such as {self.bundle / '1'}"
+            )
+        return ModelSource(self.bundle / versions[-1], self.name, versions[-1])
 
     def manifest(self) -> Manifest:
         """Read the manifest of the bundle, with the name of the model.
@@ -36,8 +61,14 @@ class ModelSource(NamedTuple):
         Raises:
             BundleError: the bundle is missing.
         """
-        manifest = read_manifest(self.bundle)
+        manifest = read_manifest(self.resolved().bundle)
         return manifest.model_copy(update={"model_name": self.name}) if self.name else manifest
+
+
+def versions_in(folder: Path) -> list[str]:
+    """Return the versions of a model in ascending order: subfolders with a number and a bundle."""
+    names = (path.parent.name for path in folder.glob(f"*/{MANIFEST_NAME}"))
+    return sorted((name for name in names if re.fullmatch("[1-9][0-9]*", name)), key=int)
 
 
 class ServedModel:
@@ -55,6 +86,8 @@ class ServedModel:
         """
         # Links are resolved once: restarted workers need the files that this model was loaded from,
         # even if a link leads to a new bundle by then.
+        source = source.resolved()
+        self.version = source.version or MODEL_VERSION
         self._bundle = source.bundle.resolve()
         self.manifest = source._replace(bundle=self._bundle).manifest()
         self._config = config

@@ -96,22 +96,27 @@ class ModelCollector(Collector):
         """Yield the current metrics."""
         counted = self._models.resources.telemetry.metrics.statistics
         names = {*self._models.states, *list(counted)}  # a reload can change names
-        yield from _triton_metrics({name: counted.get(name, ModelStatistics()) for name in names})
         models = [pipeline.model for pipeline in self._models.pipelines]
+        versions = {name: model.version for model in models for name in model.names}
+        statistics = {
+            (name, versions.get(name, MODEL_VERSION)): counted.get(name, ModelStatistics())
+            for name in names
+        }
+        yield from _triton_metrics(statistics)
         yield from _model_metrics(models)
         yield from _slot_metrics(self._models.pipelines)
 
 
-def _triton_metrics(statistics: Mapping[str, ModelStatistics]) -> Iterator[Metric]:
-    messages = {name: own.message(name, MODEL_VERSION) for name, own in statistics.items()}
+def _triton_metrics(statistics: Mapping[tuple[str, str], ModelStatistics]) -> Iterator[Metric]:
+    messages = {key: own.message(*key) for key, own in statistics.items()}
     for metric, (documentation, path) in _TRITON.items():
         value = attrgetter(path)
         unit = 1000 if path.endswith(".ns") else 1
-        values = {(name, MODEL_VERSION): value(own) // unit for name, own in messages.items()}
+        values = {key: value(own) // unit for key, own in messages.items()}
         yield _family(_Untyped, f"nv_inference_{metric}", documentation, _VERSIONED, values)
     failures = {
-        (name, MODEL_VERSION, reason): own.failures.get(reason, 0)
-        for name, own in statistics.items()
+        (*key, reason): own.failures.get(reason, 0)
+        for key, own in statistics.items()
         for reason in TRITON_REASONS
     }
     metric, documentation = "nv_inference_request_failure", "Failed requests."
@@ -126,7 +131,7 @@ def _model_metrics(models: Sequence[ServedModel]) -> Iterator[Metric]:
     }
     metric, documentation = "nv_inference_pending_request_count", "Images waiting for a batch."
     waiting = sum((batcher.waiting for batcher in batchers.values()), Counter())
-    pending = {(name, MODEL_VERSION): waiting[name] for model in models for name in model.names}
+    pending = {(name, model.version): waiting[name] for model in models for name in model.names}
     yield _family(_Gauge, metric, documentation, _VERSIONED, pending)
 
     metric, documentation = "maskrcnn_engines_up", "Worker processes that accept batches."

@@ -23,6 +23,7 @@ from unloadable_server import RunningServer, serving, until
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.commands.doctor import diagnose
+from maskrcnn_trt.serving.commands.model_sources import model_sources
 from maskrcnn_trt.serving.commands.serve import serve
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import RefusedError, ServingError
@@ -129,6 +130,35 @@ async def test_models_have_queues_and_states_of_their_own(
         caplog.clear()
         reload.set()
         await until(lambda: all(f"is reloaded: {own.name}" in caplog.text for own in models))
+
+
+async def test_a_repository_serves_the_newest_version_of_each_model(
+    wide_bundle: Path, tmp_path: Path, picture: Encode, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("street", "indoor"):
+        (tmp_path / name).mkdir()
+    linked_copy(wide_bundle, tmp_path / "indoor" / "1")
+    linked_copy(wide_bundle, tmp_path / "street" / "2")
+    models = model_sources([str(tmp_path)], ServeConfig())
+    # A specific version.
+    models += model_sources([f"old={tmp_path}/street/2"], ServeConfig())
+    assert [(own.name, own.resolved().version) for own in models] == [
+        ("indoor", "1"),
+        ("street", "2"),
+        ("old", "2"),
+    ]
+    async with serving(models[:2], caplog) as server:
+        linked_copy(wide_bundle, tmp_path / "street" / "10")
+        assert (await server.triton.get_model_metadata("street")).versions == ["2"]
+        await server.triton.load_model("street")
+        assert (await server.triton.get_model_metadata("street", "10")).versions == ["10"]
+        assert await server.triton.is_model_ready("street", "10")
+        result = await server.triton.infer("street", images_of(picture()), "10")
+        assert result.get_response().model_version == "10"
+        labels = {"model": "street", "version": "10"}
+        assert await server.metrics.value("nv_inference_request_success", **labels) == 1
+        with pytest.raises(InferenceServerException, match=r"version '2' .* use 10"):
+            await server.triton.infer("street", images_of(picture()), "2")
 
 
 async def test_clashing_names_are_rejected_with_the_remedy(wide_bundle: Path) -> None:
