@@ -45,16 +45,11 @@ class ModelRepository:
         return self.pipelines[0]
 
     @property
-    def names(self) -> dict[str, Pipeline]:
-        """Names that requests may use, with their pipelines."""
-        return {name: own for own in reversed(self.pipelines) for name in own.model.names}
-
-    @property
     def states(self) -> dict[str, bool]:
-        """Readiness by name: whether a request for that name can be processed now."""
+        """Readiness by name, the first model first: whether a request can be processed now."""
         states: dict[str, bool] = {}
         for pipeline in self.pipelines:
-            states = {**pipeline.model.states, **states}
+            states |= {n: up for n, up in pipeline.model.states.items() if n not in states}
         return states
 
     def find(self, name: str) -> Pipeline:

@@ -121,10 +121,14 @@ async def test_models_have_queues_and_states_of_their_own(
 
         await server.triton.unload_model("indoor")
         assert await index_of(server) == {"street": "READY", "indoor": "UNAVAILABLE"}
+        assert await server.triton.is_server_ready()  # the state of the first model
         with pytest.raises(InferenceServerException, match="'indoor' is unloaded"):
             await server.triton.infer("indoor", images_of(image))
         assert (await detector.Detect(pb.DetectRequest(image=image))).detections
         await server.triton.load_model("indoor")
+        await server.triton.unload_model("street")
+        assert not await server.triton.is_server_ready()
+        await server.triton.load_model("street")
         assert await index_of(server) == {"street": "READY", "indoor": "READY"}
 
         caplog.clear()
