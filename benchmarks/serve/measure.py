@@ -106,7 +106,9 @@ def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
     Raises:
         ServerStartError: the server ended before it was ready.
     """
-    command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0", *options]
+    command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0"]
+    # The access log would hide the results.
+    command += ["--log-level", "warning", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
