@@ -26,8 +26,6 @@ _IMAGE_SIZE = (192, 128)
 _CLASSES = ("circle", "square", "triangle", "star", "ring")
 _TRAIN_PER_VAL = 15
 _BENCH_SECONDS = 2.0
-# Without the access log, which has a line per request.
-_SERVER_OPTIONS = ("--log-level", "warning")
 # Validation images that the server is measured with, and numbers of concurrent clients.
 _BENCH_IMAGES = 32
 _CLIENTS = (1, 8)
@@ -190,7 +188,7 @@ def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", im
     dataset = CocoDataset(config.data.val)
     contents = [record.path.read_bytes() for record in dataset.records[:64]]
     with (
-        running_server(bundle, *_SERVER_OPTIONS) as server,
+        running_server(bundle) as server,
         DetectorClient(server.address) as client,
     ):
         outcomes = list(client.detect_many(contents))
@@ -234,7 +232,7 @@ def _measure_server(bundle: Path, images: Path) -> "list[ServeResult]":
 
     contents = [path.read_bytes() for path in sorted(images.iterdir())[:_BENCH_IMAGES]]
     settings = ServeSettings(concurrencies=_CLIENTS, images=contents, seconds=_BENCH_SECONDS)
-    results = list(measure_bundle(bundle, settings, _SERVER_OPTIONS))
+    results = list(measure_bundle(bundle, settings))
     record = serve_record(results, f"{len(contents)} validation images")
     publish(record, bundle.parent / "bench" / "serve.json")
     return results
