@@ -182,8 +182,8 @@ def _limit_results(config: ServeConfig, models: int) -> list[CheckResult]:
         CheckResult(
             "memory",
             f"{_gib(memory)} available; the settings allow request messages of {_gib(requests)} "
-            f"({messages}), which take more once parsed, and "
-            f" {_gib(decoding)} for images in decoding (decode_memory_mb)",
+            f"({messages}), which take more once parsed, and {_gib(decoding)} for images in "
+            "decoding (decode_memory_mb)",
             "warning" if requests + decoding > memory else "ok",
         ),
     ]
