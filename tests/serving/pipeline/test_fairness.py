@@ -23,7 +23,9 @@ LENGTH_S = 40.0
 # Pause of a client after a rejection.
 RETRY_S = 0.25
 # Shrinking an example would take minutes.
-UNSHRUNK = (Phase.reuse, Phase.generate)
+FIXED = settings(
+    max_examples=12, deadline=None, phases=(Phase.reuse, Phase.generate), derandomize=True
+)
 
 
 class SimulatedClock(selectors.DefaultSelector):
@@ -203,6 +205,14 @@ class Simulation:
         return asyncio.get_running_loop().time() >= ticket.arrival + self.policy.max_delay_s
 
 
+def simulated(capacity: int, clients: list[Client], policy: BatchPolicy, seed: int) -> Simulation:
+    """Run a simulation to its end."""
+    simulation = Simulation(capacity, clients, policy, Random(seed))
+    with asyncio.Runner(loop_factory=simulated_loop) as runner:
+        runner.run(simulation.run())
+    return simulation
+
+
 steady = builds(
     Client,
     is_stream=just(True),
@@ -232,13 +242,11 @@ policies = builds(BatchPolicy, integers(1, 4), sampled_from([0, 0.05]), just(())
     policy=policies,
     seed=integers(0, 2**32),
 )
-@settings(max_examples=12, deadline=None, phases=UNSHRUNK, derandomize=True)
+@FIXED
 def test_rules_hold_for_any_clients(
     capacity: int, clients: list[Client], policy: BatchPolicy, seed: int
 ) -> None:
-    simulation = Simulation(capacity, clients, policy, Random(seed))
-    with asyncio.Runner(loop_factory=simulated_loop) as runner:
-        runner.run(simulation.run())
+    simulation = simulated(capacity, clients, policy, seed)
     if len(clients) <= capacity:
         for peer, client in simulation.clients.items():
             assert client.requests > 1 or not simulation.rejected[peer]
@@ -251,13 +259,11 @@ def test_rules_hold_for_any_clients(
     policy=policies,
     seed=integers(0, 2**32),
 )
-@settings(max_examples=12, deadline=None, phases=UNSHRUNK, derandomize=True)
+@FIXED
 def test_slots_are_max_min_fair_within_one_request(
     capacity: int, clients: list[Client], policy: BatchPolicy, seed: int
 ) -> None:
-    simulation = Simulation(capacity, clients, policy, Random(seed))
-    with asyncio.Runner(loop_factory=simulated_loop) as runner:
-        runner.run(simulation.run())
+    simulation = simulated(capacity, clients, policy, seed)
     # A connection that always waits for slots has its share of those that the others leave.
     average = simulation.average
     backlogged = {peer for peer, client in simulation.clients.items() if client.requests == 30}
