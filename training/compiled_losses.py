@@ -20,7 +20,8 @@ from .config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# The number of objects is padded to a multiple of this: each number is recorded as a graph.
+# The number of objects is padded to a multiple of this, because each number needs another CUDA
+# graph.
 _OBJECTS = 16
 
 
