@@ -55,6 +55,10 @@ _COMMANDS = {
     "health": _LazyCommand(
         "serving.commands.health:health", "Check whether a server can process requests."
     ),
+    "doctor": _LazyCommand(
+        "serving.commands.first_run:doctor",
+        "Show versions and GPUs, and check TensorRT from end to end.",
+    ),
     "bench": _LazyCommand("benchmarks.commands:bench", "Measure throughput and latency."),
     "kernels": _LazyCommand("plugins.commands:kernels", "Compile the CUDA kernels ahead of time."),
 }

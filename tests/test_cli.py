@@ -16,7 +16,7 @@ from maskrcnn_trt import cli
 
 COMMANDS = (
     "quickstart", "data", "config", "weights", "train", "eval", "export", "engine", "serve",
-    "predict", "client", "health", "bench", "kernels",
+    "predict", "client", "health", "doctor", "bench", "kernels",
 )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""Commands `serve`, `predict` and `client`, and the checks of `serve --doctor`."""
+"""Commands `serve`, `predict`, `client`, `health` and `doctor`."""

@@ -89,7 +89,7 @@ def diagnose(
         sources: Text on where each setting comes from, by name; see `setting_sources`.
     """
     sections = [
-        CheckSection("Machine", _machine_results()),
+        machine_section(),
         CheckSection("Settings", _setting_results(config, sources)),
         CheckSection("Limits", _limit_results(config, len(models))),
     ]
@@ -101,6 +101,18 @@ def diagnose(
     # After a fault the trial would fail, and another server on this machine may need the memory.
     if all(section.is_healthy for section in sections):
         yield CheckSection("Trial", _trial_results(models, config))
+
+
+def machine_section() -> CheckSection:
+    """Return versions of packages, GPUs, and problems of ONNX Runtime."""
+    versions = {"Python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)}
+    gpus = gpu_names() or ("nvidia-smi reports none",)
+    results = [
+        *(CheckResult(name, version) for name, version in versions.items()),
+        *(CheckResult("GPU", gpu) for gpu in gpus),
+        *_onnxruntime_results(),
+    ]
+    return CheckSection("Machine", results)
 
 
 def show(sections: Iterable[CheckSection]) -> bool:
@@ -141,16 +153,6 @@ def _model_sections(model: ModelSource, config: ServeConfig) -> Iterator[CheckSe
         for precision in config.precision or (served_precision(manifest, config.backend),):
             results = _backend_results(bundle, manifest, precision, config)
             yield CheckSection(f"Backends in {precision}", results)
-
-
-def _machine_results() -> list[CheckResult]:
-    versions = {"Python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)}
-    gpus = gpu_names() or ("nvidia-smi reports none",)
-    return [
-        *(CheckResult(name, version) for name, version in versions.items()),
-        *(CheckResult("GPU", gpu) for gpu in gpus),
-        *_onnxruntime_results(),
-    ]
 
 
 def _onnxruntime_results() -> list[CheckResult]:

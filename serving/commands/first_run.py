@@ -1,0 +1,221 @@
+"""Command `doctor`: this machine, and the first run of TensorRT (export/engines/README.md)."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import click
+
+FOLDER: Final = "runs/first"
+REPORT: Final = Path(FOLDER, "report")
+_BUNDLE: Final = f"{FOLDER}/bundle"
+_EVALUATION: Final = f"maskrcnn eval {_BUNDLE} data/synthetic"
+# Largest difference of the box AP, of 1, between TensorRT in fp16 and ONNX Runtime in fp32.
+_AP_TOLERANCE: Final = 0.005
+# Lines of a command's output that are shown if it fails.
+_SHOWN_LINES: Final = 15
+
+
+class Step(NamedTuple):
+    """One step of the first run: its commands, and the output that shows their success."""
+
+    commands: tuple[str, ...]
+    # Text on the output that shows success.
+    must_print: str
+    # Regular expressions that the output must match.
+    patterns: tuple[str, ...] = ()
+    # Regular expression that the output must not match. "": none.
+    fault: str = ""
+    # Further file to send if the step fails. "": none.
+    file: str = ""
+
+
+STEPS: Final = (
+    Step(
+        ('pip install ".[train,cpu,tensorrt,dev]"',),
+        "`tensorrt`, `cuda-bindings`, and `nvidia-cuda-nvrtc` 13.0",
+        (r"(?m)^tensorrt ", r"(?m)^cuda-bindings ", r"(?m)^nvidia-cuda-nvrtc 13\.0"),
+    ),
+    Step(("maskrcnn kernels build",), "no error"),
+    Step(
+        ("maskrcnn data synthetic data/synthetic --train 200 --val 20 --size 192x128",), "no error"
+    ),
+    Step(
+        (f"maskrcnn train quick output_dir={FOLDER}",),
+        f"`the final checkpoint is {FOLDER}/model_final.pth`",
+        (rf"the final checkpoint is {FOLDER}/model_final\.pth",),
+        file=f"{FOLDER}/log.txt",
+    ),
+    Step(
+        (
+            f"maskrcnn export {FOLDER}/model_final.pth -o {_BUNDLE} --precision fp32 fp16 "
+            "--engine tensorrt",
+        ),
+        f"`the bundle is {_BUNDLE}`, and no warning that an engine `should compute in` another "
+        "precision",
+        (rf"the bundle is {_BUNDLE}",),
+        "should compute in",
+        f"{_BUNDLE}.build.log",
+    ),
+    Step(
+        (f"maskrcnn engine inspect {_BUNDLE}/model-fp16-128x192.plan",),
+        "plugins `maskrcnn::NmsKeep 1`, `maskrcnn::PyramidRoIAlign 1`; convolutions that read "
+        "`fp16`",
+        (
+            "maskrcnn::NmsKeep 1",
+            "maskrcnn::PyramidRoIAlign 1",
+            # Row of the table of types: type, layers, share, number of convolutions.
+            r"(?m)^\W*fp16\W+\d+\W+\d+%\W+[1-9]",
+        ),
+    ),
+    Step(
+        ("pytest -m tensorrt tests/plugins tests/export/engines",),
+        "`passed`, none failed",
+        (r"\d+ passed",),
+    ),
+    Step(
+        (
+            f"{_EVALUATION} --backend onnxruntime --precision fp32 --json {FOLDER}/reference.json",
+            f"{_EVALUATION} --backend tensorrt --precision fp16 --json {FOLDER}/tensorrt.json",
+        ),
+        "twice the same box AP, within 0.5 points",
+    ),
+    Step(
+        (f"maskrcnn serve {_BUNDLE} --backend tensorrt --doctor",),
+        "`ok tensorrt would be used`, and `a server started, warmed up and stopped`",
+        (r"ok\s+tensorrt\s+would be used", "a server started, warmed up and stopped"),
+    ),
+    Step(
+        (
+            f"maskrcnn bench infer {_BUNDLE} --backend tensorrt --precision fp16 --batch 1 "
+            "--batch 8",
+        ),
+        "images/s in batches of 1 and 8",
+        tuple(rf"tensorrt in fp16 at batch {batch}: [\d.]+ images/s" for batch in (1, 8)),
+    ),
+)
+
+
+@click.command()
+@click.option(
+    "--tensorrt",
+    is_flag=True,
+    help="Also run the ten steps of the first run on a machine with TensorRT, in the repository.",
+)
+@click.option(
+    "--from",
+    "first",
+    type=click.IntRange(1, len(STEPS)),
+    default=1,
+    show_default=True,
+    help="First step to run with --tensorrt, if those before it have passed.",
+)
+def doctor(tensorrt: bool, first: int) -> None:
+    """Show versions and GPUs of this machine; with --tensorrt, check TensorRT from end to end.
+
+    After a failed step the others do not run, and the exit code is 1. `maskrcnn serve MODEL
+    --doctor` checks a bundle and the settings of a server.
+    """
+    from .doctor import machine_section, show
+
+    show([machine_section()])
+    if tensorrt and not run_steps(STEPS, REPORT, first):
+        click.get_current_context().exit(1)
+
+
+def run_steps(steps: Sequence[Step], report: Path, first: int = 1) -> bool:
+    """Run steps in order until one fails. Return True if none does.
+
+    Args:
+        steps: The steps.
+        report: Folder for their outputs and the facts of the machine.
+        first: Number of the first step to run, from 1.
+    """
+    report.mkdir(parents=True, exist_ok=True)
+    (report / "machine.txt").write_text(_output_of(["nvidia-smi"]) + _installed())
+    for number, step in enumerate(steps[first - 1 :], first):
+        for command in step.commands:
+            click.echo(f"{number}/{len(steps)} {command}")
+        start = time.monotonic()
+        output, problem = _run(step)
+        path = report / f"{number:02}.txt"
+        path.write_text(output)
+        if problem:
+            if Path(step.file).is_file():
+                shutil.copy(step.file, report)
+            click.echo(_failure(number, step, output, problem, report))
+            return False
+        click.echo(f"     ok, {time.monotonic() - start:.0f} s, output in {path}")
+    click.echo(f"all steps passed; send the folder {report} if you want to report the result")
+    return True
+
+
+def _run(step: Step) -> tuple[str, str]:
+    """Run the commands of a step. Return their output, and the reason of a failure or ""."""
+    output = ""
+    for command in step.commands:
+        program, *words = shlex.split(command)
+        if program == "pip":  # the installation that runs this command
+            output += _installed()
+            continue
+        module = {"maskrcnn": __package__.partition(".")[0]}.get(program, program)
+        result = subprocess.run(
+            [sys.executable, "-m", module, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # Tables are not wrapped, so that the patterns match.
+            env=os.environ | {"COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
+        )
+        output += f"$ {command}\n{result.stdout}"
+        if result.returncode:
+            return output, f"the exit code is {result.returncode}"
+    if step.fault and (found := re.search(step.fault, output)):
+        return output, f"the output contains {found[0]!r}"
+    missing = [pattern for pattern in step.patterns if not re.search(pattern, output)]
+    if missing:
+        return output, f"the output does not match {missing[0]!r}"
+    results = [w for c in step.commands for w in shlex.split(c) if w.endswith(".json")]
+    return output, _difference(results) if results else ""
+
+
+def _difference(files: Sequence[str]) -> str:
+    """Return a text on the difference in box AP between two result files. "": they agree."""
+    first, second = (json.loads(Path(file).read_text())["metrics"]["bbox/AP"] for file in files)
+    agree = abs(first - second) <= _AP_TOLERANCE
+    return "" if agree else f"the box AP differs: {first:.4f} and {second:.4f}"
+
+
+def _failure(number: int, step: Step, output: str, problem: str, report: Path) -> str:
+    lines = "\n".join(f"     | {line}" for line in output.splitlines()[-_SHOWN_LINES:])
+    return (
+        f"{lines}\n     failed: {problem}\n     must print: {step.must_print}\n"
+        f"     send: the folder {report}, in an issue that names step {number}\n"
+        f"     continue after a remedy: maskrcnn doctor --tensorrt --from {number}"
+    )
+
+
+def _installed() -> str:
+    """Return name and version of each installed distribution, one per line."""
+    found = {
+        str(d.metadata["Name"]).lower().replace("_", "-"): d.version
+        for d in metadata.distributions()
+    }
+    return "".join(f"{name} {version}\n" for name, version in sorted(found.items()))
+
+
+def _output_of(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}\n"
