@@ -20,7 +20,10 @@ quickstart: $(STAMP) ## Train, export, serve and measure a small model in runs/q
 
 # Files in parallel; more processes than that would take too much memory. One that dies ends the run,
 # as xdist hangs where it replaces it (https://github.com/pytest-dev/pytest-xdist/issues/1378).
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 4 \
+# Bytecode is cached even if the environment disables that: the tests start hundreds of Python
+# processes, and compiling the modules of torch takes three seconds in each.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
+	$(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 4 \
 	--dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # One more than there are cores: many tests wait for a timer or a subprocess.
 WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
@@ -74,7 +77,8 @@ $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	awk '/^uv==/ {found = 1} found; found && !/\\$$/ {exit}' requirements.lock > .venv/uv.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.lock
-	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock \
+	$(BIN)/uv pip install --python $(BIN)/python --require-hashes \
+		--compile-bytecode -r requirements.lock \
 		|| $(BIN)/pip install --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	mkdir -p $(PARENT) && ln -sfn ../.. $(PARENT)/maskrcnn_trt
