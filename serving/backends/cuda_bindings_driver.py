@@ -121,7 +121,8 @@ class _Event:
 
 class _Stream:
     def __init__(self) -> None:
-        self.handle = int(_call("cuStreamCreate", 0))
+        flags = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.handle = int(_call("cuStreamCreate", flags.value))
 
     def record(self, event: _Event) -> None:
         _call("cuEventRecord", event.handle, self.handle)

@@ -42,7 +42,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Queue of work on the GPU."""
+    """Queue of work on the GPU. It does not wait for the default stream."""
 
     @property
     def handle(self) -> int:

@@ -160,7 +160,7 @@ class _BatchContext(NamedTuple):
 
 
 class Plan:
-    """Engine of one shape bucket, with execution contexts for a set of batch sizes.
+    """Engine of one shape bucket, with an execution context for each of a set of batch sizes.
 
     All contexts share one scratch memory, so they must run in one stream.
     """
@@ -178,17 +178,14 @@ class Plan:
         profiles = batch_profiles(build.profiles, max_batch)
         self._runtime = runtime
         self._engine = runtime.engine_from(path, build.version_compatible)
-        contexts: dict[int, Any] = {}
         self._batches: dict[int, _BatchContext] = {}
         for batch, profile in profiles.items():
-            # One context per profile. With plugins one per batch size, because TensorRT leaks GPU
-            # memory each time that a plugin gets another shape
+            # One context per batch size: a CUDA graph is valid as long as the shapes of its context
+            # stay, and TensorRT leaks GPU memory each time that a plugin gets another shape
             # (https://github.com/NVIDIA/TensorRT/issues/4849).
-            key = batch if build.plugins else profile
-            if key not in contexts:
-                contexts[key] = self._context(profile)
-            self._set_shapes(contexts[key], batch)
-            self._batches[batch] = _BatchContext(contexts[key], self._specs(contexts[key]))
+            context = self._context(profile)
+            self._set_shapes(context, batch)
+            self._batches[batch] = _BatchContext(context, self._specs(context))
         sizes = map(self._engine.get_device_memory_size_for_profile_v2, set(profiles.values()))
         # Scratch memory in bytes that a context needs while it computes.
         self.scratch_bytes = max(sizes)
@@ -233,7 +230,6 @@ class Plan:
             BackendError: the runtime fails.
         """
         context = self._batches[batch].context
-        self._set_shapes(context, batch)
         for name, address in addresses.items():
             self._runtime.checked(
                 partial(context.set_tensor_address, name, address),

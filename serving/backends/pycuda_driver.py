@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from ..errors import BackendError
 
+# CU_STREAM_NON_BLOCKING, which pycuda does not name.
+_NON_BLOCKING = 1
+
 
 class PycudaDriver:
     """Functions of CUDA's driver for GPU 0; see `GpuDriver`."""
@@ -105,7 +108,7 @@ class _Event:
 
 class _Stream:
     def __init__(self) -> None:
-        self._stream = cuda.Stream()
+        self._stream = cuda.Stream(_NON_BLOCKING)
         self.handle = int(self._stream.handle)
 
     def record(self, event: _Event) -> None:

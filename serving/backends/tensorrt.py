@@ -1,8 +1,7 @@
 """Backend for TensorRT and TensorRT-RTX. Copies of one batch overlap computation of another."""
 
-import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from traceback import clear_frames
@@ -17,6 +16,7 @@ from ...model.resizing import Pixels
 from .base import HostOutputs, ModelOutputs, black_batch, check_outputs
 from .gpu_batches import BatchRunner
 from .gpu_driver import load_driver
+from .gpu_graphs import LaunchGraphs
 from .plan_checks import check_memory, gpu_warning
 from .plans import Plan, PlanRuntime, RuntimeCache, cache_path
 
@@ -27,7 +27,7 @@ _DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
 
 
 class TensorRTBackend:
-    """Backend with one plan per shape bucket."""
+    """Backend with one plan per shape bucket, and one CUDA graph per batch size and buffer."""
 
     device: Final = "cuda"
     concurrency = 2
@@ -53,6 +53,8 @@ class TensorRTBackend:
         if kind == "tensorrt-rtx":
             self._cache = RuntimeCache(cache_path(artifact.sha256 for artifact in artifacts))
         self._driver = load_driver()
+        # TensorRT-RTX replaces kernels while it runs, which a graph would not see.
+        self._graphs = LaunchGraphs() if kind == "tensorrt" else None
         self._plans: dict[ShapeBucket, Plan] = {}
         # TensorRT's objects and memory are released in reverse order, while the GPU is current.
         with self._driver.current(), ExitStack() as resources:
@@ -74,7 +76,7 @@ class TensorRTBackend:
         return tuple(self._plans)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket at each batch size of its plan.
+        """Run every bucket at each batch size of its plan, and capture its CUDA graphs.
 
         Raises:
             BackendError: the runtime fails.
@@ -83,7 +85,9 @@ class TensorRTBackend:
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
                 images = black_batch(bucket, min(batch, max_batch))
-                check_outputs(self.infer(bucket, *images), self._manifest)
+                # Each buffer: one run that is captured, and a first replay, which is slower.
+                for _ in range(2 * self.concurrency):
+                    check_outputs(self.infer(bucket, *images), self._manifest)
 
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
@@ -96,10 +100,12 @@ class TensorRTBackend:
         plan = self._plans[bucket]
         batch = plan.batch_for(len(images))
         inputs: dict[str, NDArray[Any]] = dict(zip(INPUT_NAMES, (images, image_sizes), strict=True))
+
+        def launch(addresses: Mapping[str, int], stream: int) -> None:
+            self._launch(bucket, batch, addresses, stream)
+
         with self._driver.current():
-            outputs = self._batches.run(
-                inputs, plan.specs(batch), functools.partial(plan.launch, batch)
-            )
+            outputs = self._batches.run(inputs, plan.specs(batch), launch)
         rows = (outputs[name][: len(images)] for name in OUTPUT_NAMES)
         return ModelOutputs(*(r.astype(t, copy=False) for r, t in zip(rows, _DTYPES, strict=True)))
 
@@ -109,6 +115,17 @@ class TensorRTBackend:
             if self._cache is not None:
                 self._cache.store()
             self._resources.close()
+
+    def _launch(
+        self, bucket: ShapeBucket, batch: int, addresses: Mapping[str, int], stream: int
+    ) -> None:
+        def queue() -> None:
+            self._plans[bucket].launch(batch, addresses, stream)
+
+        if self._graphs is None:
+            queue()
+        else:
+            self._graphs.launch((bucket, batch, *addresses.values()), stream, queue)
 
     def _load_plans(self, bundle: Path, artifacts: Sequence[Artifact], max_batch: int) -> None:
         runtime = PlanRuntime(self.name, self._cache)
@@ -134,3 +151,6 @@ class TensorRTBackend:
             plan.use_scratch(memory.address, scratch)
         runner = BatchRunner(self._driver, sizes, self.concurrency)
         self._batches = resources.enter_context(closing(runner))
+        if self._graphs is not None:
+            resources.callback(self._graphs.close)
+            resources.callback(self._driver.synchronize)

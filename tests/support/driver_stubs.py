@@ -11,8 +11,9 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a 
 
 # The index of a GPU is its PCI bus. CUDA finds $GPUS of them, or those in $CUDA_VISIBLE_DEVICES.
 # GPU memory is host memory, of which there is 1 GiB. Work in streams is done at once, but an event
-# is not ready at its first query. Streams, events and pinned memory take GPU memory too, so that
-# none can be lost unnoticed. Functions fail if the GPU is not current in the thread.
+# is not ready at its first query. Streams, events, graphs and pinned memory take GPU memory too, so
+# that none can be lost unnoticed. Functions fail if the GPU is not current in the thread. Graphs
+# hold copies only, and one stream at a time is captured.
 _CUDA = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -57,9 +58,46 @@ int cuEventQuery(u64 event) {
     *(int *)event = 0;
     return state;
 }
+typedef struct { u64 to, from; size_t size; } Copy;
+enum { MOST_COPIES = 256 };
+typedef struct { int count; Copy copies[MOST_COPIES]; } Graph;
+static u64 captured_stream, captured_graph;
+int cuStreamBeginCapture_v2(u64 stream, int mode) {
+    if (captured_stream || allocate(&captured_graph, sizeof(Graph)))
+        return INVALID_CONTEXT;
+    ((Graph *)captured_graph)->count = 0;
+    captured_stream = stream;
+    return 0;
+}
+int cuStreamEndCapture(u64 stream, u64 *graph) {
+    IF_CURRENT;
+    *graph = captured_graph;
+    captured_stream = 0;
+    return 0;
+}
+int cuStreamIsCapturing(u64 stream, int *status) { *status = stream == captured_stream; return 0; }
+int cuGraphInstantiateWithFlags(u64 *executable, u64 graph, u64 flags) {
+    int status = allocate(executable, sizeof(Graph));
+    if (!status)
+        *(Graph *)*executable = *(Graph *)graph;
+    return status;
+}
+int cuGraphDestroy(u64 graph) { return release(graph); }
+int cuGraphExecDestroy(u64 graph) { return release(graph); }
 int cuMemcpyHtoDAsync(u64 to, u64 from, size_t size, u64 stream) {
     IF_CURRENT;
-    memcpy((void *)to, (void *)from, size);
+    if (stream == captured_stream) {
+        Graph *graph = (Graph *)captured_graph;
+        graph->copies[graph->count++] = (Copy){to, from, size};
+    } else
+        memcpy((void *)to, (void *)from, size);
+    return 0;
+}
+int cuGraphLaunch(u64 executable, u64 stream) {
+    IF_CURRENT;
+    Graph *graph = (Graph *)executable;
+    for (Copy *copy = graph->copies; copy < graph->copies + graph->count; copy++)
+        memcpy((void *)copy->to, (void *)copy->from, copy->size);
     return 0;
 }
 int cuMemcpyDtoHAsync(u64 to, u64 from, size_t size, u64 stream) {

@@ -49,7 +49,8 @@ class FakeTensorRT(ModuleType):
     def __init__(self) -> None:
         super().__init__("tensorrt")
         self.__version__ = "11.4.0"
-        # Functions that fail: they return None or False, and log an error.
+        # Functions that fail: they return None or False, and log an error. `capture`: computation
+        # in a stream that is captured.
         self.faults: set[str] = set()
         self.scratch = SCRATCH
         # Engines and contexts that are not released.
@@ -110,8 +111,8 @@ class FakeContext:
         self._profile = 0
         self._addresses: dict[str, int] = {}
         self._scratch = self._batch = 0
-        # All batch sizes that the context has computed.
-        self.computed: set[int] = set()
+        # Batch size of each computation that was queued, captured ones included.
+        self.computed: list[int] = []
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         if self._engine.trt.fails("set_optimization_profile_async"):
@@ -136,9 +137,12 @@ class FakeContext:
         self._scratch = address
 
     def execute_async_v3(self, stream: int) -> bool:
-        if self._engine.trt.fails("execute_async_v3"):
+        trt = self._engine.trt
+        (_, status) = driver.cuStreamIsCapturing(stream)
+        captures = status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        if trt.fails("execute_async_v3") or (captures and trt.fails("capture")):
             return False
-        self.computed.add(self._batch)
+        self.computed.append(self._batch)
         at, size = self._addresses, _bytes_of("masks")
         _copy(self._scratch, at["images"], self._batch * size, stream)
         _copy(at["masks"], self._scratch, self._batch * size, stream)
@@ -159,16 +163,16 @@ def expected_outputs(
     return heads | {"num_detections": image_sizes[:, :1].copy().view(np.uint8)}
 
 
-def fake_bundle(folder: Path, **build: Any) -> Manifest:
-    """Write plans for `BUCKETS` to a folder, and return the manifest; `build`: `EngineBuild`."""
-    facts: dict[str, Any] = {
-        "runtime_version": "11.4.0",
-        "compute_capabilities": ("9.0",),
-        "cuda_version": "13",
-        "platform": "linux-x86_64",
-        "plugins": {},
-        "profiles": PROFILES,
-    }
+def fake_bundle(folder: Path) -> Manifest:
+    """Write plans for `BUCKETS` to a folder, and return the manifest."""
+    build = EngineBuild(
+        runtime_version="11.4.0",
+        compute_capabilities=("9.0",),
+        cuda_version="13",
+        platform="linux-x86_64",
+        plugins={},
+        profiles=PROFILES,
+    )
     artifacts = []
     for bucket in BUCKETS:
         path = folder / f"{bucket}.plan"
@@ -181,7 +185,7 @@ def fake_bundle(folder: Path, **build: Any) -> Manifest:
                 precision="fp16",
                 input_dtype="uint8",
                 bucket=bucket,
-                engine=EngineBuild(**facts | build),
+                engine=build,
             )
         )
     return Manifest(

@@ -48,13 +48,13 @@ def trt(monkeypatch: pytest.MonkeyPatch) -> FakeTensorRT:
 def load(
     trt: FakeTensorRT, driver: GpuDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Load]:
-    """Function that loads a backend; its arguments are those of `EngineBuild`."""
+    """Function that loads a backend."""
     monkeypatch.setattr(tensorrt, "load_driver", lambda: driver)
     with driver.current():
         before = driver.free_memory()
 
-    def load_backend(**build: Any) -> TensorRTBackend:
-        manifest = fake_bundle(tmp_path, **build)
+    def load_backend() -> TensorRTBackend:
+        manifest = fake_bundle(tmp_path)
         return TensorRTBackend(tmp_path, manifest, "fp16", "tensorrt", MAX_BATCH)
 
     yield load_backend
@@ -78,29 +78,36 @@ def bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
 
 
-@pytest.mark.parametrize("plugins", [{}, {"maskrcnn::NmsKeep": "1"}], ids=["none", "plugins"])
-def test_batches_of_all_sizes(
-    trt: FakeTensorRT, driver: GpuDriver, load: Load, plugins: dict[str, str]
-) -> None:
+def test_batches_of_all_sizes(trt: FakeTensorRT, driver: GpuDriver, load: Load) -> None:
     with driver.current():
         before = driver.free_memory()
-    backend = load(plugins=plugins)
+    backend = load()
     with driver.current():
         assert before - driver.free_memory() >= SCRATCH
     backend.warm_up(MAX_BATCH)
     for count in range(1, MAX_BATCH + 1):
         for bucket in BUCKETS:
             check_batch(backend, bucket, count, count)
-    computed = [context.computed for context in contexts_of(trt)]
-    # Plugins leak memory in a context that computes several batch sizes.
-    expected = [{1}, {2}, {4}, {6}] if plugins else [{1}, {2, 4, 6}]
-    assert sorted(map(sorted, computed)) == sorted(map(sorted, expected * len(BUCKETS)))
-    del computed
+    # Each context has one batch size. For each buffer, that runs once, and is captured once.
+    expected = [[size] * 2 * backend.concurrency for size in (1, 1, 2, 2, 4, 4, 6, 6)]
+    assert sorted(context.computed for context in contexts_of(trt)) == expected
+    backend.close()
+
+
+def test_failed_capture(trt: FakeTensorRT, load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    """Batches are computed without CUDA graphs."""
+    backend = load()
+    trt.faults.add("capture")
+    for seed in range(3):
+        check_batch(backend, BUCKETS[0], 2, seed)
+    (warning,) = (r.message for r in caplog.records if r.levelname == "WARNING")
+    assert "capture broke" in warning
+    assert "CUDA graphs" in warning
     backend.close()
 
 
 def test_threads_do_not_mix_their_batches(load: Load) -> None:
-    backend = load(plugins={"maskrcnn::NmsKeep": "1"})
+    backend = load()
     with ThreadPoolExecutor(6) as threads:
         batches = [
             threads.submit(check_batch, backend, BUCKETS[n % 2], 1 + n % MAX_BATCH, n)

@@ -1,0 +1,80 @@
+"""CUDA graphs of repeated launches, with either Python package of CUDA's driver."""
+
+import ctypes
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from ..errors import BackendError
+
+_log = logging.getLogger(__name__)
+
+# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: other threads may allocate and copy during a capture.
+_THREAD_LOCAL = 1
+
+
+class LaunchGraphs:
+    """CUDA graphs of launches, by key.
+
+    A key's first launch runs without a graph, because libraries load their code then, which cannot
+    be captured. It is captured at once, and replayed from then on. If a capture fails, a warning is
+    logged, and new keys run without a graph.
+    """
+
+    def __init__(self) -> None:
+        """Find CUDA's driver library, which must be installed."""
+        # By ctypes, because pycuda has no functions for graphs.
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._graphs: dict[Hashable, ctypes.c_void_p] = {}
+        self._captures = True
+
+    def launch(self, key: Hashable, stream: int, queue: Callable[[], None]) -> None:
+        """Queue work on a stream. Call it from one thread at a time; the GPU must be current.
+
+        Args:
+            key: Identifies the work with all its shapes and addresses.
+            stream: Handle of the stream, which must not be the default stream.
+            queue: Queues the work on the stream.
+
+        Raises:
+            BackendError: `queue` or CUDA fails.
+        """
+        if key in self._graphs:
+            self._call("cuGraphLaunch", self._graphs[key], ctypes.c_void_p(stream))
+            return
+        queue()
+        if not self._captures:
+            return
+        try:
+            self._graphs[key] = self._captured(ctypes.c_void_p(stream), queue)
+        except BackendError as error:
+            self._captures = False
+            reason = str(error)  # a log record must not refer to TensorRT's objects
+            _log.warning("batches are launched without CUDA graphs, which is slower: %s", reason)
+
+    def close(self) -> None:
+        """Release the graphs. None may be in flight, and the GPU must be current."""
+        while self._graphs:
+            self._call("cuGraphExecDestroy", self._graphs.popitem()[1])
+
+    def _captured(self, stream: ctypes.c_void_p, queue: Callable[[], None]) -> ctypes.c_void_p:
+        graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuStreamBeginCapture_v2", stream, _THREAD_LOCAL)
+        try:
+            try:
+                queue()
+            finally:  # a failed launch must not leave the stream in capture
+                self._call("cuStreamEndCapture", stream, ctypes.byref(graph))
+            arguments = ctypes.byref(executable), graph, ctypes.c_ulonglong(0)
+            self._call("cuGraphInstantiateWithFlags", *arguments)
+        finally:
+            if graph:
+                self._call("cuGraphDestroy", graph)
+        return executable
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._cuda, name)(*arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorString(status, ctypes.byref(text))
+            raise BackendError(f"{name}: {text.value.decode() if text.value else status}")
