@@ -8,12 +8,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from ...serving.host import gpu_names, installed_versions
 
@@ -81,6 +82,19 @@ class ProcessError(Exception):
 
 
 @dataclass(frozen=True)
+class ThreadUsage:
+    """CPU use of a process's threads of one name."""
+
+    # 0: the measured process. Its descendants are numbered by ascending process ID.
+    process: int
+    # Name without the number that some thread pools append. `main`: the process's first thread.
+    name: str
+    threads: int
+    # CPU time per wall-clock time, of all these threads together.
+    cores: float
+
+
+@dataclass(frozen=True)
 class ProcessUsage:
     """CPU and memory use of a process and its descendants during a time window."""
 
@@ -88,6 +102,8 @@ class ProcessUsage:
     cores: float
     # Total resident memory, sampled at equal intervals.
     memory_mib: list[float]
+    # Threads that used CPU time and exist at the end, the busiest first.
+    threads: list[ThreadUsage]
 
 
 def iterate_in_process(
@@ -164,27 +180,60 @@ def measure_process_usage(pid: int, start: float, end: float) -> ProcessUsage:
     Both are times of `time.monotonic`.
     """
     _sleep_until(start)
-    cpu_s, memory_mib = _cpu_seconds(pid), []
+    before, ticks, memory_mib = _thread_ticks(pid), _ticks(_process_tree_stats(pid)), []
     for sample in range(1, _SAMPLES + 1):
         _sleep_until(start + (end - start) * sample / _SAMPLES)
         memory_mib.append(_resident_mib(pid))
-    return ProcessUsage((_cpu_seconds(pid) - cpu_s) / (end - start), memory_mib)
+    ticks = _ticks(_process_tree_stats(pid)) - ticks
+    ticks_of_core = (end - start) * _TICKS_PER_S
+    after = _thread_ticks(pid)
+    members = sorted({thread.pid for thread in after}, key=lambda member: (member != pid, member))
+    used: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    for thread, own in after.items():
+        key = members.index(thread.pid), thread.name
+        used[key].append(own - before.get(thread, 0))
+    threads = [
+        ThreadUsage(*key, len(own), sum(own) / ticks_of_core)
+        for key, own in sorted(used.items(), key=lambda item: -sum(item[1]))
+        if sum(own)
+    ]
+    return ProcessUsage(ticks / ticks_of_core, memory_mib, threads)
 
 
 def _sleep_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
 
 
-def _cpu_seconds(pid: int) -> float:
-    stats = _process_tree_stats(pid)
-    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / _TICKS_PER_S
+class _Thread(NamedTuple):
+    pid: int
+    number: int
+    name: str
+
+
+def _thread_ticks(pid: int) -> dict[_Thread, int]:
+    """Return the ticks of each thread of a process and its descendants."""
+    ticks = {}
+    for member in _process_tree_stats(pid):
+        for folder in Path(f"/proc/{member}/task").glob("*"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                name, fields = _parse_stat((folder / "stat").read_text())
+                number = int(folder.name)
+                name = "main" if number == member else re.sub(r"[-_:]?\d+$", "", name)
+                ticks[_Thread(member, number, name)] = _ticks({member: fields})
+    return ticks
+
+
+def _ticks(stats: Mapping[int, Sequence[str]]) -> int:
+    """Return the total CPU time in ticks, in user and system mode."""
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats.values())
 
 
 def _resident_mib(pid: int) -> float:
-    return sum(int(stat[21]) for stat in _process_tree_stats(pid)) * _PAGE_BYTES / 2**20
+    stats = _process_tree_stats(pid).values()
+    return sum(int(stat[21]) for stat in stats) * _PAGE_BYTES / 2**20
 
 
-def _process_tree_stats(pid: int) -> list[list[str]]:
+def _process_tree_stats(pid: int) -> dict[int, list[str]]:
     """Return the fields of `/proc/PID/stat` after the name, for a process and its descendants.
 
     They begin with field 3 of proc_pid_stat(5): [1] is the parent's PID, [11] and [12] are ticks
@@ -193,13 +242,16 @@ def _process_tree_stats(pid: int) -> list[list[str]]:
     stats: dict[int, list[str]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            try:
-                text = (folder / "stat").read_text()
-            except OSError:  # the process has ended
-                continue
-            # The second field is the name in brackets, which may contain spaces and brackets.
-            stats[int(folder.name)] = text.rpartition(")")[2].split()
+            with contextlib.suppress(OSError):  # the process has ended
+                _, stats[int(folder.name)] = _parse_stat((folder / "stat").read_text())
     tree = {pid} & stats.keys()
     while added := {p for p, stat in stats.items() if int(stat[1]) in tree} - tree:
         tree |= added
-    return [stats[member] for member in tree]
+    return {member: stats[member] for member in tree}
+
+
+def _parse_stat(text: str) -> tuple[str, list[str]]:
+    """Return the name and the other fields from 3 on of a file `stat` in /proc."""
+    # The second field is the name in brackets, which may contain spaces and brackets.
+    head, _, fields = text.rpartition(")")
+    return head.partition("(")[2], fields.split()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..bulk.measure import BulkResult
 from ..common.processes import MachineInfo, describe_machine
 from ..common.record import PlotGrid, Record, ResultTable, format_verdict
+from .cpu_time import CPU_COLUMNS, cpu_cells, thread_table
 from .load import ClosedLoop, HttpLoop, OpenLoop
 from .results import ServeResult, closed_loops, fastest, load_name, own_results
 
@@ -41,10 +42,15 @@ waits for the model nor is in it. "batch" is the size of the batch of a request.
 """
 _USE_NOTE = """\
 "batches" is the mean number of batches in the backend at a time. "cores" is the CPU time of the
-server and its children per wall-clock time, "CPU ms" per image, and "MiB" their resident memory in
-the first and the last fifth of the measurement. "client cores" is the CPU time per wall-clock time
-of the busiest client process, and "client lag" the 99th percentile of the delay with which requests
-were sent.
+server and its children per wall-clock time, and "MiB" their resident memory in the first and the
+last fifth of the measurement. "server", "workers" and "clients" are CPU milliseconds an image of
+the server process, of all its workers and of all client processes. "client cores" is the CPU time
+per wall-clock time of the busiest client process, and "client lag" the 99th percentile of the delay
+with which requests were sent.
+"""
+_THREADS_NOTE = """\
+The event loop is the thread "main" of the server. Threads of libraries without a name of their own
+have that of the program; in the server, one of them polls gRPC's connections.
 """
 
 
@@ -75,7 +81,7 @@ def serve_record(
         tables=_tables(results),
         plots=_plots(results, bulk),
         goals=serve_goals(results, max_delay_ms, bulk),
-        notes=[_LOAD_NOTE.format(images=images), _TIMES_NOTE, _USE_NOTE],
+        notes=[_LOAD_NOTE.format(images=images), _TIMES_NOTE, _USE_NOTE, _THREADS_NOTE],
         on_gpu=bulk.device == "cuda" if bulk else bool(machine.gpus),
         details={"max_delay_ms": max_delay_ms, "bulk": bulk},
         machine=machine,
@@ -178,14 +184,10 @@ def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:
         stages = (_format_ms(getattr(r.times, key)) for key in _TIMES)
         outside = (r.times.decode + r.times.encode + r.times.rest) / r.latency.mean
         times.append((*name, f"{r.mean_batch_size:.1f}", *stages, f"{outside:.1%}"))
-        cores, cpu = "", ""
-        if r.server is not None:
-            cores = f"{r.server.cores:.2f}"
-            cpu = _format_ms(1000 * r.server.cores / r.images_per_second)
         memory = _memory_mib(r)
         resident = "" if memory is None else f"{memory[0]:.0f} to {memory[1]:.0f}"
         client = (f"{r.client.cores:.2f}", _format_ms(r.client.lag))
-        use.append((*name, f"{r.batches_at_once:.2f}", cores, cpu, resident, *client))
+        use.append((*name, f"{r.batches_at_once:.2f}", *cpu_cells(r), resident, *client))
     columns = ("load", _MAX_BATCH)
     return [
         ResultTable(
@@ -203,10 +205,11 @@ def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:
         ),
         ResultTable(
             heading="CPU and memory use of server and clients",
-            columns=(*columns, "batches", "cores", "CPU ms", "MiB", "client cores", "client lag"),
+            columns=(*columns, "batches", *CPU_COLUMNS, "MiB", "client cores", "client lag"),
             rows=use,
             optional_column=_MAX_BATCH,
         ),
+        thread_table(own_results(results)),
     ]
 
 

@@ -45,6 +45,8 @@ class ClientUse:
     cores: float
     # 99th percentile of the delay between due time and sending, in milliseconds.
     lag: float
+    # CPU time per wall-clock time of all processes together.
+    total_cores: float
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def result_from_logs(
     # Each request counts its share of the backend time of its batch.
     timings = (r.timing for r in completed)
     backend_s = sum(infer_us / size for _, _, infer_us, _, size in timings) / 1e6
+    cpu_s = [log.cpu_s for log in logs]
     rest = latency.mean - (decode + queue + infer + encode)
     return ServeResult(
         max_batch=max_batch,
@@ -124,7 +127,7 @@ def result_from_logs(
         mean_batch_size=mean_batch_size,
         times=RequestTimes(decode, queue, infer, encode, rest),
         refusals=[Refusals(s, len(r), _latency_of(r)) for s, r in sorted(refused.items())],
-        client=ClientUse(max(log.cpu_s for log in logs) / seconds, lag_ms),
+        client=ClientUse(max(cpu_s) / seconds, lag_ms, sum(cpu_s) / seconds),
         server=server,
     )
 

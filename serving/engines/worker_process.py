@@ -31,6 +31,7 @@ from ...model.bundle.manifest import BundleError
 from ...model.images import ImageError
 from .. import LOGGER
 from ..errors import BackendError, ServingError
+from ..host import name_thread
 
 _log = logging.getLogger(__name__)
 
@@ -218,6 +219,7 @@ def _open_channel(control: Connection) -> Channel:
 
 def _serve_channel(engine: Any, channel: Channel) -> None:
     """Receive tuples (engine method, *arguments) and send the results, until None arrives."""
+    name_thread("batch")
     with contextlib.suppress(*_SERVER_GONE):
         while (call := channel.receive(copy=False)) is not None:
             method, *arguments = call

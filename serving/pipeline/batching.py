@@ -13,6 +13,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from ...model.bundle.spec import ShapeBucket
 from ..engines.worker_pool import WorkerProcess
 from ..errors import BackendDownError
+from ..host import name_thread
 from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
 from .scheduling import BatchPolicy, Schedule, Ticket
 
@@ -99,7 +100,10 @@ class Batcher(Generic[Item, Result]):
         self.restarts = 0
         self._changed = asyncio.Event()
         self._threads = ThreadPoolExecutor(
-            sum(process.info.concurrency for process in processes), thread_name_prefix="engine"
+            sum(process.info.concurrency for process in processes),
+            thread_name_prefix="engine",
+            initializer=name_thread,
+            initargs=("engine",),
         )
 
     @property

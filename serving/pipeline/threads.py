@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple
 
 from ..detections import Value
+from ..host import name_thread
 
 
 class TimedResult(NamedTuple, Generic[Value]):
@@ -39,7 +40,9 @@ class FairThreadPool:
         # Number of threads.
         self.size = size
         self._free = size
-        self._executor = ThreadPoolExecutor(size, thread_name_prefix="images")
+        self._executor = ThreadPoolExecutor(
+            size, "images", initializer=name_thread, initargs=("images",)
+        )
         # Calls that wait for a thread, by connection. The first connection gets the next thread.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 

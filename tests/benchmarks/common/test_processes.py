@@ -85,6 +85,9 @@ def test_usage_includes_child_processes() -> None:
             os.killpg(process.pid, signal.SIGKILL)
     assert usage.cores > 0
     assert usage.memory_mib[-1] > 200
+    busiest = usage.threads[0]
+    assert (busiest.process, busiest.name, busiest.threads) == (1, "main", 1)
+    assert sum(thread.cores for thread in usage.threads) == pytest.approx(usage.cores, abs=0.2)
     # The process has ended.
     now = time.monotonic()
     usage = measure_process_usage(process.pid, now, now + 0.05)

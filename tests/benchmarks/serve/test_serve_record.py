@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from maskrcnn_trt.benchmarks.bulk.measure import BulkResult
-from maskrcnn_trt.benchmarks.common.processes import MachineInfo, ProcessUsage
+from maskrcnn_trt.benchmarks.common.processes import MachineInfo, ProcessUsage, ThreadUsage
 from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.benchmarks.common.timing import Latency
 from maskrcnn_trt.benchmarks.serve.load import ClosedLoop, HttpLoop, Load, OpenLoop
@@ -33,8 +33,12 @@ def make_result(load: Load, rate: float, milliseconds: float, max_batch: int = 8
         mean_batch_size=7.5,
         times=RequestTimes(*(share * milliseconds for share in (0.1, 0.2, 0.5, 0.1, 0.1))),
         refusals=[],
-        client=ClientUse(0.25, 0.5),
-        server=ProcessUsage(3.5, [100.0] * 10 + [105.0] * 10),
+        client=ClientUse(0.25, 0.5, 0.75),
+        server=ProcessUsage(
+            3.5,
+            [100.0] * 10 + [105.0] * 10,
+            [ThreadUsage(1, "batch", 5, 2.5), ThreadUsage(0, "main", 1, 1.0)],
+        ),
     )
 
 
@@ -59,7 +63,8 @@ def test_page_and_plots(tmp_path: Path) -> None:
     assert "| 64 clients streamed | 8 | 700.0 |" in text
     assert "| poisson 900.0/s (150%) | 8 | 590.0 |" in text
     assert "| 1 client | 8 | 7.5 | 1.0 | 2.0 | 5.0 | 1.0 | 1.0 | 30.0% |" in text
-    assert "| 1 client | 8 | 0.90 | 3.50 | 35.0 | 100 to 105 | 0.25 | 0.5 |" in text
+    assert "| 1 client | 8 | 0.90 | 3.50 | 10.00 | 25.00 | 7.50 | 100 to 105 | 0.25 | 0.5 |" in text
+    assert "| 1 client | worker 1 | batch | 5 | 25.00 |" in text
     assert "- poisson 900.0/s: 300 of 1200 requests ended with RESOURCE_EXHAUSTED, p50 2.0" in text
     with Image.open(page.with_suffix(".png")) as image:
         assert min(image.size) > 500

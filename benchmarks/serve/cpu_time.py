@@ -1,0 +1,46 @@
+"""CPU time an image of server, workers and clients, and by thread."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from ..common.record import ResultTable
+from .results import ServeResult, load_name
+
+CPU_COLUMNS: Final = ("cores", "server", "workers", "clients")
+
+# Threads with a smaller share of the CPU time are left out.
+_MIN_SHARE: Final = 0.005
+
+
+def cpu_cells(result: ServeResult) -> tuple[str, ...]:
+    """Return cells for `CPU_COLUMNS`: cores of the server, and CPU milliseconds an image."""
+    clients = _milliseconds(result.client.total_cores, result)
+    if result.server is None:
+        return "", "", "", clients
+    own = sum(thread.cores for thread in result.server.threads if thread.process == 0)
+    workers = max(0.0, result.server.cores - own)
+    cores = f"{result.server.cores:.2f}"
+    return cores, _milliseconds(own, result), _milliseconds(workers, result), clients
+
+
+def thread_table(results: Sequence[ServeResult]) -> ResultTable:
+    """Return a table of the CPU time an image by process and thread."""
+    return ResultTable(
+        heading="CPU time by process and thread",
+        columns=("load", "process", "thread", "threads", "CPU ms an image"),
+        rows=[row for result in results for row in _rows(result)],
+    )
+
+
+def _rows(result: ServeResult) -> Iterator[tuple[str, ...]]:
+    if result.server is None:
+        return
+    for thread in result.server.threads:
+        if thread.cores >= _MIN_SHARE * result.server.cores:
+            process = f"worker {thread.process}" if thread.process else "server"
+            milliseconds = _milliseconds(thread.cores, result)
+            yield load_name(result.load), process, thread.name, str(thread.threads), milliseconds
+
+
+def _milliseconds(cores: float, result: ServeResult) -> str:
+    return f"{1000 * cores / result.images_per_second:.2f}"
