@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ...model.bundle.manifest import BundleError, Precision, read_manifest
 from ...model.bundle.spec import OUTPUT_NAMES, ShapeBucket
+from ...serving.backends.base import Backend, DeviceBackend
 from ...serving.config import BackendName
 from ..common.processes import MemoryKind
 
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...model.checkpoint import Checkpoint
-    from ...serving.backends.base import Backend
     from ...serving.backends.onnxruntime import OnnxRuntimeBackend
-    from ...serving.backends.torch import TorchBackend
 
 # Memory of input images and output detections: of the device that computes, or of the host.
 DataPlace = Literal["device", "host"]
@@ -146,10 +145,10 @@ class BundleRunner:
                 lambda outputs: outputs[index].numpy()[: len(images)],
             )
             runs.insert(0, run)
-        if backend.name == "torch":
+        if isinstance(backend, DeviceBackend):
             import torch
 
-            infer_on_device = cast("TorchBackend", backend).infer_on_device
+            infer_on_device = backend.infer_on_device
             inputs = [torch.from_numpy(array).to(backend.device) for array in (images, sizes)]
             run = _backend_run(
                 backend,
@@ -163,7 +162,7 @@ class BundleRunner:
 
 
 def _backend_run(
-    backend: "Backend",
+    backend: Backend,
     data: DataPlace,
     enqueue: Callable[[], object],
     count_detections: Callable[[Any], Iterable[int]],

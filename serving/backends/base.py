@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,3 +125,19 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release the backend's resources. The backend cannot be used afterwards."""
+
+
+@runtime_checkable
+class DeviceBackend(Backend, Protocol[Array]):
+    """Backend that also computes tensors on its device, for `DeviceSteps`."""
+
+    def infer_on_device(
+        self, bucket: ShapeBucket, images: Array, image_sizes: Array
+    ) -> ModelOutputs[Array]:
+        """Queue the computation of a batch on the current stream.
+
+        Args:
+            bucket: One of `buckets`.
+            images: [B, 3, bucket.height, bucket.width] RGB on the device.
+            image_sizes: [B, 2] int64 on the device, height and width before padding.
+        """

@@ -2,8 +2,8 @@
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
@@ -98,11 +98,17 @@ class BatchRunner:
         buffers = self._free.get()
         try:
             buffers.copy_in(inputs, specs)
-            with self._launching:
+            with self.computing():
                 buffers.compute(self._stream, launch)
             return buffers.copy_out(outputs)
         finally:
             self._free.put(buffers)
+
+    @contextmanager
+    def computing(self) -> Iterator[int]:
+        """Hold the stream that computes all batches. Return its handle."""
+        with self._launching:
+            yield self._stream.handle
 
     def close(self) -> None:
         """Release memory and streams. No batch may be in flight, and the GPU must be current."""

@@ -1,9 +1,10 @@
 """Selection and loading of the inference backend for a bundle."""
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...model.bundle.manifest import ArtifactKind, Manifest, Precision
 from ..config import BackendName
@@ -11,6 +12,9 @@ from ..errors import BackendError
 from .base import Backend
 from .onnxruntime_packages import check_onnxruntime
 from .plan_checks import check_plans, probe_machine
+
+if TYPE_CHECKING:
+    from .tensorrt import TensorRTBackend
 
 _log = logging.getLogger(__name__)
 
@@ -87,9 +91,22 @@ def load_backend(
         except ModuleNotFoundError as error:
             raise _missing_for_torch(error) from None
         return TorchBackend(bundle, manifest, precision, max_batch)
+    return _tensorrt_backend()(bundle, manifest, precision, kind, max_batch)
+
+
+def _tensorrt_backend() -> "type[TensorRTBackend]":
+    """Return the backend's class: with torch and torchvision, it also takes tensors on the GPU."""
     from .tensorrt import TensorRTBackend
 
-    return TensorRTBackend(bundle, manifest, precision, kind, max_batch)
+    if importlib.util.find_spec("torchvision") is None:
+        return TensorRTBackend
+    try:
+        import torch
+
+        from .tensorrt_device import TensorRTDeviceBackend
+    except (ImportError, OSError):  # OSError: a library of CUDA is missing
+        return TensorRTBackend
+    return TensorRTDeviceBackend if torch.cuda.is_available() else TensorRTBackend
 
 
 def _missing_for_torch(error: ModuleNotFoundError) -> BackendError:

@@ -23,7 +23,7 @@ from .plans import Plan, PlanRuntime, RuntimeCache, cache_path
 _log = logging.getLogger(__name__)
 
 # Dtypes of `ModelOutputs`. A plan's own dtypes can differ.
-_DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
+OUTPUT_DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
 
 
 class TensorRTBackend:
@@ -107,7 +107,9 @@ class TensorRTBackend:
         with self._driver.current():
             outputs = self._batches.run(inputs, plan.specs(batch), launch)
         rows = (outputs[name][: len(images)] for name in OUTPUT_NAMES)
-        return ModelOutputs(*(r.astype(t, copy=False) for r, t in zip(rows, _DTYPES, strict=True)))
+        return ModelOutputs(
+            *(r.astype(t, copy=False) for r, t in zip(rows, OUTPUT_DTYPES, strict=True))
+        )
 
     def close(self) -> None:
         """Release the GPU memory, and write TensorRT-RTX's compiled kernels to their cache file."""
@@ -143,14 +145,19 @@ class TensorRTBackend:
         for spec_by_name in (plan.specs(batch) for plan in plans for batch in plan.batches):
             for name, spec in spec_by_name.items():
                 sizes[name] = max(sizes.get(name, 0), spec.nbytes)
-        needed = scratch + self.concurrency * sum(sizes.values())
+        # One set of buffers more for tensors on the GPU; see `TensorRTDeviceBackend`.
+        needed = scratch + (self.concurrency + 1) * sum(sizes.values())
         check_memory(needed, self._driver.free_memory())
         memory = resources.enter_context(closing(self._driver.new_memory(scratch)))
         resources.callback(self._plans.clear)  # before the memory that their contexts use
         for plan in plans:
             plan.use_scratch(memory.address, scratch)
-        runner = BatchRunner(self._driver, sizes, self.concurrency)
-        self._batches = resources.enter_context(closing(runner))
+        self._allocate(sizes, resources)
         if self._graphs is not None:
             resources.callback(self._graphs.close)
             resources.callback(self._driver.synchronize)
+
+    def _allocate(self, sizes: Mapping[str, int], resources: ExitStack) -> None:
+        """Allocate buffers of these sizes in bytes, by name of the tensor."""
+        runner = BatchRunner(self._driver, sizes, self.concurrency)
+        self._batches = resources.enter_context(closing(runner))

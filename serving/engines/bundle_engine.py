@@ -16,7 +16,7 @@ from ...model.bundle.manifest import Manifest, Precision
 from ...model.bundle.spec import ShapeBucket
 from ...model.images import ImageError, read_header
 from ...model.resizing import Pixels
-from ..backends.base import Backend, HostOutputs, ModelOutputs
+from ..backends.base import Backend, DeviceBackend, HostOutputs, ModelOutputs
 from ..backends.loading import load_backend
 from ..config import BackendName
 from ..detections import DEFAULT_OPTIONS, Detections, TimedResponse
@@ -45,13 +45,11 @@ class BundleLoader:
         backend = load_backend(
             self.bundle, self.manifest, self.precision, self.backend, self.max_batch
         )
-        if backend.name != "torch":
+        if not isinstance(backend, DeviceBackend):
             return HostEngine(backend)
-        # Lazy imports: torch is installed only for this backend.
-        from ..backends.torch import TorchBackend
+        # Lazy import: torch is possibly not installed for the other backends.
         from ..steps.device_steps import DeviceSteps
 
-        assert isinstance(backend, TorchBackend)
         steps = DeviceSteps(backend, self.manifest, threads=DeviceEngine.concurrency)
         return DeviceEngine(backend, steps)
 
@@ -85,7 +83,7 @@ class HostEngine:
 
 
 class DeviceEngine:
-    """End-to-end engine of the torch backend: image files in, encoded responses out.
+    """End-to-end engine of a `DeviceBackend`: image files in, encoded responses out.
 
     Each batch passes all steps in the thread that calls `compute`.
     """

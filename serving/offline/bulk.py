@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from ...model.bundle.manifest import Manifest
 from ...model.bundle.spec import MAX_PIXELS, ShapeBucket
 from ...model.images import ImageError
-from ..backends.base import Backend
+from ..backends.base import Backend, DeviceBackend
 from ..detections import DEFAULT_OPTIONS, DetectionOptions
 from ..errors import image_error_from_os_error
 from ..steps.base import BatchEntry, BatchSteps, ImageRequest, Outcome, Step
@@ -39,7 +39,7 @@ def detect_many(
 ) -> Generator[Outcome, None, None]:
     """Detect objects in encoded images, with bounded read-ahead.
 
-    Decoding, inference and mask encoding of different batches overlap. With the torch backend they
+    Decoding, inference and mask encoding of different batches overlap. With a `DeviceBackend` they
     run on its device, otherwise decoding and encoding run in CPU threads.
 
     Args:
@@ -111,12 +111,10 @@ def run_in_batches(
 
 def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchSteps:
     """Return the fastest processing steps for a backend; see `HostSteps` for the arguments."""
-    if backend.name == "torch":
+    if isinstance(backend, DeviceBackend):
         # Imported here because other backends must not load torch.
-        from ..backends.torch import TorchBackend
         from ..steps.device_steps import DeviceSteps
 
-        assert isinstance(backend, TorchBackend)
         return DeviceSteps(backend, manifest, threads=threads)
     return HostSteps(backend, manifest, threads=threads)
 

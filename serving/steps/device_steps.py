@@ -22,8 +22,7 @@ from ...model.device_images import decode_jpegs, resize_pixels, tensor_from_byte
 from ...model.images import ImageError
 from ...model.masks import Rle
 from ...plugins.resize_pad import resize_pad
-from ..backends.base import ModelOutputs
-from ..backends.torch import TorchBackend
+from ..backends.base import DeviceBackend, ModelOutputs
 from ..detections import Detections, MaskFormat, Timing
 from .base import MODEL_STEP, BatchEntry, ImageRequest, Outcome, Step
 from .device_masks import (
@@ -110,7 +109,7 @@ class DeviceSteps:
 
     def __init__(
         self,
-        backend: TorchBackend,
+        backend: DeviceBackend[Tensor],
         manifest: Manifest,
         *,
         threads: int,

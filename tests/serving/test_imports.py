@@ -12,6 +12,7 @@ WITH_EXTRAS = {
         "backends.cuda_bindings_driver",
         "backends.pycuda_driver",
         "backends.tensorrt",
+        "backends.tensorrt_device",
         "backends.torch",
         "backends.torch_batches",
         "http.app",

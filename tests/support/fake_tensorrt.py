@@ -6,6 +6,7 @@ of boxes, scores and labels. Its height becomes the number of detections.
 
 import gc
 import weakref
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -49,6 +50,7 @@ class FakeTensorRT(ModuleType):
     def __init__(self) -> None:
         super().__init__("tensorrt")
         self.__version__ = "11.4.0"
+        self.__spec__ = ModuleSpec("tensorrt", None)  # torch looks for it
         # Functions that fail: they return None or False, and log an error. `capture`: computation
         # in a stream that is captured.
         self.faults: set[str] = set()

@@ -30,6 +30,7 @@ from fake_tensorrt import (
 from maskrcnn_trt.serving.backends import tensorrt
 from maskrcnn_trt.serving.backends.gpu_driver import GpuDriver
 from maskrcnn_trt.serving.backends.tensorrt import TensorRTBackend
+from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
 
 pytestmark = pytest.mark.gpu
 
@@ -53,9 +54,8 @@ def load(
     with driver.current():
         before = driver.free_memory()
 
-    def load_backend() -> TensorRTBackend:
-        manifest = fake_bundle(tmp_path)
-        return TensorRTBackend(tmp_path, manifest, "fp16", "tensorrt", MAX_BATCH)
+    def load_backend(kind: type[TensorRTBackend] = TensorRTBackend) -> TensorRTBackend:
+        return kind(tmp_path, fake_bundle(tmp_path), "fp16", "tensorrt", MAX_BATCH)
 
     yield load_backend
     assert contexts_of(trt) == []
@@ -104,6 +104,41 @@ def test_failed_capture(trt: FakeTensorRT, load: Load, caplog: pytest.LogCapture
     assert "capture broke" in warning
     assert "CUDA graphs" in warning
     backend.close()
+
+
+def test_torch_tensors_on_the_gpu(trt: FakeTensorRT, load: Load) -> None:
+    torch = pytest.importorskip("torch")
+    from maskrcnn_trt.serving.backends.tensorrt_device import TensorRTDeviceBackend
+
+    backend = load(TensorRTDeviceBackend)
+    backend.warm_up(MAX_BATCH)
+    results = []
+    for count in (6, 1, 3, 2):  # queued without waiting for the GPU
+        for bucket in BUCKETS:
+            images = torch.randint(0, 256, (count, 3, *bucket), dtype=torch.uint8, device="cuda")
+            sizes = torch.randint(1, 1 << 40, (count, 2), device="cuda")
+            results.append((images, sizes, backend.infer_on_device(bucket, images, sizes)))
+    check_batch(backend, BUCKETS[0], 5, 1)
+    for images, sizes, outputs in results:
+        for name, expected in expected_outputs(images.cpu().numpy(), sizes.cpu().numpy()).items():
+            found = getattr(outputs, name).cpu().numpy()
+            np.testing.assert_array_equal(bytes_of(found), expected)
+    # Each context runs once and is captured once; that for 6 images also runs for the host.
+    counts = [len(context.computed) for context in contexts_of(trt)]
+    assert sorted(counts) == [2] * 7 + [4]
+    backend.close()
+
+
+def test_engine_from_file_to_response_with_torch(
+    trt: FakeTensorRT, load: Load, tmp_path: Path
+) -> None:
+    """Black images are decoded, computed and encoded on the GPU."""
+    pytest.importorskip("torch")
+    loader = BundleLoader(tmp_path, fake_bundle(tmp_path), "fp16", "tensorrt", MAX_BATCH)
+    engine = loader.load()
+    assert engine.info.is_end_to_end
+    engine.warm_up(MAX_BATCH)
+    engine.close()
 
 
 def test_threads_do_not_mix_their_batches(load: Load) -> None:

@@ -1,0 +1,87 @@
+"""TensorRT backend that also computes tensors of torch, without copies to the host."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
+from .base import ModelOutputs, TensorSpec, black_batch, check_outputs
+from .tensorrt import OUTPUT_DTYPES, TensorRTBackend
+
+
+class TensorRTDeviceBackend(TensorRTBackend):
+    """Backend for processes in which torch uses GPU 0 as well."""
+
+    def warm_up(self, max_batch: int) -> None:
+        """Run every bucket at each batch size of its plan, and capture its CUDA graph.
+
+        Raises:
+            BackendError: the runtime fails.
+            BundleError: the masks do not have the shape that the manifest states.
+        """
+        for bucket, plan in self._plans.items():
+            for batch in plan.batches:
+                arrays = black_batch(bucket, min(batch, max_batch))
+                images, sizes = (torch.from_numpy(array).cuda() for array in arrays)
+                for _ in range(2):  # one run that is captured, and a first replay
+                    outputs = self.infer_on_device(bucket, images, sizes)
+                hosts = (output.cpu().numpy() for output in outputs)
+                check_outputs(ModelOutputs(*hosts), self._manifest)
+
+    def infer_on_device(
+        self, bucket: ShapeBucket, images: Tensor, image_sizes: Tensor
+    ) -> ModelOutputs[Tensor]:
+        """Queue the computation of a batch; the current stream waits for it. Thread-safe.
+
+        Args:
+            bucket: One of `buckets`.
+            images: [B, 3, bucket.height, bucket.width] RGB on the GPU.
+            image_sizes: [B, 2] int64 on the GPU, height and width before padding.
+
+        Returns:
+            New tensors on the GPU, valid once the current stream has run the queued work.
+
+        Raises:
+            BackendError: the batch is too large, or the runtime fails.
+        """
+        plan, count = self._plans[bucket], len(images)
+        batch = plan.batch_for(count)
+        current = torch.cuda.current_stream()
+        # All batches share the plans' scratch memory, so one stream computes them.
+        with self._driver.current(), self._batches.computing() as handle:
+            stream = torch.cuda.ExternalStream(handle)  # type: ignore[no-untyped-call]
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                tensors = {name: self._tensor(name, s) for name, s in plan.specs(batch).items()}
+                for name, given in zip(INPUT_NAMES, (images, image_sizes), strict=True):
+                    tensors[name][:count].copy_(given)
+                # CUDA graphs and plans refer to addresses, so the memory is the same each time.
+                addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+                self._launch(bucket, batch, addresses, handle)
+                outputs = [
+                    tensors[name][:count].to(_torch_dtype(dtype), copy=True)
+                    for name, dtype in zip(OUTPUT_NAMES, OUTPUT_DTYPES, strict=True)
+                ]
+            current.wait_stream(stream)
+        return ModelOutputs(*outputs)
+
+    def _allocate(self, sizes: Mapping[str, int], resources: ExitStack) -> None:
+        super()._allocate(sizes, resources)
+        self._memory = {
+            name: torch.zeros(size, dtype=torch.uint8, device="cuda")
+            for name, size in sizes.items()
+        }
+        resources.callback(torch.cuda.empty_cache)
+        resources.callback(self._memory.clear)
+
+    def _tensor(self, name: str, spec: TensorSpec) -> Tensor:
+        flat = self._memory[name][: spec.nbytes].view(_torch_dtype(spec.dtype))
+        return flat.reshape(spec.shape)
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
