@@ -44,7 +44,9 @@ _COMMANDS = {
         "Measure the average precision of a checkpoint or a bundle.",
     ),
     "export": _LazyCommand("export.commands:export", "Turn a checkpoint into a bundle to serve."),
-    "engine": _LazyCommand("export.engines.commands:engine", "Inspect TensorRT engines."),
+    "engine": _LazyCommand(
+        "export.engines.commands:engine", "Inspect and profile TensorRT engines."
+    ),
     "serve": _LazyCommand("serving.commands.serve:serve", "Serve a bundle over gRPC."),
     "predict": _LazyCommand(
         "serving.commands.predict:predict", "Detect objects in images without a server."

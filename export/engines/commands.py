@@ -1,8 +1,8 @@
-"""`maskrcnn engine`: show the contents of TensorRT and TensorRT-RTX engines."""
+"""`maskrcnn engine`: contents of TensorRT and TensorRT-RTX engines, and time by layer."""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from ...model.bundle.manifest import (
     Artifact,
     BundleError,
     EngineBuild,
+    EngineKind,
     read_manifest,
     verified_path,
 )
@@ -33,7 +34,7 @@ _KINDS = {suffix: kind for kind, suffix in ENGINE_SUFFIXES.items()}
 
 @click.group()
 def engine() -> None:
-    """Inspect TensorRT and TensorRT-RTX engines."""
+    """Inspect and profile TensorRT and TensorRT-RTX engines."""
 
 
 @engine.command()
@@ -48,12 +49,7 @@ def inspect(plan: Path, as_json: bool) -> None:
     """
     from .inspection import inspected_layers, inspected_tensors, load_engine
 
-    kind = _KINDS.get(plan.suffix)
-    if kind is None:
-        raise click.BadParameter(
-            f"{plan} is not an engine; its name must end in {' or '.join(_KINDS)}",
-            param_hint="PLAN",
-        )
+    kind = _kind_of(plan)
     artifact = _artifact_of(plan)
     if artifact and not as_json:
         Console().print(_table_of_build(artifact))
@@ -70,6 +66,50 @@ def inspect(plan: Path, as_json: bool) -> None:
         return
     for table in (table_of_tensors(tensors), table_of_layers(layers), table_of_types(layers)):
         Console().print(table)
+
+
+@engine.command()
+@click.argument("plan", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
+@click.option(
+    "--runs", type=click.IntRange(1), default=50, show_default=True, help="Measured batches."
+)
+def profile(plan: Path, batch: int, runs: int) -> None:
+    """Show the GPU time of each layer of PLAN, the slowest first.
+
+    Profile only plans that you trust, because loading a plan can run code. The images are noise.
+    Layers that run at the same time are measured one after another, so `maskrcnn bench infer` can
+    be faster than the sum.
+    """
+    from .inspection import inspected_layers, load_engine
+    from .profiling import profile_layers
+
+    kind = _kind_of(plan)
+    _artifact_of(plan)
+    trt, loaded = load_engine(plan, kind)
+    times = profile_layers(trt, loaded, batch, runs)
+    kinds = {layer.name: layer.kind for layer in inspected_layers(trt, loaded)}
+    Console().print(table_of_times(times, kinds))
+
+
+def table_of_times(times: Mapping[str, float], kinds: Mapping[str, str]) -> Table:
+    """Return a table of layers by descending time in milliseconds, and their sum."""
+    table = Table("layer", "kind", "ms", "share")
+    total = sum(times.values())
+    for name, ms in sorted(times.items(), key=lambda item: -item[1]):
+        table.add_row(name, kinds.get(name, ""), f"{ms:.3f}", f"{ms / total:.1%}")
+    table.add_row("all", "", f"{total:.3f}", "")
+    return table
+
+
+def _kind_of(plan: Path) -> EngineKind:
+    kind = _KINDS.get(plan.suffix)
+    if kind is None:
+        raise click.BadParameter(
+            f"{plan} is not an engine; its name must end in {' or '.join(_KINDS)}",
+            param_hint="PLAN",
+        )
+    return kind
 
 
 def _artifact_of(plan: Path) -> Artifact | None:

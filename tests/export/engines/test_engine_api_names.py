@@ -2,18 +2,19 @@
 
 import inspect
 import re
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from tensorrt_stubs import load_tensorrt, missing_names
 
-from maskrcnn_trt.export.engines import build_log, rtx_builder, tensorrt_builder
+from maskrcnn_trt.export.engines import build_log, profiling, rtx_builder, tensorrt_builder
 from maskrcnn_trt.export.engines import builder as engine_builder
 from maskrcnn_trt.export.engines import inspection as engine_inspection
 from maskrcnn_trt.plugins.tensorrt import log as tensorrt_log
 
-BOTH = (build_log, engine_builder, engine_inspection, tensorrt_log)
+BOTH = (build_log, engine_builder, engine_inspection, profiling, tensorrt_log)
 # Variable names in the code, and the classes of these variables.
 CLASSES = {
     "builder": "Builder",
@@ -60,6 +61,7 @@ def test_overridden_methods_exist(load) -> None:
     for made, base in (
         (tensorrt_log.shared_logger(module), module.ILogger),
         (build_log.progress_monitor(module, None), module.IProgressMonitor),
+        (profiling._layer_profiler(module, defaultdict(float)), module.IProfiler),
     ):
         own = [name for name in vars(type(made)) if not name.startswith("_")]
         assert own

@@ -1,0 +1,103 @@
+"""GPU time of each layer of an engine."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...model.bundle.spec import INPUT_NAMES
+from ...plugins.tensorrt.log import errors_of
+from ..errors import EngineError
+from .inspection import EngineTensor, inspected_tensors
+
+# Runs before the measurement, in which libraries load their code and clocks rise.
+_WARM_UP = 5
+
+
+def profile_layers(trt: Any, engine: Any, batch: int, runs: int) -> dict[str, float]:
+    """Compute batches of noise, and measure the layers.
+
+    Args:
+        trt: the module `tensorrt` or `tensorrt_rtx`.
+        engine: an `ICudaEngine`.
+        batch: number of images.
+        runs: number of measured batches.
+
+    Returns:
+        Mean milliseconds per batch by the name of the layer, in execution order.
+
+    Raises:
+        EngineError: the engine does not compute such batches, or the runtime fails.
+    """
+    tensors = inspected_tensors(trt, engine)
+    number = _profile_for(tensors, batch)
+    context = engine.create_execution_context()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def check(call: Callable[..., bool], *arguments: Any) -> None:
+        with errors_of(trt) as errors:
+            if not call(*arguments):
+                reason = errors[0] if errors else "no error was logged"
+                raise EngineError(f"cannot profile the engine: {reason}")
+
+    check(context.set_optimization_profile_async, number, stream.cuda_stream)
+    for name in INPUT_NAMES:
+        check(context.set_input_shape, name, (batch, *_shape_of(engine, name)))
+    memory = _inputs_and_outputs(trt, engine, tensors, batch)
+    for name, tensor in memory.items():
+        check(context.set_tensor_address, name, tensor.data_ptr())
+    torch.cuda.synchronize()
+    times: defaultdict[str, float] = defaultdict(float)
+    profiler = _layer_profiler(trt, times)  # the context does not keep it alive
+    for run in range(_WARM_UP + runs):
+        if run == _WARM_UP:
+            context.profiler = profiler
+        check(context.execute_async_v3, stream.cuda_stream)
+    stream.synchronize()
+    return {name: total / runs for name, total in times.items()}
+
+
+def _profile_for(tensors: list[EngineTensor], batch: int) -> int:
+    """Return the index of the first optimization profile that holds a batch size."""
+    profiles = next(tensor.profiles for tensor in tensors if tensor.name == INPUT_NAMES[0])
+    ranges = [(smallest[0], largest[0]) for smallest, _, largest in profiles]
+    for number, (smallest, largest) in enumerate(ranges):
+        if smallest <= batch <= largest:
+            return number
+    allowed = ", ".join(f"{smallest} to {largest}" for smallest, largest in ranges)
+    raise EngineError(f"the engine computes batches of {allowed}, not {batch}; choose another size")
+
+
+def _inputs_and_outputs(
+    trt: Any, engine: Any, tensors: list[EngineTensor], batch: int
+) -> dict[str, Tensor]:
+    """Return tensors by name: images of noise that fill the input, their sizes, and outputs."""
+    memory = {}
+    for name in (tensor.name for tensor in tensors):
+        dtype = trt.nptype(engine.get_tensor_dtype(name))
+        array = np.zeros((batch, *_shape_of(engine, name)), dtype)
+        memory[name] = torch.from_numpy(array).cuda()
+    images, sizes = (memory[name] for name in INPUT_NAMES)
+    images.copy_(torch.randint(0, 256, images.shape))
+    sizes.copy_(torch.tensor(images.shape[2:]).expand(batch, 2))
+    return memory
+
+
+def _shape_of(engine: Any, name: str) -> tuple[int, ...]:
+    return tuple(engine.get_tensor_shape(name))[1:]
+
+
+def _layer_profiler(trt: Any, times: defaultdict[str, float]) -> Any:
+    """Return a `trt.IProfiler` that adds milliseconds to `times`."""
+
+    class Profiler(trt.IProfiler):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProfiler.__init__(self)
+
+        def report_layer_time(self, layer_name: str, ms: float) -> None:
+            times[layer_name] += ms
+
+    return Profiler()
