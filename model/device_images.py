@@ -28,7 +28,7 @@ _MIRRORED_ROWS = frozenset({3, 4, 7, 8})
 _MIRRORED_COLUMNS = frozenset({2, 3, 6, 7})
 
 
-def tensor_from_bytes(data: bytes) -> Tensor:
+def tensor_from_bytes(data: bytes | memoryview) -> Tensor:
     """Copy bytes into a tensor [N] uint8."""
     # torch rejects the read-only memory of `bytes`.
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())

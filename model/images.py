@@ -127,7 +127,7 @@ def decoding_memory(data: bytes, *, max_pixels: int = MAX_PIXELS) -> int:
     per_pixel: float = _BYTES_PER_PIXEL
     if isinstance(image, WebPImageFile):
         per_pixel = _WEBP_BYTES_PER_PIXEL
-    elif isinstance(image, JpegImageFile) and _occurrences(_START_OF_SCAN, data) > 1:
+    elif isinstance(image, JpegImageFile) and not _ends_with_scan(image, data, _first_scan(data)):
         # libjpeg keeps all coefficients, of two bytes, until the last scan.
         areas = [across * down for _, across, down, _ in image.layer]
         per_pixel = max(per_pixel, _PILLOW_BYTES + 2 * sum(areas) / max(areas))
@@ -162,7 +162,7 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
     image.decodermaxblock = len(data)
     check_size(image.height, image.width, max_pixels)
     if first_scan:
-        _check_jpeg(data, first_scan, image.height * image.width)
+        _check_jpeg(image, data, first_scan)
     return image
 
 
@@ -194,15 +194,26 @@ def _plugin_for(data: bytes) -> type[ImageFile]:
     raise ImageError("the data is not a JPEG, PNG or WebP image" if data else "the image is empty")
 
 
-def _check_jpeg(data: bytes, first_scan: int, pixels: int) -> None:
+def _check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
     """Reject a JPEG that is much slower to decode than others of its size."""
+    pixels = image.height * image.width
     is_huffman = not any(marker in data[:first_scan] for marker in _ARITHMETIC_CODING)
     if is_huffman and pixels > _MAX_PIXELS_PER_BYTE * (len(data) - first_scan):
         raise ImageError(f"the image is truncated: {len(data)} bytes cannot hold {pixels} pixels")
     allowed = min(_MAX_SCANS, _MAX_SCANNED_PIXELS // pixels)
+    if _ends_with_scan(image, data, first_scan):
+        return
     # This count is fast but too high: it includes thumbnails, and videos behind the image's end.
     if _occurrences(_START_OF_SCAN, data) > allowed:
         _check_scans(data, first_scan, allowed)
+
+
+def _ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
+    """Whether decoders read no further scans, as the first one has all components in full."""
+    components = len(image.layer) if isinstance(image, JpegImageFile) else 0
+    # The marker and the length of the scan's header take two bytes each.
+    in_scan = data[first_scan + 4 : first_scan + 5]
+    return "progressive" not in image.info and in_scan == bytes([components & 255])
 
 
 def _first_scan(data: bytes) -> int:

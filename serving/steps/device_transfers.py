@@ -67,10 +67,10 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
     return [host.numpy() for host in hosts]
 
 
-def file_for_device(image: PlannedImage) -> bytes | None:
+def file_for_device(image: PlannedImage) -> bytes | memoryview | None:
     """Return the content of the image's file. None: the device cannot decode the image."""
     suits = image.header.is_plain_jpeg and math.prod(image.source_size) <= _MAX_DEVICE_PIXELS
-    return image.source if suits and isinstance(image.source, bytes) else None
+    return image.source if suits and isinstance(image.source, (bytes, memoryview)) else None
 
 
 def pixels_from_host(image: PlannedImage) -> Tensor | ImageError:

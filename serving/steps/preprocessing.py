@@ -1,7 +1,8 @@
 """Preprocessing on the CPU: decode, resize and pad images for the model."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from pickle import PickleBuffer
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,9 @@ from ...model.bundle.manifest import Preprocessing
 from ...model.bundle.spec import ResizeRule, ShapeBucket
 from ...model.images import ImageHeader, check_size, decode_image, read_header
 from ...model.resizing import Pixels, pixel_dtype, resize_image, resized_size, smallest_bucket
+
+# Version of the pickle protocol from which on it has buffers.
+_PROTOCOL_OF_BUFFERS: Final = 5
 
 # An encoded image, or pixels [H, W, 3] RGB.
 SourceImage = bytes | NDArray[np.uint8]
@@ -30,7 +34,8 @@ class ModelInput(NamedTuple):
 class PlannedImage(NamedTuple):
     """Source image with the parameters of its preprocessing, as computed from its header."""
 
-    source: SourceImage
+    # In a worker, an encoded image is a view of the memory that it shares with the server.
+    source: SourceImage | memoryview
     header: ImageHeader
     bucket: ShapeBucket
     # Height and width in pixels after resizing.
@@ -41,6 +46,11 @@ class PlannedImage(NamedTuple):
     def source_size(self) -> tuple[int, int]:
         """Height and width of the source image in pixels."""
         return self.header.size
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[Any, ...]]:
+        """Pickle an encoded image as a buffer, which the channels to workers pass on uncopied."""
+        as_buffer = protocol >= _PROTOCOL_OF_BUFFERS and isinstance(self.source, bytes)
+        return PlannedImage, (PickleBuffer(self.source) if as_buffer else self.source, *self[1:])
 
 
 def plan_image(
@@ -81,10 +91,10 @@ def resized_pixels(image: PlannedImage) -> Pixels:
         ImageError: the image is damaged.
     """
     pixels = image.source
-    if isinstance(pixels, bytes):
+    if isinstance(pixels, (bytes, memoryview)):
         height, width = image.source_size
         is_turned = image.header.orientation != 1
-        pixels = decode_image(pixels, max_pixels=height * width, apply_orientation=is_turned)
+        pixels = decode_image(bytes(pixels), max_pixels=height * width, apply_orientation=is_turned)
     return resize_image(pixels, *image.size, image.resize)
 
 
