@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from ...model.bundle.manifest import EngineKind
 from ...model.checkpoint import Checkpoint
 from .build_log import BuildLog
@@ -45,6 +47,8 @@ def builders_from_options(
     if not kinds:
         return []
     log = BuildLog(given.pop("build_log", bundle.with_name(f"{bundle.name}.build.log")))
+    if for_triton and given.get("strip_weights"):
+        raise click.UsageError("--strip-weights: Triton cannot insert weights; leave it out")
     has_plugins = given.get("plugins", True)
     options = EngineOptions(**given, profile_per_batch=for_triton and has_plugins)
     return [builder_for(kind, options, log) for kind in dict.fromkeys(kinds)]

@@ -134,8 +134,8 @@ class EngineBuilder(ABC):
         """Set those options of `config` that only this kind of engine has."""
 
     @abstractmethod
-    def _layers_of(self, plan: Any) -> list[Layer]:
-        """Return the layers of the serialized engine that was just built."""
+    def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
+        """Return the layers of the serialized engine that was just built from an ONNX model."""
 
     def _requirements(self, has_plugins: bool) -> dict[str, Any]:
         """Return those fields of `EngineBuild` that only this kind of engine has."""
@@ -173,7 +173,7 @@ class EngineBuilder(ABC):
         if plan is None:
             raise EngineError(self._builder_error(name))
         try:
-            check_precision(self._layers_of(plan), precision, name)
+            check_precision(self._layers_of(plan, model), precision, name)
         except PrecisionError as error:
             if self._options.strict:
                 raise

@@ -34,7 +34,7 @@ _KINDS = {suffix: kind for kind, suffix in ENGINE_SUFFIXES.items()}
 
 @click.group()
 def engine() -> None:
-    """Inspect and profile TensorRT and TensorRT-RTX engines."""
+    """Inspect, profile and complete TensorRT and TensorRT-RTX engines."""
 
 
 @engine.command()
@@ -90,6 +90,19 @@ def profile(plan: Path, batch: int, runs: int) -> None:
     times = profile_layers(trt, loaded, batch, runs)
     kinds = {layer.name: layer.kind for layer in inspected_layers(trt, loaded)}
     Console().print(table_of_times(times, kinds))
+
+
+@engine.command()
+@click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def refit(bundle: Path) -> None:
+    """Insert the weights of BUNDLE's ONNX files into its engines of --strip-weights.
+
+    It needs the type of GPU and the version of TensorRT of the build.
+    """
+    from .refit import refit_bundle
+
+    for path in refit_bundle(bundle):
+        click.echo(f"{path} has its weights")
 
 
 def table_of_times(times: Mapping[str, float], kinds: Mapping[str, str]) -> Table:
@@ -163,6 +176,7 @@ def _table_of_build(artifact: Artifact) -> Table:
         "for compute capability": ", ".join(build.compute_capabilities),
         "on": ", ".join(filter(None, (build.gpu_name, build.platform))),
         "compatible with": " and ".join(_compatibility(build)) or "this version and GPU only",
+        "weights": "none; insert them with `maskrcnn engine refit`" if build.stripped else "all",
         "PTX": build.ptx_version or "none",
         "plugins": plugins or "none",
     }.items():

@@ -53,6 +53,8 @@ class EngineOptions:
     hardware_compatibility: HardwareCompatibility = "none"
     # Newer versions of TensorRT can load the engine, which is slower for that.
     version_compatible: bool = False
+    # Build engines without weights, which `refit_bundle` inserts.
+    strip_weights: bool = False
 
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -105,6 +107,11 @@ _OPTIONS = (
         help="Let newer versions of TensorRT load tensorrt engines, at a cost in speed.",
     ),
     click.option(
+        "--strip-weights", is_flag=True, default=None,
+        help="Build small tensorrt engines without weights. Run `maskrcnn engine refit BUNDLE` "
+        "on the machine that serves them.",
+    ),
+    click.option(
         "--strict", is_flag=True, default=None,
         help="Fail, instead of a warning, if an engine computes in another precision.",
     ),
@@ -131,6 +138,7 @@ _APPLIES_TO = {
             "aux_streams",
             "hardware_compatibility",
             "version_compatible",
+            "strip_weights",
         )
     },
 }

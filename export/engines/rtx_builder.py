@@ -38,7 +38,7 @@ class RtxEngineBuilder(EngineBuilder):
         for index, capability in enumerate(self._compute_capabilities):
             config.set_compute_capability(members[capability], index)
 
-    def _layers_of(self, plan: Any) -> list[Layer]:
+    def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
         # Loading an engine to inspect it needs a GPU; the builder's log does not.
         return layers_from_listing(self._log.listing)
 

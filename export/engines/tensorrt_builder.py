@@ -8,14 +8,11 @@ from typing import Any
 import onnx
 import torch
 from cuda.bindings import driver
-from onnx import helper
 
 from ... import __version__
-from ...model.bundle.spec import OPSET_DOMAIN
 from ...plugins.runtime.compilation import nvrtc_cuda_version
 from ...plugins.runtime.user_cache import cache_folder, write_cached
 from ...plugins.tensorrt.plugins import (
-    PLUGIN_NAMESPACE,
     kernels_digest,
     plugin_errors,
     plugin_ptx_version,
@@ -25,6 +22,8 @@ from ..errors import EngineError
 from .builder import EngineBuilder
 from .inspection import inspected_layers
 from .layers import Layer
+from .plugin_graph import plugin_graph_from_model
+from .refit import refit_engine
 
 
 class TensorRTEngineBuilder(EngineBuilder):
@@ -63,6 +62,7 @@ class TensorRTEngineBuilder(EngineBuilder):
             "gpu_name": torch.cuda.get_device_name(self._gpu),
             "hardware_compatibility": self._options.hardware_compatibility,
             "version_compatible": self._options.version_compatible,
+            "stripped": self._options.strip_weights,
             **(ptx if has_plugins else {}),
         }
 
@@ -104,6 +104,8 @@ class TensorRTEngineBuilder(EngineBuilder):
             config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.__members__[name]
         if options.version_compatible:
             config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+        if options.strip_weights:
+            config.set_flag(trt.BuilderFlag.STRIP_PLAN)
 
     def _callback_errors(self) -> list[str]:
         return plugin_errors()
@@ -114,13 +116,15 @@ class TensorRTEngineBuilder(EngineBuilder):
             write_cached(self._timing_cache(), bytes(config.get_timing_cache().serialize()))
         return plan
 
-    def _layers_of(self, plan: Any) -> list[Layer]:
+    def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
         runtime = self._trt.Runtime(self._logger)
         runtime.engine_host_code_allowed = self._options.version_compatible
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             reason = self._log.errors[0] if self._log.errors else "it gives no reason"
             raise EngineError(f"TensorRT cannot load the engine that it built: {reason}")
+        if self._options.strip_weights:  # without weights, no context can be created
+            refit_engine(self._trt, engine, model)
         return inspected_layers(self._trt, engine)
 
     def _timing_cache(self) -> Path:
@@ -147,21 +151,3 @@ def check_ptx(nvrtc_version: int, driver_version: int) -> None:
             f"NVRTC of CUDA {nvrtc} writes PTX that this machine's driver for CUDA {here} rejects; "
             f'run pip install "nvidia-cuda-nvrtc<{after}", update the driver, or use --no-plugins'
         )
-
-
-def plugin_graph_from_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
-    """Make an ONNX model's custom nodes use our TensorRT plugins, in place.
-
-    Args:
-        model: result of `onnx_from_model`; changed in place.
-
-    Returns:
-        the model, and the names of the plugins that it uses, as `namespace::name`.
-    """
-    nodes = [node for node in model.graph.node if node.domain == OPSET_DOMAIN]
-    for node in nodes:
-        # Without this attribute the parser uses the function body, whatever the parser's flags.
-        node.attribute.append(helper.make_attribute("plugin_namespace", PLUGIN_NAMESPACE))
-    # Without bodies the parser cannot fall back on one silently.
-    del model.functions[:]
-    return model, sorted({f"{PLUGIN_NAMESPACE}::{node.op_type}" for node in nodes})

@@ -98,6 +98,8 @@ class EngineBuild(_Record):
     hardware_compatibility: HardwareCompatibility = "none"
     # Whether newer versions of the runtime can load the plan.
     version_compatible: bool = False
+    # Whether the plan lacks its weights; see `maskrcnn engine refit`.
+    stripped: bool = False
     # Version of the plugins' PTX, such as `9.0`, and the lowest CUDA version of drivers that load
     # it, such as 13000 for 13.0. None: the plan has no plugins.
     ptx_version: str | None = None

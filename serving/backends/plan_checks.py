@@ -164,6 +164,11 @@ def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int
 def _check_build(kind: EngineKind, artifact: Artifact, machine: PlanTarget) -> None:
     build = artifact.engine
     assert build is not None  # guaranteed by the manifest
+    if build.stripped:
+        raise BackendError(
+            f"the plan {artifact.path} has no weights; insert them on this machine with "
+            "`maskrcnn engine refit BUNDLE`"
+        )
     built, here = [], []
     if not _loads(build, machine.runtime_version):
         built.append(f"with {RUNTIMES[kind].title} {build.runtime_version}")

@@ -9,7 +9,7 @@ import torch
 from emulated_engine import EmulatedEngine, Execute, PluginExecutor
 from torch import Tensor
 
-from maskrcnn_trt.export.engines.tensorrt_builder import plugin_graph_from_model
+from maskrcnn_trt.export.engines.plugin_graph import plugin_graph_from_model
 from maskrcnn_trt.export.verify import ReferenceBatch, compare_artifact
 from maskrcnn_trt.model.bundle.manifest import read_manifest
 from maskrcnn_trt.model.checkpoint import load_checkpoint

@@ -9,12 +9,18 @@ from types import ModuleType
 import pytest
 from tensorrt_stubs import load_tensorrt, missing_names
 
-from maskrcnn_trt.export.engines import build_log, profiling, rtx_builder, tensorrt_builder
+from maskrcnn_trt.export.engines import (
+    build_log,
+    profiling,
+    refit,
+    rtx_builder,
+    tensorrt_builder,
+)
 from maskrcnn_trt.export.engines import builder as engine_builder
 from maskrcnn_trt.export.engines import inspection as engine_inspection
 from maskrcnn_trt.plugins.tensorrt import log as tensorrt_log
 
-BOTH = (build_log, engine_builder, engine_inspection, profiling, tensorrt_log)
+BOTH = (build_log, engine_builder, engine_inspection, profiling, refit, tensorrt_log)
 # Variable names in the code, and the classes of these variables.
 CLASSES = {
     "builder": "Builder",
@@ -24,7 +30,9 @@ CLASSES = {
     "error": "ParserError",
     "inspector": "EngineInspector",
     "network": "INetworkDefinition",
+    "onnx_refitter": "OnnxParserRefitter",
     "parser": "OnnxParser",
+    "refitter": "Refitter",
     "runtime": "Runtime",
     "shapes": "IOptimizationProfile",
 }

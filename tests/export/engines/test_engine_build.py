@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import onnx
 import pytest
@@ -232,6 +233,8 @@ def test_only_plans_with_plugins_for_triton_have_a_profile_per_batch_size(tmp_pa
     each, ranges = [(1, 1), (2, 2), (3, 3)], [(1, 1), (2, 3)]
     assert profiles("tensorrt", "tensorrt-rtx") == [each, ranges]
     assert profiles("tensorrt", plugins=False) == [ranges]
+    with pytest.raises(click.UsageError, match="--strip-weights"):
+        profiles("tensorrt", strip_weights=True)
 
 
 def model_of_one_node(path: Path, node: onnx.NodeProto) -> Path:

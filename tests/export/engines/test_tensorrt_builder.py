@@ -12,7 +12,8 @@ from onnx import TensorProto, helper
 from pydantic import ValidationError
 
 from maskrcnn_trt.export.engines.options import EngineOptions
-from maskrcnn_trt.export.engines.tensorrt_builder import check_ptx, plugin_graph_from_model
+from maskrcnn_trt.export.engines.plugin_graph import plugin_graph_from_model
+from maskrcnn_trt.export.engines.tensorrt_builder import check_ptx
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.model.bundle.manifest import read_manifest
 from maskrcnn_trt.plugins.tensorrt.plugins import _PLUGINS, PLUGIN_NAMESPACE

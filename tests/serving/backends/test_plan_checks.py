@@ -82,6 +82,11 @@ def test_ptx_that_is_too_new_for_the_driver() -> None:
         assert part in str(caught.value)
 
 
+def test_plan_without_weights() -> None:
+    with pytest.raises(BackendError, match="maskrcnn engine refit"):
+        check_plans("tensorrt", [plan(stripped=True)], H100, 0)
+
+
 def test_plan_of_another_gpu_is_reported() -> None:
     built = plan(gpu_name=H100.gpu_name)
     assert not gpu_warning(built, H100.gpu_name)

@@ -1,0 +1,91 @@
+"""Weights for engines that were built without them."""
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from ...model.atomic_files import atomic_write
+from ...model.bundle.manifest import (
+    Artifact,
+    EngineBuild,
+    Manifest,
+    Precision,
+    read_manifest,
+    sha256_of,
+    verified_path,
+    write_manifest,
+)
+from ...plugins.tensorrt.log import errors_of, shared_logger
+from ..errors import EngineError
+from .inspection import load_engine
+from .plugin_graph import plugin_graph_from_model
+
+# Precision of the ONNX file that engines of another precision are built from.
+_ONNX_PRECISION: dict[Precision, Precision] = {"tf32": "fp32"}
+
+
+def refit_bundle(bundle: Path) -> list[str]:
+    """Insert the weights of a bundle's ONNX files into its engines without weights, in place.
+
+    Returns:
+        Paths of these engines, relative to the bundle.
+
+    Raises:
+        BundleError: the bundle is damaged.
+        ModuleNotFoundError: TensorRT is not installed.
+        EngineError: TensorRT fails.
+    """
+    manifest = read_manifest(bundle)
+    refitted = []
+    for index, artifact in enumerate(manifest.artifacts):
+        build = artifact.engine
+        if build is None or not build.stripped:
+            continue
+        plan = verified_path(bundle, artifact)
+        with atomic_write(plan) as file:
+            file.write(_plan_with_weights(plan, artifact, _model_for(bundle, manifest, artifact)))
+        build = build.model_copy(update={"stripped": False})
+        facts = {"engine": build, "sha256": sha256_of(plan)}
+        artifacts = list(manifest.artifacts)
+        artifacts[index] = artifact.model_copy(update=facts)
+        manifest = manifest.model_copy(update={"artifacts": tuple(artifacts)})
+        write_manifest(bundle, manifest)
+        refitted.append(artifact.path)
+    return refitted
+
+
+def refit_engine(trt: Any, engine: Any, model: bytes) -> None:
+    """Insert the weights of an ONNX model into a loaded engine that was built from it.
+
+    Raises:
+        EngineError: a weight is missing, or TensorRT fails.
+    """
+    with errors_of(trt) as errors:
+        refitter = trt.Refitter(engine, shared_logger(trt))
+        onnx_refitter = trt.OnnxParserRefitter(refitter, shared_logger(trt))
+        if onnx_refitter.refit_from_bytes(model) and refitter.refit_cuda_engine():
+            return
+        missing = refitter.get_missing_weights()
+    reason = errors[0] if errors else f"no weights for {', '.join(missing[:3]) or 'the engine'}"
+    raise EngineError(f"cannot insert the weights: {reason}; build the engine with its weights")
+
+
+def _plan_with_weights(plan: Path, artifact: Artifact, model: bytes) -> bytes:
+    assert artifact.kind in ("tensorrt", "tensorrt-rtx")
+    trt, engine = load_engine(plan, artifact.kind)
+    refit_engine(trt, engine, model)
+    return bytes(engine.serialize())
+
+
+def _model_for(bundle: Path, manifest: Manifest, artifact: Artifact) -> bytes:
+    """Return the ONNX model of an engine's build."""
+    precision = _ONNX_PRECISION.get(artifact.precision, artifact.precision)
+    graphs = manifest.artifacts_for(precision, "onnx")
+    graph = next(graph for graph in graphs if graph.bucket == artifact.bucket)
+    path = verified_path(bundle, graph)
+    assert isinstance(artifact.engine, EngineBuild)
+    if not artifact.engine.plugins:
+        return path.read_bytes()
+    model, _ = plugin_graph_from_model(onnx.load(path))
+    return model.SerializeToString()
