@@ -151,7 +151,7 @@ def _implement_pooled(
         pooling,
         feature_type,
         features[0].shape[1],
-        channels_last=features[0].format == trt.TensorFormat.HWC8,
+        channels_last=features[0].format in (trt.TensorFormat.HWC, trt.TensorFormat.HWC8),
         pooled_channels_last=False,
     )
     batch, count, _ = rois.shape_expr
@@ -164,11 +164,10 @@ def _combine_pooled(*inputs: Any) -> list[tuple[str, str]]:
     *features, _rois = inputs
     levels = len(features)
     linear = ["FP32|FP16"] * levels + ["FP32", "FP32|FP16"], ["LINEAR"] * (levels + 2)
-    combinations = [linear]
-    # Half-precision convolutions output HWC8, in which channels are padded to a multiple of eight.
-    if features[0].shape[1] % 8 == 0:
-        half = ["FP16"] * levels + ["FP32", "FP16"], ["HWC8"] * levels + ["LINEAR"] * 2
-        combinations.append(half)
+    # Formats of convolutions' outputs. HWC8 pads channels to a multiple of eight.
+    single = ["FP32"] * (levels + 2), ["HWC"] * levels + ["LINEAR"] * 2
+    half = ["FP16"] * levels + ["FP32", "FP16"], ["HWC8"] * levels + ["LINEAR"] * 2
+    combinations = [linear, single, half] if features[0].shape[1] % 8 == 0 else [linear, single]
     return [(", ".join(types), ", ".join(formats)) for types, formats in combinations]
 
 

@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     @property
     def is_channels_last(self) -> bool:
-        return self.map_format == "HWC8"
+        return self.map_format != "LINEAR"
 
     def operation(self, *inputs: Tensor) -> Tensor:
         """Return what the torch operation computes, as the plugin's type."""
@@ -65,7 +65,11 @@ def pooling(levels: tuple[float, ...], side: int, ratio: int, flag: int) -> dict
     }
 
 
-FORMATS = ((torch.float32, "LINEAR"), (torch.float16, "LINEAR"), (torch.float16, "HWC8"))
+FORMATS = tuple(
+    (dtype, map_format)
+    for dtype, last in ((torch.float32, "HWC"), (torch.float16, "HWC8"))
+    for map_format in ("LINEAR", last)
+)
 CASES = {
     "NMS": Case("NmsKeep", {"iou_threshold": 0.5, "max_keep": 0}),
     "NMS of 100": Case("NmsKeep", {"iou_threshold": 0.7, "max_keep": 100}),

@@ -108,7 +108,12 @@ def test_kernels_of_other_constants_have_other_names(
 
 @pytest.mark.parametrize(
     ("half", "kind", "map_format"),
-    [(False, "float", "LINEAR"), (True, "float16", "LINEAR"), (True, "float16", "HWC8")],
+    [
+        (False, "float", "LINEAR"),
+        (False, "float", "HWC"),
+        (True, "float16", "LINEAR"),
+        (True, "float16", "HWC8"),
+    ],
 )
 @pytest.mark.parametrize(
     ("name", "attributes", "maps"),
@@ -141,6 +146,7 @@ def test_roi_align_launch_equals_the_torch_operation(
     assert builder.combinations(io_types, io_shapes) == {
         (singles, linear),
         (halves, linear),
+        (singles, (*["HWC"] * len(maps), "LINEAR", "LINEAR")),
         (halves, (*["HWC8"] * len(maps), "LINEAR", "LINEAR")),
     }
     captured = builder.kernel(io_types, io_shapes, formats)
@@ -154,7 +160,7 @@ def test_roi_align_launch_equals_the_torch_operation(
             "inclusive": True,
         }
     )
-    channels_last = map_format == "HWC8"
+    channels_last = map_format != "LINEAR"
     kernel = forward_kernel(
         pooling, kind, 256, channels_last=channels_last, pooled_channels_last=False
     )
@@ -177,7 +183,7 @@ def test_scales_that_old_bindings_repeat_are_restored(
     assert len(entries) == 1
 
 
-def test_channels_that_need_padding_use_linear_format(
+def test_half_channels_that_need_padding_use_linear_format(
     trt: ModuleType, builder_of: MakeBuilder
 ) -> None:
     builder = builder_of("SingleMapRoIAlign", SINGLE_POOLING)
@@ -185,7 +191,7 @@ def test_channels_that_need_padding_use_linear_format(
     builder.output((trt.float16, trt.float32), shapes)
     types, shapes = (trt.float16, trt.float32, trt.float16), [*shapes, (2, 1000, 12, 14, 14)]
     taken = builder.combinations(types, shapes)
-    assert {name for _, formats in taken for name in formats} == {"LINEAR"}
+    assert {formats for (kind, *_), formats in taken if kind == trt.float16} == {("LINEAR",) * 3}
 
 
 def test_version_of_the_ptx() -> None:

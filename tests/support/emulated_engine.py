@@ -98,7 +98,7 @@ def _names_read_by(node: onnx.NodeProto) -> set[str]:
 class PluginExecutor:
     """Execution of custom nodes by the kernels of their plugins, in one process.
 
-    fp16 maps are in the format HWC8. Each node is captured once, for all batches.
+    Maps are channels-last: fp32 in HWC, fp16 in HWC8. Each node is captured once, for all batches.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class PluginExecutor:
     def __call__(
         self, node: onnx.NodeProto, attributes: dict[str, Any], inputs: list[Tensor]
     ) -> Tensor:
-        map_format = "HWC8" if inputs[0].dtype == torch.float16 else "LINEAR"
+        map_format = "HWC8" if inputs[0].dtype == torch.float16 else "HWC"
         if node.output[0] not in self._loaded:
             plugin = captured_plugin(
                 node.op_type, attributes, inputs, map_format, own_architecture()

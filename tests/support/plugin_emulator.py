@@ -41,7 +41,7 @@ def captured_plugin(
         name: name of the plugin.
         attributes: its attributes.
         inputs: tensors of which types and other sizes are taken.
-        map_format: `LINEAR` or `HWC8`, format of the maps.
+        map_format: `LINEAR`, `HWC` or `HWC8`, format of the maps.
         architecture: compute capability times ten.
     """
     trt = load_tensorrt()
@@ -92,9 +92,9 @@ class GuardedTensor:
 def guarded(
     tensor: Tensor, device: str, *, channels_last: bool, guard: int = _GUARD
 ) -> GuardedTensor:
-    """Copy a tensor; `channels_last` maps [B, C, H, W] are in TensorRT's format HWC8.
+    """Copy a tensor; `channels_last` maps [B, C, H, W] are in TensorRT's format HWC or HWC8.
 
-    C must be a multiple of eight, which needs no padding.
+    For HWC8, C must be a multiple of eight, which needs no padding.
     """
     copied = tensor.movedim(1, -1) if channels_last else tensor
     held = GuardedTensor(copied.shape, copied.dtype, device, guard)
@@ -169,7 +169,7 @@ def executed(
     """Run a kernel once between guard zones, and return its output on the GPU."""
     shapes = [tuple(tensor.shape) for tensor in inputs]
     held = [
-        guarded(tensor, "cuda", channels_last=map_format == "HWC8" and tensor.dim() == 4)
+        guarded(tensor, "cuda", channels_last=map_format != "LINEAR" and tensor.dim() == 4)
         for tensor in inputs
     ]
     output = GuardedTensor(evaluated(plugin.sizes, shapes), plugin.dtype, "cuda")
