@@ -4,6 +4,7 @@ import asyncio
 import gc
 import importlib
 import inspect
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA device")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_disk_flushes() -> Iterator[None]:
+    """Let `os.fsync` do nothing: no file of a test has to survive a power loss."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run tests that are coroutines."""
@@ -81,7 +90,7 @@ def tiny_checkpoint(shared_folder: Path) -> Path:
     torch.manual_seed(0)
     config = ModelConfig(
         num_classes=3,
-        backbone=BackboneConfig(name="resnet18", norm="bn", frozen_stages=0, fpn_channels=32),
+        backbone=BackboneConfig(name="resnet10", norm="bn", frozen_stages=0, fpn_channels=32),
         anchors=AnchorConfig(sizes=(16, 32, 64, 128, 256)),
         rpn=RpnConfig(pre_nms_top_n_test=100, post_nms_top_n_test=50),
         roi=RoiConfig(

@@ -7,7 +7,7 @@ from command_line import run_main
 
 COMMANDS = (
     "quickstart, data, config, weights, train, eval, export, engine, serve, predict, client, "
-    "health, bench, kernels"
+    "health, doctor, bench, kernels"
 )
 PRESETS = (
     "1x, 1x-1gpu, bs32, bs64, bs96, c4, c4-r101, c5, c5-r101, gn, gn-scratch, quick, "

@@ -37,7 +37,7 @@ data:
   buckets: [[64, 96], [96, 64]]
   workers: 0
 model:
-  backbone: {{name: resnet18, norm: gn, frozen_stages: 0, fpn_channels: 32, fpn_norm: gn}}
+  backbone: {{name: resnet10, norm: gn, frozen_stages: 0, fpn_channels: 32, fpn_norm: gn}}
   anchors: {{sizes: [8, 16, 32, 64, 128]}}
   rpn:
     pre_nms_top_n_train: 50

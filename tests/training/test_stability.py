@@ -25,6 +25,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_seeds_are_compared(tiny_config: Path, tmp_path: Path) -> None:
     """In one process and in two, each seed equals a single run. Finished runs are not repeated."""
     folder = tmp_path / "alone"

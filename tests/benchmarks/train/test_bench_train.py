@@ -36,7 +36,7 @@ data:
   workers: 0
 model:
   num_classes: 7
-  backbone: {{name: resnet18, norm: gn, frozen_stages: 0, fpn_channels: 32, fpn_norm: gn}}
+  backbone: {{name: resnet10, norm: gn, frozen_stages: 0, fpn_channels: 32, fpn_norm: gn}}
   anchors: {{sizes: [8, 16, 32, 64, 128]}}
   rpn: {{pre_nms_top_n_train: 50, post_nms_top_n_train: 20}}
   roi: {{box_head_dim: 32, mask_head_dim: 16, mask_head_depth: 1, mask_crop_size: 28}}

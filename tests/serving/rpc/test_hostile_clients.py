@@ -16,6 +16,7 @@ import raw_http2 as http2
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from server_load import memory_of, server_process, wait_until
+from triton_requests import MODEL
 
 from maskrcnn_trt.protos.inference import open_inference_pb2
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
@@ -76,7 +77,7 @@ def thousand_connections(address: str, image: bytes) -> Iterator[None]:
                     stub.GetModel.future(pb.GetModelRequest(), timeout=60)
                     for stub in stubs[start : start + _AT_ONCE]
                 ]
-                assert {call.result().name for call in calls} == {"maskrcnn_resnet18_fpn"}
+                assert {call.result().name for call in calls} == {MODEL}
         request = pb.DetectRequest(image=image)
         detecting = [stub.Detect.future(request, timeout=60) for stub in stubs[::100]]
         assert all(call.result().detections for call in detecting)
@@ -186,7 +187,7 @@ def unread_health_responses(address: str, image: bytes) -> Iterator[None]:
 
 
 def inference(image: bytes) -> open_inference_pb2.ModelInferRequest:
-    request = open_inference_pb2.ModelInferRequest(model_name="maskrcnn_resnet18_fpn")
+    request = open_inference_pb2.ModelInferRequest(model_name=MODEL)
     tensor = request.inputs.add(name="images", datatype="BYTES", shape=[1])
     tensor.contents.bytes_contents.append(image)
     request.outputs.add(name="mask_probabilities")

@@ -71,6 +71,7 @@ def _by_hand(annotations: Path, results: Path, iou_type: str) -> tuple[COCOeval,
     return evaluation, printed.getvalue()
 
 
+@pytest.mark.slow
 def test_eval_equals_pycocotools_by_hand(
     tiny_config: Path, tiny_checkpoint: Path, annotations: Path, tmp_path: Path
 ) -> None:
