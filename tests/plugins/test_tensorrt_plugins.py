@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cuda.bindings import nvrtc
 from cuda.bindings.utils import get_minimal_required_cuda_ver_from_ptx_ver
-from plugin_builder import Builder, Shape, builder_of_plugin, evaluated
+from plugin_builder import Builder, PluginKernel, Shape, builder_of_plugin, evaluated
 from tensorrt_stubs import load_tensorrt, missing_names, stubbed_environment
 
 from maskrcnn_trt.plugins.nms_keep.kernel import nms_keep_kernel, nms_keep_launch
@@ -88,7 +88,7 @@ def test_nms_keep_launch_equals_the_torch_operation(
     assert kernel.launch(NMS_SHAPES) == nms_keep_launch(5, 1000)
     expected = nms_keep_kernel(float(np.float32(0.7)), 1000, "int")
     assert kernel.ptx == expected_ptx(expected, kernel.entry)
-    assert kernel_parameters(kernel.ptx) == "PP" + "I" + "P"
+    assert kernel_parameters(kernel) == "PP" + "I" + "P"
 
 
 def test_kernels_of_other_constants_have_other_names(
@@ -165,9 +165,7 @@ def test_roi_align_launch_equals_the_torch_operation(
         pooling, kind, 256, channels_last=channels_last, pooled_channels_last=False
     )
     assert captured.ptx == expected_ptx(kernel, captured.entry)
-    assert (
-        kernel_parameters(captured.ptx) == "P" * (len(maps) + 1) + "I" * (1 + 2 * len(maps)) + "P"
-    )
+    assert kernel_parameters(captured) == "P" * (len(maps) + 1) + "I" * (1 + 2 * len(maps)) + "P"
 
 
 def test_scales_that_old_bindings_repeat_are_restored(
@@ -293,8 +291,8 @@ def expected_ptx(kernel: Kernel, entry: str) -> bytes:
     return compile_kernel(kernel, ARCHITECTURE, "ptx", entry).rstrip(b"\0")
 
 
-def kernel_parameters(ptx: bytes) -> str:
+def kernel_parameters(kernel: PluginKernel) -> str:
     """Return the kernel's parameters in order: P for a pointer, I for an int32."""
     letters = {"u64": "P", "u32": "I"}
-    (parameters,) = re.findall(r"\.entry \w+\((.*?)\)", ptx.decode(), re.DOTALL)
+    (parameters,) = re.findall(rf"\.entry {kernel.entry}\((.*?)\)", kernel.ptx.decode(), re.DOTALL)
     return "".join(letters[kind] for kind in re.findall(r"\.param \.(\w+)", parameters))
