@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.progress import Progress
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import LoadTiny
 
 from maskrcnn_trt.model.losses import LOSS_NAMES
@@ -38,6 +37,9 @@ def _losses(iteration: int) -> torch.Tensor:
 
 
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    # Here, because every worker process imports this file, and tensorboard imports boto3.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {

@@ -35,10 +35,10 @@ DETECTRON2_V2_HEADS = {
     "rpn": {"min_side": 0, "conv_depth": 2},
     "roi": {**DETECTRON2["roi"], "box_head_convs": 1, "head_norm": "bn"},
 }
-# Each export takes ten seconds, so that the cases combine backbones, norms and conventions.
+# Each export takes six seconds, so that the cases combine backbones, norms and conventions.
 CASES = {
-    "R-18-FPN with detectron2's V2 heads": ("resnet18", "fpn", "bn", DETECTRON2_V2_HEADS),
-    "R-18-FPN with maskrcnn-benchmark's boxes": ("resnet18", "fpn", "frozen_bn", LEGACY),
+    "R-10-FPN with detectron2's V2 heads": ("resnet10", "fpn", "bn", DETECTRON2_V2_HEADS),
+    "R-10-FPN with maskrcnn-benchmark's boxes": ("resnet10", "fpn", "frozen_bn", LEGACY),
     "R-50-C4 of maskrcnn-benchmark": ("resnet50", "c4", "bn", LEGACY),
     "R-50-C5 of detectron2": ("resnet50", "c5", "gn", DETECTRON2),
 }
@@ -65,7 +65,7 @@ def test_runtime_reproduces_the_model_for_every_body(case: str) -> None:
 
 @pytest.mark.slow
 def test_c4_bundle_runs_in_half_precision(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    config = small_config("resnet50", "c4", "frozen_bn", mask_paste="detectron2")
+    config = small_config("resnet10", "c4", "frozen_bn", mask_paste="detectron2")
     model = random_model(config).eval()
     tiny = load_checkpoint(tiny_checkpoint)
     sizes = {"min_size": HEIGHT, "max_size": WIDTH}
@@ -80,7 +80,7 @@ def test_c4_bundle_runs_in_half_precision(tiny_checkpoint: Path, tmp_path: Path)
     manifest = bundle_from_checkpoint(
         tmp_path / "c4.pth", tmp_path / "bundle", precisions=("fp16",)
     )
-    assert (manifest.model_name, manifest.mask_side) == ("maskrcnn_resnet50_c4", 14)
+    assert (manifest.model_name, manifest.mask_side) == ("maskrcnn_resnet10_c4", 14)
     assert manifest.mask_paste == "detectron2"
     images, sizes = (part[:1] for part in noise_images())
     png = BytesIO()
