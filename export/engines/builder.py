@@ -25,6 +25,7 @@ from ...model.bundle.manifest import (
 from ...plugins.tensorrt.log import messages_to, shared_logger
 from ..errors import EngineError
 from .build_log import BuildLog, BuildProgress, progress_monitor
+from .engine_graph import load_model
 from .layers import Layer, PrecisionError, check_precision
 from .options import EngineOptions
 
@@ -147,7 +148,7 @@ class EngineBuilder(ABC):
 
     def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:
         """Return the serialized ONNX model, and the versions of the plugins that it uses."""
-        return onnx_path.read_bytes(), {}
+        return load_model(onnx_path).SerializeToString(), {}
 
     def _build_plan(
         self, model: bytes, name: str, precision: Precision, progress: BuildProgress

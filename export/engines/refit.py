@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from ...model.atomic_files import atomic_write
 from ...model.bundle.manifest import (
     Artifact,
@@ -18,8 +16,8 @@ from ...model.bundle.manifest import (
 )
 from ...plugins.tensorrt.log import errors_of, shared_logger
 from ..errors import EngineError
+from .engine_graph import load_model, plugin_graph_from_model
 from .inspection import load_engine
-from .plugin_graph import plugin_graph_from_model
 
 # Precision of the ONNX file that engines of another precision are built from.
 _ONNX_PRECISION: dict[Precision, Precision] = {"tf32": "fp32"}
@@ -83,9 +81,8 @@ def _model_for(bundle: Path, manifest: Manifest, artifact: Artifact) -> bytes:
     precision = _ONNX_PRECISION.get(artifact.precision, artifact.precision)
     graphs = manifest.artifacts_for(precision, "onnx")
     graph = next(graph for graph in graphs if graph.bucket == artifact.bucket)
-    path = verified_path(bundle, graph)
+    model = load_model(verified_path(bundle, graph))
     assert isinstance(artifact.engine, EngineBuild)
-    if not artifact.engine.plugins:
-        return path.read_bytes()
-    model, _ = plugin_graph_from_model(onnx.load(path))
+    if artifact.engine.plugins:
+        plugin_graph_from_model(model)
     return model.SerializeToString()

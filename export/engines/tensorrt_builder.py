@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import onnx
 import torch
 from cuda.bindings import driver
 
@@ -20,9 +19,9 @@ from ...plugins.tensorrt.plugins import (
 )
 from ..errors import EngineError
 from .builder import EngineBuilder
+from .engine_graph import load_model, plugin_graph_from_model
 from .inspection import inspected_layers
 from .layers import Layer
-from .plugin_graph import plugin_graph_from_model
 from .refit import refit_engine
 
 
@@ -78,7 +77,7 @@ class TensorRTEngineBuilder(EngineBuilder):
         _, driver_version = driver.cuDriverGetVersion()
         check_ptx(nvrtc_cuda_version(), driver_version)
         versions = register_plugins(self._architecture)
-        model, plugins = plugin_graph_from_model(onnx.load(onnx_path))
+        model, plugins = plugin_graph_from_model(load_model(onnx_path))
         return model.SerializeToString(), {name: versions[name] for name in plugins}
 
     def _prepare(self, config: Any) -> None:

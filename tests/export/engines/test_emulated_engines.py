@@ -9,7 +9,7 @@ import torch
 from emulated_engine import EmulatedEngine, Execute, PluginExecutor
 from torch import Tensor
 
-from maskrcnn_trt.export.engines.plugin_graph import plugin_graph_from_model
+from maskrcnn_trt.export.engines.engine_graph import load_model, plugin_graph_from_model
 from maskrcnn_trt.export.verify import ReferenceBatch, compare_artifact
 from maskrcnn_trt.model.bundle.manifest import read_manifest
 from maskrcnn_trt.model.checkpoint import load_checkpoint
@@ -32,7 +32,7 @@ def run_by_torch(node: onnx.NodeProto, attributes: dict[str, Any], inputs: list[
 def check_detections(execute: Execute, bundle: Path, checkpoint: Path, noise: Noise) -> None:
     """Compare the detections in batches of 8, 3 and 1 with the checkpoint's in fp32 on the CPU."""
     (artifact,) = (a for a in read_manifest(bundle).artifacts if str(a.bucket) == "96x160")
-    model, plugins = plugin_graph_from_model(onnx.load(bundle / artifact.path))
+    model, plugins = plugin_graph_from_model(load_model(bundle / artifact.path))
     assert plugins == ["maskrcnn::NmsKeep", "maskrcnn::PyramidRoIAlign"]
     engine = EmulatedEngine(model, execute)
     torch_model = load_checkpoint(checkpoint).build_model()

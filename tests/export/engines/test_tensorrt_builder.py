@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper
 from pydantic import ValidationError
 
+from maskrcnn_trt.export.engines.engine_graph import load_model, plugin_graph_from_model
 from maskrcnn_trt.export.engines.options import EngineOptions
-from maskrcnn_trt.export.engines.plugin_graph import plugin_graph_from_model
 from maskrcnn_trt.export.engines.tensorrt_builder import check_ptx
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.model.bundle.manifest import read_manifest
@@ -26,7 +26,7 @@ def path(half_bundle: Path) -> Path:
 
 
 def test_nodes_name_their_plugins_and_have_no_bodies(path: Path) -> None:
-    model, plugins = plugin_graph_from_model(onnx.load(path))
+    model, plugins = plugin_graph_from_model(load_model(path))
     assert plugins == ["maskrcnn::NmsKeep", "maskrcnn::PyramidRoIAlign"]
     assert not model.functions
     for node in (node for node in model.graph.node if node.domain):
@@ -34,10 +34,28 @@ def test_nodes_name_their_plugins_and_have_no_bodies(path: Path) -> None:
         assert attributes["plugin_namespace"] == b"maskrcnn"
 
 
+def test_top_k_of_each_map_selects_the_same(bundle: Path) -> None:
+    """Half of the maps have fewer anchors than are selected."""
+    ort = pytest.importorskip("onnxruntime")
+    path = bundle / read_manifest(bundle).artifacts[0].path
+    models = onnx.load(path), load_model(path)
+    counts = [[n.op_type for n in model.graph.node].count("TopK") for model in models]
+    assert counts[1] == counts[0] + 4
+    sessions = [ort.InferenceSession(model.SerializeToString()) for model in models]
+    height, width = sessions[0].get_inputs()[0].shape[2:]
+    for batch in (1, 3):
+        images = np.random.default_rng(batch).integers(0, 256, (batch, 3, height, width), np.uint8)
+        feeds = {"images": images, "image_sizes": np.array([[height, width]] * batch)}
+        padded, split = (session.run(None, feeds) for session in sessions)
+        assert padded[0].all()
+        for own, other in zip(padded, split, strict=True):
+            np.testing.assert_array_equal(own, other)
+
+
 def test_parser_searches_plugins_by_namespace(path: Path) -> None:
     """TensorRT-RTX has the same parser but no plugins, so that every custom node fails."""
     trt = pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
-    model, _ = plugin_graph_from_model(onnx.load(path))
+    model, _ = plugin_graph_from_model(load_model(path))
     errors = parser_errors(trt, model)
     custom = [node.op_type for node in model.graph.node if node.domain]
     assert [operator for operator, _ in errors] == custom
@@ -61,7 +79,7 @@ def test_parser_passes_attributes_in_the_order_and_type_of_the_plugins(path: Pat
             values = ((f.name, f.type, np.ravel(f.data).tolist()) for f in fields)
             received.extend(values)  # the plugin itself is not needed, so the node fails
 
-    model, plugins = plugin_graph_from_model(onnx.load(path))
+    model, plugins = plugin_graph_from_model(load_model(path))
     creators = {name: Creator(name, _PLUGINS[name].attributes) for name in ops_of(plugins)}
     registry = trt.get_plugin_registry()
     kinds = {int: trt.PluginFieldType.INT32}

@@ -1,17 +1,27 @@
-"""ONNX models whose custom nodes use our TensorRT plugins."""
+"""ONNX models in the form from which engines are built."""
+
+from pathlib import Path
 
 import onnx
 from onnx import helper
 
 from ...model.bundle.spec import OPSET_DOMAIN
 from ...plugins.tensorrt.plugins import PLUGIN_NAMESPACE
+from .level_top_k import split_top_k
+
+
+def load_model(path: Path) -> onnx.ModelProto:
+    """Load a result of `onnx_from_model`, with one TopK per feature map."""
+    model = onnx.load(path)
+    split_top_k(model.graph)
+    return model
 
 
 def plugin_graph_from_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """Make an ONNX model's custom nodes use our TensorRT plugins, in place.
 
     Args:
-        model: result of `onnx_from_model`; changed in place.
+        model: result of `load_model`; changed in place.
 
     Returns:
         the model, and the names of the plugins that it uses, as `namespace::name`.
