@@ -225,8 +225,8 @@ def test_driver_reads_the_same_parameters(loaded: dict[str, LoadedKernel], name:
 def test_results_equal_the_torch_operation(
     loaded: dict[str, LoadedKernel], name: str, guard: int
 ) -> None:
-    """Memory of exact sizes lets compute-sanitizer see reads out of bounds."""
-    for batch in BATCHES:
+    """Memory of exact sizes lets compute-sanitizer, which is slow, see reads out of bounds."""
+    for batch in BATCHES if guard else (1, max(BATCHES)):
         run = Run(name, batch, guard)
         run.launch(loaded[name])
         run.check()
