@@ -1,6 +1,8 @@
 """Conversion of boxes and masks to the pixels of the source images, on the GPU."""
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +12,11 @@ from torch import Tensor
 from ...model.masks import MaskPaste
 from ...plugins.compress_runs import compress_runs
 from ...plugins.paste_rle import paste_rle
+
+# Runs that are encoded again at a time: 64 MiB on the device, and half as much text.
+_REPEATED_RUNS: Final = 1 << 24
+# Few masks need more characters per run. They are compressed twice.
+_USUAL_CHARACTERS_PER_RUN: Final = 2
 
 
 def scales_and_limits(
@@ -99,10 +106,9 @@ def selected_rles(
     masks: MaskBatch,
     encoded: EncodedMasks[NDArray[Any]],
     run_capacity: int,
-    image: int,
-    rows: NDArray[np.intp],
-) -> list[bytes]:
-    """Return the COCO RLE `counts` of selected masks of one image.
+    rows: Sequence[NDArray[np.intp]],
+) -> list[list[bytes]]:
+    """Return the COCO RLE `counts` of selected masks, for each image of a batch.
 
     Masks that did not fit the buffers of `encode_masks` are encoded again in larger ones.
 
@@ -110,36 +116,47 @@ def selected_rles(
         masks: Masks of the batch, on a device.
         encoded: Output of `encode_masks` for them, copied to the host.
         run_capacity: The `run_capacity` given to `encode_masks`.
-        image: Index of the image in the batch.
-        rows: [N], indices of the selected masks of that image.
+        rows: For each image, [N] indices of its selected masks.
     """
-    text, lengths, num_runs = (array[image] for array in encoded)
-    lengths, num_runs = lengths[rows], num_runs[rows]
+    chosen = np.concatenate([row + image * masks.boxes.shape[1] for image, row in enumerate(rows)])
+    lengths, num_runs = (array.reshape(-1)[chosen] for array in encoded[1:])
+    capacity = encoded.text.shape[-1]
+    text = memoryview(encoded.text.reshape(-1))
+    starts = (capacity * chosen).tolist()
     counts = [
-        text[row, :length].tobytes()
-        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
+        bytes(text[start : start + length])
+        for start, length in zip(starts, lengths.tolist(), strict=True)
     ]
-    exceeding = np.flatnonzero((num_runs > run_capacity) | (lengths > text.shape[1]))
-    if len(exceeding):
-        repeated = _encode_exactly(masks, image, rows[exceeding])
-        for index, own in zip(exceeding.tolist(), repeated, strict=True):
+    exceeding = np.flatnonzero((num_runs > run_capacity) | (lengths > capacity))
+    # In parts, because a few noisy masks can have a hundred times as many runs as others.
+    size = max(1, _REPEATED_RUNS // max(1, num_runs[exceeding].max(initial=0)))
+    for part in np.split(exceeding, range(size, len(exceeding), size)) if len(exceeding) else ():
+        repeated = _encode_exactly(masks, chosen[part], int(num_runs[part].max()))
+        for index, own in zip(part.tolist(), repeated, strict=True):
             counts[index] = own
-    return counts
+    remaining = iter(counts)
+    return [list(islice(remaining, len(row))) for row in rows]
 
 
-def _encode_exactly(masks: MaskBatch, image: int, rows: NDArray[np.intp]) -> list[bytes]:
-    """Return the COCO RLE `counts` of masks of one image, in buffers of the needed size."""
-    chosen = torch.from_numpy(rows).to(masks.boxes.device)
-    own = (
-        masks.probabilities[image][chosen],
-        masks.boxes[image][chosen],
-        masks.source_sizes[image].expand(len(rows), 2),
+def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp], run_capacity: int) -> list[bytes]:
+    """Return the COCO RLE `counts` of masks with at most `run_capacity` runs.
+
+    `chosen` are indices of masks in the batch, with all masks of an image after another.
+    """
+    # One transfer each way, because the device has work of other batches before it.
+    index = torch.from_numpy(chosen).to(masks.boxes.device)
+    runs, num_runs = paste_rle(
+        masks.probabilities.flatten(0, 1)[index],
+        masks.boxes.flatten(0, 1)[index],
+        masks.source_sizes[index // masks.boxes.shape[1]],
+        run_capacity,
+        paste=masks.paste,
     )
-    _, num_runs = paste_rle(*own, 0, paste=masks.paste)
-    runs, _ = paste_rle(*own, int(num_runs.max()), paste=masks.paste)
-    _, lengths = compress_runs(runs, num_runs, 0)
-    text, _ = compress_runs(runs, num_runs, int(lengths.max()))
-    return [
-        row[:length].tobytes()
-        for row, length in zip(text.cpu().numpy(), lengths.tolist(), strict=True)
-    ]
+    capacity = _USUAL_CHARACTERS_PER_RUN * run_capacity
+    while True:
+        text, lengths = (tensor.cpu().numpy() for tensor in compress_runs(runs, num_runs, capacity))
+        if lengths.max() <= capacity:
+            return [
+                row[:length].tobytes() for row, length in zip(text, lengths.tolist(), strict=True)
+            ]
+        capacity = int(lengths.max())

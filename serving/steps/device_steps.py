@@ -8,8 +8,8 @@ can be large, so they are freed as soon as they are padded.
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -17,14 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...model.bundle.manifest import Manifest
-from ...model.bundle.spec import ShapeBucket
 from ...model.device_images import decode_jpegs, resize_pixels, tensor_from_bytes
 from ...model.images import ImageError
 from ...model.masks import Rle
 from ...plugins.resize_pad import resize_pad
-from ..backends.base import DeviceBackend, ModelOutputs
-from ..detections import Detections, MaskFormat, Timing
+from ..backends.base import DeviceBackend
+from ..detections import Detections, MaskFormat
 from .base import MODEL_STEP, BatchEntry, ImageRequest, Outcome, Step
+from .device_batches import (
+    DecodedBatch,
+    InferredBatch,
+    PastedBatch,
+    PreparedBatch,
+    ReadBatch,
+    timing_of,
+)
 from .device_masks import (
     EncodedMasks,
     MaskBatch,
@@ -49,59 +56,6 @@ _RUN_CAPACITY: Final = 1 << 12
 
 # Buffer size in RLE characters per run.
 _CHARACTERS_PER_RUN: Final = 2
-
-
-class _Read(NamedTuple):
-    requests: Sequence[ImageRequest]
-    # Contents of the files that the device decodes, each [bytes] uint8.
-    files: Sequence[Tensor]
-    # For each request, [3, h, w] decoded and resized on the CPU. None: the device decodes it.
-    from_host: Sequence[Tensor | ImageError | None]
-
-
-class _Decoded(NamedTuple):
-    requests: Sequence[ImageRequest]
-    # For each request, the upright image [3, h, w]: uint8 in source size on the device, or already
-    # resized on the host.
-    pixels: Sequence[Tensor | ImageError]
-    # Events before and after decoding.
-    begin: StreamEvent
-    ready: StreamEvent
-
-
-class _Prepared(NamedTuple):
-    bucket: ShapeBucket
-    entries: Sequence[BatchEntry]
-    # [B, 3, H, W] uint8, or float32 with the resize rule `torchvision`.
-    images: Tensor
-    # [B, 2] int64, height and width before padding.
-    sizes: Tensor
-    # [B, 2] int64, height and width of the source images.
-    source_sizes: Tensor
-    # [B, 1, 4] float32 each, from `scales_and_limits`.
-    scales: Tensor
-    limits: Tensor
-    # Event before decoding.
-    begin: StreamEvent
-    # The tensors are valid after this event.
-    ready: StreamEvent
-
-
-class _Inferred(NamedTuple):
-    prepared: _Prepared
-    outputs: ModelOutputs[Tensor]
-    ready: StreamEvent
-
-
-class _Pasted(NamedTuple):
-    inferred: _Inferred
-    masks: MaskBatch
-    # Host arrays as in `ModelOutputs`, without masks; boxes in pixels of the source images.
-    detections: Sequence[NDArray[Any]]
-    # Host arrays by mask format. RLE: the fields of `EncodedMasks`. PROBABILITIES: the masks.
-    encoded: Mapping[MaskFormat, Sequence[NDArray[Any]]]
-    # The arrays on the host are valid after this event.
-    ready: StreamEvent
 
 
 class DeviceSteps:
@@ -148,9 +102,9 @@ class DeviceSteps:
         """Wait for all work on the device."""
         self._module.synchronize()
 
-    def _read(self, requests: Sequence[ImageRequest]) -> _Read:
+    def _read(self, requests: Sequence[ImageRequest]) -> ReadBatch:
         files = [file_for_device(request.image) for request in requests]
-        return _Read(
+        return ReadBatch(
             requests,
             [tensor_from_bytes(file) for file in files if file is not None],
             [
@@ -159,7 +113,7 @@ class DeviceSteps:
             ],
         )
 
-    def _decode(self, batch: _Read) -> _Decoded:
+    def _decode(self, batch: ReadBatch) -> DecodedBatch:
         with self._module.stream(self._decoding):
             begin = StreamEvent(self._device)
             decoded = iter(decode_jpegs(batch.files, self._device))
@@ -167,9 +121,9 @@ class DeviceSteps:
                 upright_pixels(request.image, next(decoded)) if own is None else own
                 for request, own in zip(batch.requests, batch.from_host, strict=True)
             ]
-            return _Decoded(batch.requests, pixels, begin, StreamEvent(self._device))
+            return DecodedBatch(batch.requests, pixels, begin, StreamEvent(self._device))
 
-    def _prepare(self, batch: _Decoded) -> _Prepared:
+    def _prepare(self, batch: DecodedBatch) -> PreparedBatch:
         images = [request.image for request in batch.requests]
         with self._module.stream(self._padding):
             batch.ready.block(self._padding)
@@ -181,7 +135,7 @@ class DeviceSteps:
                 own if isinstance(own, ImageError) else request
                 for request, own in zip(batch.requests, batch.pixels, strict=True)
             ]
-            return _Prepared(
+            return PreparedBatch(
                 batch.requests[0].bucket,
                 entries,
                 padded,
@@ -193,7 +147,7 @@ class DeviceSteps:
                 StreamEvent(self._device),
             )
 
-    def _padded(self, batch: _Decoded) -> Tensor:
+    def _padded(self, batch: DecodedBatch) -> Tensor:
         """Resize and pad to [B, 3, H, W]. Rows of invalid images are black."""
         empty = torch.empty(3, 0, 0, dtype=torch.uint8)
         images = [empty if isinstance(own, ImageError) else own for own in batch.pixels]
@@ -213,13 +167,13 @@ class DeviceSteps:
         padded: Tensor = resize_pad(on_device, sizes, *bucket)
         return padded
 
-    def _infer(self, batch: _Prepared) -> _Inferred:
+    def _infer(self, batch: PreparedBatch) -> InferredBatch:
         with self._module.stream(self._computing):
             batch.ready.block(self._computing)
             outputs = self._backend.infer_on_device(batch.bucket, batch.images, batch.sizes)
-            return _Inferred(batch, outputs, StreamEvent(self._device))
+            return InferredBatch(batch, outputs, StreamEvent(self._device))
 
-    def _paste(self, batch: _Inferred) -> _Pasted:
+    def _paste(self, batch: InferredBatch) -> PastedBatch:
         prepared, outputs, ready = batch
         with self._module.stream(self._pasting):
             ready.block(self._pasting)
@@ -237,7 +191,7 @@ class DeviceSteps:
             if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
             detections = (outputs.num_detections, boxes, outputs.scores, outputs.labels)
-            return _Pasted(
+            return PastedBatch(
                 batch,
                 masks,
                 copy_to_host(detections),
@@ -245,17 +199,27 @@ class DeviceSteps:
                 StreamEvent(self._device),
             )
 
-    def _encode(self, batch: _Pasted) -> list[Outcome]:
+    def _encode(self, batch: PastedBatch) -> list[Outcome]:
         with self._waiting:  # one batch at a time, because each wait occupies a core
             batch.ready.wait()
         start = time.perf_counter()
         entries = batch.inferred.prepared.entries
-        with self._module.stream(self._pasting):  # masks beyond `_run_capacity` are pasted again
-            outcomes: list[Outcome] = [
-                entry if isinstance(entry, ImageError) else self._detections(batch, row, entry)
-                for row, entry in enumerate(entries)
-            ]
-        timing = _timing_of(batch, time.perf_counter() - start)
+        kept = [_kept_rows(batch, row, entry) for row, entry in enumerate(entries)]
+        rles: Sequence[list[bytes]] = [[]] * len(entries)
+        if own := batch.encoded.get(MaskFormat.RLE):
+            with self._module.stream(self._pasting):  # masks beyond `_run_capacity` are repeated
+                selected = [
+                    rows if _wants_rles(entry) else rows[:0]
+                    for rows, entry in zip(kept, entries, strict=True)
+                ]
+                rles = selected_rles(batch.masks, EncodedMasks(*own), self._run_capacity, selected)
+        outcomes: list[Outcome] = [
+            entry
+            if isinstance(entry, ImageError)
+            else self._detections(batch, row, entry, kept[row], rles[row])
+            for row, entry in enumerate(entries)
+        ]
+        timing = timing_of(batch, time.perf_counter() - start)
         return [
             outcome
             if isinstance(outcome, ImageError)
@@ -263,14 +227,18 @@ class DeviceSteps:
             for outcome in outcomes
         ]
 
-    def _detections(self, batch: _Pasted, row: int, request: ImageRequest) -> Detections:
+    def _detections(
+        self,
+        batch: PastedBatch,
+        row: int,
+        request: ImageRequest,
+        kept: NDArray[np.intp],
+        counts: Sequence[bytes],
+    ) -> Detections:
         image, options = request
-        count, boxes, scores, labels = (array[row] for array in batch.detections)
-        kept = kept_rows(scores[: int(count)], options)
+        _, boxes, scores, labels = (array[row] for array in batch.detections)
         rles = probabilities = None
         if options.mask_format is MaskFormat.RLE:
-            encoded = EncodedMasks(*batch.encoded[MaskFormat.RLE])
-            counts = selected_rles(batch.masks, encoded, self._run_capacity, row, kept)
             rles = [Rle(*image.source_size, own) for own in counts]
         elif options.mask_format is not MaskFormat.NONE:
             probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][row][kept]
@@ -286,13 +254,13 @@ class DeviceSteps:
         )
 
 
-def _timing_of(batch: _Pasted, host_s: float) -> Timing:
-    """Return the timing of a batch. `host_s`: seconds of CPU work after the device was done."""
-    inferred = batch.inferred
-    prepared = inferred.prepared
-    return Timing(
-        decode_us=round(1e6 * prepared.ready.seconds_since(prepared.begin)),
-        infer_us=round(1e6 * inferred.ready.seconds_since(prepared.ready)),
-        encode_us=round(1e6 * (batch.ready.seconds_since(inferred.ready) + host_s)),
-        batch_size=len(prepared.entries),
-    )
+def _kept_rows(batch: PastedBatch, row: int, entry: BatchEntry) -> NDArray[np.intp]:
+    """Return the indices of an image's detections to keep; none of an invalid image."""
+    if isinstance(entry, ImageError):
+        return np.zeros(0, np.intp)
+    count, _, scores, _ = (array[row] for array in batch.detections)
+    return kept_rows(scores[: int(count)], entry.options)
+
+
+def _wants_rles(entry: BatchEntry) -> bool:
+    return isinstance(entry, ImageRequest) and entry.options.mask_format is MaskFormat.RLE

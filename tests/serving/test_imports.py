@@ -21,6 +21,7 @@ WITH_EXTRAS = {
         "http.endpoint",
         "http.listener",
         "http.open_inference",
+        "steps.device_batches",
         "steps.device_masks",
         "steps.device_steps",
         "steps.device_transfers",
