@@ -63,11 +63,7 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
     help="Also write the metrics to this file.",
 )  # fmt: skip
 def evaluate(
-    model: str,
-    data: str | None,
-    overrides: tuple[str, ...],
-    json_path: Path | None,
-    **options: Any,
+    model: str, data: str | None, overrides: tuple[str, ...], json_path: Path | None, **options: Any
 ) -> None:
     """Measure the average precision of a checkpoint or a bundle.
 

@@ -187,10 +187,7 @@ def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", im
     assert config.data.val is not None
     dataset = CocoDataset(config.data.val)
     contents = [record.path.read_bytes() for record in dataset.records[:64]]
-    with (
-        running_server(bundle) as server,
-        DetectorClient(server.address) as client,
-    ):
+    with running_server(bundle) as server, DetectorClient(server.address) as client:
         outcomes = list(client.detect_many(contents))
     predictor = Detector(bundle)
     served = [outcome for outcome in outcomes if isinstance(outcome, Detections)]

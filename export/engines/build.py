@@ -17,10 +17,7 @@ from .options import EngineOptions, check_engine_choices
 TOP_K_LIMIT = 3840
 
 # Configuration keys, by section, whose value is the k of a TopK layer.
-_TOP_K_KEYS = {
-    "rpn": ("pre_nms_top_n_test", "post_nms_top_n_test"),
-    "roi": ("nms_candidates",),
-}
+_TOP_K_KEYS = {"rpn": ("pre_nms_top_n_test", "post_nms_top_n_test"), "roi": ("nms_candidates",)}
 
 
 def builders_from_options(

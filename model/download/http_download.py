@@ -16,13 +16,7 @@ from tenacity import (
 )
 
 from .checksums import Checksum
-from .local_files import (
-    DownloadError,
-    PartialFile,
-    RemoteVersion,
-    check_free_space,
-    exclusive_lock,
-)
+from .local_files import DownloadError, PartialFile, RemoteVersion, check_free_space, exclusive_lock
 from .progress import ByteProgress, no_progress
 
 logger = logging.getLogger(__name__)

@@ -129,9 +129,7 @@ def checkpoint_from_weights(
                 else default_categories(config.num_classes)
             ),
             preprocessing=Preprocessing(
-                **inputs.model_dump(),
-                pixel_mean=config.pixel_mean,
-                pixel_std=config.pixel_std,
+                **inputs.model_dump(), pixel_mean=config.pixel_mean, pixel_std=config.pixel_std
             ),
             buckets=inputs.buckets,
             iteration=0,

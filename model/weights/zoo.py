@@ -90,11 +90,7 @@ _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "scratch_.*_9x_": {"pixel_std": (58.395, 57.12, 57.375), "backbone.stride_in_1x1": False},
     ".*_noaug_": {"roi.aligned": False, "roi.sampling_ratio": 2},
     # Over 1,230 classes, 300 detections can need more candidates than the default.
-    "LVIS": {
-        "roi.score_threshold": 0.0001,
-        "roi.max_detections": 300,
-        "roi.nms_candidates": 8192,
-    },
+    "LVIS": {"roi.score_threshold": 0.0001, "roi.max_detections": 300, "roi.nms_candidates": 8192},
 }
 # Reasons for which models of the zoos cannot be computed, by a pattern of their names.
 _UNSUPPORTED: Final = {

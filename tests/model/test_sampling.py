@@ -5,12 +5,7 @@ from torchvision.models.detection._utils import Matcher
 from torchvision.ops import box_iou
 
 from maskrcnn_trt.model.config.schema import RoiConfig, RpnConfig, SamplingConfig
-from maskrcnn_trt.model.sampling import (
-    match_candidates,
-    random_keys,
-    sample_candidates,
-    take_rows,
-)
+from maskrcnn_trt.model.sampling import match_candidates, random_keys, sample_candidates, take_rows
 from maskrcnn_trt.model.targets import Targets
 
 RPN, ROI = RpnConfig().sampling, RoiConfig().sampling

@@ -59,7 +59,5 @@ def _run(
 
 # Runs a test with `run` by the sync and by the async client.
 both_runs = pytest.mark.parametrize(
-    "run",
-    [partial(_run, _detect_many), partial(_run, _detect_many_async)],
-    ids=["sync", "async"],
+    "run", [partial(_run, _detect_many), partial(_run, _detect_many_async)], ids=["sync", "async"]
 )

@@ -9,13 +9,7 @@ from types import ModuleType
 import pytest
 from tensorrt_stubs import load_tensorrt, missing_names
 
-from maskrcnn_trt.export.engines import (
-    build_log,
-    profiling,
-    refit,
-    rtx_builder,
-    tensorrt_builder,
-)
+from maskrcnn_trt.export.engines import build_log, profiling, refit, rtx_builder, tensorrt_builder
 from maskrcnn_trt.export.engines import builder as engine_builder
 from maskrcnn_trt.export.engines import inspection as engine_inspection
 from maskrcnn_trt.plugins.tensorrt import log as tensorrt_log

@@ -27,12 +27,7 @@ from maskrcnn_trt.export.engines.options import EngineOptions
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.export.onnx.export import onnx_from_model
 from maskrcnn_trt.export.onnx.precision import fold_batch_norms, halve
-from maskrcnn_trt.model.bundle.manifest import (
-    BatchProfile,
-    EngineKind,
-    Precision,
-    read_manifest,
-)
+from maskrcnn_trt.model.bundle.manifest import BatchProfile, EngineKind, Precision, read_manifest
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
@@ -207,11 +202,7 @@ def test_timing_cache_is_written(
         cache.parent.mkdir(parents=True)
         cache.write_bytes(older)
     options = EngineOptions(
-        batches=(1,),
-        plugins=False,
-        optimization_level=1,
-        tiling="fast",
-        aux_streams=0,
+        batches=(1,), plugins=False, optimization_level=1, tiling="fast", aux_streams=0
     )
     builder = builder_for("tensorrt", options, BuildLog(tmp_path / "build.log"))
     with pytest.raises(EngineError, match="cannot load the engine"):

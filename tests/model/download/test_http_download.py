@@ -36,11 +36,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def download(
-    site: Site,
-    path: Path,
-    content: bytes = CONTENT,
-    policy: RetryPolicy = POLICY,
-    **options: int,
+    site: Site, path: Path, content: bytes = CONTENT, policy: RetryPolicy = POLICY, **options: int
 ) -> None:
     download_file(
         f"{site.url}/file.zip",

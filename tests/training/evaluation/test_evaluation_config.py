@@ -26,8 +26,7 @@ def checkpoint(tiny_checkpoint: Path) -> Checkpoint:
 def test_the_model_is_that_of_the_checkpoint(source: str, checkpoint: Checkpoint) -> None:
     """The model of the preset is ignored."""
     converted = replace(
-        checkpoint,
-        model_config=ModelConfig(inclusive_boxes=True, mask_paste="detectron2"),
+        checkpoint, model_config=ModelConfig(inclusive_boxes=True, mask_paste="detectron2")
     )
     overrides = ("model.roi.aligned=false", "model.roi.max_detections=7")
     config = load_evaluation_config(source, overrides, converted)

@@ -75,12 +75,7 @@ def test_instance_ids_become_masks_pixel_for_pixel(tmp_path: Path) -> None:
     assert (file.images, file.objects, file.crowds) == (1, 3, 1)
     assert_same(
         masks_in(file.path, "bern/bern_000001_000019_leftImg8bit.png"),
-        [
-            (26, 1, ids == 26),
-            (24, 0, ids == 24000),
-            (26, 0, ids == 26000),
-            (26, 0, ids == 26001),
-        ],
+        [(26, 1, ids == 26), (24, 0, ids == 24000), (26, 0, ids == 26000), (26, 0, ids == 26001)],
     )
     for annotation in json.loads(file.path.read_text())["annotations"]:
         mask = COCO(file.path).annToMask(annotation)

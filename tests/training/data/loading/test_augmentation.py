@@ -48,10 +48,7 @@ EQUAL = {
         {"brightness": 0.4, "contrast": 0.3, "saturation": 0.2, "hue": 0.1},
         lambda: v2.ColorJitter(0.4, 0.3, 0.2, 0.1),
     ),
-    "RandomRotation": (
-        {"degrees": 30},
-        lambda: v2.RandomRotation(30, InterpolationMode.BILINEAR),
-    ),
+    "RandomRotation": ({"degrees": 30}, lambda: v2.RandomRotation(30, InterpolationMode.BILINEAR)),
     "RandomCrop": ({"size": [20, 200]}, lambda: v2.RandomCrop((20, 96))),
 }
 
