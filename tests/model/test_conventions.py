@@ -8,12 +8,12 @@ import math
 
 import pytest
 import torch
+from reference_boxes import clip, decode, pool
 from small_models import noise_images, random_model, small_config
 from torch import Tensor
-from torchvision.ops import roi_align
 
 from maskrcnn_trt.model.anchors import cell_anchors, grid_steps
-from maskrcnn_trt.model.config.schema import AnchorConfig, ModelConfig
+from maskrcnn_trt.model.config.schema import AnchorConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 
 
@@ -84,7 +84,8 @@ def reference_detections(
     config = model.config
     proposals = reference_proposals(model, maps, height, width, plus_one)
     heads = model.roi_heads
-    pooled = reference_pool(maps, proposals, config.roi.box_pool, config, plus_one)
+    sampling = config.roi.sampling_ratio or -1, config.roi.aligned
+    pooled = pool(maps, proposals, config.roi.box_pool, *sampling, plus_one)
     logits, deltas = heads.box_predictor(heads.box_head(heads.shared_head(pooled)))
     probabilities = logits.softmax(dim=1)
     candidates = []
@@ -99,7 +100,7 @@ def reference_detections(
     best = candidates[: config.roi.max_detections]
     boxes = torch.stack([box for _, _, box in best])
     labels = torch.tensor([label for _, label, _ in best])
-    pooled = reference_pool(maps, boxes, config.roi.mask_pool, config, plus_one)
+    pooled = pool(maps, boxes, config.roi.mask_pool, *sampling, plus_one)
     hidden = heads.mask_head(heads.shared_head(pooled))
     predictor = heads.mask_predictor
     logits = predictor.mask_fcn_logits(predictor.conv5_mask(hidden).relu())
@@ -139,25 +140,6 @@ def reference_proposals(
     return torch.stack([box for _, box in found[: config.rpn.post_nms_top_n_test]])
 
 
-def decode(deltas: Tensor, references: Tensor, plus_one: int) -> Tensor:
-    """Decode boxes as the reference implementations do; `plus_one` is their TO_REMOVE."""
-    widths = references[:, 2] - references[:, 0] + plus_one
-    heights = references[:, 3] - references[:, 1] + plus_one
-    x = deltas[:, 0] * widths + references[:, 0] + 0.5 * widths
-    y = deltas[:, 1] * heights + references[:, 1] + 0.5 * heights
-    limit = math.log(1000 / 16)
-    w = deltas[:, 2].clamp(max=limit).exp() * widths
-    h = deltas[:, 3].clamp(max=limit).exp() * heights
-    return torch.stack(
-        [x - 0.5 * w, y - 0.5 * h, x + 0.5 * w - plus_one, y + 0.5 * h - plus_one], dim=1
-    )
-
-
-def clip(boxes: Tensor, height: int, width: int, plus_one: int) -> Tensor:
-    limits = torch.tensor([width, height, width, height]) - plus_one
-    return torch.minimum(boxes.clamp(min=0), limits)
-
-
 def nms(boxes: Tensor, scores: Tensor, threshold: float, plus_one: int) -> Tensor:
     """Return the indices of kept boxes, best first."""
     kept: list[int] = []
@@ -173,19 +155,3 @@ def iou(first: list[float], second: list[float], plus_one: int) -> float:
 
     shared = area(*map(max, first[:2], second[:2]), *map(min, first[2:], second[2:]))
     return shared / (area(*first) + area(*second) - shared)
-
-
-def reference_pool(
-    maps: list[Tensor], boxes: Tensor, side: int, config: ModelConfig, plus_one: int
-) -> Tensor:
-    pooled = []
-    for box in boxes:
-        level, stride = 0, 16
-        if len(maps) > 1:
-            area = torch.prod(box[2:] - box[:2] + plus_one)
-            level = int((4 + torch.log2(area.sqrt() / 224) + 1e-6).floor().clamp(2, 5)) - 2
-            stride = 4 * 2**level
-        roi = torch.cat([torch.zeros(1), box])[None]
-        ratio, aligned = config.roi.sampling_ratio or -1, config.roi.aligned
-        pooled.append(roi_align(maps[level], roi, side, 1 / stride, ratio, aligned))
-    return torch.cat(pooled)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from foreign_states import State, detectron2, maskrcnn_benchmark
+from reference_boxes import clip, decode, pool
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.models.detection import MaskRCNN as TorchvisionMaskRCNN
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.models.detection.image_list import ImageList
-from torchvision.ops import FrozenBatchNorm2d, batched_nms, roi_align
+from torchvision.ops import FrozenBatchNorm2d, batched_nms
 
 from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
@@ -75,7 +76,7 @@ class ReferenceModel:
         self.legacy = legacy
         self.names = MASKRCNN_BENCHMARK if legacy else DETECTRON2
         # Legacy boxes include their last pixel, so a side is one pixel more than the difference.
-        self.one = 1.0 if legacy else 0.0
+        self.one = int(legacy)
 
     def detect(self, rgb: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return boxes, scores, labels (from 1) and masks of an image [3, H, W] in 0..255."""
@@ -91,7 +92,7 @@ class ReferenceModel:
         for label in range(1, CLASSES + 1):
             # Legacy rows begin with the background; detectron2 has it last, or not at all.
             row = label if self.legacy else label - 1
-            boxes = self.clipped(self.decoded(deltas[:, row], proposals, (10, 10, 5, 5)))
+            boxes = self.decoded(deltas[:, row] / torch.tensor([10, 10, 5, 5]), proposals)
             good = scores[:, row] > 0.05
             found.append((boxes[good], scores[good, row], torch.full((int(good.sum()),), label)))
         boxes, scores, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -153,7 +154,7 @@ class ReferenceModel:
             deltas = self.conv(hidden, regression)[0].permute(1, 2, 0).reshape(-1, 4)
             anchors = self.anchors(level, x.shape[2], x.shape[3])
             best = logits.sort(descending=True).indices[:1000]
-            boxes.append(self.clipped(self.decoded(deltas[best], anchors[best], (1, 1, 1, 1))))
+            boxes.append(self.decoded(deltas[best], anchors[best]))
             scores.append(logits[best])
             levels.append(torch.full((len(best),), level))
         all_boxes, all_scores = torch.cat(boxes), torch.cat(scores)
@@ -180,20 +181,8 @@ class ReferenceModel:
         grid = torch.tensor(shifts)[:, None] + torch.tensor(cells)
         return grid.reshape(-1, 4)
 
-    def decoded(self, deltas: Tensor, boxes: Tensor, weights: tuple[int, ...]) -> Tensor:
-        widths = boxes[:, 2] - boxes[:, 0] + self.one
-        heights = boxes[:, 3] - boxes[:, 1] + self.one
-        dx, dy, dw, dh = (deltas / torch.tensor(weights)).unbind(dim=1)
-        x = boxes[:, 0] + widths / 2 + dx * widths
-        y = boxes[:, 1] + heights / 2 + dy * heights
-        w = widths * dw.clamp(max=math.log(1000 / 16)).exp()
-        h = heights * dh.clamp(max=math.log(1000 / 16)).exp()
-        one = self.one
-        return torch.stack([x - w / 2, y - h / 2, x + w / 2 - one, y + h / 2 - one], dim=1)
-
-    def clipped(self, boxes: Tensor) -> Tensor:
-        limits = torch.tensor([WIDTH, HEIGHT, WIDTH, HEIGHT]) - self.one
-        return torch.minimum(boxes.clamp(min=0), limits)
+    def decoded(self, deltas: Tensor, boxes: Tensor) -> Tensor:
+        return clip(decode(deltas, boxes, self.one), HEIGHT, WIDTH, self.one)
 
     def suppressed(self, boxes: Tensor, scores: Tensor, groups: Tensor, iou: float) -> Tensor:
         sides = boxes[:, 2:] - boxes[:, :2] + self.one
@@ -202,16 +191,7 @@ class ReferenceModel:
         return solid[batched_nms(wide[solid], scores[solid], groups[solid], iou)]
 
     def pooled(self, features: list[Tensor], boxes: Tensor, side: int) -> Tensor:
-        area = (boxes[:, 2:] - boxes[:, :2] + self.one).prod(dim=1)
-        levels = (4 + (area.sqrt() / 224 + 1e-8).log2()).floor().clamp(2, 5).long() - 2
-        pools = torch.zeros(len(boxes), features[0].shape[1], side, side)
-        for level in range(4):
-            own = levels == level
-            pools[own] = roi_align(
-                features[level], [boxes[own]], side, 1 / (4 * 2**level),
-                sampling_ratio=2 if self.legacy else 0, aligned=not self.legacy,
-            )  # fmt: skip
-        return pools
+        return pool(features, boxes, side, 2 if self.legacy else -1, not self.legacy, self.one)
 
     def masks(self, features: list[Tensor], boxes: Tensor, labels: Tensor) -> Tensor:
         convs, deconv, logits = self.names.mask
