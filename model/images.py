@@ -17,6 +17,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from .bundle.spec import MAX_PIXELS
+from .jpeg_headers import MAX_PIXELS_PER_BYTE, size_of_usual_jpeg
 from .rgb_strips import upright_rgb
 
 # Minimum height and width of an image in pixels.
@@ -35,8 +36,6 @@ _MARKER_AFTER_SCAN = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]", re.DOTALL)
 # Scans of a JPEG, and their pixels: each scan is a pass over all pixels. Progressive JPEGs have
 # about ten.
 _MAX_SCANS, _MAX_SCANNED_PIXELS = 100, 16 * MAX_PIXELS
-# Pixels per byte of a JPEG: its blocks of 64 pixels have at least one bit each.
-_MAX_PIXELS_PER_BYTE = 8 * 64
 # Markers of arithmetic coding, which takes less than a bit.
 _ARITHMETIC_CODING = (b"\xff\xc9", b"\xff\xca")
 # Segments before the first scan of a JPEG, where a large colour profile or description takes
@@ -77,7 +76,13 @@ def is_jpeg(data: bytes) -> bool:
 def read_header(
     data: bytes, *, max_pixels: int = MAX_PIXELS, apply_orientation: bool = True
 ) -> ImageHeader:
-    """Read an image's header without decoding it; arguments and errors as in `decode_image`."""
+    """Read an image's header without decoding it; arguments and errors as in `decode_image`.
+
+    Some damaged headers are reported only by `decode_image`.
+    """
+    if size := size_of_usual_jpeg(data):
+        check_size(*size, max_pixels)
+        return ImageHeader(size, 1, _END_OF_JPEG in data[-1024:])
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1
     width, height = image.size
@@ -198,7 +203,7 @@ def _check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
     """Reject a JPEG that is much slower to decode than others of its size."""
     pixels = image.height * image.width
     is_huffman = not any(marker in data[:first_scan] for marker in _ARITHMETIC_CODING)
-    if is_huffman and pixels > _MAX_PIXELS_PER_BYTE * (len(data) - first_scan):
+    if is_huffman and pixels > MAX_PIXELS_PER_BYTE * (len(data) - first_scan):
         raise ImageError(f"the image is truncated: {len(data)} bytes cannot hold {pixels} pixels")
     allowed = min(_MAX_SCANS, _MAX_SCANNED_PIXELS // pixels)
     if _ends_with_scan(image, data, first_scan):

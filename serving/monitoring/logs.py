@@ -10,9 +10,9 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from io import FileIO
 from queue import Full, Queue
+from secrets import token_hex
 from threading import Thread
 from typing import Final
-from uuid import uuid4
 
 from .. import LOGGER
 from ..config import LogFormat, LogLevel
@@ -42,14 +42,14 @@ def name_call(client_id: str) -> str:
         client_id: ID that the client sent for the call. If it is empty or invalid, a random one is
             used.
     """
-    call_id = client_id if _ID.fullmatch(client_id) else uuid4().hex
+    call_id = client_id if client_id and _ID.fullmatch(client_id) else token_hex(16)
     request_id.set(call_id)
     return call_id
 
 
 def name_request(message_id: str) -> None:
     """Append a request's own ID, if it is valid, to the call ID of the current task."""
-    if _ID.fullmatch(message_id):
+    if message_id and _ID.fullmatch(message_id):
         request_id.set(f"{request_id.get()}/{message_id}")
 
 

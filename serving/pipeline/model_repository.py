@@ -68,9 +68,7 @@ class ModelRepository:
 
     def find_or_first(self, name: str) -> Pipeline:
         """Return the pipeline of a model name; the first if no model has this name."""
-        with contextlib.suppress(ModelNotFoundError):
-            return self.find(name)
-        return self.first
+        return next((own for own in self.pipelines if name in own.model.names), self.first)
 
     async def find_loadable(self, name: str) -> Pipeline:
         """Return the pipeline whose served model or stored bundle has a name.

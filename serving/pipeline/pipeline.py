@@ -84,7 +84,9 @@ class Pipeline:
             ExpiredError: the body took longer than the limit.
         """
         limits = [s for s in (timeout_s, self._config.timeout_s) if s is not None]
-        limit_s = min(limits, default=None)
+        if not limits:
+            return contextlib.nullcontext()
+        limit_s = min(limits)
         return time_limit(
             limit_s,
             lambda: ExpiredError(

@@ -94,6 +94,8 @@ class ServedModel:
         self._processes: dict[str, list[ModelProcess]] = {}
         # Batcher of each precision, set by `load`.
         self.batchers: dict[str, ModelBatcher] = {}
+        # Names that requests may use for the model, and their precision. None: the default.
+        self.names: dict[str, str | None] = {self.manifest.model_name: None}
         # Whether new requests are rejected.
         self.is_unloaded = False
         # Number of requests in the `use` context.
@@ -126,17 +128,13 @@ class ServedModel:
             precision: Batcher([process for process in group if not process.is_spare], policy)
             for precision, group in self._processes.items()
         }
+        name = self.manifest.model_name
+        self.names |= {f"{name}-{precision}": precision for precision in self.batchers}
 
     @property
     def precisions(self) -> tuple[str, ...]:
         """Served precisions; the first is the default."""
         return tuple(self.batchers)
-
-    @property
-    def names(self) -> dict[str, str | None]:
-        """Names that requests may use for the model, and their precision. None: the default."""
-        name = self.manifest.model_name
-        return {name: None} | {f"{name}-{precision}": precision for precision in self.precisions}
 
     def batcher(self, precision: str | None = None) -> ModelBatcher:
         """Return the batcher of a precision. None: the default precision.

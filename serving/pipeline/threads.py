@@ -136,13 +136,11 @@ async def in_daemon_thread(work: Callable[..., Value], *arguments: Any) -> Value
 
 
 @contextlib.asynccontextmanager
-async def time_limit(
-    limit_s: float | None, timeout_error: Callable[[], Exception]
-) -> AsyncIterator[None]:
+async def time_limit(limit_s: float, timeout_error: Callable[[], Exception]) -> AsyncIterator[None]:
     """Cancel the body of the context if it takes longer than a limit.
 
     Args:
-        limit_s: Time limit in seconds. None: no limit.
+        limit_s: Time limit in seconds.
         timeout_error: Function that returns the exception to raise at the limit.
     """
     try:

@@ -127,9 +127,10 @@ class DetectorService:
             request.precision = suffix
         if request.HasField("precision"):
             name = f"{name}-{request.precision}"
-        recording = pipeline.telemetry.request(
-            name, model.names, request.id, peer, request.ByteSize()
-        )
+        source = request.image
+        request.ClearField("image")  # else `ByteSize` would copy it
+        size = request.ByteSize() + len(source)
+        recording = pipeline.telemetry.request(name, model.names, request.id, peer, size)
         with recording as timings, self._model_of(request.model).use():
             pipeline.rate_limits.charge(images=1)
             options = options_from_request(request)
@@ -138,14 +139,14 @@ class DetectorService:
             async with pipeline.time_limit(scheduling.timeout_s), admission:
                 detecting = pipeline.detect(
                     InferenceRequest(
-                        source=request.image,
+                        source=source,
                         options=options,
                         scheduling=scheduling,
                         encoder=encoder,
                     ),
                     model,
                 )
-                del request
+                del request, source
                 response = await detecting
                 if finish is not None:
                     response = await _finished(pipeline, peer, response, finish, finish_memory)

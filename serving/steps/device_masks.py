@@ -121,7 +121,7 @@ def selected_rles(
     chosen = np.concatenate([row + image * masks.boxes.shape[1] for image, row in enumerate(rows)])
     lengths, num_runs = (array.reshape(-1)[chosen] for array in encoded[1:])
     capacity = encoded.text.shape[-1]
-    text = memoryview(encoded.text.reshape(-1))
+    text = encoded.text.reshape(-1).data
     starts = (capacity * chosen).tolist()
     counts = [
         bytes(text[start : start + length])

@@ -49,8 +49,10 @@ class PlannedImage(NamedTuple):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[Any, ...]]:
         """Pickle an encoded image as a buffer, which the channels to workers pass on uncopied."""
-        as_buffer = protocol >= _PROTOCOL_OF_BUFFERS and isinstance(self.source, bytes)
-        return PlannedImage, (PickleBuffer(self.source) if as_buffer else self.source, *self[1:])
+        source: Any = self.source
+        if protocol >= _PROTOCOL_OF_BUFFERS and isinstance(source, bytes):
+            source = PickleBuffer(source)
+        return PlannedImage, (source, *self[1:])
 
 
 def plan_image(

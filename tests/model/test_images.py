@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maskrcnn_trt.model import rgb_strips
-from maskrcnn_trt.model.images import ImageError, decode_image, read_header
+from maskrcnn_trt.model.images import ImageError, ImageHeader, decode_image, read_header
+from maskrcnn_trt.model.jpeg_headers import size_of_usual_jpeg
 
 
 def encoded(image: Image.Image, codec: str = "PNG", **options: Any) -> bytes:
@@ -178,3 +179,25 @@ def test_plain_jpegs_are_distinguished_from_others() -> None:
     cmyk, png = encoded(source.convert("CMYK"), "JPEG"), encoded(source, "PNG")
     for other in (data[:-2], stored_as_rgb, cmyk, png):
         assert not read_header(other).is_plain_jpeg
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize(
+    ("options", "is_usual"),
+    [
+        ({}, True),
+        ({"subsampling": 2, "comment": b"a comment", "restart_marker_rows": 1}, True),
+        ({"progressive": True}, False),
+        ({"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0\0\0"}, False),
+    ],
+)
+def test_usual_jpegs_are_read_without_pillow(
+    mode: str, options: dict[str, Any], is_usual: bool
+) -> None:
+    file = BytesIO()
+    Image.new(mode, (50, 30)).save(file, "JPEG", **options)
+    data = file.getvalue()
+    assert size_of_usual_jpeg(data) == ((30, 50) if is_usual else None)
+    assert read_header(data) == ImageHeader((30, 50), 1, True)
+    for end in range(0, data.index(b"\xff\xda"), 7):
+        assert size_of_usual_jpeg(data[:end]) is None
