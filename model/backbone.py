@@ -152,5 +152,20 @@ class Backbone(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """Return the feature maps of normalised images, finest first."""
-        maps = self.body(images)
+        return self.stages(self.stem(images))
+
+    def stem(self, images: Tensor) -> Tensor:
+        """Return the map [B, C, H / 4, W / 4] from which the first residual stage starts."""
+        body = self.body
+        stem: Tensor = body.maxpool(body.relu(body.bn1(body.conv1(images))))
+        return stem
+
+    def stages(self, features: Tensor) -> list[Tensor]:
+        """Return the feature maps of the stem's map, finest first."""
+        maps = {}
+        for name, stage in self.body.items():
+            if name.startswith("layer"):
+                features = stage(features)
+                if name in self.body.return_layers:
+                    maps[name] = features
         return list((maps if self.fpn is None else self.fpn(maps)).values())

@@ -97,7 +97,11 @@ class MaskRCNN(nn.Module):
         return LossTerms(sums, counts.float())
 
     def _features(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
-        """Return the feature maps of the normalised images, finest first; padding is zeroed."""
+        """Return the feature maps, finest first; arguments as in `forward`."""
+        return self.backbone.stages(self.stem(images, image_sizes))
+
+    def stem(self, images: Tensor, image_sizes: Tensor) -> Tensor:
+        """Return the stem's map of the normalised images; arguments as in `forward`."""
         mean, std = (x.float()[:, None, None] for x in (self.pixel_mean, self.pixel_std))
         height, width = image_sizes[:, :, None, None].unbind(dim=1)
         rows = torch.arange(images.shape[2], device=images.device)[:, None]
@@ -107,6 +111,4 @@ class MaskRCNN(nn.Module):
         weight = self.backbone.body.conv1.weight
         channels_last = weight.is_contiguous(memory_format=torch.channels_last)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        normalised = normalised.to(weight.dtype, memory_format=memory_format)
-        features: list[Tensor] = self.backbone(normalised)
-        return features
+        return self.backbone.stem(normalised.to(weight.dtype, memory_format=memory_format))

@@ -11,6 +11,7 @@ from torchvision.ops import Conv2dNormActivation
 from ..model.backbone import FeaturePyramid, FrozenBatchNorm2d
 from ..model.mask_rcnn import MaskRCNN
 from ..plugins.fused_convolution import convolution_relu, pointwise_convolution
+from ..plugins.resnet_stem import arranged_weight, resnet_stem
 
 
 def fuse_layers(model: MaskRCNN) -> None:
@@ -24,6 +25,9 @@ def fuse_layers(model: MaskRCNN) -> None:
             _replace(module, "forward", _bottleneck)
         elif isinstance(module, Conv2dNormActivation) and _kinds(module) == [nn.Conv2d, nn.ReLU]:
             _replace(module, "forward", _activated_convolution)
+    body = model.backbone.body
+    if isinstance(body.bn1, FrozenBatchNorm2d) and not body.conv1.weight.requires_grad:
+        _replace(model, "stem", _stem)
     pyramid = model.backbone.fpn
     if pyramid is not None and all(_kinds(x) == [nn.Conv2d] for x in pyramid.inner_blocks):
         _replace(pyramid, "merge", _merge)
@@ -44,6 +48,16 @@ def _replace(module: nn.Module, name: str, fused: Callable[..., Tensor]) -> None
 
 def _kinds(module: nn.Sequential) -> list[type[nn.Module]]:
     return [type(layer) for layer in module]
+
+
+def _stem(model: MaskRCNN, images: Tensor, image_sizes: Tensor) -> Tensor:
+    body = model.backbone.body
+    weight, bias = (x.detach() for x in _folded(body.conv1, body.bn1))
+    dtype = torch.get_autocast_dtype(images.device.type)
+    mean, std = model.pixel_mean, model.pixel_std
+    arranged = arranged_weight(weight.to(dtype))
+    output: Tensor = resnet_stem(images, image_sizes, arranged, bias.to(dtype), mean, std)
+    return output
 
 
 def _bottleneck(block: Bottleneck, features: Tensor) -> Tensor:
@@ -79,9 +93,7 @@ def _convolution(
         assert conv.bias is not None
         weight, bias = conv.weight, conv.bias
     else:
-        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-        weight = conv.weight * scale[:, None, None, None]
-        bias = norm.bias - norm.running_mean * scale
+        weight, bias = _folded(conv, norm)
     images, kernel, offset = (x.to(dtype) for x in (features, weight, bias))
     output: Tensor
     if conv.kernel_size == (1, 1) and (residual is not None or not relu):
@@ -90,3 +102,9 @@ def _convolution(
         window = (list(x) for x in (conv.stride, conv.padding, conv.dilation))
         output = convolution_relu(images, kernel, offset, residual, *window)
     return output
+
+
+def _folded(conv: nn.Conv2d, norm: FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of a convolution with its frozen batch norm."""
+    scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+    return conv.weight * scale[:, None, None, None], norm.bias - norm.running_mean * scale

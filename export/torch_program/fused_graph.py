@@ -1,5 +1,6 @@
-"""Graph pass that fuses convolutions with the addition and ReLU after them."""
+"""Graph passes that fuse convolutions with the operations after them."""
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from ...plugins import operations  # noqa: F401, registers the fused operations
+from ...plugins.fused_convolution.expand_reduce import fuses
 
 _HALF = (torch.float16, torch.bfloat16)
 _aten, _own = torch.ops.aten, torch.ops.maskrcnn
@@ -58,6 +60,52 @@ def fuse_convolutions(program: ExportedProgram) -> None:
         graph.eliminate_dead_code()
     graph.lint()
     program.graph_module.recompile()
+
+
+def fuse_blocks(program: ExportedProgram) -> None:
+    """Fuse the last convolution of a residual block with the first one of the next, in place.
+
+    Args:
+        program: result of `fuse_convolutions`.
+    """
+    graph = program.graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=_own.pointwise_convolution.default):
+        arguments: tuple[Any, ...] = node.args
+        images, weight, bias, residual, stride, relu = arguments
+        following = _reduction_after(node)
+        whole = residual is not None and residual.meta["val"].shape == node.meta["val"].shape
+        if following is None or not (whole and relu) or stride != 1:
+            continue
+        next_arguments: tuple[Any, ...] = following.args
+        _, next_weight, next_bias, *_ = next_arguments
+        if not fuses(weight.meta["val"], next_weight.meta["val"]):
+            continue
+        with graph.inserting_after(node):
+            both = graph.call_function(
+                _own.expand_reduce.default,
+                (images, weight, bias, residual, next_weight, next_bias),
+            )
+        both.meta["val"] = (node.meta["val"], following.meta["val"])
+        with graph.inserting_after(both):
+            results = [graph.call_function(operator.getitem, (both, index)) for index in (0, 1)]
+        for result, replaced in zip(results, (node, following), strict=True):
+            result.meta = replaced.meta.copy()
+            replaced.replace_all_uses_with(result)
+            graph.erase_node(replaced)
+    graph.lint()
+    program.graph_module.recompile()
+
+
+def _reduction_after(node: Node) -> Node | None:
+    """Return the 1x1 convolution with stride 1 and a ReLU, and nothing added, that uses `node`."""
+    for user in node.users:
+        if user.target is _own.convolution_relu.default:
+            arguments: tuple[Any, ...] = user.args
+            images, weight, _, residual, stride, padding, _ = arguments
+            plain = images is node and residual is None and stride == [1, 1]
+            if plain and _is_pointwise(weight, stride, padding):
+                return user
+    return None
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:

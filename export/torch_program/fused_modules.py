@@ -10,6 +10,7 @@ from torchvision.models.detection.rpn import RPNHead
 
 from ...model.mask_rcnn import MaskRCNN
 from ...model.roi_heads import MaskPredictor
+from ...plugins.resnet_stem import arranged_weight, resnet_stem
 
 # Tensor cores process input channels in groups of four, and matrix columns in groups of eight.
 _STEM_CHANNELS = 4
@@ -24,7 +25,12 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
     Args:
         model: model after `fold_batch_norms`.
     """
-    model.backbone.body.conv1 = _PaddedStem(model.backbone.body.conv1)
+    if model.backbone.body.conv1.weight.dtype in (torch.float16, torch.bfloat16):
+        fused = _FusedStem(model)
+        model.backbone.body.conv1 = fused  # where its parameters move with the model
+        setattr(model, "stem", fused.forward)  # noqa: B010, a type checker sees a method
+    else:
+        model.backbone.body.conv1 = _PaddedStem(model.backbone.body.conv1)
     model.rpn.head = _MergedRpnHead(model.rpn.head)
     heads = model.roi_heads
     if isinstance(heads.box_head, TwoMLPHead):
@@ -32,6 +38,23 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
     heads.box_predictor = _MergedBoxPredictor(heads.box_predictor)
     setattr(heads, "mask_predictor", _PointwiseMaskPredictor(heads.mask_predictor))  # noqa: B010
     nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
+
+
+class _FusedStem(nn.Module):
+    """`MaskRCNN.stem` in one pass over the images."""
+
+    def __init__(self, model: MaskRCNN) -> None:
+        super().__init__()
+        stem = model.backbone.body.conv1
+        self.weight = nn.Parameter(arranged_weight(stem.weight.detach()))
+        self.bias = stem.bias
+        self.register_buffer("mean", model.pixel_mean.float())
+        self.register_buffer("std", model.pixel_std.float())
+
+    def forward(self, images: Tensor, image_sizes: Tensor) -> Tensor:
+        stem = (self.weight, self.bias, self.mean, self.std)
+        output: Tensor = resnet_stem(images, image_sizes, *stem)
+        return output
 
 
 class _PaddedStem(nn.Module):

@@ -18,7 +18,7 @@ from ...model.bundle.program import ignore_torch_warnings
 from ...model.bundle.spec import ShapeBucket
 from ...model.mask_rcnn import MaskRCNN
 from ..errors import EngineError
-from .fused_graph import fuse_convolutions
+from .fused_graph import fuse_blocks, fuse_convolutions
 
 # Maximum number of parallel compilations.
 _MAX_COMPILATIONS = 4
@@ -60,6 +60,7 @@ def program_from_model(
         program: ExportedProgram = exported.run_decompositions({})
     _drop_assertions(program)
     fuse_convolutions(program)
+    fuse_blocks(program)
     return program
 
 

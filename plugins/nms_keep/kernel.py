@@ -1,4 +1,4 @@
-"""Compilation and launch of `nms_keep.cu`."""
+"""Compilation and launch of the kernels in `nms_keep.cu`."""
 
 from typing import Literal
 
@@ -10,21 +10,31 @@ _THREADS = 1024
 MAX_BOXES = 16 * _THREADS
 
 
+# Boxes of which one number says whether they suppress another box, and threads that compare these
+# with as many boxes.
+_TILE, _TILE_THREADS = 64, 256
+
+KernelName = Literal["nms_keep", "nms_overlaps", "nms_select"]
+
+
 def nms_keep_kernel(
-    iou_threshold: float, max_keep: int, keep_type: Literal["bool", "int"] = "bool"
+    iou_threshold: float,
+    max_keep: int,
+    keep_type: Literal["bool", "int"] = "bool",
+    name: KernelName = "nms_keep",
 ) -> Kernel:
-    """Return the kernel for these attributes of the operation; `keep_type` is the output's type."""
+    """Return a kernel for these attributes of the operation; `keep_type` is the output's type."""
     constants = (
         ("IOU_THRESHOLD", iou_threshold),
         ("MAX_KEEP", max_keep),
         ("KEEP", keep_type),
         ("THREADS", _THREADS),
     )
-    return Kernel("nms_keep/nms_keep.cu", "nms_keep", constants)
+    return Kernel("nms_keep/nms_keep.cu", name, constants)
 
 
 def nms_keep_launch(sets: int, boxes: int) -> Launch:
-    """Return the grid, block and scalar arguments of the kernel.
+    """Return the grid, block and scalar arguments of `nms_keep`, which needs no other kernel.
 
     Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output is keep
     [sets, boxes].
@@ -32,9 +42,35 @@ def nms_keep_launch(sets: int, boxes: int) -> Launch:
     return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 
 
+def number_of_tiles(boxes: int) -> int:
+    """Return the number of tiles of a set of `boxes` boxes."""
+    return -(-boxes // _TILE)
+
+
+def overlaps_launch(sets: int, boxes: int) -> Launch:
+    """Return the grid, block and scalar arguments of `nms_overlaps`.
+
+    The inputs are those of `nms_keep_launch`. The output is suppressors [sets, tiles, boxes] int64:
+    bit i is set if box i of the tile suppresses the box unless it is suppressed itself.
+    """
+    tiles = number_of_tiles(boxes)
+    return Launch((tiles, tiles, sets), (_TILE_THREADS, 1, 1), (boxes,))
+
+
+def select_launch(sets: int, boxes: int) -> Launch:
+    """Return the grid, block and scalar arguments of `nms_select`.
+
+    Inputs are classes [sets, boxes] int64 and the suppressors. The output is keep [sets, boxes].
+    """
+    return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
+
+
+_PREBUILT_NAMES: tuple[KernelName, ...] = ("nms_overlaps", "nms_select")
 PREBUILT_KERNELS = (
-    nms_keep_kernel(0.7, 1000),
-    nms_keep_kernel(0.7, 2000),
-    nms_keep_kernel(0.5, 100),
+    *(
+        nms_keep_kernel(iou_threshold, max_keep, "bool", name)
+        for iou_threshold, max_keep in ((0.7, 1000), (0.7, 2000), (0.5, 100))
+        for name in _PREBUILT_NAMES
+    ),
     nms_keep_kernel(0.5, 0, "int"),
 )

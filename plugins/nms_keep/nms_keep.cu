@@ -1,13 +1,18 @@
-// Greedy non-maximum suppression, one block per set of boxes. Contract: nms_keep/operation.py.
+// Greedy non-maximum suppression of sets of boxes. Contract: nms_keep/operation.py.
 //
-// The block processes the set in tiles of 64 boxes. All threads compute the overlaps within a tile.
-// Each warp then derives which boxes of the tile are kept. Finally all threads mark the following
-// boxes that the kept ones suppress. Thread t is responsible for boxes t, t + THREADS, ...
+// A block processes a set in tiles of 64 boxes. Each warp derives which boxes of the tile are kept.
+// Then all threads mark the following boxes that the kept ones suppress. Thread t is responsible
+// for boxes t, t + THREADS, ...
+//
+// `nms_keep` computes the overlaps on the way, so that one kernel is enough for TensorRT. In torch,
+// `nms_overlaps` computes them before, with many blocks per set, and `nms_select` reads them, which
+// is an order of magnitude faster.
 //
 // Constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), KEEP (type), THREADS.
 #include "boxes.cuh"
 
 constexpr int TILE = 64;
+constexpr int PART = 16;
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 using Bits = unsigned long long;
@@ -47,6 +52,14 @@ __device__ Bits choose(Bits alive, Bits low_suppressors, Bits high_suppressors) 
         const unsigned high = __ballot_sync(ALL_LANES, !(high_suppressors & before));
         chosen = alive & (static_cast<Bits>(high) << WARP | low);
     } while (chosen != before);
+    return chosen;
+}
+
+// The first boxes of `chosen`, so that no more than MAX_KEEP are kept in all.
+__device__ Bits limited(Bits chosen, int total) {
+    while (MAX_KEEP > 0 && total + __popcll(chosen) > MAX_KEEP) {
+        chosen &= ~(Bits{1} << (TILE - 1 - __clzll(chosen)));
+    }
     return chosen;
 }
 
@@ -93,10 +106,8 @@ nms_keep(const float4* boxes, const long long* labels, int count, KEEP* keep) {
         }
         __syncthreads();
 
-        Bits chosen = choose(alive, suppressors[lane], suppressors[lane + WARP]);
-        while (MAX_KEEP > 0 && total + __popcll(chosen) > MAX_KEEP) {
-            chosen &= ~(Bits{1} << (TILE - 1 - __clzll(chosen)));
-        }
+        const Bits chosen =
+            limited(choose(alive, suppressors[lane], suppressors[lane + WARP]), total);
         if (thread < TILE && start + thread < count) {
             const bool stays = chosen >> thread & 1u;
             keep[start + thread] = stays;
@@ -118,6 +129,78 @@ nms_keep(const float4* boxes, const long long* labels, int count, KEEP* keep) {
                     break;
                 }
             }
+        }
+    }
+    for (int index = start + thread; index < count; index += THREADS) keep[index] = 0;
+}
+
+// suppressors [sets, tiles, count]: the boxes of a tile that suppress a box if they are kept. Tiles
+// after that of the box are not written. A thread compares a box with PART boxes of a tile.
+extern "C" __global__ void __launch_bounds__(TILE * TILE / PART)
+nms_overlaps(const float4* boxes, const long long* labels, int count, Bits* suppressors) {
+    __shared__ Candidate tile[TILE];
+    const int row = blockIdx.x, column = blockIdx.y, tiles = gridDim.x;
+    if (row > column) return;
+    const long long set = blockIdx.z;
+    boxes += set * count;
+    labels += set * count;
+    const int place = threadIdx.x % TILE, part = threadIdx.x / TILE;
+    const int index = column * TILE + place, other = row * TILE + threadIdx.x;
+    // The tile is complete unless it is the last, whose missing boxes are after all others.
+    if (threadIdx.x < TILE && other < count) {
+        tile[threadIdx.x] = candidate_of(boxes[other], labels[other]);
+    }
+    __syncthreads();
+    if (index >= count) return;
+    const Candidate own = candidate_of(boxes[index], labels[index]);
+    const int earlier = row < column ? PART : min(place - part * PART, PART);
+    unsigned bits = 0;
+    for (int i = 0; own.label >= 0 && i < earlier; ++i) {
+        bits |= static_cast<unsigned>(suppresses(tile[part * PART + i], own)) << i;
+    }
+    const long long entry = (set * tiles + row) * count + index;
+    reinterpret_cast<unsigned short*>(suppressors)[entry * (TILE / PART) + part] = bits;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+nms_select(const long long* labels, const Bits* suppressors, int count, KEEP* keep) {
+    // Two, so that a tile's words are read while the next one's are written.
+    __shared__ unsigned alive_words[2][TILE / WARP];
+    const int thread = threadIdx.x, lane = thread % WARP;
+    const long long set = blockIdx.x;
+    labels += set * count;
+    keep += set * count;
+    suppressors += set * ((count + TILE - 1) / TILE) * count;
+    // Bit n: box `thread + n * THREADS` is suppressed, or padding.
+    unsigned suppressed = 0;
+    for (int n = 0; thread + n * THREADS < count; ++n) {
+        suppressed |= static_cast<unsigned>(labels[thread + n * THREADS] < 0) << n;
+    }
+    int total = 0, start = 0;
+    for (; start < count && (MAX_KEEP == 0 || total < MAX_KEEP);
+         start += TILE, suppressors += count) {
+        unsigned* words = alive_words[start / TILE % 2];
+        const int own = thread - start % THREADS, following = start + TILE;
+        if (own >= 0 && own < TILE) {
+            const bool alive = start + own < count && !(suppressed >> (start / THREADS) & 1u);
+            const unsigned word = __ballot_sync(ALL_LANES, alive);
+            if (lane == 0) words[own / WARP] = word;
+        }
+        // Loaded before the threads wait for one another.
+        const Bits low = suppressors[min(start + lane, count - 1)];
+        const Bits high = suppressors[min(start + lane + WARP, count - 1)];
+        int n = max(following - thread + THREADS - 1, 0) / THREADS;
+        Bits marking = thread + n * THREADS < count ? suppressors[thread + n * THREADS] : 0;
+        __syncthreads();
+
+        const Bits alive = static_cast<Bits>(words[1]) << WARP | words[0];
+        const Bits chosen = limited(choose(alive, low, high), total);
+        if (thread < TILE && start + thread < count) keep[start + thread] = chosen >> thread & 1u;
+        total += __popcll(chosen);
+        while (thread + n * THREADS < count) {
+            suppressed |= static_cast<unsigned>((marking & chosen) != 0) << n;
+            ++n;
+            if (thread + n * THREADS < count) marking = suppressors[thread + n * THREADS];
         }
     }
     for (int index = start + thread; index < count; index += THREADS) keep[index] = 0;

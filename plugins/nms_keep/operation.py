@@ -13,7 +13,13 @@ from torchvision.ops import nms
 
 from ..runtime.arguments import kernel_argument
 from ..runtime.launching import launch_kernel
-from .kernel import MAX_BOXES, nms_keep_kernel, nms_keep_launch
+from .kernel import (
+    MAX_BOXES,
+    nms_keep_kernel,
+    number_of_tiles,
+    overlaps_launch,
+    select_launch,
+)
 
 
 @torch.library.custom_op("maskrcnn::nms_keep", mutates_args=(), device_types="cpu")
@@ -62,6 +68,11 @@ def _(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Te
     if count > MAX_BOXES:
         raise ValueError(f"nms_keep takes at most {MAX_BOXES} boxes per set, not {count}")
     keep = classes.new_empty(classes.shape, dtype=torch.bool)
-    kernel = nms_keep_kernel(iou_threshold, max_keep)
-    launch_kernel(kernel, nms_keep_launch(sets, count), [boxes, classes], [keep])
+    overlaps, select = (
+        nms_keep_kernel(iou_threshold, max_keep, "bool", name)
+        for name in ("nms_overlaps", "nms_select")
+    )
+    suppressors = classes.new_empty(sets, number_of_tiles(count), count)
+    launch_kernel(overlaps, overlaps_launch(sets, count), [boxes, classes], [suppressors])
+    launch_kernel(select, select_launch(sets, count), [classes, suppressors], [keep])
     return keep

@@ -37,12 +37,16 @@ __device__ inline void narrow(double value, double& narrowed) { narrowed = value
 __device__ inline void narrow(float value, float16& narrowed) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrowed.bits) : "f"(value));
 }
-// Round to nearest even in software: the instruction needs compute capability 8.0.
 __device__ inline void narrow(float value, bfloat16& narrowed) {
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrowed.bits) : "f"(value));
+#else
+    // To nearest even, as the instruction does.
     const unsigned bits = __float_as_uint(value);
     const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
     const unsigned rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
     narrowed.bits = is_nan ? 0x7fffu : static_cast<unsigned short>(rounded >> 16);
+#endif
 }
 
 // N neighbouring values that one instruction loads or stores.

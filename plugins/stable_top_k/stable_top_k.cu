@@ -63,6 +63,9 @@ __device__ void load_keys(const Row& row, int start, int size, Keys& keys) {
 }
 
 __device__ unsigned sum_of_warp(unsigned value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(ALL_LANES, value);
+#endif
     for (int step = WARP / 2; step > 0; step /= 2) {
         value += __shfl_xor_sync(ALL_LANES, value, step);
     }
@@ -71,9 +74,9 @@ __device__ unsigned sum_of_warp(unsigned value) {
 
 // Key that exactly `wanted` entries reach. If ties prevent that: the key of the last wanted entry.
 __device__ unsigned key_of_last(const Keys& keys, int wanted) {
-    __shared__ int counts[KEY_BITS];
-    if (threadIdx.x < KEY_BITS) counts[threadIdx.x] = 0;
-    __syncthreads();
+    // Two, so that a bit's totals are read while the next one's are written.
+    __shared__ unsigned totals[2][WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     unsigned last = 0;
     for (int bit = KEY_BITS - 1; bit >= 0; --bit) {
         const unsigned trial = last | 1u << bit;
@@ -81,9 +84,9 @@ __device__ unsigned key_of_last(const Keys& keys, int wanted) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) reached += keys[i] >= trial;
         reached = sum_of_warp(reached);
-        if (threadIdx.x % WARP == 0) atomicAdd(&counts[bit], static_cast<int>(reached));
+        if (lane == 0) totals[bit % 2][warp] = reached;
         __syncthreads();
-        const int count = counts[bit];
+        const int count = sum_of_warp(totals[bit % 2][lane]);
         if (count >= wanted) last = trial;
         if (count == wanted) break;
     }
@@ -122,11 +125,42 @@ __device__ void place_largest(const Keys& keys, int wanted, const Store& store) 
     }
 }
 
-// Descending bitonic sort of `size` entries, a power of two.
-__device__ void sort_block(Entry* entries, int size) {
+// The same sort with one entry per thread. Warps exchange entries by shuffling them, so that only
+// every fourth step waits for other warps.
+__device__ void sort_registers(Entry* entries, int size) {
+    static_assert(MAX_K >= 2 * THREADS, "steps alternate between two copies of the entries");
+    const int thread = threadIdx.x;
+    Entry own = entries[thread];
+    int copy = 0;
     for (int run = 2; run <= size; run *= 2) {
         for (int step = run / 2; step > 0; step /= 2) {
-            __syncthreads();
+            Entry other;
+            if (step < WARP) {
+                other = __shfl_xor_sync(ALL_LANES, own, step);
+            } else {
+                copy ^= THREADS;
+                entries[copy + thread] = own;
+                __syncthreads();
+                other = entries[copy + (thread ^ step)];
+            }
+            const bool first = (thread & step) == 0, descends = (thread & run) == 0;
+            if ((first == descends) == (own < other)) own = other;
+        }
+    }
+    __syncthreads();
+    entries[thread] = own;
+    __syncthreads();
+}
+
+// Descending bitonic sort of `size` entries, a power of two. Entries beyond them change.
+__device__ void sort_block(Entry* entries, int size) {
+    __syncthreads();
+    if (size <= THREADS) {
+        sort_registers(entries, size);
+        return;
+    }
+    for (int run = 2; run <= size; run *= 2) {
+        for (int step = run / 2; step > 0; step /= 2) {
             for (int pair = threadIdx.x; pair < size / 2; pair += THREADS) {
                 const int first = 2 * pair - (pair & (step - 1)), second = first + step;
                 const Entry a = entries[first], b = entries[second];
@@ -136,9 +170,9 @@ __device__ void sort_block(Entry* entries, int size) {
                     entries[second] = a;
                 }
             }
+            __syncthreads();
         }
     }
-    __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -23,7 +23,8 @@ def test_fused_layers_are_as_accurate_as_separate_ones(features: str, device: st
     fuse_layers(fused)
     exact = gradients(model, autocast=False)
     for mine, wanted in zip(gradients(fused, autocast=False), exact, strict=True):
-        assert mine.equal(wanted)
+        # Convolutions on a GPU add in no fixed order.
+        assert (mine - wanted).norm() <= 1e-5 * wanted.norm()
     errors = [
         torch.stack([(a - b).norm() / b.norm() for a, b in zip(rounded, exact, strict=True)])
         for rounded in (gradients(fused, autocast=True), gradients(model, autocast=True))
@@ -33,9 +34,11 @@ def test_fused_layers_are_as_accurate_as_separate_ones(features: str, device: st
 
 def gradients(model: MaskRCNN, autocast: bool) -> list[Tensor]:
     device = model.pixel_mean.device
-    images = torch.randn(1, 3, 64, 96, generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (1, 3, 64, 96), dtype=torch.uint8, generator=generator)
+    sizes = torch.tensor([[60, 96]])
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        maps = model.backbone(images)
+        maps = model._features(images.to(device), sizes.to(device))
         logits, _ = model.rpn.head(maps)
     loss = sum(x.float().square().mean() for x in (*maps, *logits))
     return torch.autograd.grad(loss, [p for p in model.backbone.parameters() if p.requires_grad])

@@ -3,13 +3,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 from shared_exports import cached_graphs
 from torch.export import ExportedProgram
 from torch.nn import functional as F
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint, model_for_export
 from maskrcnn_trt.export.errors import EngineError
-from maskrcnn_trt.export.torch_program.fused_graph import fuse_convolutions
+from maskrcnn_trt.export.torch_program.fused_graph import fuse_blocks, fuse_convolutions
 from maskrcnn_trt.export.torch_program.fused_modules import optimize_for_gpu
 from maskrcnn_trt.export.torch_program.program import Compilation, compile_programs
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
@@ -74,6 +75,7 @@ def test_program_reproduces_the_checkpoint(tiny_checkpoint: Path, programs: Path
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_convolutions_are_fused(programs: Path) -> None:
     single, half = (
         operations_in(torch.export.load(programs / f"model-{types}-96x160.pt2"))
@@ -88,6 +90,7 @@ def test_convolutions_are_fused(programs: Path) -> None:
     assert half["maskrcnn.pointwise_convolution.default"] == 3 + 4 + 5
     assert half["aten.conv2d.default"] == 4
     assert not half["aten.upsample_nearest2d.vec"]
+    assert half["maskrcnn.resnet_stem.default"] == 1
 
 
 class _Branching(torch.nn.Module):
@@ -111,6 +114,35 @@ def test_shared_values_are_not_fused() -> None:
     assert found["aten.relu.default"] == 1
     assert found["aten.upsample_nearest2d.vec"] == 1
     torch.testing.assert_close(program.module()(*arguments), expected, rtol=1e-2, atol=1e-2)
+
+
+class _Blocks(torch.nn.Module):
+    """Residual blocks: reduction and expansion of 256 channels, in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stages = torchvision.models.resnet50(weights=None, norm_layer=torch.nn.Identity)
+        self.blocks = stages.layer1.half()
+        for conv in self.modules():
+            if isinstance(conv, torch.nn.Conv2d):
+                conv.bias = torch.nn.Parameter(torch.randn(conv.out_channels).half() / 8)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.blocks(images)
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # raised by torch itself
+def test_blocks_are_fused_with_the_next_ones() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(2, 64, 9, 15).half()
+    program = torch.export.export(_Blocks().eval(), (images,)).run_decompositions({})
+    expected = program.module()(images)
+    fuse_convolutions(program)
+    fuse_blocks(program)
+    # Nothing follows the last of the three blocks.
+    assert operations_in(program)["maskrcnn.expand_reduce.default"] == 2
+    torch.testing.assert_close(program.module()(images), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_bf16_without_programs_raises(tiny_checkpoint: Path, tmp_path: Path) -> None:

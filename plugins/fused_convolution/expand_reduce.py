@@ -1,0 +1,63 @@
+"""`maskrcnn::expand_reduce`: last convolution of a residual block and first one of the next."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Largest numbers of channels, between the two convolutions and of the result, for which one kernel
+# is faster than two.
+_MAX_CHANNELS, _MAX_REDUCED = 512, 128
+
+
+def fuses(weight: Tensor, next_weight: Tensor) -> bool:
+    """Return whether the operation takes these weights, [N, C, 1, 1] and [M, N, 1, 1]."""
+    sizes = (weight.shape[1], *next_weight.shape[:2])
+    powers = all(size >= 64 and size & (size - 1) == 0 for size in sizes)
+    return powers and sizes[2] <= _MAX_CHANNELS and sizes[1] <= _MAX_REDUCED
+
+
+@torch.library.triton_op("maskrcnn::expand_reduce", mutates_args=())
+def expand_reduce(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    next_weight: Tensor,
+    next_bias: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute two 1x1 convolutions, each with a ReLU; the first adds a residual map.
+
+    Args:
+        images: [B, C, H, W]; on a GPU float16 or bfloat16.
+        weight: [N, C, 1, 1]; `fuses` tells which numbers of channels are possible.
+        bias: [N].
+        residual: [B, N, H, W], added before the first ReLU.
+        next_weight: [M, N, 1, 1].
+        next_bias: [M].
+
+    Returns:
+        results [B, N, H, W] and [B, M, H, W] of the first and the second convolution, on a GPU
+        channels-last.
+    """
+    from .expand_reduce_kernel import launch_expand_reduce
+
+    batch, _, rows, columns = images.shape
+    output, reduced = (
+        images.new_empty(batch, rows, columns, outputs.shape[0]).permute(0, 3, 1, 2)
+        for outputs in (weight, next_weight)
+    )
+    launch_expand_reduce(images, weight, bias, residual, next_weight, next_bias, output, reduced)
+    return output, reduced
+
+
+@expand_reduce.register_kernel("cpu")  # type: ignore[untyped-decorator]
+def _(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    next_weight: Tensor,
+    next_bias: Tensor,
+) -> tuple[Tensor, Tensor]:
+    output = (F.conv2d(images, weight, bias) + residual).relu()
+    return output, F.conv2d(output, next_weight, next_bias).relu()

@@ -1,0 +1,122 @@
+"""`maskrcnn::resnet_stem`: normalisation, first convolution and max pooling of a ResNet.
+
+Contract of all implementations: pixels are normalised in float32 and rounded to the weight's dtype;
+pixels outside of an image are zero. The 7x7 convolution of stride 2, its bias, a ReLU and max
+pooling of 3x3 pixels with stride 2 follow, as in torchvision's ResNets.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..runtime.arguments import kernel_argument
+from ..runtime.launching import launch_kernel
+from .kernel import PixelType, ValueType, resnet_stem_kernel, resnet_stem_launch
+
+_CHANNELS, _KERNEL = 64, 7
+# Lowest compute capability with the tensor-core instructions of the kernel.
+_CAPABILITY = (8, 0)
+# Axes of the weight in the order of `arranged_weight`, by name: output channels are counted by
+# (p, j, h), input channels by (l, e), the kernel's columns by (s, g, k).
+_SPLIT = {"p": 4, "j": 2, "h": 8, "l": 2, "e": 2, "r": 7, "s": 2, "g": 2, "k": 2}
+_ARRANGED = "rsphkljge"
+_PIXEL_TYPES: dict[torch.dtype, PixelType] = {torch.uint8: "unsigned char", torch.float32: "float"}
+_VALUE_TYPES: dict[torch.dtype, ValueType] = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+def arranged_weight(weight: Tensor) -> Tensor:
+    """Arrange a weight [64, 3, 7, 7] as the kernel's threads read it: [14, 4, 32, 8].
+
+    The first axis counts the steps of the matrix product, each of which adds four pixels of a row
+    with four channels; the last two are the threads of a warp and the values of each.
+    """
+    padded = F.pad(weight, (0, 1, 0, 0, 0, 1)).reshape(tuple(_SPLIT.values()))
+    names = list(_SPLIT)
+    return padded.permute([names.index(name) for name in _ARRANGED]).reshape(14, 4, 32, 8)
+
+
+def _weight_from_arranged(arranged: Tensor) -> Tensor:
+    split = arranged.reshape([_SPLIT[name] for name in _ARRANGED])
+    padded = split.permute([_ARRANGED.index(name) for name in _SPLIT]).reshape(64, 4, 7, 8)
+    return padded[:, :3, :, :_KERNEL]
+
+
+@torch.library.custom_op("maskrcnn::resnet_stem", mutates_args=(), device_types="cpu")
+def resnet_stem(
+    images: Tensor, image_sizes: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor
+) -> Tensor:
+    """Compute the map from which the first residual stage starts. There is no gradient.
+
+    Args:
+        images: [B, 3, H, W] RGB in 0..255, uint8 or float32.
+        image_sizes: [B, 2] int64, height and width before padding.
+        weight: [14, 4, 32, 8], result of `arranged_weight`; on a GPU float16 or bfloat16.
+        bias: [64] of the weight's dtype.
+        mean: [3] float32, subtracted from the pixels.
+        std: [3] float32, by which the difference is divided.
+
+    Returns:
+        [B, 64, H', W'] of the weight's dtype, channels-last; H' and W' are a quarter of H and W,
+        rounded up.
+
+    Raises:
+        ValueError: on a GPU, an argument has another dtype or shape.
+    """
+    return _separate_operations(images, image_sizes, weight, bias, mean, std)
+
+
+@resnet_stem.register_fake
+def _(
+    images: Tensor, image_sizes: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor
+) -> Tensor:
+    return _empty_output(images, weight)
+
+
+@resnet_stem.register_kernel("cuda")
+def _(
+    images: Tensor, image_sizes: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor
+) -> Tensor:
+    pixel_type, value_type = _PIXEL_TYPES.get(images.dtype), _VALUE_TYPES.get(weight.dtype)
+    if pixel_type is None or value_type is None:
+        raise ValueError(
+            f"images must be uint8 or float32, not {images.dtype}, and the weight float16 or "
+            f"bfloat16, not {weight.dtype}"
+        )
+    if torch.cuda.get_device_capability(images.device) < _CAPABILITY:
+        return _separate_operations(images, image_sizes, weight, bias, mean, std)
+    batch, _, height, width = images.shape
+    inputs = [
+        kernel_argument("images", images, images.dtype, (-1, 3, -1, -1)),
+        kernel_argument("image_sizes", image_sizes, torch.int64, (batch, 2)),
+        kernel_argument("weight", weight, weight.dtype, (14, 4, 32, 8)),
+        kernel_argument("bias", bias, weight.dtype, (_CHANNELS,)),
+        kernel_argument("mean", mean, torch.float32, (3,)),
+        kernel_argument("std", std, torch.float32, (3,)),
+    ]
+    output = _empty_output(images, weight)
+    launch = resnet_stem_launch(batch, height, width, *output.shape[2:])
+    launch_kernel(resnet_stem_kernel(pixel_type, value_type), launch, inputs, [output])
+    return output
+
+
+def _separate_operations(
+    images: Tensor, image_sizes: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor
+) -> Tensor:
+    height, width = image_sizes[:, :, None, None].unbind(dim=1)
+    rows = torch.arange(images.shape[2], device=images.device)[:, None]
+    columns = torch.arange(images.shape[3], device=images.device)
+    inside = (rows < height[:, :, None]) & (columns < width[:, :, None])
+    normalised = (images.float() - mean[:, None, None]) / std[:, None, None]
+    pixels = torch.where(inside, normalised, 0).to(weight.dtype)
+    hidden = F.conv2d(pixels, _weight_from_arranged(weight), bias, stride=2, padding=3).relu()
+    pooled = F.max_pool2d(hidden, kernel_size=3, stride=2, padding=1)
+    return pooled.contiguous(memory_format=torch.channels_last)
+
+
+def _empty_output(images: Tensor, weight: Tensor) -> Tensor:
+    batch, _, height, width = images.shape
+    rows, columns = (height + 3) // 4, (width + 3) // 4
+    return weight.new_empty(batch, rows, columns, _CHANNELS).permute(0, 3, 1, 2)

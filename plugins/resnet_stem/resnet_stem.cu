@@ -1,0 +1,203 @@
+// Stem of a ResNet. Contract: resnet_stem/operation.py.
+//
+// A block computes a tile of pooled pixels. It stores the normalised pixels that the tile needs in
+// shared memory, four channels each, of which the last is zero. A row of a matrix of the tensor
+// cores is then 16 neighbouring values there: four pixels, multiplied by as many columns of the
+// convolution's kernel. A warp computes two rows of the convolution, half of the channels at a
+// time, so that two blocks fit on a multiprocessor: one loads or pools while the other multiplies.
+//
+// Constants: PIXEL (type of the images), VALUE (type of weights and output).
+#include "numeric.cuh"
+
+constexpr int WARPS = 8, WARP = 32, THREADS = WARPS * WARP;
+constexpr int CHANNELS = 64, KERNEL = 7;
+// Tiles of the convolution, and of its pooled result.
+constexpr int ROWS = 2 * WARPS, COLUMNS = 32;
+constexpr int POOLED_ROWS = ROWS / 2 - 1, POOLED_COLUMNS = COLUMNS / 2 - 1;
+// Pixels that a tile needs; the matrices read one column more than the kernel has.
+constexpr int PIXEL_ROWS = 2 * (ROWS - 1) + KERNEL, PIXEL_COLUMNS = 2 * (COLUMNS - 1) + KERNEL + 1;
+constexpr int PIXELS = PIXEL_ROWS * PIXEL_COLUMNS, PIXELS_OF_THREAD = (PIXELS - 1) / THREADS + 1;
+// Matrices of 16x16 pixel values and 16x8 weights; products of one warp.
+constexpr int MATRIX = 16, MATRIX_COLUMNS = 8;
+constexpr int PIXEL_MATRICES = 2 * COLUMNS / MATRIX, WEIGHT_MATRICES = CHANNELS / 2 / MATRIX_COLUMNS;
+// Channels that are pooled at a time. The distance of pixels avoids bank conflicts.
+constexpr int PART = 2 * MATRIX_COLUMNS, DISTANCE = PART + 8;
+
+struct Map {
+    int height, width;
+
+    // Of a convolution or pooling with stride 2 that keeps the first pixel.
+    __device__ Map halved() const { return {(height + 1) / 2, (width + 1) / 2}; }
+    __device__ bool has(int row, int column) const {
+        return row >= 0 && row < height && column >= 0 && column < width;
+    }
+};
+
+#if __CUDA_ARCH__ >= 800
+__device__ void multiply_add(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+                             float16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ void multiply_add(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+                             bfloat16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#else
+// The operation does not launch this kernel on older GPUs.
+__device__ void multiply_add(float (&)[4], const unsigned (&)[4], unsigned, unsigned, VALUE) {}
+#endif
+
+// A lane holds the address of one row of one of four matrices of 8x8 values.
+__device__ void load_matrix(unsigned (&matrix)[4], const VALUE* row) {
+    const auto address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// NaN stays NaN.
+__device__ unsigned short relu_bits(float value) {
+    VALUE narrowed;
+    narrow(value <= 0.f ? 0.f : value, narrowed);
+    return narrowed.bits;
+}
+
+// Store the warp's results of PART channels after bias and ReLU, zero outside of the map: there
+// they take no part in the maximum, as no value is less than 0.
+__device__ void store_maps(const float (&sums)[PIXEL_MATRICES][WEIGHT_MATRICES][4], int part,
+                           const VALUE* bias, Map hidden, int first_row, int first_column,
+                           VALUE* maps) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+#pragma unroll
+    for (int index = 0; index < 2 * PIXEL_MATRICES; ++index) {
+        const int m = index / 2, half = index % 2;
+        const int row = 2 * warp + m / 2, column = MATRIX * (m % 2) + 8 * half + lane / 4;
+        const bool inside = hidden.has(first_row + row, first_column + column);
+        VALUE* target = maps + (row * COLUMNS + column) * DISTANCE + 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < PART / MATRIX_COLUMNS; ++n) {
+            const VALUE* offset = bias + MATRIX_COLUMNS * n + 2 * (lane % 4);
+            const float* pair = sums[m][part * PART / MATRIX_COLUMNS + n] + 2 * half;
+            const unsigned bits = relu_bits(pair[0] + widen(offset[0])) |
+                                  relu_bits(pair[1] + widen(offset[1])) << 16;
+            *reinterpret_cast<unsigned*>(target + MATRIX_COLUMNS * n) = inside ? bits : 0;
+        }
+    }
+}
+
+// All loads are in flight at once, so no load depends on a condition.
+__device__ void load_pixels(const PIXEL* images, Map size, Map image, int first_row,
+                            int first_column, const float* mean, const float* std,
+                            Vector<VALUE, 4>* pixels) {
+    const long long plane = static_cast<long long>(size.height) * size.width;
+    PIXEL values[PIXELS_OF_THREAD][3];
+#pragma unroll
+    for (int i = 0; i < PIXELS_OF_THREAD; ++i) {
+        const int index = threadIdx.x + i * THREADS;
+        const int row = min(max(first_row + index / PIXEL_COLUMNS, 0), size.height - 1);
+        const int column = min(max(first_column + index % PIXEL_COLUMNS, 0), size.width - 1);
+        const PIXEL* source = images + static_cast<long long>(row) * size.width + column;
+#pragma unroll
+        for (int channel = 0; channel < 3; ++channel) values[i][channel] = source[channel * plane];
+    }
+    const float scale[3] = {1.f / std[0], 1.f / std[1], 1.f / std[2]};
+#pragma unroll
+    for (int i = 0; i < PIXELS_OF_THREAD; ++i) {
+        const int index = threadIdx.x + i * THREADS;
+        if (index >= PIXELS) break;
+        Vector<VALUE, 4> pixel = {};
+        if (image.has(first_row + index / PIXEL_COLUMNS, first_column + index % PIXEL_COLUMNS)) {
+#pragma unroll
+            for (int channel = 0; channel < 3; ++channel) {
+                const float value = static_cast<float>(values[i][channel]);
+                narrow((value - mean[channel]) * scale[channel], pixel.values[channel]);
+            }
+        }
+        pixels[index] = pixel;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+resnet_stem(const PIXEL* __restrict__ images, const long long* __restrict__ image_sizes,
+            const uint4* __restrict__ weight, const VALUE* __restrict__ bias,
+            const float* __restrict__ mean, const float* __restrict__ std, int height, int width,
+            VALUE* __restrict__ output) {
+    __shared__ Vector<VALUE, 4> pixels[PIXELS];
+    __shared__ alignas(16) VALUE maps[ROWS * COLUMNS * DISTANCE];
+    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    const int pooled_row = blockIdx.y * POOLED_ROWS, pooled_column = blockIdx.x * POOLED_COLUMNS;
+    // First row and column of the tile of the convolution.
+    const int first_row = 2 * pooled_row - 1, first_column = 2 * pooled_column - 1;
+    const Map size = {height, width}, hidden = size.halved(), pooled = hidden.halved();
+    const Map image = {static_cast<int>(image_sizes[2 * blockIdx.z]),
+                       static_cast<int>(image_sizes[2 * blockIdx.z + 1])};
+    images += 3ll * height * width * blockIdx.z;
+    load_pixels(images, size, image, 2 * first_row - KERNEL / 2, 2 * first_column - KERNEL / 2,
+                mean, std, pixels);
+    __syncthreads();
+
+    // Rows of a matrix are neighbouring pixels of the convolution, two pixels apart in the image.
+    const auto* matrix_row = pixels + 4 * warp * PIXEL_COLUMNS + 2 * (lane % MATRIX) +
+                             2 * (lane / MATRIX);
+    // Pooled pixel and channels of this thread.
+    const int own_channel = 8 * (thread % 2), own_column = thread / 2 % POOLED_COLUMNS;
+    const int own_row = thread / 2 / POOLED_COLUMNS;
+    const bool pools = own_row < POOLED_ROWS &&
+                       pooled.has(pooled_row + own_row, pooled_column + own_column);
+    const long long line =
+        static_cast<long long>(blockIdx.z) * pooled.height + pooled_row + own_row;
+    output += (line * pooled.width + pooled_column + own_column) * CHANNELS + own_channel;
+
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+        float sums[PIXEL_MATRICES][WEIGHT_MATRICES][4] = {};
+#pragma unroll
+        for (int step = 0; step < 2 * KERNEL; ++step) {
+            uint4 b[WEIGHT_MATRICES / 2];
+#pragma unroll
+            for (int n = 0; n < WEIGHT_MATRICES / 2; ++n) {
+                b[n] = weight[((2 * step + half) * WEIGHT_MATRICES / 2 + n) * WARP + lane];
+            }
+#pragma unroll
+            for (int m = 0; m < PIXEL_MATRICES; ++m) {
+                const int row = 2 * (m / 2) + step / 2;
+                const int column = 2 * MATRIX * (m % 2) + 4 * (step % 2);
+                unsigned a[4];
+                load_matrix(a, matrix_row[row * PIXEL_COLUMNS + column].values);
+#pragma unroll
+                for (int n = 0; n < WEIGHT_MATRICES / 2; ++n) {
+                    multiply_add(sums[m][2 * n], a, b[n].x, b[n].y, VALUE{});
+                    multiply_add(sums[m][2 * n + 1], a, b[n].z, b[n].w, VALUE{});
+                }
+            }
+        }
+#pragma unroll
+        for (int part = 0; part < CHANNELS / 2 / PART; ++part) {
+            const int first_channel = half * CHANNELS / 2 + part * PART;
+            __syncthreads();
+            store_maps(sums, part, bias + first_channel, hidden, first_row, first_column, maps);
+            __syncthreads();
+            if (!pools) continue;
+            Vector<unsigned, 4> largest = {};
+#pragma unroll
+            for (int neighbour = 0; neighbour < 9; ++neighbour) {
+                const int row = 2 * own_row + neighbour / 3, column = 2 * own_column + neighbour % 3;
+                const VALUE* source = maps + (row * COLUMNS + column) * DISTANCE + own_channel;
+                const auto words = *reinterpret_cast<const Vector<unsigned, 4>*>(source);
+                for (int i = 0; i < 4; ++i) {
+                    // Bits of numbers that are not negative have the order of the numbers.
+                    largest.values[i] = __vmaxu2(largest.values[i], words.values[i]);
+                }
+            }
+            *reinterpret_cast<Vector<unsigned, 4>*>(output + first_channel) = largest;
+        }
+    }
+}
