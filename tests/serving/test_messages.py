@@ -5,19 +5,26 @@ import pytest
 
 from maskrcnn_trt.model.masks import Rle
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
-from maskrcnn_trt.serving.detections import Detections, TimedResponse, Timing
-from maskrcnn_trt.serving.messages import encode_detections, response_bytes, stream_response_bytes
+from maskrcnn_trt.serving.detections import Detections, MaskFormat, TimedResponse, Timing
+from maskrcnn_trt.serving.messages import (
+    detections_from_response,
+    encode_detections,
+    response_bytes,
+    stream_response_bytes,
+)
 
 TIMING = Timing(decode_us=1, queue_us=300, infer_us=70_000, encode_us=5_000_000_000, batch_size=8)
 
 
 def detections(count: int, counts_bytes: int = 3) -> Detections:
     rng = np.random.default_rng(count)
+    boxes, scores = rng.random((count, 4), np.float32), rng.random(count, np.float32)
+    boxes[1:2], boxes[2:3, 0], scores[3:4] = 0, 0, 0
     return Detections(
         height=480,
         width=640,
-        boxes=rng.random((count, 4), np.float32),
-        scores=rng.random(count, np.float32),
+        boxes=boxes,
+        scores=scores,
         labels=np.arange(1, count + 1),
         category_ids=np.arange(count) - 1,
         class_names=tuple(f"class {n}" for n in range(count)),
@@ -31,8 +38,13 @@ def detections(count: int, counts_bytes: int = 3) -> Detections:
 def test_responses_are_the_bytes_of_protobuf(
     request_id: str, timing: Timing, size: tuple[int, int]
 ) -> None:
-    encoded = encode_detections(detections(*size))
+    sent = detections(*size)
+    encoded = encode_detections(sent)
     message = pb.DetectResponse.FromString(encoded)
+    received = detections_from_response(message, MaskFormat.RLE)
+    for name in ("boxes", "scores", "labels", "category_ids", "class_names"):
+        np.testing.assert_array_equal(getattr(received, name), getattr(sent, name))
+    assert (received.rles, received.height, received.width) == (sent.rles, 480, 640)
     message.id = request_id
     message.timing.CopyFrom(pb.Timing(**vars(timing)))
     response = response_bytes(TimedResponse(encoded, timing), request_id)
