@@ -160,7 +160,8 @@ class Batcher(Generic[Item, Result]):
         result: asyncio.Future[BatchResult[Result]] = asyncio.get_running_loop().create_future()
         pending = _PendingItem[Item, Result](item, scheduling.model, result)
         ticket = self._schedule.add(pending, item.bucket, scheduling, time.monotonic())
-        self._changed.set()
+        if self._least_busy():  # else the end of a batch starts the next one
+            self._changed.set()
         try:
             return await result
         finally:
