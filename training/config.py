@@ -187,7 +187,7 @@ class TrainConfig(FrozenConfig):
     """Arithmetic: fp32, TF32, or autocast to fp16 (with loss scaling; GPU only) or bf16."""
     channels_last: bool = True
     """Store weights and activations in NHWC order: faster on GPUs, except with group norm."""
-    compile: Literal["auto", True, False] = False
+    compile: Literal["auto", True, False] = "auto"
     """Compile losses and gradients with torch.compile, which takes a minute for each input size in
     the first run: auto (on a GPU, for 3,000 iterations or more), true or false."""
     weights: str | None = None

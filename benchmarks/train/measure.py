@@ -1,6 +1,7 @@
 """Measurement of training speed and losses: one configuration in several precisions."""
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ..common.processes import peak_memory_mib, reset_peak_memory
 from ..common.timing import Latency, latency_from_seconds
+from ..infer.gpu_time import profile_gpu
 
 # Torch and the training stack are imported only in the process of a run.
 if TYPE_CHECKING:
@@ -51,6 +53,12 @@ class TrainResult:
     latency: Latency
     # Fraction of the time of the steps in which the process waited for the next batch.
     data_share: float
+    # Seconds of the first step, with compilation.
+    first_step_seconds: float
+    # Median time in which the process starts a step, in ms. On a CPU: the latency.
+    host_ms: float
+    # Kernels of a step on a GPU.
+    kernels: int | None
     # On a GPU the peak reserved by torch, on the CPU the peak resident memory.
     peak_memory_mib: float
     # [iterations, 5] in the order of `model.losses.LOSS_NAMES`, warm-up included.
@@ -144,14 +152,17 @@ def _measure_steps(
         loader = train_loader(dataset, config, pin_memory=own.device.type == "cuda")
         batches = prefetch_batches(own.device, loader)
         reset_peak_memory()
-        timer, waits, losses = _StepTimer(own.device), [], []
+        timer, waits, starts, losses = _StepTimer(own.device), [], [], []
         for _ in range(settings.iterations):
             start = time.perf_counter()
             parts = list(itertools.islice(batches, config.solver.accumulate))
-            waits.append(time.perf_counter() - start)
+            received = time.perf_counter()
             losses.append(trainer.step(parts))
             timer.mark()
-        seconds = timer.seconds()[settings.warmup :]
+            waits.append(received - start)
+            starts.append(time.perf_counter() - received)
+        first, *_ = all_seconds = timer.seconds()
+        seconds = all_seconds[settings.warmup :]
         images = config.solver.images_per_batch
         return TrainResult(
             engine=engine,
@@ -163,11 +174,25 @@ def _measure_steps(
             images_per_second=images * len(seconds) / sum(seconds),
             latency=latency_from_seconds(seconds),
             data_share=sum(waits[settings.warmup :]) / sum(seconds),
+            first_step_seconds=first,
+            host_ms=1000 * statistics.median(starts[settings.warmup :]),
+            kernels=_kernels_of(lambda: trainer.step(parts)) if own.device.type == "cuda" else None,
             peak_memory_mib=torch.cuda.max_memory_reserved(own.device) / 2**20
             if own.device.type == "cuda"
             else peak_memory_mib("cpu"),
             losses=torch.stack(losses).tolist(),
         )
+
+
+def _kernels_of(step: Callable[[], object]) -> int:
+    """Return the number of kernels, copies and fills that a step runs on the GPU."""
+    import torch
+
+    def whole_step() -> None:
+        step()
+        torch.cuda.synchronize()
+
+    return len(profile_gpu(whole_step, count=1))
 
 
 class _StepTimer:

@@ -13,15 +13,19 @@ if TYPE_CHECKING:
 # Each point of a smoothed loss curve is the mean over 1 / _WINDOWS of the steps.
 _WINDOWS = 25
 _COLOURS = {"fp32": "tab:blue", "tf32": "tab:orange", "fp16": "tab:green", "bf16": "tab:red"}
-_COLUMNS = ("precision", "model", "images/s", "p50", "p90", "p99", "data", "MiB", "loss")
+_COLUMNS = (
+    *("precision", "model", "images/s", "ratio", "p50", "p90", "p99"),
+    *("data", "host", "kernels", "first", "MiB", "loss"),
+)
 
 _METHOD_NOTE = """\
 Every run has a process of its own, starts with the same weights and uses the same batches. A step
 lasts from the end of the previous one to its own end: waiting for the next batch, its transfer to
 the device, forward and backward pass, optimiser. The first {warmup} of {iterations} steps are not
-timed. Latencies are of a step, in ms. "data" is the fraction of the time in which the process
-waited for the next batch, "MiB" the peak {memory}, and "loss" the mean over the last tenth of the
-steps.
+timed. Latencies are of a step, in ms. "ratio" is that to torchvision's model, "data" the fraction
+of the time in which the process waited for the next batch, "host" the time in which it starts a
+step, in ms, "kernels" their number on the GPU, "first" the seconds of the first step, "MiB" the
+peak {memory}, and "loss" the mean over the last tenth of the steps.
 """
 _TORCHVISION_NOTE = """\
 Torchvision's model has the same initial weights, optimiser and images. It draws its own samples,
@@ -50,7 +54,7 @@ def train_record(results: Sequence[TrainResult]) -> Record:
                 heading=f"{first.batch} images per step, {first.iterations} steps per run, on "
                 f"{first.device}; latencies of a step in ms",
                 columns=_COLUMNS,
-                rows=[_row(r) for r in results],
+                rows=[_row(r, _baseline(r, results)) for r in results],
             )
         ],
         plots=PlotGrid(
@@ -69,14 +73,24 @@ def train_record(results: Sequence[TrainResult]) -> Record:
     )
 
 
-def _row(result: TrainResult) -> tuple[str, ...]:
-    latency = result.latency
+def _baseline(result: TrainResult, results: Sequence[TrainResult]) -> TrainResult | None:
+    """Return torchvision's result in the same precision, if there is one."""
+    same = (r for r in results if (r.engine, r.precision) == ("torchvision", result.precision))
+    return next(same, None)
+
+
+def _row(result: TrainResult, baseline: TrainResult | None) -> tuple[str, ...]:
+    latency, rate = result.latency, result.images_per_second
     return (
         result.precision,
         result.engine,
-        f"{result.images_per_second:.1f}",
+        f"{rate:.1f}",
+        "" if baseline is None else f"{rate / baseline.images_per_second:.2f}",
         *(f"{ms:.1f}" for ms in (latency.p50, latency.p90, latency.p99)),
         f"{result.data_share:.0%}",
+        f"{result.host_ms:.1f}",
+        "" if result.kernels is None else str(result.kernels),
+        f"{result.first_step_seconds:.1f}",
         f"{result.peak_memory_mib:.0f}",
         f"{result.final_loss:.3f}",
     )

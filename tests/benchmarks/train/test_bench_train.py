@@ -7,6 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
+from tiny_run import write_config
 
 from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.benchmarks.common.timing import Latency
@@ -23,25 +24,11 @@ from maskrcnn_trt.training.distributed import Worker
 from maskrcnn_trt.training.run import run_training
 from maskrcnn_trt.training.trainer import Trainer
 
-CONFIG = """
-device: cpu
-precision: fp32
-channels_last: false
+CHANGES = """
+base: tiny.yaml
 log_period: 1
-data:
-  train: {{images: {folder}/train, annotations: {folder}/annotations/train.json}}
-  min_size: 64
-  max_size: 96
-  buckets: [[64, 96], [96, 64]]
-  workers: 0
-model:
-  num_classes: 7
-  backbone: {{name: resnet10, norm: gn, frozen_stages: 0, fpn_channels: 32, fpn_norm: gn}}
-  anchors: {{sizes: [8, 16, 32, 64, 128]}}
-  rpn: {{pre_nms_top_n_train: 50, post_nms_top_n_train: 20}}
-  roi: {{box_head_dim: 32, mask_head_dim: 16, mask_head_depth: 1, mask_crop_size: 28}}
-solver: {{images_per_batch: 2, base_lr: 0.01, max_iterations: 3, steps: [], warmup_iterations: 2}}
-evaluation: {{skip_test: true}}
+model: {roi: {mask_crop_size: 28}}
+solver: {images_per_batch: 2, max_iterations: 3, steps: []}
 """
 
 
@@ -49,8 +36,9 @@ evaluation: {{skip_test: true}}
 def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench train")
     draw_dataset(folder, SyntheticConfig(train=8, val=1, width=96, height=64))
-    path = folder / "tiny.yaml"
-    path.write_text(CONFIG.format(folder=folder))
+    write_config(folder)
+    path = folder / "changed.yaml"
+    path.write_text(CHANGES)
     return path
 
 
@@ -58,7 +46,9 @@ def make_result(engine: TrainEngine, precision: TrainPrecision) -> TrainResult:
     losses = [[5 / step, 0, 0, 0, 1] for step in range(6, 26)]
     losses[-2:] = [[0.25, 0, 0, 0, 1], [0.2, 0, 0, 0, 1]]
     latency = Latency(1, 1, 1, 1, 1, 1)
-    return TrainResult(engine, precision, "cpu", 2, 20, 1, 1.0, latency, 0.1, 1.0, losses)
+    return TrainResult(
+        engine, precision, "cpu", 2, 20, 1, 1.0, latency, 0.1, 1.0, 1.0, None, 1.0, losses
+    )
 
 
 def first_batch(config: TrainConfig) -> Batch:
