@@ -36,6 +36,7 @@ from .engines.builder import EngineBuilder
 from .engines.options import ENGINE_SUFFIXES
 from .onnx.export import onnx_from_model
 from .onnx.precision import fold_batch_norms, halve
+from .onnx.quantization import quantized_model
 from .torch_program.fused_modules import optimize_for_gpu
 from .torch_program.program import Compilation, compile_programs, program_from_model, write_program
 
@@ -45,6 +46,7 @@ _TYPES: dict[Precision, Precision] = {
     "tf32": "fp32",
     "fp16": "fp16",
     "bf16": "bf16",
+    "int8": "int8",
 }
 
 # Data type of the `images` input by its name in the manifest.
@@ -60,12 +62,13 @@ def bundle_from_checkpoint(
     input_dtype: InputDtype | None = None,
     builders: Sequence[EngineBuilder] = (),
     with_programs: bool = False,
+    calibration: Sequence[Path] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
     """Export a checkpoint to a bundle folder, which replaces an older bundle atomically.
 
     The bundle has one ONNX file per numeric type and input size, and one engine per precision and
-    input size for each builder. bf16 is exported as a torch program only.
+    input size for each builder. bf16 is exported as a torch program only, and int8 is not.
 
     Args:
         reference: checkpoint or weights of another implementation; see `local_path`.
@@ -76,6 +79,7 @@ def bundle_from_checkpoint(
             if the checkpoint's resize rule is `torchvision`, which does not round, else uint8.
         builders: one engine builder per kind of engine to build.
         with_programs: whether to export torch programs.
+        calibration: image files that int8 needs, such as a part of the training images.
         report: called with one sentence at the start of each step.
 
     Returns:
@@ -88,16 +92,22 @@ def bundle_from_checkpoint(
         EngineError: an engine cannot be built.
         BundleError: the folder exists and is not a bundle, an input size is too small for all
             images, the resize rule needs another `input_dtype`, or bf16 is requested without
-            `with_programs`.
+            `with_programs`, or int8 without `calibration`.
+        ImageError: an image of the calibration cannot be read.
         OSError: the bundle cannot be written.
     """
     _check_output_folder(bundle)
     if "bf16" in precisions and not with_programs:
         raise BundleError("bf16 is available for torch programs only; add --engine torch")
+    if "int8" in precisions and not calibration:
+        raise BundleError(
+            "int8 needs images to measure ranges of values; give --calibration IMAGES"
+        )
     checkpoint = checkpoint_from_reference(reference)
     _check_buckets(buckets, checkpoint.preprocessing)
     dtype = _checked_dtype(input_dtype, checkpoint.preprocessing)
-    settings = _ExportSettings(precisions, buckets or checkpoint.buckets, dtype, report)
+    sizes = buckets or checkpoint.buckets
+    settings = _ExportSettings(precisions, sizes, dtype, calibration, report)
     with _atomic_folder(bundle) as partial:
         graphs = _export_graphs(checkpoint, partial, settings)
         engines = []
@@ -165,6 +175,7 @@ class _ExportSettings(NamedTuple):
     precisions: Sequence[Precision]
     buckets: Sequence[ShapeBucket]
     input_dtype: InputDtype
+    calibration: Sequence[Path]
     report: Callable[[str], None]
 
 
@@ -184,7 +195,11 @@ def _export_graphs(
             path = folder / f"model-{types}-{bucket}.onnx"
             if path.name not in hashes:
                 settings.report(f"exporting {types} for inputs of {bucket}")
-                onnx.save(onnx_from_model(model, bucket, _INPUT_DTYPES[settings.input_dtype]), path)
+                graph = onnx_from_model(model, bucket, _INPUT_DTYPES[settings.input_dtype])
+                if precision == "int8":
+                    images, resizing = settings.calibration, checkpoint.preprocessing
+                    graph = quantized_model(graph, images, resizing, bucket)
+                onnx.save(graph, path)
                 hashes[path.name] = sha256_of(path)
             artifacts.append(
                 Artifact(
@@ -207,6 +222,8 @@ def _export_programs(
     compilations = []
     dtype = _INPUT_DTYPES[settings.input_dtype]
     for precision in dict.fromkeys(settings.precisions):
+        if precision == "int8":
+            continue
         types = _TYPES[precision]
         model = model_for_export(checkpoint, types)
         optimize_for_gpu(model)
@@ -300,7 +317,10 @@ def _checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing)
 
 
 def model_for_export(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:
-    """Build the checkpoint's model with folded batch norms, in the numeric type of a precision."""
+    """Build the checkpoint's model with folded batch norms, in the numeric type of a precision.
+
+    For int8, it is in fp32; see `quantized_model`.
+    """
     model = checkpoint.build_model()
     fold_batch_norms(model)
     if precision in ("fp16", "bf16"):

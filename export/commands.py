@@ -106,6 +106,10 @@ class VariadicCommand(click.Command):
     help="Type of the image input. Values are 0..255 for both. Default: float32 for weights of "
     "torchvision, whose resize rule does not round, else uint8.",
 )  # fmt: skip
+@click.option(
+    "--calibration", metavar="IMAGES",
+    help="Folder of images, from which the ranges of values for int8 are measured.",
+)  # fmt: skip
 @engine_options
 @click.option(
     "--triton-repository", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
@@ -125,6 +129,7 @@ def export(
     input_dtype: InputDtype | None,
     triton_repository: Path | None,
     images: str | None,
+    calibration: str | None,
     kinds: tuple[Literal["torch"] | EngineKind, ...],
     **engines: Any,
 ) -> None:
@@ -139,7 +144,7 @@ def export(
     from .engines.build import builders_from_options
     from .triton_repository import triton_repository_from_bundle
 
-    image_paths = [] if not images else _images_in(Path(images))
+    image_paths = [] if not images else _images_in(Path(images), "--verify")
     manifest = bundle_from_checkpoint(
         checkpoint,
         bundle,
@@ -153,6 +158,7 @@ def export(
             **engines,
         ),
         with_programs="torch" in kinds,
+        calibration=_images_in(Path(calibration), "--calibration") if calibration else (),
         report=click.echo,
     )
     click.echo(f"the bundle is {bundle}")
@@ -201,12 +207,12 @@ def table_of(comparisons: "list[Comparison]") -> Table:
     return table
 
 
-def _images_in(path: Path) -> list[Path]:
+def _images_in(path: Path, option: str) -> list[Path]:
     if path.is_file():
         return [path]
     images = sorted(p for p in path.glob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
     if not images:
         raise click.BadParameter(
-            f"{path} is neither an image nor a folder of images", param_hint="--verify"
+            f"{path} is neither an image nor a folder of images", param_hint=option
         )
     return images

@@ -63,8 +63,12 @@ USAGE_ERRORS = {
     "export no-such.pth -o b --shape 100x160": (
         "Invalid value for '--shape': 100x160 must be a multiple of 32 pixels on both sides"
     ),
-    "export no-such.pth -o b --precision int8": (
-        "Invalid value for '--precision': 'int8' is not one of 'fp32', 'tf32', 'fp16', 'bf16'."
+    "export no-such.pth -o b --precision int4": (
+        "Invalid value for '--precision': 'int4' is not one of 'fp32', 'tf32', 'fp16', 'bf16', "
+        "'int8'."
+    ),
+    "export no-such.pth -o b --precision int8 --calibration none": (
+        "Invalid value for --calibration: none is neither an image nor a folder of images"
     ),
     "export no-such.pth -o b --batch 8": (
         "--batch has no effect without --engine tensorrt or --engine tensorrt-rtx; usage: "
@@ -112,6 +116,9 @@ USAGE_ERRORS = {
 }
 # Exit code 1, by command line.
 FAILURES = {
+    "export no-such.pth -o b --precision int8": (
+        "int8 needs images to measure ranges of values; give --calibration IMAGES"
+    ),
     "serve no-such-bundle": (
         "{cwd}/no-such-bundle is not a bundle: it has no manifest.json; make one with "
         "`maskrcnn export CHECKPOINT -o BUNDLE`"

@@ -145,7 +145,8 @@ def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[M
 
     bucket = settings.bucket or first_bucket(models[0])
     config = checkpoint_from_reference(checkpoint).model_config
-    return list(iterate_in_process(measure_matmul_rooflines, settings.precisions, config, bucket))
+    floats = [precision for precision in settings.precisions if precision != "int8"]
+    return list(iterate_in_process(measure_matmul_rooflines, floats, config, bucket))
 
 
 def engine_choices(models: Sequence[Path], settings: InferSettings) -> Iterator[EngineChoice]:

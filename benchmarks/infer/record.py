@@ -18,7 +18,13 @@ COLUMNS = (
     "engine", "data", "batch", "images/s", "p50", "p90", "p99", "MiB", "boxes", "speedup",
     "of roofline",
 )  # fmt: skip
-_COLOURS = {"fp32": "tab:blue", "tf32": "tab:orange", "fp16": "tab:green", "bf16": "tab:red"}
+_COLOURS = {
+    "fp32": "tab:blue",
+    "tf32": "tab:orange",
+    "fp16": "tab:green",
+    "bf16": "tab:red",
+    "int8": "tab:purple",
+}
 _LINE_STYLES = ("-", "--", ":", "-.")
 _MARKERS = "osD^vP"
 # GPUs and input size that the goals apply to.

@@ -7,13 +7,15 @@ from onnx import helper
 
 from ...model.bundle.spec import OPSET_DOMAIN
 from ...plugins.tensorrt.plugins import PLUGIN_NAMESPACE
+from ..onnx.quantization import make_symmetric
 from .level_top_k import split_top_k
 
 
 def load_model(path: Path) -> onnx.ModelProto:
-    """Load a result of `onnx_from_model`, with one TopK per feature map."""
+    """Load a result of `onnx_from_model` or `quantized_model`, and adapt it to TensorRT."""
     model = onnx.load(path)
     split_top_k(model.graph)
+    make_symmetric(model.graph)
     return model
 
 

@@ -50,13 +50,13 @@ class Layer:
 
     @property
     def compute_types(self) -> frozenset[str]:
-        """Floating-point types of the inputs, or of the weights if no input has one."""
-        read = frozenset(t.dtype for t in self.inputs) & _FLOATING
-        return read or frozenset({self.weights_dtype}) & _FLOATING
+        """Arithmetic types of the inputs, or of the weights if no input has one."""
+        read = frozenset(t.dtype for t in self.inputs) & _ARITHMETIC
+        return read or frozenset({self.weights_dtype}) & _ARITHMETIC
 
 
-# Types that decide the precision of a layer; integers and booleans do not.
-_FLOATING = frozenset({"fp32", "fp16", "bf16", "fp8", "fp4"})
+# Types that decide the precision of a layer; indices, images and booleans do not.
+_ARITHMETIC = frozenset({"fp32", "fp16", "bf16", "fp8", "fp4", "int8"})
 _DTYPE = re.compile("BFLOAT16|BF16|HALF|FP16|FLOAT|FP32|FP8|FP4|U?INT8|INT(?:4|32|64)|BOOL")
 # TensorRT has several names for one type.
 _SPELLINGS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
@@ -66,7 +66,8 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
     """Check that an engine computes in the types of its precision.
 
     In fp16 every convolution and at least one matrix product must read fp16. In fp32 and tf32 all
-    of them must read fp32; the types do not show whether TF32 is on.
+    of them must read fp32; the types do not show whether TF32 is on. In int8 every convolution
+    except transposed ones must read int8, possibly beside fp32.
 
     Raises:
         PrecisionError: a layer computes in another type, or no convolution is listed.
@@ -78,8 +79,12 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
             f"cannot check the precision of {name}, because TensorRT's engine inspector "
             "reports no convolutions; build it with a TensorRT version that export/README.md lists"
         )
-    expected = frozenset({"fp16" if precision == "fp16" else "fp32"})
-    wrong = [layer for layer in convolutions if layer.compute_types != expected]
+    if precision == "int8":
+        convolutions = [layer for layer in convolutions if "deconv" not in layer.kind.lower()]
+        products = []
+    expected = frozenset({precision if precision in ("fp16", "int8") else "fp32"})
+    allowed = expected | ({"fp32"} if precision == "int8" else set())
+    wrong = [c for c in convolutions if not expected <= c.compute_types <= allowed]
     # The matrix product in the function body of NMS stays in fp32.
     products_differ = [layer for layer in products if layer.compute_types != expected]
     if precision != "fp16" or len(products_differ) == len(products):

@@ -18,7 +18,7 @@ MODEL_VERSION = "1"
 # Regular expression of model names.
 MODEL_NAME = r"^[A-Za-z0-9._-]+$"
 
-Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8"]
 InputDtype = Literal["uint8", "float32"]
 EngineKind = Literal["tensorrt", "tensorrt-rtx"]
 ArtifactKind = Literal["onnx", "torch", EngineKind]
@@ -223,6 +223,8 @@ class Manifest(_Record):
             raise BundleError(
                 "only the torch backend computes in bf16; choose it, or another precision"
             )
+        if precision == "int8" and kind == "torch":
+            raise BundleError("the torch backend does not compute in int8; choose onnxruntime")
         available = dict.fromkeys(f"{a.precision} {a.kind}" for a in self.artifacts)
         engine = "" if kind == "onnx" else f" --engine {kind}"
         raise BundleError(

@@ -59,7 +59,7 @@ def test_export_writes_and_verifies_the_requested_files(
     [(["--shape", "big"], ["'big'", "800x1344"]),
      (["--shape", "100x160"], ["100x160", "multiple of 32"]),
      (["--shape", "0x160"], ["0x160", "multiple of 32"]),
-     (["--precision", "int8"], ["'int8'", "'fp32', 'tf32', 'fp16'"]),
+     (["--precision", "int4"], ["'int4'", "'fp32', 'tf32', 'fp16'"]),
      (["--input-dtype", "int8"], ["'int8'", "'uint8', 'float32'"]),
      (["--engine", "onnx"], ["'onnx'", "'torch', 'tensorrt', 'tensorrt-rtx'"]),
      (["--batch", "1", "8"], ["--batch", "--engine tensorrt or --engine tensorrt-rtx"]),
@@ -69,7 +69,7 @@ def test_export_writes_and_verifies_the_requested_files(
      (["--engine", "tensorrt-rtx", "--timing-cache", "x"], ["--timing-cache", "--engine tens"]),
      (["--engine", "tensorrt", "--compute-capability", "8.9"], ["--engine tensorrt-rtx"]),
      (["--compute-capability", "89"], ["'89'", "8.9"]), (["--batch", "0"], ["--batch", "x>=1"]),
-     (["--precision", "fp32", "int8"], ["(int8)", "'fp32', 'tf32', 'fp16'"])],
+     (["--precision", "fp32", "int4"], ["(int4)", "'fp32', 'tf32', 'fp16'"])],
 )  # fmt: skip
 def test_invalid_options_are_usage_errors(
     tiny_checkpoint: Path, tmp_path: Path, arguments: list[str], facts: list[str]
@@ -109,7 +109,8 @@ def test_folders_with_other_files_are_kept(
     [(("--engine", "tensorrt", "--build-log", "bundle/x/file"), "--build-log {}/bundle/x/file"),
      (("--engine", "tensorrt", "--timing-cache", "bundle/x"), "--timing-cache {}/bundle/x"),
      (("--engine", "tensorrt", "--timing-cache", "file/x"), "{}/file (File exists)"),
-     (("--verify", "empty"), "{}/empty"), (("--verify", "missing"), "{}/missing")],
+     (("--verify", "empty"), "{}/empty"), (("--verify", "missing"), "{}/missing"),
+     (("--precision", "int8", "--calibration", "empty"), "{}/empty")],
 )  # fmt: skip
 def test_unusable_paths_are_errors_before_the_export(
     tiny_checkpoint: Path, tmp_path: Path, options: tuple[str, ...], fact: str

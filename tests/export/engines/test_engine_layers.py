@@ -45,6 +45,7 @@ def test_kinds(kind: str) -> None:
         ("fp16", [layer("correlation", "fp16")]),
         ("fp16", [layer("CaskConvolution", "", weights="fp16")]),
         ("fp16", [layer("correlation", "fp16", "int64")]),
+        ("int8", [layer("correlation", "int8", "fp32"), layer("deconv", "fp32")]),
     ],
 )
 def test_engine_of_the_precision_passes(precision: Precision, layers: list[Layer]) -> None:
@@ -62,6 +63,11 @@ def test_engine_of_the_precision_passes(precision: Precision, layers: list[Layer
         ("fp32", [layer("correlation", "fp16")], "fp32, .* fp16"),
         ("tf32", [layer("correlation", "fp32"), layer("gemm", "fp16")], "1 of its 2 .* fp16"),
         ("fp32", [layer("correlation", "bf16")], "bf16"),
+        (
+            "int8",
+            [layer("correlation", "fp32"), layer("correlation", "int8")],
+            "1 of its 2 .* fp32",
+        ),
         ("fp16", [layer("kgen", "fp16")], "model.plan.* no convolution"),
         ("fp32", [], "model.plan.* no convolution"),
     ],

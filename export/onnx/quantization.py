@@ -1,0 +1,114 @@
+"""INT8 models: quantization of an ONNX model's convolutions and linear layers."""
+
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper
+from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+
+from ...model.bundle.manifest import Preprocessing
+from ...model.bundle.spec import INPUT_NAMES, ShapeBucket
+from ...model.images import decode_image
+from ...model.resizing import Pixels, pad_to_bucket, resize_image, resized_size
+
+# Most images of a calibration. With more, the ranges hardly change.
+_MOST_IMAGES = 64
+
+
+def quantized_model(
+    model: onnx.ModelProto, paths: Sequence[Path], preprocessing: Preprocessing, bucket: ShapeBucket
+) -> onnx.ModelProto:
+    """Quantize convolutions and linear layers by pairs of QuantizeLinear and DequantizeLinear.
+
+    Weights become int8, with a scale per output channel. Their inputs and outputs become uint8,
+    whose ranges are those of the images. Other operations, the custom ones among them, stay in
+    fp32.
+
+    Args:
+        model: result of `onnx_from_model` in fp32.
+        paths: image files for the calibration, of which up to 64 are used.
+        preprocessing: resizing of the images.
+        bucket: input size of the model. Images that exceed it are cropped.
+
+    Raises:
+        ImageError: an image cannot be read.
+    """
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
+    chosen = paths[:: -(-len(paths) // _MOST_IMAGES)]
+    feeds = (_feed(path, preprocessing, bucket, dtype) for path in chosen)
+    with tempfile.TemporaryDirectory() as folder, _without_advice():
+        target = Path(folder, "quantized.onnx")
+        quantize_static(
+            model,
+            target,
+            _Reader(feeds),
+            op_types_to_quantize=["Conv", "Gemm"],
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+        return onnx.load(target)
+
+
+def make_symmetric(graph: onnx.GraphProto) -> None:
+    """Convert quantized activations to int8 without zero points, and biases to fp32, in place.
+
+    TensorRT supports no others. The symmetric range of an activation includes its range. Graphs
+    without quantization do not change.
+    """
+    constants = {constant.name: constant for constant in graph.initializer}
+
+    def value(name: str) -> NDArray[Any]:
+        return numpy_helper.to_array(constants[name])
+
+    def replace(name: str, array: NDArray[Any]) -> None:
+        constants[name].CopyFrom(numpy_helper.from_array(array, name))
+
+    for node in [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]:
+        data, scale, zero = node.input
+        if data in constants and value(data).dtype == np.int32:
+            bias = (value(data) * value(scale)).astype(np.float32)
+            graph.initializer.append(numpy_helper.from_array(bias, node.output[0]))
+            graph.node.remove(node)
+        elif value(zero).dtype == np.uint8:  # of the second node of a pair, it is int8 already
+            point = int(value(zero))
+            replace(scale, value(scale) * np.float32(max(point, 255 - point) / 127))
+            replace(zero, np.zeros((), np.int8))
+
+
+class _Reader(CalibrationDataReader):  # type: ignore[misc]
+    def __init__(self, feeds: Iterator[dict[str, NDArray[Any]]]) -> None:
+        self._feeds = feeds
+
+    def get_next(self) -> dict[str, NDArray[Any]] | None:
+        return next(self._feeds, None)
+
+
+def _feed(
+    path: Path, preprocessing: Preprocessing, bucket: ShapeBucket, dtype: np.dtype[Any]
+) -> dict[str, NDArray[Any]]:
+    """Return the inputs of the model for an image file."""
+    image = decode_image(path.read_bytes())
+    height, width, _ = image.shape
+    p = preprocessing
+    size = resized_size(height, width, p.min_size, p.max_size, p.resize)
+    resized: Pixels = resize_image(image, *size, p.resize)[: bucket.height, : bucket.width]
+    pixels = pad_to_bucket(resized, bucket)[None].astype(dtype)
+    return dict(zip(INPUT_NAMES, (pixels, np.array([resized.shape[:2]], np.int64)), strict=True))
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Silence the quantizer's advice on other preparations of the model."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,124 @@
+"""INT8 bundles: their graphs, detections, and engines of TensorRT-RTX's real builder."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import numpy_helper
+from PIL import Image
+from shared_exports import cached_graphs
+from torch import Tensor
+
+from maskrcnn_trt.export.bundle import bundle_from_checkpoint
+from maskrcnn_trt.export.engines.build import builder_for
+from maskrcnn_trt.export.engines.build_log import BuildLog
+from maskrcnn_trt.export.engines.engine_graph import load_model
+from maskrcnn_trt.export.engines.options import EngineOptions
+from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
+from maskrcnn_trt.model.bundle.spec import INPUT_NAMES, ShapeBucket
+
+
+@pytest.fixture(scope="module")
+def images(
+    smooth_noise: tuple[Tensor, Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> list[Path]:
+    """Image files, some of which are larger than the input."""
+    folder = tmp_path_factory.mktemp("calibration")
+    paths = [folder / f"{index}.png" for index in range(8)]
+    for index, (path, image) in enumerate(zip(paths, smooth_noise[0], strict=True)):
+        pixels = Image.fromarray(image.permute(1, 2, 0).numpy())
+        (pixels.transpose(Image.Transpose.ROTATE_90) if index % 4 == 3 else pixels).save(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def quantized(
+    tiny_checkpoint: Path,
+    images: list[Path],
+    shared_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Bundle in fp32 and int8."""
+    folder = tmp_path_factory.mktemp("quantized") / "bundle"
+    with cached_graphs(shared_folder):
+        bundle_from_checkpoint(
+            tiny_checkpoint, folder, precisions=("fp32", "int8"), buckets=[ShapeBucket(96, 160)],
+            calibration=images,
+        )  # fmt: skip
+    return folder
+
+
+def path_of(bundle: Path) -> Path:
+    (artifact,) = read_manifest(bundle).artifacts_for("int8")
+    return bundle / artifact.path
+
+
+def test_weights_are_int8_and_custom_nodes_stay(quantized: Path) -> None:
+    graph = onnx.load(path_of(quantized)).graph
+    producers = {name: node for node in graph.node for name in node.output}
+    constants = {value.name: numpy_helper.to_array(value) for value in graph.initializer}
+    heavy = [node for node in graph.node if node.op_type in ("Conv", "Gemm")]
+    assert len(heavy) > 20
+    for node in heavy:
+        data, weights = (producers[name] for name in node.input[:2])
+        assert data.op_type == weights.op_type == "DequantizeLinear"
+        assert constants[weights.input[0]].dtype == np.int8
+        assert constants[data.input[2]].dtype == np.uint8
+    custom = {node.op_type for node in graph.node if node.domain}
+    assert custom == {"NmsKeep", "PyramidRoIAlign"}
+    assert (
+        path_of(quantized).stat().st_size
+        < 0.4 * (quantized / "model-fp32-96x160.onnx").stat().st_size
+    )
+
+
+def scores_of(model: bytes, noise: tuple[Tensor, Tensor]) -> NDArray[np.float32]:
+    """Return the scores [B, D] of all detections."""
+    feeds = dict(zip(INPUT_NAMES, (tensor.numpy() for tensor in noise), strict=True))
+    (scores,) = onnxruntime.InferenceSession(model).run(["scores"], feeds)
+    return np.asarray(scores)
+
+
+def test_scores_are_alike(quantized: Path, smooth_noise: tuple[Tensor, Tensor]) -> None:
+    single, integer = (
+        scores_of((quantized / f"model-{types}-96x160.onnx").read_bytes(), smooth_noise)
+        for types in ("fp32", "int8")
+    )
+    assert single.max() > 0.1
+    np.testing.assert_allclose(integer, single, atol=0.03)
+    assert np.abs(integer - single).max() > 0
+
+
+def test_engines_get_symmetric_ranges(quantized: Path, smooth_noise: tuple[Tensor, Tensor]) -> None:
+    wide, symmetric = onnx.load(path_of(quantized)), load_model(path_of(quantized))
+    before, after = (
+        {value.name: numpy_helper.to_array(value) for value in model.graph.initializer}
+        for model in (wide, symmetric)
+    )
+    nodes = [n for n in symmetric.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    assert {after[node.input[2]].dtype for node in nodes} == {np.dtype(np.int8)}
+    pairs = [node for node in wide.graph.node if node.op_type == "QuantizeLinear"]
+    for _, scale, zero in (node.input for node in pairs):
+        assert after[zero] == 0
+        point = int(before[zero])
+        limits = before[scale] * np.array([-point, 255 - point])
+        np.testing.assert_allclose(np.abs(limits).max(), 127 * after[scale], rtol=1e-6)
+    scores = (scores_of(m.SerializeToString(), smooth_noise) for m in (wide, symmetric))
+    np.testing.assert_allclose(*scores, atol=0.03)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds for GPUs that are not here")
+def test_engine_computes_in_int8(quantized: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
+    options = EngineOptions(batches=(1,), compute_capabilities=("8.9",), strict=True)
+    builder = builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
+    builder.build(path_of(quantized), tmp_path / "x.rtx", "int8")
+
+
+def test_calibration_is_required(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="--calibration"):
+        bundle_from_checkpoint(tiny_checkpoint, tmp_path / "b", precisions=("int8",))
