@@ -200,7 +200,7 @@ class DeviceSteps:
             )
 
     def _encode(self, batch: PastedBatch) -> list[Outcome]:
-        with self._waiting:  # one batch at a time, because each wait occupies a core
+        with self._waiting:  # one batch at a time, because each poll takes the GIL
             batch.ready.wait()
         start = time.perf_counter()
         entries = batch.inferred.prepared.entries
