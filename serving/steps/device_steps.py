@@ -239,7 +239,8 @@ class DeviceSteps:
         _, boxes, scores, labels = (array[row] for array in batch.detections)
         rles = probabilities = None
         if options.mask_format is MaskFormat.RLE:
-            rles = [Rle(*image.source_size, own) for own in counts]
+            height, width = image.source_size
+            rles = [Rle(height, width, own) for own in counts]
         elif options.mask_format is not MaskFormat.NONE:
             probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][row][kept]
         return detections_from_rows(
