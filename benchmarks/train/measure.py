@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from ..common.processes import peak_memory_mib, reset_peak_memory
 from ..common.timing import Latency, latency_from_seconds
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TrainPrecision = Literal["fp32", "tf32", "fp16", "bf16"]
 TrainEngine = Literal["this", "torchvision"]
+# Steps that measure the host's time.
+_HOST_STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,15 @@ class TrainSettings:
     warmup: int = 10
     # Train torchvision's model too, in each precision.
     with_torchvision: bool = False
+
+
+class GpuSteps(NamedTuple):
+    """What a step asks of the host and the GPU."""
+
+    # Median time in which the process starts a step on an idle GPU.
+    host_ms: float
+    # Kernels, copies and fills of a step.
+    kernels: int
 
 
 @dataclass(frozen=True)
@@ -55,10 +66,8 @@ class TrainResult:
     data_share: float
     # Seconds of the first step, with compilation.
     first_step_seconds: float
-    # Median time in which the process starts a step, in ms. On a CPU: the latency.
-    host_ms: float
-    # Kernels of a step on a GPU.
-    kernels: int | None
+    # None on a CPU.
+    gpu: GpuSteps | None
     # On a GPU the peak reserved by torch, on the CPU the peak resident memory.
     peak_memory_mib: float
     # [iterations, 5] in the order of `model.losses.LOSS_NAMES`, warm-up included.
@@ -152,15 +161,13 @@ def _measure_steps(
         loader = train_loader(dataset, config, pin_memory=own.device.type == "cuda")
         batches = prefetch_batches(own.device, loader)
         reset_peak_memory()
-        timer, waits, starts, losses = _StepTimer(own.device), [], [], []
+        timer, waits, losses = _StepTimer(own.device), [], []
         for _ in range(settings.iterations):
             start = time.perf_counter()
             parts = list(itertools.islice(batches, config.solver.accumulate))
-            received = time.perf_counter()
+            waits.append(time.perf_counter() - start)
             losses.append(trainer.step(parts))
             timer.mark()
-            waits.append(received - start)
-            starts.append(time.perf_counter() - received)
         first, *_ = all_seconds = timer.seconds()
         seconds = all_seconds[settings.warmup :]
         images = config.solver.images_per_batch
@@ -175,8 +182,7 @@ def _measure_steps(
             latency=latency_from_seconds(seconds),
             data_share=sum(waits[settings.warmup :]) / sum(seconds),
             first_step_seconds=first,
-            host_ms=1000 * statistics.median(starts[settings.warmup :]),
-            kernels=_kernels_of(lambda: trainer.step(parts)) if own.device.type == "cuda" else None,
+            gpu=_gpu_steps(lambda: trainer.step(parts)) if own.device.type == "cuda" else None,
             peak_memory_mib=torch.cuda.max_memory_reserved(own.device) / 2**20
             if own.device.type == "cuda"
             else peak_memory_mib("cpu"),
@@ -184,15 +190,22 @@ def _measure_steps(
         )
 
 
-def _kernels_of(step: Callable[[], object]) -> int:
-    """Return the number of kernels, copies and fills that a step runs on the GPU."""
+def _gpu_steps(step: Callable[[], object]) -> GpuSteps:
     import torch
 
+    starts = []
+
     def whole_step() -> None:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
         step()
+        starts.append(time.perf_counter() - start)
         torch.cuda.synchronize()
 
-    return len(profile_gpu(whole_step, count=1))
+    for _ in range(_HOST_STEPS):
+        whole_step()
+    host_ms = 1000 * statistics.median(starts)
+    return GpuSteps(host_ms, len(profile_gpu(whole_step, count=1)))
 
 
 class _StepTimer:

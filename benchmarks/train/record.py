@@ -24,8 +24,8 @@ lasts from the end of the previous one to its own end: waiting for the next batc
 the device, forward and backward pass, optimiser. The first {warmup} of {iterations} steps are not
 timed. Latencies are of a step, in ms. "ratio" is that to torchvision's model, "data" the fraction
 of the time in which the process waited for the next batch, "host" the time in which it starts a
-step, in ms, "kernels" their number on the GPU, "first" the seconds of the first step, "MiB" the
-peak {memory}, and "loss" the mean over the last tenth of the steps.
+step on an idle GPU, in ms, "kernels" their number on the GPU, "first" the seconds of the first
+step, "MiB" the peak {memory}, and "loss" the mean over the last tenth of the steps.
 """
 _TORCHVISION_NOTE = """\
 Torchvision's model has the same initial weights, optimiser and images. It draws its own samples,
@@ -80,7 +80,7 @@ def _baseline(result: TrainResult, results: Sequence[TrainResult]) -> TrainResul
 
 
 def _row(result: TrainResult, baseline: TrainResult | None) -> tuple[str, ...]:
-    latency, rate = result.latency, result.images_per_second
+    latency, rate, gpu = result.latency, result.images_per_second, result.gpu
     return (
         result.precision,
         result.engine,
@@ -88,8 +88,7 @@ def _row(result: TrainResult, baseline: TrainResult | None) -> tuple[str, ...]:
         "" if baseline is None else f"{rate / baseline.images_per_second:.2f}",
         *(f"{ms:.1f}" for ms in (latency.p50, latency.p90, latency.p99)),
         f"{result.data_share:.0%}",
-        f"{result.host_ms:.1f}",
-        "" if result.kernels is None else str(result.kernels),
+        *(("", "") if gpu is None else (f"{gpu.host_ms:.1f}", f"{gpu.kernels}")),
         f"{result.first_step_seconds:.1f}",
         f"{result.peak_memory_mib:.0f}",
         f"{result.final_loss:.3f}",

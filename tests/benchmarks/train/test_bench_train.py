@@ -47,7 +47,7 @@ def make_result(engine: TrainEngine, precision: TrainPrecision) -> TrainResult:
     losses[-2:] = [[0.25, 0, 0, 0, 1], [0.2, 0, 0, 0, 1]]
     latency = Latency(1, 1, 1, 1, 1, 1)
     return TrainResult(
-        engine, precision, "cpu", 2, 20, 1, 1.0, latency, 0.1, 1.0, 1.0, None, 1.0, losses
+        engine, precision, "cpu", 2, 20, 1, 1.0, latency, 0.1, 1.0, None, 1.0, losses
     )
 
 
