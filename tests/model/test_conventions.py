@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from reference_boxes import clip, decode, pool
-from small_models import noise_images, random_model, small_config
+from small_models import CONVENTIONS, noise_images, random_model, small_config
 from torch import Tensor
 
 from maskrcnn_trt.model.anchors import cell_anchors, grid_steps
@@ -36,21 +36,6 @@ def test_detectron2_anchors_are_not_rounded_and_ordered_by_size() -> None:
     expected = torch.tensor([[-w / 2, -h / 2, w / 2, h / 2] for w, h in sides])
     torch.testing.assert_close(anchors, expected)
     assert grid_steps(config, (16,), (100, 100), [(6, 6)]) == [(16, 16)]
-
-
-CONVENTIONS = {
-    "detectron2": {
-        "anchors": {"convention": "detectron2"},
-        "rpn": {"min_side": 0},
-        "roi": {"sampling_ratio": 0, "aligned": True, "min_side": 0},
-    },
-    "maskrcnn-benchmark": {
-        "inclusive_boxes": True,
-        "anchors": {"convention": "legacy"},
-        "rpn": {"min_side": 0},
-        "roi": {"min_side": 0},
-    },
-}
 
 
 @pytest.mark.parametrize("features", ["fpn", "c4", "c5"])

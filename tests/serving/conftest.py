@@ -1,7 +1,5 @@
 """Fixtures: encoded images, a server in this process on a real socket, and an S3 store."""
 
-import asyncio
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -17,16 +15,6 @@ from PIL import Image
 from shared_exports import made_once
 
 Encode = Callable[..., bytes]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine function in an event loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,25 @@ import torch
 from torch import Tensor
 
 from maskrcnn_trt.model.config.schema import ModelConfig
-from maskrcnn_trt.model.mask_rcnn import MaskRCNN
+from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
 from maskrcnn_trt.model.targets import Targets
 
 HEIGHT, WIDTH = 64, 96
+
+# Changes for `small_config`.
+CONVENTIONS: dict[str, dict[str, object]] = {
+    "detectron2": {
+        "anchors": {"convention": "detectron2"},
+        "rpn": {"min_side": 0},
+        "roi": {"sampling_ratio": 0, "aligned": True, "min_side": 0},
+    },
+    "maskrcnn-benchmark": {
+        "inclusive_boxes": True,
+        "anchors": {"convention": "legacy"},
+        "rpn": {"min_side": 0},
+        "roi": {"min_side": 0},
+    },
+}
 
 
 def small_config(name: str, features: str, norm: str, **changes: object) -> ModelConfig:
@@ -82,3 +97,12 @@ def ground_truth() -> Targets:
         for row, (x1, y1, x2, y2) in enumerate(boxes[image].tolist()):
             masks[image, row, y1 : (y1 + y2) // 2, x1:x2] = 1
     return Targets(boxes.float(), labels, masks)
+
+
+def assert_same(found: BatchDetections, expected: BatchDetections) -> None:
+    """Compare detections; boxes may differ by a hundredth of a pixel."""
+    assert found.num_detections.tolist() == expected.num_detections.tolist()
+    assert found.labels.tolist() == expected.labels.tolist()
+    torch.testing.assert_close(found.boxes, expected.boxes, atol=1e-2, rtol=0)
+    torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.masks, expected.masks, atol=1e-3, rtol=0)

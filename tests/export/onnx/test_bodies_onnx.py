@@ -8,7 +8,15 @@ import onnxruntime
 import pytest
 import torch
 from PIL import Image
-from small_models import HEIGHT, WIDTH, noise_images, random_model, small_config
+from small_models import (
+    CONVENTIONS,
+    HEIGHT,
+    WIDTH,
+    assert_same,
+    noise_images,
+    random_model,
+    small_config,
+)
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 from maskrcnn_trt.export.onnx.export import onnx_from_model
@@ -19,17 +27,7 @@ from maskrcnn_trt.model.mask_rcnn import BatchDetections
 from maskrcnn_trt.model.masks import mask_from_rle
 from maskrcnn_trt.serving.offline.detector import Detector
 
-DETECTRON2: dict[str, dict[str, object]] = {
-    "anchors": {"convention": "detectron2"},
-    "rpn": {"min_side": 0},
-    "roi": {"sampling_ratio": 0, "aligned": True, "min_side": 0},
-}
-LEGACY = {
-    "inclusive_boxes": True,
-    "anchors": {"convention": "legacy"},
-    "rpn": {"min_side": 0},
-    "roi": {"min_side": 0},
-}
+DETECTRON2, LEGACY = CONVENTIONS["detectron2"], CONVENTIONS["maskrcnn-benchmark"]
 DETECTRON2_V2_HEADS = {
     **DETECTRON2,
     "rpn": {"min_side": 0, "conv_depth": 2},
@@ -56,11 +54,7 @@ def test_runtime_reproduces_the_model_for_every_body(case: str) -> None:
     assert expected.num_detections.min() > 0
     fold_batch_norms(model)
     found = detections_from_onnx(model, images, sizes)
-    assert found.num_detections.tolist() == expected.num_detections.tolist()
-    assert found.labels.tolist() == expected.labels.tolist()
-    torch.testing.assert_close(found.boxes, expected.boxes, atol=1e-2, rtol=0)
-    torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=0)
-    torch.testing.assert_close(found.masks, expected.masks, atol=1e-3, rtol=0)
+    assert_same(found, expected)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import torch
 from shared_exports import cached_graphs
+from small_models import assert_same
 from torch import Tensor
 
 from maskrcnn_trt.export import bundle
@@ -55,11 +56,7 @@ def test_runtime_reproduces_the_model(
     if batch == 8:
         assert expected.num_detections.min() == 0
         assert expected.num_detections.max() > 0
-    assert found.num_detections.tolist() == expected.num_detections.tolist()
-    assert found.labels.tolist() == expected.labels.tolist()
-    torch.testing.assert_close(found.boxes, expected.boxes, atol=1e-2, rtol=0)
-    torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=0)
-    torch.testing.assert_close(found.masks, expected.masks, atol=1e-3, rtol=0)
+    assert_same(found, expected)
 
 
 def test_batch_without_any_detection(
