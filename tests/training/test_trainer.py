@@ -190,6 +190,6 @@ def test_out_of_memory_names_a_batch_that_may_fit(
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    trainer.model.backbone.register_forward_hook(fail)
+    trainer.model.backbone.body.layer1.register_forward_hook(fail)
     with pytest.raises(GpuMemoryError, match=remedy):
         trainer.step(batches)
