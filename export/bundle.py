@@ -101,7 +101,8 @@ def bundle_from_checkpoint(
         raise BundleError("bf16 is available for torch programs only; add --engine torch")
     if "int8" in precisions and not calibration:
         raise BundleError(
-            "int8 needs images to measure ranges of values; give --calibration IMAGES"
+            "int8 needs images to measure ranges of values; run maskrcnn export with "
+            "--calibration IMAGES"
         )
     checkpoint = checkpoint_from_reference(reference)
     _check_buckets(buckets, checkpoint.preprocessing)

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
-from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
 from ...model.bundle.manifest import Preprocessing
 from ...model.bundle.spec import INPUT_NAMES, ShapeBucket
@@ -38,8 +37,16 @@ def quantized_model(
         bucket: input size of the model. Images that exceed it are cropped.
 
     Raises:
+        ModuleNotFoundError: ONNX Runtime is not installed.
         ImageError: an image cannot be read.
     """
+    # Lazy import: other precisions are exported without ONNX Runtime.
+    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def get_next(self) -> dict[str, NDArray[Any]] | None:
+            return next(feeds, None)
+
     dtype = onnx.helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
     chosen = paths[:: -(-len(paths) // _MOST_IMAGES)]
     feeds = (_feed(path, preprocessing, bucket, dtype) for path in chosen)
@@ -48,7 +55,7 @@ def quantized_model(
         quantize_static(
             model,
             target,
-            _Reader(feeds),
+            Reader(),
             op_types_to_quantize=["Conv", "Gemm"],
             per_channel=True,
             activation_type=QuantType.QUInt8,
@@ -81,14 +88,6 @@ def make_symmetric(graph: onnx.GraphProto) -> None:
             point = int(value(zero))
             replace(scale, value(scale) * np.float32(max(point, 255 - point) / 127))
             replace(zero, np.zeros((), np.int8))
-
-
-class _Reader(CalibrationDataReader):  # type: ignore[misc]
-    def __init__(self, feeds: Iterator[dict[str, NDArray[Any]]]) -> None:
-        self._feeds = feeds
-
-    def get_next(self) -> dict[str, NDArray[Any]] | None:
-        return next(self._feeds, None)
 
 
 def _feed(

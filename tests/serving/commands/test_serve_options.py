@@ -172,7 +172,7 @@ def test_times_are_at_most_a_day(name: str, value: str) -> None:
         (("--workers", -1), "--workers is -1; allowed: whole number, >= 1, or leave it out"),
         (("--max-batch", 0), "--max-batch is 0; allowed: whole number, >= 1"),
         (("--preferred-batch", 9), "preferred_batch is 9; allowed: 1 to max_batch, which is 8"),
-        (("--precision", "int8"), "--precision"),
+        (("--precision", "int4"), "--precision"),
         (("--timeout-s", -1), "--timeout-s is -1.0"),
         (("--max-delay-ms", "nan"), "--max-delay-ms is nan; allowed: number, >= 0, <= 86400000"),
         (("--queue-size", 2**31), "--queue-size is 2147483648; allowed: whole number, >= 1, <= 1"),
