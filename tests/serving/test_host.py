@@ -1,5 +1,7 @@
 import os
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from maskrcnn_trt.serving.host import (
     gpu_names,
     installed_versions,
     memory_limit,
+    name_thread,
     notify_service_manager,
 )
 
@@ -105,3 +108,9 @@ def test_memory_limit_of_the_own_or_an_outer_cgroup_applies(
     assert memory_limit() == 3 << 20
     (service.parent / name).write_text(f"{2 << 20}\n")
     assert memory_limit() == 2 << 20
+
+
+def test_threads_are_named_for_the_system() -> None:
+    with ThreadPoolExecutor(1, initializer=name_thread, initargs=("a thread",)) as pool:
+        number = pool.submit(threading.get_native_id).result()
+        assert Path(f"/proc/self/task/{number}/comm").read_text() == "a thread\n"

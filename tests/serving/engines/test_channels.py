@@ -1,13 +1,17 @@
 import contextlib
 import gc
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
+from maskrcnn_trt.model.images import ImageHeader
 from maskrcnn_trt.serving.engines.worker_process import Channel
+from maskrcnn_trt.serving.steps.preprocessing import PlannedImage
 
 Ends = tuple[Channel, Channel]
 
@@ -40,6 +44,20 @@ def test_arrays_are_transferred_unchanged(ends: Ends, array: np.ndarray) -> None
     np.testing.assert_array_equal(got[1][0], array, strict=True)
     np.testing.assert_array_equal(got[1][1], array + 1, strict=True)
     assert got[2] == {"bytes": b"\0" * 10**5}
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_files_of_images_are_transferred_as_shared_memory(ends: Ends, copy: bool) -> None:
+    file = np.random.default_rng(0).bytes(10**5)
+    image = PlannedImage(file, ImageHeader((30, 40), 1, True), ShapeBucket(64, 64), (48, 64))
+    ends[0].send([image, image._replace(source=np.ones((2, 3, 3), np.uint8))])
+    encoded, pixels = ends[1].receive(copy=copy)
+    assert isinstance(encoded.source, memoryview) or copy
+    assert bytes(encoded.source) == file
+    assert encoded[1:] == image[1:]
+    assert pixels.source.shape == (2, 3, 3)
+    for protocol in range(2, 6):
+        assert pickle.loads(pickle.dumps(image, protocol)) == image
 
 
 def test_messages_of_any_size_in_both_directions(ends: Ends) -> None:
