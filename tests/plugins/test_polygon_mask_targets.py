@@ -10,9 +10,6 @@ from torch import Tensor
 
 from maskrcnn_trt.plugins.polygon_mask_targets import mask_targets_from_polygons
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-
 Ring = NDArray[np.float32]
 # Rings [n, 2] of each instance, boxes and matched.
 Case = tuple[list[list[Ring]], list[list[float]], list[int]]

@@ -25,8 +25,6 @@ from maskrcnn_trt.benchmarks.kernels.measure import (
 from maskrcnn_trt.benchmarks.kernels.record import COLUMNS, kernel_row, kernels_record
 from maskrcnn_trt.plugins.run_lengths import coco_strings
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 SMALL = {"batch": 2, "height": 128, "width": 192, "image_width": 187, "share": 0.04}
 
 

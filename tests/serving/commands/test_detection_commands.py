@@ -59,7 +59,6 @@ def test_client_and_predict_write_equal_files(
     assert (drawn != source).any()
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_arrays_agree_with_the_coco_results(address: str, folder: Path, tmp_path: Path) -> None:
     coco_mask = pytest.importorskip("pycocotools.mask")
     formats = ("--format", "coco", "--format", "numpy")

@@ -26,8 +26,6 @@ from maskrcnn_trt.serving.results.reports import write_report
 
 Encode = Callable[..., bytes]
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 @pytest.fixture
 def interrupts_enabled() -> Iterator[None]:

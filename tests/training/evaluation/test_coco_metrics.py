@@ -153,7 +153,6 @@ def test_both_evaluators_give_equal_metrics(
         assert 0.01 < ours[f"{iou_type}/AP"] < ours[f"{iou_type}/AP50"] < 0.9
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_the_curves_of_the_report_give_the_same_ap50(tmp_path: Path) -> None:
     truth, results = _scene(seed=3, crowds=0.2)
     for number, result in enumerate(results["segm"]):

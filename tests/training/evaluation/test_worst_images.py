@@ -17,9 +17,6 @@ from maskrcnn_trt.training.evaluation.worst_images import draw_worst_images, err
 # Minimum scores of the two classes.
 THRESHOLDS = (0.5, 0.5)
 
-# pycocotools 2.0.11 with numpy 2
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 def detection(image_id: int, category_id: int, score: float, *ring: int) -> dict[str, Any]:
     points = list(ring) or annotation(0, 0)["segmentation"][0]

@@ -20,9 +20,6 @@ from maskrcnn_trt.training.commands import train
 from maskrcnn_trt.training.config import ConfigError, load_config
 from maskrcnn_trt.training.data.coco.dataset import DataError
 
-# pycocotools 2.0.11 with numpy 2
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 SCENES = draw_scenes(24)
 FAST = ("solver.max_iterations=3", "solver.images_per_batch=2", "data.workers=0", "device=cpu")
 

@@ -91,8 +91,6 @@ def test_ambiguous_splits_are_errors(tmp_path: Path, names: tuple[str, ...]) -> 
         choose_splits(layout_of(*names), tmp_path)
 
 
-# pycocotools 2.0.11 with numpy 2
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_divided_files_can_be_read(tmp_path: Path) -> None:
     scenes = draw_scenes(30)
     save_images(tmp_path / "images", scenes)

@@ -24,8 +24,6 @@ def test_index_holds_what_the_file_says(tmp_path: Path) -> None:
     assert dataset.records[0].instances[0].area == 1200
 
 
-# pycocotools 2.0.11 with numpy 2
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_masks_equal_those_of_pycocotools(tmp_path: Path) -> None:
     config = write_folder(tmp_path, valid_content())
     reference = COCO(config.annotations)

@@ -17,9 +17,6 @@ from maskrcnn_trt.training.data.convert.conversion import write_coco_files
 
 HEIGHT, WIDTH = 48, 64
 
-# pycocotools 2.0.11 with numpy 2
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 def rectangle(label: str, left: int, top: int, right: int, bottom: int, **more: Any) -> Any:
     """Return an object of a polygon file. Right and bottom are inclusive."""

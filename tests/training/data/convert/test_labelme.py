@@ -13,9 +13,6 @@ from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.data.coco.mask_targets import mask_from_segmentation
 from maskrcnn_trt.training.data.convert.layouts import recognize_layout
 
-# pycocotools 2.0.11 with numpy 2
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 def labelme_dataset(folder: Path, *shapes: dict[str, Any], **changes: Any) -> CocoDataset:
     """Write an image with these shapes beside valid ones, and read the folder."""

@@ -23,9 +23,6 @@ from maskrcnn_trt.training.data.convert.command import convert
 from maskrcnn_trt.training.data.convert.layouts import recognize_layout
 from maskrcnn_trt.training.data.inspect.command import inspect
 
-# pycocotools 2.0.11 with numpy 2
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_images_classes_and_masks_are_those_of_the_scenes(tmp_path: Path, name: str) -> None:

@@ -20,9 +20,6 @@ from maskrcnn_trt.training.data.convert.voc import CATEGORIES, voc
 HEIGHT, WIDTH = 48, 64
 CAT, PERSON = 8, 15
 
-# pycocotools 2.0.11 with numpy 2
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 def write_label_map(path: Path, labels: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)

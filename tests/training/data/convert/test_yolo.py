@@ -9,9 +9,6 @@ from PIL import Image
 from maskrcnn_trt.training.data.coco.dataset import DataError
 from maskrcnn_trt.training.data.convert.layouts import recognize_layout
 
-# pycocotools 2.0.11 with numpy 2
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 NAMES_LINE = f"names: [{', '.join(NAMES)}]\n"
 
 

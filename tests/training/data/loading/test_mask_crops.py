@@ -44,8 +44,6 @@ def crop_of(mask: NDArray[np.uint8], box: tuple[float, ...], magnified: int) -> 
     return cells[0, 0]
 
 
-# pycocotools 2.0.11 with numpy 2
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_crops_equal_those_of_whole_masks(synthetic: DatasetConfig, tmp_path: Path) -> None:
     shapes, hand_made = CocoDataset(synthetic), CocoDataset(write_folder(tmp_path, valid_content()))
     seen = 0
