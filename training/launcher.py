@@ -77,8 +77,12 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
         result = processes.wait(period=0.2)
     if result is None or not result.is_failed():
         return 0
-    # The launcher ends the other processes by SIGTERM.
-    rank, first = min(result.failures.items(), key=lambda f: f[1].exitcode == -signal.SIGTERM)
+    # The launcher ends the other processes by SIGTERM. After a rank was killed, others may fail
+    # before that, because they lost it.
+    rank, first = min(
+        result.failures.items(),
+        key=lambda failure: (failure[1].exitcode == -signal.SIGTERM, failure[1].exitcode > 0),
+    )
     if first.exitcode < 0:
         raise ConfigError(
             f"{signal.Signals(-first.exitcode).name} ended the training process of rank {rank}; if "

@@ -1,10 +1,9 @@
 """Compute COCO's average precision and recall, overall and by class, and format them as text."""
 
 import contextlib
-import gc
 import io
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from ...model.bundle.manifest import Category
 from ..config import EvaluatorName
+from ..garbage_collection import no_garbage_collection
 
 IouType = Literal["bbox", "segm"]
 IOU_TYPES: tuple[IouType, IouType] = ("bbox", "segm")
@@ -123,22 +123,10 @@ def _evaluate(
     iou_type: IouType,
     evaluator: EvaluatorName,
 ) -> _Curves:
-    # The libraries allocate a million small objects, all of them in use: collections find nothing.
-    with _no_garbage_collection():
+    with no_garbage_collection():
         if evaluator == "pycocotools":
             return _curves_of_pycocotools(ground_truth, results, iou_type)
         return _curves_by_class(ground_truth, results, iou_type)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _curves_of_pycocotools(

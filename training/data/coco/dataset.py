@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ....model.bundle.manifest import Category
 from ...config import DatasetConfig
+from ...garbage_collection import no_garbage_collection
 from .annotations import Instance, coco_from_segmentation
 from .entries import Findings, index_annotations, index_images
 from .numbers import integer_from
@@ -65,6 +66,7 @@ class CocoDataset:
         skipped_images: Number of invalid entries of the list `images`.
     """
 
+    @no_garbage_collection()
     def __init__(
         self,
         config: DatasetConfig,
