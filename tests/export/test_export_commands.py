@@ -1,12 +1,13 @@
 import importlib.util
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from command_line import invoke
 from PIL import Image
 from tensorrt_stubs import load_tensorrt
 
@@ -15,9 +16,7 @@ from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest, verified_path
 from maskrcnn_trt.model.checkpoint import CheckpointError
 
-
-def export(*arguments: object) -> Result:
-    return CliRunner().invoke(commands.export, list(map(str, arguments)))
+export = partial(invoke, commands.export)
 
 
 @pytest.mark.slow

@@ -2,9 +2,16 @@
 
 import sys
 
+import click
 import pytest
+from click.testing import CliRunner, Result
 
 from maskrcnn_trt import cli
+
+
+def invoke(command: click.Command, *words: object) -> Result:
+    """Run a command with words that are converted to text."""
+    return CliRunner().invoke(command, [str(word) for word in words])
 
 
 def run_main(

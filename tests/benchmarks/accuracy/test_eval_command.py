@@ -3,12 +3,12 @@
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import invoke
 
 from maskrcnn_trt.benchmarks.accuracy import evaluate
 from maskrcnn_trt.model.checkpoint import load_checkpoint
@@ -45,8 +45,7 @@ def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def _evaluate(*args: object) -> Any:
-    return CliRunner().invoke(evaluate, [str(arg) for arg in args])
+_evaluate = partial(invoke, evaluate)
 
 
 def test_all_ways_to_name_the_data_give_the_same_metrics(

@@ -10,7 +10,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import invoke
 
 from maskrcnn_trt.benchmarks.common.images import batch_from_encoded, noise_jpeg
 from maskrcnn_trt.benchmarks.infer import infer
@@ -33,8 +34,7 @@ from maskrcnn_trt.model.checkpoint import CheckpointError, load_checkpoint
 
 def run(*args: object) -> Result:
     """Run the command with short measurements."""
-    words = map(str, (*args, "--seconds", "0.05", "--warmup", "1"))
-    return CliRunner().invoke(infer, list(words))
+    return invoke(infer, *args, "--seconds", "0.05", "--warmup", "1")
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from command_line import invoke
 
 from maskrcnn_trt.benchmarks.serve import serve
 from maskrcnn_trt.benchmarks.serve.load import ClosedLoop, OpenLoop
@@ -20,9 +21,7 @@ from maskrcnn_trt.benchmarks.serve.measure import (
 from maskrcnn_trt.benchmarks.serve.results import NoAnswerError, ServeResult
 from maskrcnn_trt.serving.errors import RefusedError, UnreachableError
 
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(serve, [*map(str, args)])
+run = partial(invoke, serve)
 
 
 @pytest.fixture(scope="module")

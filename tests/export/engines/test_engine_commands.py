@@ -1,11 +1,12 @@
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from command_line import invoke
 from rich.console import Console
 from rich.table import Table
 
@@ -21,8 +22,7 @@ from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest, sha25
 pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
 
 
-def inspect(*arguments: object) -> Result:
-    return CliRunner().invoke(engine_commands.engine, ["inspect", *map(str, arguments)])
+inspect = partial(invoke, engine_commands.engine, "inspect")
 
 
 @pytest.fixture(scope="module")

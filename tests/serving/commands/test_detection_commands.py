@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from command_line import invoke
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -27,10 +27,6 @@ def folder(tmp_path: Path, picture: Encode) -> Path:
     return folder
 
 
-def run(command: object, *words: object) -> Result:
-    return CliRunner().invoke(command, [str(word) for word in words])  # type: ignore[arg-type]
-
-
 def pixels_of(path: Path) -> NDArray[np.uint8]:
     with Image.open(path) as image:
         return np.array(image)
@@ -42,8 +38,8 @@ def test_client_and_predict_write_equal_files(
     outputs = tmp_path / "client", tmp_path / "predict"
     words = (folder, "--score-threshold", 0.2)
     for result in (
-        run(client, address, *words, "-o", outputs[0]),
-        run(predict, bundle, *words, "-o", outputs[1]),
+        invoke(client, address, *words, "-o", outputs[0]),
+        invoke(predict, bundle, *words, "-o", outputs[1]),
     ):
         assert result.exit_code == 0, result.output
         assert "detections in 2 images" in result.stdout
@@ -62,7 +58,7 @@ def test_client_and_predict_write_equal_files(
 def test_arrays_agree_with_the_coco_results(address: str, folder: Path, tmp_path: Path) -> None:
     coco_mask = pytest.importorskip("pycocotools.mask")
     formats = ("--format", "coco", "--format", "numpy")
-    result = run(client, address, folder, "-o", tmp_path, "--score-threshold", 0.2, *formats)
+    result = invoke(client, address, folder, "-o", tmp_path, "--score-threshold", 0.2, *formats)
     assert result.exit_code == 0, result.output
     assert not list(tmp_path.glob("*.png"))
     records = json.loads((tmp_path / "detections.json").read_text())
@@ -86,7 +82,7 @@ def test_arrays_without_detections_keep_their_shapes(
     address: str, folder: Path, tmp_path: Path
 ) -> None:
     words = ("-o", tmp_path, "--score-threshold", 1, "--format", "numpy")
-    assert run(client, address, folder / "012.jpg", *words).exit_code == 0
+    assert invoke(client, address, folder / "012.jpg", *words).exit_code == 0
     with np.load(tmp_path / "012.npz") as arrays:
         assert arrays["boxes"].shape == (0, 4)
         assert arrays["masks"].shape == (0, *arrays["size"])
@@ -102,7 +98,7 @@ def test_invalid_and_unreadable_files_do_not_affect_the_others(
         (folder / name).symlink_to(tmp_path / "nowhere")
     for number, source in enumerate(((client, address), (predict, bundle))):
         output = tmp_path / str(number)
-        result = run(*source, folder, "-o", output, "--score-threshold", 0.2)
+        result = invoke(*source, folder, "-o", output, "--score-threshold", 0.2)
         assert result.exit_code == 1
         reasons = {
             "album.jpg": "the file cannot be read (Is a directory)",
@@ -135,11 +131,11 @@ def test_output_into_the_input_folder_is_rejected(
         (client, "localhost:1", links, "-o", links),
         (client, "localhost:1", links, "-o", folder),
     ):
-        result = run(source, *words)
+        result = invoke(source, *words)
         assert result.exit_code == 2
         assert "--output" in result.stderr
     assert {path.name for path in folder.iterdir()} == {"012.jpg", "cat.png", "notes.txt"}
-    assert run(predict, bundle, folder, "-o", folder, "--format", "coco").exit_code == 0
+    assert invoke(predict, bundle, folder, "-o", folder, "--format", "coco").exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["cat.jpg", "12.jpg", "0012.webp"])
@@ -147,7 +143,7 @@ def test_images_with_equal_ids_are_rejected(
     bundle: Path, folder: Path, picture: Encode, tmp_path: Path, name: str
 ) -> None:
     (folder / name).write_bytes(picture())
-    result = run(predict, bundle, folder, "-o", tmp_path / "detections")
+    result = invoke(predict, bundle, folder, "-o", tmp_path / "detections")
     assert result.exit_code == 2
     image_id = "cat" if name == "cat.jpg" else 12
     assert f"{folder / name} " in result.stderr
@@ -159,7 +155,7 @@ def test_output_addresses_require_ray(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for source in ((predict, bundle), (client, "localhost:1")):
-        result = run(*source, folder, "-o", "s3://bucket/detections")
+        result = invoke(*source, folder, "-o", "s3://bucket/detections")
         assert result.exit_code == 2
         assert "s3://bucket/detections" in result.stderr
         assert "--ray" in result.stderr
@@ -167,6 +163,6 @@ def test_output_addresses_require_ray(
 
 
 def test_folder_without_images_is_rejected(bundle: Path, tmp_path: Path) -> None:
-    result = run(predict, bundle, tmp_path)
+    result = invoke(predict, bundle, tmp_path)
     assert result.exit_code == 2
     assert "no image found" in result.stderr

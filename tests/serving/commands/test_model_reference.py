@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from command_line import invoke
 from PIL import Image
 
 torch = pytest.importorskip("torch")
@@ -33,10 +33,6 @@ Encode = Callable[..., bytes]
 NAME = "torchvision:maskrcnn_resnet50_fpn"
 
 
-def run(command: object, *words: object) -> Result:
-    return CliRunner().invoke(command, [str(word) for word in words])  # type: ignore[arg-type]
-
-
 def detecting_weights() -> bytes:
     """Return a torchvision file of a narrow model that detects objects in any image."""
     values = {
@@ -59,7 +55,7 @@ def test_one_command_downloads_exports_detects_and_draws(
     street.write_bytes(picture(size=(240, 320)))
     output = tmp_path / "detections"
     with zoo_mirror(tmp_path, monkeypatch, {NAME: detecting_weights()}):
-        result = run(predict, NAME, street, "-o", output)
+        result = invoke(predict, NAME, street, "-o", output)
     assert result.exit_code == 0, result.output
     with Image.open(output / "street.png") as drawn, Image.open(street) as source:
         assert drawn.size == source.size
@@ -69,7 +65,7 @@ def test_one_command_downloads_exports_detects_and_draws(
     assert all(1 <= record["category_id"] <= 90 for record in records)
     (weights,) = (tmp_path / "cache").rglob("*.pth")
     weights.unlink()
-    again = run(predict, NAME, street, "-o", tmp_path / "again")
+    again = invoke(predict, NAME, street, "-o", tmp_path / "again")
     assert again.exit_code == 0, again.output
     assert json.loads((tmp_path / "again" / "detections.json").read_text()) == records
     (bundle,) = (path.parent for path in (tmp_path / "cache").rglob("manifest.json"))
@@ -98,7 +94,7 @@ def test_a_checkpoint_is_exported_once(
     records = []
     for name, model in (("bundle", bundle), ("checkpoint", checkpoint)):
         words = (image, "-o", tmp_path / name, "--score-threshold", 0.2, "--format", "coco")
-        result = run(predict, model, *words)
+        result = invoke(predict, model, *words)
         assert result.exit_code == 0, result.output
         records.append(json.loads((tmp_path / name / "detections.json").read_text()))
     assert records[0] == records[1]
@@ -113,7 +109,7 @@ def test_a_checkpoint_is_exported_once(
     }  # fmt: skip
     (tmp_path / "val.json").write_text(json.dumps(annotations))
     options = ("--images", image.parent, "--annotations", tmp_path / "val.json")
-    result = run(evaluate, checkpoint, *options, "--json", tmp_path / "metrics.json")
+    result = invoke(evaluate, checkpoint, *options, "--json", tmp_path / "metrics.json")
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "metrics.json").read_text())["metrics"]["segm/AP50"] > 0
     assert list((tmp_path / "cache").rglob("*.onnx")) == exported
@@ -124,7 +120,7 @@ def test_unknown_names_have_a_suggestion(command: object, tmp_path: Path, pictur
     image = tmp_path / "1.png"
     image.write_bytes(picture())
     images = (image,) if command is predict else ()
-    result = run(command, "torchvision:maskrcnn_resnet50", *images)
+    result = invoke(command, "torchvision:maskrcnn_resnet50", *images)
     assert isinstance(result.exception, ZooError)
     assert "did you mean torchvision:maskrcnn_resnet50_fpn" in str(result.exception)
 
@@ -136,7 +132,7 @@ def test_a_failed_download_is_an_error_of_the_command(
     image.write_bytes(picture())
     with zoo_mirror(tmp_path, monkeypatch, {NAME: b"x"}):
         other = "torchvision:maskrcnn_resnet50_fpn_v2"
-        result = run(predict, other, image, "-o", tmp_path / "out")
+        result = invoke(predict, other, image, "-o", tmp_path / "out")
     assert isinstance(result.exception, DownloadError)
     assert "404" in str(result.exception)
     assert not (tmp_path / "out").exists()
@@ -153,7 +149,7 @@ def test_an_unreadable_weights_file_ends_the_command(
     image = tmp_path / "1.png"
     image.write_bytes(picture())
     with zoo_mirror(tmp_path, monkeypatch, {NAME: b"x"}):
-        result = run(predict, NAME, image, "-o", tmp_path / "out")
+        result = invoke(predict, NAME, image, "-o", tmp_path / "out")
     assert result.exit_code == 1
     assert "damaged" in capfd.readouterr().err
     assert not list((tmp_path / "cache").rglob("*.onnx"))
@@ -163,4 +159,4 @@ def test_variables_of_the_zoo_are_not_settings_of_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASKRCNN_ZOO_MIRROR", "http://localhost:1")
-    assert run(serve, tmp_path / "none", "--doctor").exit_code == 1
+    assert invoke(serve, tmp_path / "none", "--doctor").exit_code == 1

@@ -3,14 +3,13 @@
 import contextlib
 import io
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
-from command_line import run_main
+from command_line import invoke, run_main
 from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
@@ -54,8 +53,7 @@ def annotations(
     return path
 
 
-def _evaluate(*args: object) -> Any:
-    return CliRunner().invoke(evaluate, [str(arg) for arg in args])
+_evaluate = partial(invoke, evaluate)
 
 
 def _by_hand(annotations: Path, results: Path, iou_type: str) -> tuple[COCOeval, str]:
