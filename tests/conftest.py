@@ -16,7 +16,9 @@ from shared_exports import cached_graphs, folder_of_run, made_once
 import maskrcnn_trt  # noqa: F401, before onnxruntime: it turns its telemetry off
 
 # Fixtures that export a bundle, which takes ten seconds or more.
-BUNDLES = frozenset({"bundle", "torch_bundle", "half_bundle", "exported_graphs", "precise_bundle"})
+BUNDLES = frozenset(
+    {"bundle", "torch_bundle", "half_bundle", "quantized", "exported_graphs", "precise_bundle"}
+)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -104,11 +104,12 @@ def _send(handler: BaseHTTPRequestHandler, site: Site, fault: Fault, body: bytes
     step = 1 if fault.trickle else 4096
     for first in range(0, min(end, len(body)), step):
         piece = body[first : min(first + step, end)]
+        # Before they are sent, as the client may be done with them before this thread continues.
+        site.bytes_sent += len(piece)
         try:
             handler.wfile.write(piece)
         except OSError:  # the client has closed the connection
             return
-        site.bytes_sent += len(piece)
         if fault.trickle and site.closing.wait(0.01):
             return
     if fault.silent_after is not None:

@@ -64,8 +64,9 @@ def stub_server(
     address: str | None = None,
 ) -> Iterator[str]:
     """Serve a stub within the context, and yield its address."""
+    # More threads than a test blocks.
     server = grpc.server(
-        ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", 2 * len(IMAGE))]
+        ThreadPoolExecutor(32), options=[("grpc.max_receive_message_length", 2 * len(IMAGE))]
     )
     add_DetectorServicer_to_server(detector, server)
     # Certificates name `localhost`. It has two addresses, and another server can have the same port
