@@ -21,8 +21,8 @@ from maskrcnn_trt.model.targets import Targets
 from maskrcnn_trt.serving.steps.preprocessing import prepare_image
 
 CLASSES = 5
-SIZES = ((160, 224), (192, 160), (128, 256))
-PADDED = (192, 256)
+SIZES = ((96, 128), (128, 96), (64, 160))
+PADDED = (128, 160)
 # Few, because the mask head takes most of the time.
 PROPOSALS, DETECTIONS = 30, 10
 RPN = RpnConfig(
