@@ -71,7 +71,10 @@ def apply_orientation(image: Tensor, orientation: int) -> Tensor:
 
 
 def resize_pixels(image: Tensor, size: tuple[int, int], rule: ResizeRule = "pillow") -> Tensor:
-    """Resize [3, h, w] uint8 to [3, *size]: float32 with the rule `torchvision`, else uint8."""
+    """Resize [3, h, w] uint8 to [3, *size].
+
+    The result is float32 if `rule` is "torchvision", else uint8.
+    """
     if rule == "torchvision":
         if image.shape[1:] == size:
             return image.float()

@@ -174,7 +174,9 @@ def _validation_set_from(
     else:
         return _validation_set_of_config(source, overrides, given)
     if overrides:
-        raise click.UsageError(f"{overrides[0]} needs a configuration; give CONFIG as DATA")
+        raise click.UsageError(
+            f"{overrides[0]} needs a configuration; as DATA, give a configuration file or a preset"
+        )
     keys = {key: given[name] for name, key in _KEYS.items() if name in given}
     return ValidationSet(split, EvaluationConfig(**keys))
 

@@ -145,7 +145,10 @@ def mean_milliseconds_by_stage(activities: Sequence[GpuActivity], batches: int) 
     """
     count, rest = divmod(len(activities), batches)
     if rest or not count:
-        raise ValueError(f"{len(activities)} kernels cannot come from {batches} equal batches")
+        raise ValueError(
+            f"{len(activities)} kernels were recorded; the number must be a positive multiple of "
+            f"the {batches} batches"
+        )
     times = [
         milliseconds_by_stage(activities[i : i + count]) for i in range(0, len(activities), count)
     ]

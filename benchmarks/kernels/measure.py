@@ -109,7 +109,7 @@ class Workload:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def count(self, full: int) -> int:
-        """Return a usual number, as of RoIs or candidates, scaled by `share`; at least 1."""
+        """Return `full`, a number of RoIs, candidates or instances, times `share`; at least 1."""
         return max(1, round(full * self.share))
 
     def rand(self, *shape: int) -> Tensor:

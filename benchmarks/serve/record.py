@@ -43,10 +43,10 @@ waits for the model nor is in it. "batch" is the size of the batch of a request.
 _USE_NOTE = """\
 "batches" is the mean number of batches in the backend at a time. "cores" is the CPU time of the
 server and its children per wall-clock time, and "MiB" their resident memory in the first and the
-last fifth of the measurement. "server", "workers" and "clients" are CPU milliseconds an image of
+last fifth of the measurement. "server", "workers" and "clients" are CPU milliseconds per image: of
 the server process, of all its workers and of all client processes. "client cores" is the CPU time
-per wall-clock time of the busiest client process, and "client lag" the 99th percentile of the delay
-with which requests were sent.
+per wall-clock time of the busiest client process. "client lag" is the 99th percentile of the time
+by which requests were sent too late.
 """
 _THREADS_NOTE = """\
 The event loop is the thread "main" of the server. Threads of libraries without a name of their own
@@ -115,7 +115,7 @@ def serve_goals(
         goals.append(
             f"Batches of up to {best.max_batch} give {best.images_per_second:.1f} images/s, "
             f"batches of one {unbatched.images_per_second:.1f}: "
-            f"{best.images_per_second / unbatched.images_per_second:.2f} times as many."
+            f"{best.images_per_second / unbatched.images_per_second:.2f} times the throughput."
         )
     return goals + [
         _latency_goal(result, result.load, best, max_delay_ms)
@@ -147,9 +147,9 @@ def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
         verdict = f"; the goal of {_GOAL:.0%} is {format_verdict(share >= _GOAL)}"
     return (
         f"{load_name(best.load)}: {best.images_per_second:.1f} images/s, {share:.0%} of the "
-        f"engine's own {engine_rate:.1f} and "
+        f"engine's own {engine_rate:.1f} (model step alone) and "
         f"{best.images_per_second / bulk.images_per_second:.0%} of the "
-        f"{bulk.images_per_second:.1f} without a server{verdict}."
+        f"{bulk.images_per_second:.1f} of bulk prediction without a server{verdict}."
     )
 
 
@@ -163,12 +163,13 @@ def _latency_goal(
         refusal += f" with a p99 of {max(r.latency.p99 for r in result.refusals):.1f} ms"
     parts = [
         f"{load_name(load, best)}: {refusal}",
-        f"p99 of the others {result.latency.p99:.1f} ms",
+        f"p99 of answered requests {result.latency.p99:.1f} ms",
     ]
     if max_delay_ms is not None and load.rate < best.images_per_second:
         limit = max_delay_ms + 3 * best.times.infer
         verdict = format_verdict(result.latency.p99 <= limit)
-        parts.append(f"the limit of {limit:.1f} ms is {verdict}")
+        goal = f"three batch times plus the maximum delay of {max_delay_ms:.1f} ms"
+        parts.append(f"the goal ({goal}) of {limit:.1f} ms is {verdict}")
     if (memory := _memory_mib(result)) is not None:
         parts.append(f"memory from {memory[0]:.0f} to {memory[1]:.0f} MiB")
     return "; ".join(parts) + "."
@@ -217,7 +218,7 @@ def _refusals(results: Sequence[ServeResult]) -> list[str]:
     return [
         f"{load_name(r.load)}: {f.requests} of {r.requests + _refused_requests(r)} requests ended "
         f"with {f.status}, p50 {_format_ms(f.latency.p50)} ms, "
-        f"p99 {_format_ms(f.latency.p99)} ms"
+        f"p99 {_format_ms(f.latency.p99)} ms until this status"
         for r in results
         for f in r.refusals
     ]

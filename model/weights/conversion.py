@@ -173,7 +173,9 @@ def check_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         raise WeightsError(f"it lacks {abbreviated(missing)}; give the file of a whole Mask R-CNN")
     surplus = [n for n in tensors if n not in expected and not n.endswith(_COUNTER)]
     if surplus:
-        raise WeightsError(f"it also holds {abbreviated(surplus)}, which this model does not have")
+        raise WeightsError(
+            f"it contains tensors that the configured model does not have: {abbreviated(surplus)}"
+        )
     check_shapes(tensors, expected)
 
 

@@ -1,4 +1,4 @@
-"""`maskrcnn::expand_reduce`: last convolution of a residual block and first one of the next."""
+"""`maskrcnn::expand_reduce`: last and first convolution of successive residual blocks, fused."""
 
 import torch
 from torch import Tensor

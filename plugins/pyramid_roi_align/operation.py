@@ -59,23 +59,25 @@ def pyramid_roi_align(
             float64.
         rois: [B, R, 4] float32, xyxy in input pixels.
         output_size: side P of the pooled square.
-        sampling_ratio: bilinear samples per cell and axis; 0: as many as the cell spans feature
-            cells.
+        sampling_ratio: bilinear samples per pooled cell and axis. 0: the side of the pooled cell
+            in feature cells, rounded up.
         spatial_scales: feature cells per input pixel, one per level; powers of two, each half the
             one before.
-        canonical_level: log2 of the stride of the level for RoIs of canonical size.
-        canonical_size: side of such a RoI in input pixels.
+        canonical_level: level of RoIs of canonical size, as the log2 of its stride.
+        canonical_size: canonical size, as the side of a square RoI in input pixels.
         aligned: shift coordinates by half a feature cell.
-        inclusive: pool from `x1, y1` to `x2 - 1, y2 - 1`, the near edges of the far pixels, as
-            legacy implementations do. The level is still that of the whole RoI.
+        inclusive: pool the box `x1, y1, x2 - 1, y2 - 1`, as maskrcnn-benchmark does. The level is
+            computed from the whole RoI.
 
     Returns:
         [B, R, C, P, P] of the features' dtype; channels-last if the first level is.
 
     Raises:
-        ValueError: there is not one scale per level, or they are not such powers of two.
-            On a GPU: features differ in dtype, batch or channels, have an unsupported dtype, or
-            2 ** 31 or more elements per image and level; or RoIs have another dtype or shape.
+        ValueError: the number of scales differs from that of levels, there are more than
+            `MAX_LEVELS`, or the scales are not powers of two, each half the one before. On a GPU
+            also: the features differ in dtype, batch size or channels, or have an unsupported
+            dtype; a level has 2 ** 31 or more elements per image; or the RoIs have another dtype
+            or shape.
     """
     _check_levels(features, spatial_scales)
     levels = _roi_levels(

@@ -71,7 +71,7 @@ def load_backend(
     choice = choose_backend(bundle, manifest, precision, name)
     if choice.faults:
         _log.warning(
-            "using backend %s; preferred ones do not run: %s",
+            "using backend %s; backends of higher priority cannot run: %s",
             choice.backend,
             "; ".join(choice.faults),
         )

@@ -157,7 +157,7 @@ def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
     try:
         return pb.DetectRequest(image=call.take_body(), mask_format=mask_format, **fields)
     except (UnicodeEncodeError, ValueError) as error:
-        raise InvalidRequestError(f"a parameter cannot be converted: {error}") from None
+        raise InvalidRequestError(f"a query parameter has an invalid value: {error}") from None
 
 
 def _prefers_png(accept: str) -> bool:

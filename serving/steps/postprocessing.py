@@ -218,10 +218,12 @@ def _outer_rings(masks: NDArray[np.float32]) -> _Rings:
 def _grids(
     boxes: NDArray[np.float32], side: int, paste: MaskPaste
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the sample grid of each mask, with its border, in pixels of the image.
+    """Return the position and scale of each mask's grid of samples, in pixels of the image.
+
+    A grid includes the border of one sample of zeros.
 
     Returns:
-        [N, 2] x, y of the grid's top left corner, and [N, 2] width and height of a sample.
+        [N, 2] x, y of the grids' top left corners, and [N, 2] width and height of one sample.
     """
     if paste == "detectron2":
         starts, stops = np.split(boxes, 2, axis=1)

@@ -65,7 +65,7 @@ def warn_of_other_sizes(data: DataConfig, checkpoint: Checkpoint) -> None:
     others = {key: value for key, value in expected.items() if getattr(data, key) != value}
     if others:
         logger.warning(
-            "the input sizes differ from the checkpoint's, which an exported model uses; to "
-            "evaluate with those, pass %s",
+            "the input sizes of this evaluation differ from those in the checkpoint, with which "
+            "the model would be exported; to evaluate with the checkpoint's sizes, pass %s",
             shlex.join(f"data.{key}={text_from_value(value)}" for key, value in others.items()),
         )

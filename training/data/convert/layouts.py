@@ -102,8 +102,8 @@ def find_validation_split(path: Path) -> LayoutSplit:
     names = [s for s in splits if s == "val"] or [s for s in splits if "val" in s] or [*splits]
     if len(names) > 1:
         raise DataError(
-            f"{path} has the splits {', '.join(splits)}; select one of a COCO data set with "
-            "--images and --annotations"
+            f"{path} has several splits: {', '.join(splits)}; if they are in COCO format, select "
+            "one with --images and --annotations"
         )
     return splits[names[0]]
 
