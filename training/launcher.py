@@ -61,7 +61,7 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
             "train",
             sys.executable,
             dict.fromkeys(range(count), command),
-            {rank: _environment(rank, count, store.port) for rank in range(count)},
+            {rank: rank_environment(rank, count, store.port) for rank in range(count)},
             DefaultLogsSpecs(log_dir=folder),
         )
 
@@ -91,7 +91,14 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
     return first.exitcode
 
 
-def _environment(rank: int, count: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """Return the environment variables with which one of `count` local ranks joins a `TCPStore`.
+
+    Args:
+        rank: Rank of the process.
+        count: Number of ranks.
+        port: Port of the store, which another process of this machine keeps.
+    """
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     values = {
         "RANK": rank,

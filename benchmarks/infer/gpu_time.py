@@ -116,6 +116,16 @@ def profile_gpu(function: Callable[[], object], count: int) -> list[GpuActivity]
     return sorted(activities, key=lambda activity: activity.start)
 
 
+def busy_microseconds(activities: Sequence[GpuActivity]) -> float:
+    """Return the time in which at least one of the activities, ordered by start time, runs."""
+    busy, end = 0.0, float("-inf")
+    for activity in activities:
+        own_end = activity.start + activity.duration
+        busy += max(0.0, own_end - max(end, activity.start))
+        end = max(end, own_end)
+    return busy
+
+
 def milliseconds_by_stage(activities: Sequence[GpuActivity]) -> dict[str, float]:
     """Return the milliseconds of every stage, and of idling, in one batch.
 

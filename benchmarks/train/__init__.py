@@ -17,6 +17,9 @@ from .measure import TrainPrecision
     default=get_args(TrainPrecision), help="Repeatable.",
 )  # fmt: skip
 @click.option("--peer", type=click.Choice(["torchvision"]), help="Baseline: train this model too.")
+@click.option(
+    "--gpus", type=click.IntRange(min=1), help="Train on the first GPUs; short for device=0,1,..."
+)
 @click.option("--use-synthetic-data", is_flag=True, help="Train on synthetic images.")
 @click.option("--iterations", type=click.IntRange(min=1), default=100, help="Steps of each run.")
 @click.option(
@@ -28,6 +31,7 @@ def train(
     overrides: tuple[str, ...],
     precisions: tuple[TrainPrecision, ...],
     peer: str | None,
+    gpus: int | None,
     use_synthetic_data: bool,
     iterations: int,
     warmup: int,
@@ -45,6 +49,8 @@ def train(
 
     if warmup >= iterations:
         raise click.UsageError(f"--warmup {warmup} leaves none of {iterations} iterations to time")
+    if gpus is not None:
+        overrides += (f"device={','.join(map(str, range(gpus)))}",)
     train_config = load_config(config, overrides)
     if use_synthetic_data:
         train_config = with_synthetic_data(train_config)

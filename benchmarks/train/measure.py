@@ -1,17 +1,21 @@
 """Measurement of training speed and losses: one configuration in several precisions."""
 
 import itertools
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from ...training.devices import number_of_processes
+from ...training.launcher import rank_environment
 from ..common.processes import peak_memory_mib, reset_peak_memory
 from ..common.timing import Latency, latency_from_seconds
-from ..infer.gpu_time import profile_gpu
+from ..infer.gpu_time import GpuActivity, busy_microseconds, profile_gpu
 
 # Torch and the training stack are imported only in the process of a run.
 if TYPE_CHECKING:
@@ -39,12 +43,16 @@ class TrainSettings:
 
 
 class GpuSteps(NamedTuple):
-    """What a step asks of the host and the GPU."""
+    """Load of a step on the host and the GPU."""
 
     # Median time in which the process starts a step on an idle GPU.
     host_ms: float
     # Kernels, copies and fills of a step.
     kernels: int
+    # Time in which NCCL's kernels run, waiting for other ranks included, and the part of it in
+    # which nothing else does.
+    communication_ms: float
+    exposed_ms: float
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,9 @@ class TrainResult:
     engine: TrainEngine
     precision: TrainPrecision
     device: str
-    # Images per step.
+    # Training processes, each with its own GPU.
+    processes: int
+    # Images per step, over all processes.
     batch: int
     iterations: int
     warmup: int
@@ -85,10 +95,11 @@ def measure_training(
     settings: TrainSettings,
     on_run: Callable[[TrainEngine, TrainPrecision], object] = lambda engine, precision: None,
 ) -> list[TrainResult]:
-    """Train from the same initial weights in each precision, each run in a process of its own.
+    """Train from the same initial weights in each precision, each run in processes of its own.
 
     Args:
-        config: Its precision and number of iterations are ignored.
+        config: Its precision and number of iterations are ignored. Keys `device` and `processes`
+            give the number of processes of a run.
         settings: Precisions, engines and numbers of steps.
         on_run: Called before each run.
 
@@ -96,21 +107,62 @@ def measure_training(
         ConfigError: the configuration does not fit the data, the machine or torchvision.
         DataError: the data set is invalid.
     """
+    from ...training.config import ConfigError
+
+    try:
+        processes = number_of_processes(config.device, config.processes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if settings.with_torchvision and processes > 1:
+        raise ConfigError(
+            f"torchvision's model is trained by one process, not by {processes}; leave out --peer"
+        )
     engines = get_args(TrainEngine) if settings.with_torchvision else ("this",)
     results = []
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool:
         for precision in settings.precisions:
             for engine in engines:
                 on_run(engine, precision)
-                run = pool.submit(_measure_run, config, engine, precision, settings)
-                results.append(run.result())
+                with _rank_environments(processes) as environments:
+                    ranks = [
+                        pool.submit(_measure_rank, config, engine, precision, settings, environment)
+                        for environment in environments
+                    ]
+                    _wait_for_all(ranks)
+                results.append(ranks[0].result())
     return results
 
 
-def _measure_run(
-    config: "TrainConfig", engine: TrainEngine, precision: TrainPrecision, settings: TrainSettings
+def _wait_for_all(ranks: Sequence[Future[TrainResult]]) -> None:
+    """Wait for all ranks. If one fails, end the others, which wait for it, and raise its error."""
+    for rank in as_completed(ranks):
+        if error := rank.exception():
+            for process in active_children():
+                process.terminate()
+            raise error
+
+
+@contextmanager
+def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
+    """Yield the environment variables of each rank, and keep the store in which they meet."""
+    if processes == 1:
+        yield [{}]
+        return
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield [rank_environment(rank, processes, store.port) for rank in range(processes)]
+
+
+def _measure_rank(
+    config: "TrainConfig",
+    engine: TrainEngine,
+    precision: TrainPrecision,
+    settings: TrainSettings,
+    environment: Mapping[str, str],
 ) -> TrainResult:
-    """Train once. Raise `ConfigError` if GPU memory runs out."""
+    """Train once as one of the ranks. Raise `ConfigError` if GPU memory runs out."""
+    os.environ.update(environment)
     import torch
 
     from ...training.config import ConfigError
@@ -158,7 +210,13 @@ def _measure_steps(
         trainer: Trainer | TorchvisionTrainer = (
             Trainer(config, own) if engine == "this" else TorchvisionTrainer(config, own)
         )
-        loader = train_loader(dataset, config, pin_memory=own.device.type == "cuda")
+        loader = train_loader(
+            dataset,
+            config,
+            rank=own.rank,
+            world_size=own.world_size,
+            pin_memory=own.device.type == "cuda",
+        )
         batches = prefetch_batches(own.device, loader)
         reset_peak_memory()
         timer, waits, losses = _StepTimer(own.device), [], []
@@ -175,6 +233,7 @@ def _measure_steps(
             engine=engine,
             precision=config.precision,
             device=own.device.type,
+            processes=own.world_size,
             batch=images,
             iterations=settings.iterations,
             warmup=settings.warmup,
@@ -205,7 +264,20 @@ def _gpu_steps(step: Callable[[], object]) -> GpuSteps:
     for _ in range(_HOST_STEPS):
         whole_step()
     host_ms = 1000 * statistics.median(starts)
-    return GpuSteps(host_ms, len(profile_gpu(whole_step, count=1)))
+    activities = profile_gpu(whole_step, count=1)
+    return GpuSteps(host_ms, len(activities), *communication_milliseconds(activities))
+
+
+def communication_milliseconds(activities: Sequence[GpuActivity]) -> tuple[float, float]:
+    """Return the time of NCCL's kernels, and the part of it in which no other activity runs.
+
+    Args:
+        activities: GPU activities of a step, ordered by start time.
+    """
+    nccl = [activity for activity in activities if activity.name.startswith("nccl")]
+    others = [activity for activity in activities if not activity.name.startswith("nccl")]
+    exposed = busy_microseconds(activities) - busy_microseconds(others)
+    return busy_microseconds(nccl) / 1000, exposed / 1000
 
 
 class _StepTimer:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..common.record import PlotGrid, Record, ResultTable
-from .measure import TrainResult
+from .measure import GpuSteps, TrainResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,7 +15,7 @@ _WINDOWS = 25
 _COLOURS = {"fp32": "tab:blue", "tf32": "tab:orange", "fp16": "tab:green", "bf16": "tab:red"}
 _COLUMNS = (
     *("precision", "model", "images/s", "ratio", "p50", "p90", "p99"),
-    *("data", "host", "kernels", "first", "MiB", "loss"),
+    *("data", "host", "kernels", "NCCL", "exposed", "first", "MiB", "loss"),
 )
 
 _METHOD_NOTE = """\
@@ -24,8 +24,10 @@ lasts from the end of the previous one to its own end: waiting for the next batc
 the device, forward and backward pass, optimiser. The first {warmup} of {iterations} steps are not
 timed. Latencies are of a step, in ms. "ratio" is that to torchvision's model, "data" the fraction
 of the time in which the process waited for the next batch, "host" the time in which it starts a
-step on an idle GPU, in ms, "kernels" their number on the GPU, "first" the seconds of the first
-step, "MiB" the peak {memory}, and "loss" the mean over the last tenth of the steps.
+step on an idle GPU, in ms, "kernels" their number on the GPU, "NCCL" the time in which those that
+communicate run, in ms, "exposed" the part of it in which no other kernel runs, "first" the seconds
+of the first step, "MiB" the peak {memory}, and "loss" the mean over the last tenth of the steps.
+With several processes, "images/s" is of all of them, and the other columns are of rank 0.
 """
 _TORCHVISION_NOTE = """\
 Torchvision's model has the same initial weights, optimiser and images. It draws its own samples,
@@ -51,8 +53,8 @@ def train_record(results: Sequence[TrainResult]) -> Record:
         results=results,
         tables=[
             ResultTable(
-                heading=f"{first.batch} images per step, {first.iterations} steps per run, on "
-                f"{first.device}; latencies of a step in ms",
+                heading=f"{first.batch} images per step, {first.iterations} steps per run, "
+                f"{first.processes} x {first.device}; latencies of a step in ms",
                 columns=_COLUMNS,
                 rows=[_row(r, _baseline(r, results)) for r in results],
             )
@@ -88,11 +90,16 @@ def _row(result: TrainResult, baseline: TrainResult | None) -> tuple[str, ...]:
         "" if baseline is None else f"{rate / baseline.images_per_second:.2f}",
         *(f"{ms:.1f}" for ms in (latency.p50, latency.p90, latency.p99)),
         f"{result.data_share:.0%}",
-        *(("", "") if gpu is None else (f"{gpu.host_ms:.1f}", f"{gpu.kernels}")),
+        *(("",) * 4 if gpu is None else _gpu_columns(gpu)),
         f"{result.first_step_seconds:.1f}",
         f"{result.peak_memory_mib:.0f}",
         f"{result.final_loss:.3f}",
     )
+
+
+def _gpu_columns(gpu: GpuSteps) -> tuple[str, ...]:
+    milliseconds = (f"{ms:.2f}" for ms in (gpu.communication_ms, gpu.exposed_ms))
+    return (f"{gpu.host_ms:.1f}", f"{gpu.kernels}", *milliseconds)
 
 
 def _plot_loss(axes: "Axes", results: Sequence[TrainResult], index: int | None, name: str) -> None:

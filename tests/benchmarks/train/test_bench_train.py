@@ -12,8 +12,14 @@ from tiny_run import write_config
 from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.benchmarks.common.timing import Latency
 from maskrcnn_trt.benchmarks.common.torchvision_baseline import TorchvisionTrainer
+from maskrcnn_trt.benchmarks.infer.gpu_time import GpuActivity
 from maskrcnn_trt.benchmarks.train import train
-from maskrcnn_trt.benchmarks.train.measure import TrainEngine, TrainPrecision, TrainResult
+from maskrcnn_trt.benchmarks.train.measure import (
+    TrainEngine,
+    TrainPrecision,
+    TrainResult,
+    communication_milliseconds,
+)
 from maskrcnn_trt.benchmarks.train.record import train_record
 from maskrcnn_trt.training.config import ConfigError, TrainConfig, load_config
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
@@ -47,7 +53,7 @@ def make_result(engine: TrainEngine, precision: TrainPrecision) -> TrainResult:
     losses[-2:] = [[0.25, 0, 0, 0, 1], [0.2, 0, 0, 0, 1]]
     latency = Latency(1, 1, 1, 1, 1, 1)
     return TrainResult(
-        engine, precision, "cpu", 2, 20, 1, 1.0, latency, 0.1, 1.0, None, 1.0, losses
+        engine, precision, "cpu", 1, 2, 20, 1, 1.0, latency, 0.1, 1.0, None, 1.0, losses
     )
 
 
@@ -77,6 +83,42 @@ def test_losses_are_those_of_a_training_run(config_path: Path, tmp_path: Path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     logged = [json.loads(line)["loss"] for line in lines]
     assert [sum(row) for row in own["losses"]] == pytest.approx(logged, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_report_one_step(config_path: Path, tmp_path: Path):
+    lengths = ["--iterations", "2", "--warmup", "1", "--output", str(tmp_path)]
+    result = CliRunner().invoke(
+        train, [str(config_path), "processes=2", "--precision", "fp32", *lengths]
+    )
+    assert result.exit_code == 0, result.output
+    (record,) = tmp_path.glob("train-*.json")
+    (run,) = json.loads(record.read_text())["results"]
+    assert (run["processes"], run["batch"]) == (2, 2)
+    assert torch.tensor(run["losses"]).shape == (2, 5)
+
+
+def test_torchvision_is_not_trained_by_two_processes(config_path: Path):
+    result = CliRunner().invoke(train, [str(config_path), "processes=2", "--peer", "torchvision"])
+    assert isinstance(result.exception, ConfigError)
+    assert "--peer" in str(result.exception)
+
+
+def test_devices_that_contradict_the_processes(config_path: Path):
+    result = CliRunner().invoke(train, [str(config_path), "processes=3", "--gpus", "2"])
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_communication_beside_other_kernels_is_not_exposed():
+    activities = [
+        GpuActivity("gemm", start=0, duration=2000),
+        GpuActivity("ncclDevKernel_AllReduce", start=1000, duration=4000),
+        GpuActivity("ncclDevKernel_AllReduce", start=2000, duration=1000),
+        GpuActivity("adam", start=4000, duration=500),
+        GpuActivity("adam", start=9000, duration=500),
+    ]
+    # Exposed: 2 to 4 ms, and 4.5 to 5 ms.
+    assert communication_milliseconds(activities) == (4.0, 2.5)
 
 
 def test_page_and_plots(tmp_path: Path):
