@@ -1,6 +1,6 @@
 """Selection of the best anchors of each feature map by a TopK of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import onnx
@@ -15,21 +15,25 @@ def split_top_k(graph: onnx.GraphProto) -> None:
     results are the same. With the maps of a pyramid, only a quarter of the entries is sorted.
     """
     producers = {name: node for node in graph.node for name in node.output}
-    for node in [node for node in graph.node if node.op_type == "TopK"]:
-        maximum = producers.get(node.input[0])
-        stack = producers.get(maximum.input[0]) if maximum and maximum.op_type == "Max" else None
-        if stack is None or stack.op_type != "Concat":
+
+    def sources(names: Iterable[str], op_type: str) -> list[onnx.NodeProto]:
+        """Return the nodes whose outputs these are; none if one is of another type."""
+        nodes = [producers[name] for name in names if name in producers]
+        return nodes if all(node.op_type == op_type for node in nodes) else []
+
+    for top_k in [node for node in graph.node if node.op_type == "TopK"]:
+        maxima = sources(top_k.input[:1], "Max")
+        stacks = sources((maximum.input[0] for maximum in maxima), "Concat")
+        names = [name for stack in stacks for name in stack.input]
+        rows = sources(names, "Unsqueeze")
+        pads = sources((row.input[0] for row in rows), "Pad")
+        if not pads or len(pads) < len(names):
             continue
-        rows = [producers.get(name) for name in stack.input]
-        pads = [producers.get(row.input[0]) for row in rows if row and row.op_type == "Unsqueeze"]
-        if len(pads) < len(rows) or not all(pad and pad.op_type == "Pad" for pad in pads):
-            continue
-        lowest, axis = maximum.input[1], rows[0].input[1]
-        nodes = list(_nodes(graph, node, [pad for pad in pads if pad], lowest, axis))
-        place = list(graph.node).index(node)
-        for offset, new in enumerate(nodes):
+        lowest, axis = maxima[0].input[1], rows[0].input[1]
+        place = list(graph.node).index(top_k)
+        for offset, new in enumerate(_nodes(graph, top_k, pads, lowest, axis)):
             graph.node.insert(place + offset, new)
-        for old in (node, maximum, stack, *rows, *pads):
+        for old in (top_k, *maxima, *stacks, *rows, *pads):
             graph.node.remove(old)
         used = {name for other in graph.node for name in other.input}
         for constant in [c for c in graph.initializer if c.name not in used]:
