@@ -162,7 +162,7 @@ def _counts_from_probabilities(
 
 
 def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Join the edges of consecutive chunks, without those that end and continue one run."""
+    """Join the edges of chunks. Drop the two equal edges of a run that continues across chunks."""
     edges = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
     is_inner = np.zeros(len(edges) + 1, np.bool_)
     is_inner[1:-1] = edges[1:] == edges[:-1]

@@ -83,7 +83,7 @@ class RunFolder:
         self._remove_older_than(checkpoint.iteration)
 
     def _remove_older_than(self, iteration: int) -> None:
-        """Remove numbered checkpoints up to an iteration, except the latest `keep`."""
+        """Remove numbered checkpoints up to `iteration`, except the last `_keep` of them."""
         # There are later ones if the user resumed from an older checkpoint. They are not removed.
         if self._keep is None:
             return

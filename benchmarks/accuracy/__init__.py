@@ -75,12 +75,14 @@ def evaluate(
 
     CHECKPOINT can also be weights of another implementation, or a name of `maskrcnn weights list`.
 
-    `maskrcnn eval BUNDLE DATA` evaluates a bundle as it is served. If DATA is a folder, or an
-    option of bundles is given, a checkpoint or a name is exported once into the cache folder. DATA
-    is a data set folder in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for `maskrcnn
-    train finetune`; its split `val`, or its only split, is used. Use --images and --annotations for
-    any other files. DATA can also be CONFIG
-    [KEY=VALUE]..., of which data.val, data.on_broken and the section `evaluation` are used.
+    `maskrcnn eval BUNDLE DATA` evaluates a bundle as it is served. DATA is a data set folder in the
+    layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for `maskrcnn train finetune`; its split
+    `val`, or its only split, is used. Use --images and --annotations for any other files. DATA can
+    also be CONFIG [KEY=VALUE]...; only its data.val, data.on_broken and section `evaluation` are
+    used.
+
+    With a data set folder, --images, --annotations, --backend, --precision or -o, a checkpoint or
+    a name is evaluated as a bundle, too. It is exported once, into the cache folder.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
     coco_results.pth for torch. If a metric is below evaluation.expected, the exit code is 1.

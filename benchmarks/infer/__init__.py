@@ -84,7 +84,7 @@ def _models_from(
         ZooError: A zoo does not have a model, or this program cannot compute it.
         DownloadError: A download failed, or a file has another checksum.
     """
-    from ...model.weights.sources import weights_path
+    from ...model.weights.downloads import weights_path
     from ...model.weights.zoo import is_zoo_name
     from ...serving.commands.model_reference import bundle_for_backend
 

@@ -87,7 +87,7 @@ class ServeSettings:
     seed: int = 0
 
     def grpc_clients(self) -> Sequence[int]:
-        """Return the clients of each closed loop with unary calls, including those of `http`."""
+        """Return the client counts for unary gRPC calls: those of `concurrencies` and `http`."""
         return sorted({*self.concurrencies, *self.http})
 
     def encoded_images(self) -> Sequence[bytes]:

@@ -34,7 +34,7 @@ _KINDS = {suffix: kind for kind, suffix in ENGINE_SUFFIXES.items()}
 
 @click.group()
 def engine() -> None:
-    """Inspect, profile and complete TensorRT and TensorRT-RTX engines."""
+    """Inspect, profile and refit TensorRT and TensorRT-RTX engines."""
 
 
 @engine.command()

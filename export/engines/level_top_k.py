@@ -31,7 +31,7 @@ def split_top_k(graph: onnx.GraphProto) -> None:
             continue
         lowest, axis = maxima[0].input[1], rows[0].input[1]
         place = list(graph.node).index(top_k)
-        for offset, new in enumerate(_nodes(graph, top_k, pads, lowest, axis)):
+        for offset, new in enumerate(_replacement(graph, top_k, pads, lowest, axis)):
             graph.node.insert(place + offset, new)
         for old in (top_k, *maxima, *stacks, *rows, *pads):
             graph.node.remove(old)
@@ -40,14 +40,14 @@ def split_top_k(graph: onnx.GraphProto) -> None:
             graph.initializer.remove(constant)
 
 
-def _nodes(
+def _replacement(
     graph: onnx.GraphProto,
     top_k: onnx.NodeProto,
     pads: list[onnx.NodeProto],
     lowest: str,
     axis: str,
 ) -> Iterator[onnx.NodeProto]:
-    """Yield the new nodes. `lowest` and `axis` are the second inputs of `Max` and `Unsqueeze`."""
+    """Yield the replacement. `lowest` and `axis`: second inputs of `Max` and `Unsqueeze`."""
     shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.value_info}
     constants = {value.name: value for value in graph.initializer}
     k = int(numpy_helper.to_array(constants[top_k.input[1]]).item())

@@ -14,7 +14,7 @@ from ...plugins.runtime.user_cache import cache_folder
 from ..bundle.manifest import BundleError, Precision, read_manifest, sha256_of
 from ..bundle.spec import ShapeBucket
 from ..download.local_files import exclusive_lock
-from .sources import CONFIG_NAME, is_url, mirror_checksums, weights_path
+from .downloads import CONFIG_NAME, is_url, mirror_checksums, weights_path
 from .zoo import is_zoo_name, zoo_model
 
 _STDERR: Final = 2  # file descriptor

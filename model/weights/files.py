@@ -14,7 +14,7 @@ import torch
 from torchvision.models import get_weight
 
 from ..checkpoint import CheckpointError
-from .sources import weights_path
+from .downloads import weights_path
 
 # A zip archive, or the magic number of torch files before version 1.6.
 _TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19")

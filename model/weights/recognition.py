@@ -15,10 +15,10 @@ from ..checkpoint import load_checkpoint
 from ..config.overrides import values_by_key
 from . import caffe2, detectron2, maskrcnn_benchmark, torchvision
 from .detectron2_config import Detectron2Config, read_config
+from .downloads import CONFIG_NAME
 from .files import WeightsError, read_file
 from .layouts import BOX_DELTAS, CLASS_SCORES, MASK_LOGITS, number_box_head
 from .origins import Settings, Weights, WeightsOrigin, rename_tensors
-from .sources import CONFIG_NAME
 
 ORIGINS = (torchvision.ORIGIN, detectron2.ORIGIN, maskrcnn_benchmark.ORIGIN, caffe2.ORIGIN)
 # Name of the origin of checkpoints that this program wrote.

@@ -10,10 +10,10 @@ from ..checkpoint import Checkpoint, load_checkpoint
 from ..config.reference import text_from_value
 from . import detectron2, torchvision
 from .conversion import WeightsConversion, checkpoint_from_weights
+from .downloads import CONFIG_NAME
 from .files import WeightsError, local_path, read_file
 from .origins import Weights
 from .recognition import OWN, is_checkpoint, read_weights
-from .sources import CONFIG_NAME
 from .zoo import ZooModel, is_zoo_name, zoo_model
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,7 @@ _THREADS = 1024
 # Maximum boxes per set: each thread keeps the state of 16 boxes.
 MAX_BOXES = 16 * _THREADS
 
-
-# Boxes of which one number says whether they suppress another box, and threads that compare these
-# with as many boxes.
+# Boxes per tile, one bit of an int64 each, and threads per block of `nms_overlaps`.
 _TILE, _TILE_THREADS = 64, 256
 
 KernelName = Literal["nms_keep", "nms_overlaps", "nms_select"]
@@ -34,7 +32,7 @@ def nms_keep_kernel(
 
 
 def nms_keep_launch(sets: int, boxes: int) -> Launch:
-    """Return the grid, block and scalar arguments of `nms_keep`, which needs no other kernel.
+    """Return the grid, block and scalar arguments of `nms_keep`, the single-kernel NMS.
 
     Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output is keep
     [sets, boxes].

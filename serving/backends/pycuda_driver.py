@@ -61,24 +61,24 @@ class PycudaDriver:
         """Wait for all queued work."""
         cuda.Context.synchronize()
 
-    def new_memory(self, size: int) -> "_Memory":
+    def new_memory(self, size: int) -> "_PycudaMemory":
         """Allocate GPU memory."""
-        return _Memory(size)
+        return _PycudaMemory(size)
 
-    def new_pinned_memory(self, size: int) -> "_PinnedMemory":
+    def new_pinned_memory(self, size: int) -> "_PycudaPinnedMemory":
         """Allocate pinned host memory."""
-        return _PinnedMemory(size)
+        return _PycudaPinnedMemory(size)
 
-    def new_stream(self) -> "_Stream":
+    def new_stream(self) -> "_PycudaStream":
         """Create a stream."""
-        return _Stream()
+        return _PycudaStream()
 
-    def new_event(self) -> "_Event":
+    def new_event(self) -> "_PycudaEvent":
         """Create an event."""
-        return _Event()
+        return _PycudaEvent()
 
 
-class _Memory:
+class _PycudaMemory:
     def __init__(self, size: int) -> None:
         self._allocation = cuda.mem_alloc(max(size, 1))
         self.address = int(self._allocation)
@@ -87,7 +87,7 @@ class _Memory:
         self._allocation.free()
 
 
-class _PinnedMemory:
+class _PycudaPinnedMemory:
     def __init__(self, size: int) -> None:
         self.array: NDArray[Any] = cuda.pagelocked_empty(max(size, 1), np.uint8)
 
@@ -95,7 +95,7 @@ class _PinnedMemory:
         self.array.base.free()  # type: ignore[union-attr]
 
 
-class _Event:
+class _PycudaEvent:
     def __init__(self) -> None:
         self.event = cuda.Event(cuda.event_flags.DISABLE_TIMING)
 
@@ -106,15 +106,15 @@ class _Event:
         del self.event  # the destructor releases it
 
 
-class _Stream:
+class _PycudaStream:
     def __init__(self) -> None:
         self._stream = cuda.Stream(_NON_BLOCKING)
         self.handle = int(self._stream.handle)
 
-    def record(self, event: _Event) -> None:
+    def record(self, event: _PycudaEvent) -> None:
         event.event.record(self._stream)
 
-    def wait(self, event: _Event) -> None:
+    def wait(self, event: _PycudaEvent) -> None:
         self._stream.wait_for_event(event.event)
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:

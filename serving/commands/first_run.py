@@ -25,7 +25,7 @@ _AP_TOLERANCE: Final = 0.005
 _SHOWN_LINES: Final = 15
 
 
-class Step(NamedTuple):
+class FirstRunStep(NamedTuple):
     """One step of the first run: its commands, and the output that shows their success."""
 
     commands: tuple[str, ...]
@@ -40,22 +40,22 @@ class Step(NamedTuple):
 
 
 STEPS: Final = (
-    Step(
+    FirstRunStep(
         ('pip install ".[train,cpu,tensorrt,dev]"',),
         "`tensorrt`, `cuda-bindings`, and `nvidia-cuda-nvrtc` 13.0",
         (r"(?m)^tensorrt ", r"(?m)^cuda-bindings ", r"(?m)^nvidia-cuda-nvrtc 13\.0"),
     ),
-    Step(("maskrcnn kernels build",), "no error"),
-    Step(
+    FirstRunStep(("maskrcnn kernels build",), "no error"),
+    FirstRunStep(
         ("maskrcnn data synthetic data/synthetic --train 200 --val 20 --size 192x128",), "no error"
     ),
-    Step(
+    FirstRunStep(
         (f"maskrcnn train quick output_dir={FOLDER}",),
         f"`the final checkpoint is {FOLDER}/model_final.pth`",
         (rf"the final checkpoint is {FOLDER}/model_final\.pth",),
         file=f"{FOLDER}/log.txt",
     ),
-    Step(
+    FirstRunStep(
         (
             f"maskrcnn export {FOLDER}/model_final.pth -o {_BUNDLE} --precision fp32 fp16 "
             "--engine tensorrt",
@@ -66,7 +66,7 @@ STEPS: Final = (
         "should compute in",
         f"{_BUNDLE}.build.log",
     ),
-    Step(
+    FirstRunStep(
         (f"maskrcnn engine inspect {_BUNDLE}/model-fp16-128x192.plan",),
         "plugins `maskrcnn::NmsKeep 1`, `maskrcnn::PyramidRoIAlign 1`; convolutions that read "
         "`fp16`",
@@ -77,24 +77,24 @@ STEPS: Final = (
             r"(?m)^\W*fp16\W+\d+\W+\d+%\W+[1-9]",
         ),
     ),
-    Step(
+    FirstRunStep(
         ("pytest -m tensorrt tests/plugins tests/export/engines",),
         "`passed`, none failed",
         (r"\d+ passed",),
     ),
-    Step(
+    FirstRunStep(
         (
             f"{_EVALUATION} --backend onnxruntime --precision fp32 --json {FOLDER}/reference.json",
             f"{_EVALUATION} --backend tensorrt --precision fp16 --json {FOLDER}/tensorrt.json",
         ),
         "twice the same box AP, within 0.5 points",
     ),
-    Step(
+    FirstRunStep(
         (f"maskrcnn serve {_BUNDLE} --backend tensorrt --doctor",),
         "`ok tensorrt would be used`, and `a server started, warmed up and stopped`",
         (r"ok\s+tensorrt\s+would be used", "a server started, warmed up and stopped"),
     ),
-    Step(
+    FirstRunStep(
         (
             f"maskrcnn bench infer {_BUNDLE} --backend tensorrt --precision fp16 --batch 1 "
             "--batch 8",
@@ -132,7 +132,7 @@ def doctor(tensorrt: bool, first: int) -> None:
         click.get_current_context().exit(1)
 
 
-def run_steps(steps: Sequence[Step], report: Path, first: int = 1) -> bool:
+def run_steps(steps: Sequence[FirstRunStep], report: Path, first: int = 1) -> bool:
     """Run steps in order until one fails. Return True if none does.
 
     Args:
@@ -159,7 +159,7 @@ def run_steps(steps: Sequence[Step], report: Path, first: int = 1) -> bool:
     return True
 
 
-def _run(step: Step) -> tuple[str, str]:
+def _run(step: FirstRunStep) -> tuple[str, str]:
     """Run the commands of a step. Return their output, and the reason of a failure or ""."""
     output = ""
     for command in step.commands:
@@ -196,7 +196,7 @@ def _difference(files: Sequence[str]) -> str:
     return "" if agree else f"the box AP differs: {first:.4f} and {second:.4f}"
 
 
-def _failure(number: int, step: Step, output: str, problem: str, report: Path) -> str:
+def _failure(number: int, step: FirstRunStep, output: str, problem: str, report: Path) -> str:
     lines = "\n".join(f"     | {line}" for line in output.splitlines()[-_SHOWN_LINES:])
     return (
         f"{lines}\n     failed: {problem}\n     must print: {step.must_print}\n"

@@ -18,7 +18,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from ...model.config.error_messages import validation_message
 from ...model.config.strict_yaml import value_from_yaml
-from ...model.weights.sources import CHECKSUMS_VARIABLE, MIRROR_VARIABLE
+from ...model.weights.downloads import CHECKSUMS_VARIABLE, MIRROR_VARIABLE
 from ..config import LogFormat, ServeConfig, ServeFields
 
 if TYPE_CHECKING:

@@ -55,8 +55,8 @@ class Channel:
     def __init__(self, connection: Connection, outgoing: int, incoming: int) -> None:
         """Take ownership of a connection and two memory file descriptors, one per direction."""
         self._connection = connection
-        self._outgoing = _Memory(outgoing)
-        self._incoming = _Memory(incoming)
+        self._outgoing = _SharedMemory(outgoing)
+        self._incoming = _SharedMemory(incoming)
 
     @classmethod
     def pair(cls) -> tuple[Self, Self]:
@@ -116,7 +116,7 @@ class Channel:
         self._incoming.close()
 
 
-class _Memory:
+class _SharedMemory:
     """Unnamed shared memory that two processes map. It grows to the largest message."""
 
     def __init__(self, handle: int) -> None:

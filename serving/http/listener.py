@@ -56,7 +56,7 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=_IDLE_S,
         )
-        self._server = _Server(self._config, config, max_connections)
+        self._server = _UvicornServer(self._config, config, max_connections)
 
     @contextlib.asynccontextmanager
     async def running(self, context: ssl.SSLContext | None) -> AsyncIterator[None]:
@@ -99,7 +99,7 @@ def _listening_socket(host: str, port: int) -> socket.socket:
         ) from None
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """uvicorn server that leaves signals to its process and limits its connections."""
 
     def __init__(self, config: uvicorn.Config, settings: ServeConfig, max_connections: int) -> None:
@@ -135,7 +135,7 @@ class _Server(uvicorn.Server):
 class _Connection(HttpToolsProtocol):
     """HTTP connection that is closed if its client is too slow, or the server has too many."""
 
-    def __init__(self, server: _Server, settings: ServeConfig, max_connections: int) -> None:
+    def __init__(self, server: _UvicornServer, settings: ServeConfig, max_connections: int) -> None:
         super().__init__(server.config, server.server_state, app_state={})
         self._settings = settings
         self._max_connections = max_connections

@@ -16,14 +16,14 @@ _JSON: Final = "application/json"
 _Content = Mapping[str, Any]
 
 
-class Rle(BaseModel):
+class JsonRle(BaseModel):
     """Mask in COCO's compressed run-length encoding."""
 
     size: tuple[int, int] = Field(description="Height, width in pixels after the EXIF rotation.")
     counts: str
 
 
-class Timing(BaseModel):
+class JsonTiming(BaseModel):
     """Durations of the stages in microseconds."""
 
     decode_us: int
@@ -43,7 +43,7 @@ class Detection(BaseModel):
     box: tuple[float, float, float, float] = Field(
         description="x_min, y_min, x_max, y_max in pixels, after the EXIF rotation."
     )
-    segmentation: Rle | list[list[float]] | None = Field(
+    segmentation: JsonRle | list[list[float]] | None = Field(
         None, description="COCO RLE, or polygons as x, y, x, y, ...; absent with mask_format=none."
     )
 
@@ -54,7 +54,7 @@ class DetectResponse(BaseModel):
     height: int
     width: int
     detections: list[Detection]
-    timing: Timing
+    timing: JsonTiming
 
 
 class Error(BaseModel):

@@ -10,6 +10,7 @@ from ...protos.inference import open_inference_pb2 as pb
 from ..config import ServeConfig
 from ..detections import DetectionOptions, Detections, MaskFormat, TimedResponse, Timing
 from ..errors import InvalidRequestError
+from ..pipeline.deadlines import request_deadline
 from ..pipeline.pipeline import InferenceRequest, Pipeline
 from ..pipeline.served_model import ServedModel
 from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
@@ -74,7 +75,7 @@ async def infer(
     scheduling = scheduling_from_request(request, precision, peer)
     images = validate_input(request, config.images_per_request, config.max_pixels)
     response = empty_response(request, model.version)
-    async with pipeline.time_limit(scheduling.timeout_s):
+    async with request_deadline(scheduling.timeout_s, config.timeout_s):
         async with admission or pipeline.admission.acquire(peer, images.count):
             detecting = _detect_all(pipeline, model, images, options, scheduling)
             del request, images  # `detecting` releases them once the images are decoded

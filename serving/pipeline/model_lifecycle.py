@@ -10,8 +10,9 @@ from ..config import ServeConfig
 from ..errors import BackendError
 from ..monitoring.metrics import Metrics
 from .batching import START_TIMEOUT_S
+from .deadlines import time_limit
 from .served_model import ModelSource, ServedModel
-from .threads import in_daemon_thread, time_limit
+from .threads import in_daemon_thread
 
 _log = logging.getLogger(__name__)
 

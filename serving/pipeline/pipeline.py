@@ -2,13 +2,11 @@
 
 import contextlib
 import time
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import ServeConfig
 from ..detections import DetectionOptions, ResponseEncoder, TimedResponse, Timing
-from ..errors import ExpiredError
 from ..request_options import SchedulingOptions
 from ..steps.base import EngineItem, EngineResult
 from ..steps.host_steps import HostProcessor
@@ -18,7 +16,7 @@ from .batching import BatchResult
 from .model_lifecycle import ModelLifecycle
 from .served_model import ModelBatcher, ModelSource, ServedModel
 from .shared_resources import SharedResources
-from .threads import TimedResult, time_limit, timed
+from .threads import TimedResult, timed
 
 # Minimum number of admission slots, however slow the model is: two batches, so that one can fill
 # while the other is computed, and enough for clients of Triton with the usual concurrency.
@@ -73,29 +71,6 @@ class Pipeline:
         """Maximum number of in-flight images per stream: all concurrent batches and one more."""
         return (self.model.batcher().concurrency + 1) * self._config.max_batch
 
-    def time_limit(self, timeout_s: float | None) -> AbstractAsyncContextManager[None]:
-        """Return a context manager that cancels its body at a request's time limit.
-
-        Args:
-            timeout_s: Time limit in the request, in seconds. If the server's `timeout_s` is lower,
-                that applies. None: the server's limit.
-
-        Raises:
-            ExpiredError: the body took longer than the limit.
-        """
-        limits = [s for s in (timeout_s, self._config.timeout_s) if s is not None]
-        if not limits:
-            return contextlib.nullcontext()
-        limit_s = min(limits)
-        return time_limit(
-            limit_s,
-            lambda: ExpiredError(
-                f"the request exceeded its time limit of {limit_s:g} s; raise timeout_us (or the "
-                "parameter timeout) in the request, raise the server's --timeout-s, or send fewer "
-                "images at once"
-            ),
-        )
-
     async def detect(self, request: InferenceRequest, model: ServedModel) -> TimedResponse[Any]:
         """Detect objects in an image and return the encoded response.
 
@@ -103,7 +78,7 @@ class Pipeline:
 
         Args:
             request: The request. Its `scheduling.timeout_s` is not applied here; the caller uses
-                `time_limit`.
+                `request_deadline`.
             model: Model to use. The caller is within the model's `use` context.
 
         Raises:

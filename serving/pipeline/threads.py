@@ -1,11 +1,11 @@
-"""Fair thread pool for images, daemon threads for calls that may hang, and time limits."""
+"""Fair thread pool for images, and daemon threads for calls that may hang."""
 
 import asyncio
 import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple
 
@@ -133,20 +133,3 @@ async def in_daemon_thread(work: Callable[..., Value], *arguments: Any) -> Value
 
     threading.Thread(target=run, name=work.__qualname__, daemon=True).start()
     return await asyncio.wrap_future(result)
-
-
-@contextlib.asynccontextmanager
-async def time_limit(limit_s: float, timeout_error: Callable[[], Exception]) -> AsyncIterator[None]:
-    """Cancel the body of the context if it takes longer than a limit.
-
-    Args:
-        limit_s: Time limit in seconds.
-        timeout_error: Function that returns the exception to raise at the limit.
-    """
-    try:
-        async with asyncio.timeout(limit_s) as limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise timeout_error() from None

@@ -76,7 +76,7 @@ class _Handler(WSGIRequestHandler):
         return _ErrorLog()
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _WsgiServer(ThreadingMixIn, WSGIServer):
     """HTTP server that closes connections after 5 s, and the oldest if more than 32 are open."""
 
     daemon_threads = True  # so that a client cannot delay the shutdown
@@ -142,7 +142,7 @@ def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterato
     """
     try:
         (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        server = _Server(family, (host, port))
+        server = _WsgiServer(family, (host, port))
     except OSError as error:
         raise ServingError(
             f"cannot listen on {address_of(host, port)} for metrics ({error.strerror}); "

@@ -20,6 +20,7 @@ from ..messages import (
     scheduling_from_request,
     stream_response_bytes,
 )
+from ..pipeline.deadlines import request_deadline
 from ..pipeline.model_repository import ModelRepository
 from ..pipeline.pipeline import InferenceRequest, Pipeline
 from ..pipeline.served_model import ServedModel
@@ -136,7 +137,8 @@ class DetectorService:
             options = options_from_request(request)
             scheduling = scheduling_from_request(request, peer, name)
             admission = admission or pipeline.admission.acquire(peer)
-            async with pipeline.time_limit(scheduling.timeout_s), admission:
+            deadline = request_deadline(scheduling.timeout_s, self._config.timeout_s)
+            async with deadline, admission:
                 detecting = pipeline.detect(
                     InferenceRequest(
                         source=source,

@@ -67,7 +67,7 @@ class Streams(Generic[Request]):
         Raises:
             StoppingError: the server stopped before the stream ended.
         """
-        stream = _Stream(respond, context, in_order=in_order)
+        stream = _OpenStream(respond, context, in_order=in_order)
         async with asyncio.TaskGroup() as tasks:
             reader = tasks.create_task(self._read(requests, context.peer(), stream, tasks))
             self._readers.add(reader)
@@ -79,7 +79,7 @@ class Streams(Generic[Request]):
         self,
         requests: AsyncIterable[Request],
         peer: str,
-        stream: "_Stream[Request]",
+        stream: "_OpenStream[Request]",
         tasks: asyncio.TaskGroup,
     ) -> None:
         async for request in requests:
@@ -94,7 +94,7 @@ class Streams(Generic[Request]):
             await stream.wait_for_room(pipeline.stream_window)
 
 
-class _Stream(Generic[Request]):
+class _OpenStream(Generic[Request]):
     """State of one stream: the number of its in-flight images and the order of its responses.
 
     An image is in flight until its response has been written.

@@ -41,7 +41,7 @@ _MAX_ENLARGEMENT = 2.0
 _RATE, _RATE_BATCH = 3e-4, 4
 
 
-class Plan(NamedTuple):
+class FittedSettings(NamedTuple):
     """Values of a training configuration, and the reasons for them."""
 
     # Nested values of `TrainConfig`, without `data.train` and `data.val`.
@@ -78,7 +78,7 @@ def plan_finetuning(
     given: Mapping[str, Any],
     *,
     is_pretrained: bool = True,
-) -> Plan:
+) -> FittedSettings:
     """Return the configuration of a fine-tuning.
 
     Args:
@@ -126,7 +126,7 @@ def plan_finetuning(
             "images_per_batch": 8 if on_gpu else _CPU_BATCH,
         },
     }
-    return Plan(values, reasons)
+    return FittedSettings(values, reasons)
 
 
 def _input_size(

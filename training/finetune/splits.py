@@ -42,13 +42,13 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
         DataError: Several splits may be the training set, or the annotations cannot be read.
     """
     names = list(layout.splits)
-    train = _only(names, "train") or (names[0] if len(names) == 1 else None)
+    train = _split_named(names, "train") or (names[0] if len(names) == 1 else None)
     if train is None:
         raise DataError(
             f"the data set has the splits {', '.join(names)}, none of which is named train; train "
             "with a YAML file that sets data.train and data.val"
         )
-    val = _only([name for name in names if name != train], "val")
+    val = _split_named([name for name in names if name != train], "val")
     if val is None:
         return _held_out(train, layout.splits[train], folder)
     faults: dict[str, Sequence[str]] = {}
@@ -60,8 +60,12 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     )
 
 
-def _only(names: Sequence[str], word: str) -> str | None:
-    """Return the name that is `word`, else the shortest that contains it. None: there is none."""
+def _split_named(names: Sequence[str], word: str) -> str | None:
+    """Return the split named `word`, else the shortest name that contains it, else None.
+
+    Raises:
+        DataError: Two of the shortest names contain it.
+    """
     matches = [name for name in names if word in name.lower()]
     matches.sort(key=lambda name: (name.lower() != word, len(name)))
     if len(matches) > 1 and len(matches[0]) == len(matches[1]) and matches[0].lower() != word:

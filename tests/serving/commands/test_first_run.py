@@ -11,7 +11,7 @@ from rich.console import Console
 
 from maskrcnn_trt.export.engines.commands import table_of_types
 from maskrcnn_trt.export.engines.layers import Layer, LayerTensor
-from maskrcnn_trt.serving.commands.first_run import STEPS, Step, doctor, run_steps
+from maskrcnn_trt.serving.commands.first_run import STEPS, FirstRunStep, doctor, run_steps
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,16 +45,16 @@ def test_first_step_without_tensorrt(report: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "problem"),
     [
-        (Step(("json.tool --help",), "", ("usage",)), ""),
-        (Step(("json.tool --help",), "", ("usage", "absent")), "absent"),
-        (Step(("json.tool --help",), "", fault="usage"), "usage"),
-        (Step(("json.tool none.json",), "", file="kept.log"), "exit code"),
-        (Step(("json.tool same.json", "json.tool near.json"), ""), ""),
-        (Step(("json.tool same.json", "json.tool far.json"), ""), "0.4000 and 0.4100"),
+        (FirstRunStep(("json.tool --help",), "", ("usage",)), ""),
+        (FirstRunStep(("json.tool --help",), "", ("usage", "absent")), "absent"),
+        (FirstRunStep(("json.tool --help",), "", fault="usage"), "usage"),
+        (FirstRunStep(("json.tool none.json",), "", file="kept.log"), "exit code"),
+        (FirstRunStep(("json.tool same.json", "json.tool near.json"), ""), ""),
+        (FirstRunStep(("json.tool same.json", "json.tool far.json"), ""), "0.4000 and 0.4100"),
     ],
 )
 def test_steps_stop_at_the_first_failure(
-    report: Path, capsys: pytest.CaptureFixture[str], step: Step, problem: str
+    report: Path, capsys: pytest.CaptureFixture[str], step: FirstRunStep, problem: str
 ) -> None:
     for name, ap in {"same": 0.4, "near": 0.404, "far": 0.41}.items():
         Path(f"{name}.json").write_text(json.dumps({"metrics": {"bbox/AP": ap}}))
@@ -68,7 +68,9 @@ def test_steps_stop_at_the_first_failure(
 
 
 def test_first_of_the_steps(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_steps([Step(("json.tool none",), ""), Step(("json.tool --help",), "")], report, 2)
+    assert run_steps(
+        [FirstRunStep(("json.tool none",), ""), FirstRunStep(("json.tool --help",), "")], report, 2
+    )
     assert "1/2" not in capsys.readouterr().out
 
 

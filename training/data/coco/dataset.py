@@ -180,7 +180,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_coco_file(path: Path) -> dict[str, Any]:
-    """Read a COCO annotation file, and check that it has the three lists.
+    """Read a COCO file with the lists `images`, `annotations` and `categories`.
 
     Raises:
         DataError: The file cannot be read, or is not in COCO format.

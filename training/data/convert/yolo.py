@@ -92,7 +92,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 def _categories_from(names: Any, file: Path) -> tuple[Category, ...]:
     pairs = dict(enumerate(names)) if isinstance(names, list) else names
     if not isinstance(pairs, Mapping) or not pairs or not all(isinstance(i, int) for i in pairs):
-        raise DataError(f"{file}: `names` must be a list of class names, or a mapping of numbers")
+        raise DataError(f"{file}: `names` must be a list of names, or map class numbers to names")
     return tuple(Category(id=number, name=str(pairs[number])) for number in sorted(pairs))
 
 

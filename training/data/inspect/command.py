@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 @click.option(
     "--augmented",
     metavar="CONFIG",
-    help="Also draw training images as a run with this preset or YAML file resizes and augments "
-    "them, into a file beside that of -o.",
+    help="Also draw training images, resized and augmented by this preset or YAML file, into a "
+    "second file beside that of -o.",
 )
 @click.option(
     "--samples",

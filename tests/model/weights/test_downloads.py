@@ -12,7 +12,7 @@ from faulty_server import Fault, Site
 from zoo_mirror import zoo_mirror
 
 from maskrcnn_trt.model.download.local_files import DownloadError
-from maskrcnn_trt.model.weights.sources import weights_path
+from maskrcnn_trt.model.weights.downloads import weights_path
 from maskrcnn_trt.model.weights.zoo import zoo_model
 
 NAME = "detectron2:mask_rcnn_R_50_FPN_3x"
