@@ -1,4 +1,4 @@
-"""Machine description, functions in child processes, peak memory, CPU use of a process tree."""
+"""Machine description, calls in child processes, peak memory, CPU use of a process tree."""
 
 import contextlib
 import gc
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -83,9 +83,9 @@ class ProcessError(Exception):
 
 @dataclass(frozen=True)
 class ThreadUsage:
-    """CPU use of a process's threads of one name."""
+    """CPU use of all threads of a process that have the same name."""
 
-    # 0: the measured process. Its descendants are numbered by ascending process ID.
+    # Number of the process. 0: the measured one. Its descendants are numbered by ascending PID.
     process: int
     # Name without the number that some thread pools append. `main`: the process's first thread.
     name: str
@@ -102,7 +102,7 @@ class ProcessUsage:
     cores: float
     # Total resident memory, sampled at equal intervals.
     memory_mib: list[float]
-    # Threads that used CPU time and exist at the end, the busiest first.
+    # Threads that used CPU time and exist at the window's end, the busiest first.
     threads: list[ThreadUsage]
 
 
@@ -146,6 +146,61 @@ def _send_items(
         sender.send(item)
 
 
+def call_in_processes(
+    function: Callable[..., _T], arguments: Sequence[tuple[Any, ...]]
+) -> list[_T]:
+    """Call a function in several new processes at the same time, and return their results.
+
+    If one process fails, the others are terminated, because they may wait for it forever.
+
+    Args:
+        function: Module-level function. It, its arguments and its results are pickled.
+        arguments: Arguments of the call in each process.
+
+    Raises:
+        Exception: that of the first call that raised.
+        ProcessError: a process died.
+    """
+    context = get_context("spawn")
+    receivers, processes = [], []
+    try:
+        for own_arguments in arguments:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_send_result, args=(sender, function, own_arguments))
+            process.start()
+            sender.close()
+            receivers.append(receiver)
+            processes.append(process)
+        results: dict[Any, _T] = {}
+        while len(results) < len(receivers):
+            for ready in wait([one for one in receivers if one not in results]):
+                results[ready] = _received(ready)
+        return [results[receiver] for receiver in receivers]
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _send_result(
+    sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    try:
+        sender.send((function(*arguments), None))
+    except Exception as error:
+        sender.send((None, error))
+
+
+def _received(receiver: Any) -> Any:
+    try:
+        result, error = receiver.recv()
+    except EOFError:
+        raise ProcessError("a measuring process was killed; did memory run out?") from None
+    if error:
+        raise error
+    return result
+
+
 def reset_peak_memory() -> None:
     """Reset the peak memory of this process and of torch on the GPU."""
     with contextlib.suppress(OSError):  # Linux can forbid the reset; then the old peak stays
@@ -159,7 +214,8 @@ def reset_peak_memory() -> None:
 
 def peak_memory_mib(kind: MemoryKind) -> float:
     """Return the peak memory since the last reset in MiB; for `driver`, the memory in use now."""
-    # The driver reports no peak, but libraries that allocate without torch keep their memory.
+    # The driver reports no peak, so the memory in use is returned. Libraries that allocate without
+    # torch keep their memory.
     if kind == "torch":
         import torch
 
@@ -251,7 +307,7 @@ def _process_tree_stats(pid: int) -> dict[int, list[str]]:
 
 
 def _parse_stat(text: str) -> tuple[str, list[str]]:
-    """Return the name and the other fields from 3 on of a file `stat` in /proc."""
+    """Return the name, and the fields from field 3 on, of a `stat` file in /proc."""
     # The second field is the name in brackets, which may contain spaces and brackets.
     head, _, fields = text.rpartition(")")
     return head.partition("(")[2], fields.split()

@@ -16,6 +16,7 @@ from torchvision.ops import MultiScaleRoIAlign
 from ...model.backbone import build_resnet, norm_layer
 from ...model.config.schema import BackboneConfig, ModelConfig, RoiConfig
 from ...model.losses import LOSS_NAMES
+from ...model.mask_rcnn import MaskRCNN
 from ...training.config import ConfigError, TrainConfig
 from ...training.data.loading.batches import Batch
 from ...training.distributed import Worker
@@ -31,7 +32,7 @@ from ...training.trainer import (
 def torchvision_from_config(config: ModelConfig) -> TorchvisionMaskRCNN:
     """Build torchvision's model with random weights; its state dict has this project's keys.
 
-    If torchvision lacks the backbone or convention, `load_state_dict` fails later.
+    If torchvision lacks layers of the model, such as those of C4, `load_state_dict` fails later.
     """
     roi, rpn, anchors = config.roi, config.rpn, config.anchors
     return TorchvisionMaskRCNN(
@@ -102,7 +103,15 @@ class TorchvisionTrainer:
             ConfigError: torchvision has no model of this configuration.
         """
         own = Trainer(config, worker)
-        model = torchvision_from_config(config.model)
+        settings = config.model
+        if (settings.anchors.convention, settings.roi.aligned, settings.inclusive_boxes) != (
+            "torchvision", False, False
+        ):  # fmt: skip
+            raise ConfigError(
+                "torchvision's model has other anchors, RoIs or boxes than this configuration; "
+                "measure without --peer"
+            )
+        model = torchvision_from_config(settings)
         try:
             model.load_state_dict(own.model.state_dict())
         except RuntimeError as error:
@@ -118,6 +127,13 @@ class TorchvisionTrainer:
         self._optimizer = build_optimizer(self._model, config.solver)
         self._scaler = own.scaler
         self._iteration = 0
+
+    @property
+    def evaluated_model(self) -> MaskRCNN:
+        """This project's model with the trained weights; it detects the same as torchvision's."""
+        model = MaskRCNN(self._config.model)
+        model.load_state_dict(self._model.state_dict())
+        return model.to(self._device)
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
         """Run one optimiser step and return losses [5] in the order of `LOSS_NAMES`."""
@@ -140,7 +156,7 @@ class TorchvisionTrainer:
 
 
 class _TransformWithoutResize(GeneralizedRCNNTransform):  # type: ignore[misc]
-    """Torchvision's preprocessing without resizing: batches contain resized images."""
+    """Torchvision's preprocessing without resizing, because batches contain resized images."""
 
     def resize(
         self, image: Tensor, target: dict[str, Tensor] | None = None

@@ -6,7 +6,7 @@ from typing import get_args
 import click
 
 from ..common.record import output_option, publish
-from .measure import TrainPrecision
+from .measure import TrainPeer, TrainPrecision
 
 
 @click.command(context_settings={"show_default": True})
@@ -16,10 +16,14 @@ from .measure import TrainPrecision
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(TrainPrecision)),
     default=get_args(TrainPrecision), help="Repeatable.",
 )  # fmt: skip
-@click.option("--peer", type=click.Choice(["torchvision"]), help="Baseline: train this model too.")
 @click.option(
-    "--gpus", type=click.IntRange(min=1), help="Train on the first GPUs; short for device=0,1,..."
-)
+    "--peer", "peers", multiple=True, type=click.Choice(get_args(TrainPeer)),
+    help="Baseline: also train torchvision's model, or the same model without compilation. "
+    "Repeatable.",
+)  # fmt: skip
+@click.option("--seeds", type=click.IntRange(min=1), default=1, help="Runs with consecutive seeds.")
+@click.option("--evaluate", is_flag=True, help="Measure the average precision after each run.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs; short for device=0,1,...")
 @click.option("--use-synthetic-data", is_flag=True, help="Train on synthetic images.")
 @click.option("--iterations", type=click.IntRange(min=1), default=100, help="Steps of each run.")
 @click.option(
@@ -30,7 +34,9 @@ def train(
     config: str,
     overrides: tuple[str, ...],
     precisions: tuple[TrainPrecision, ...],
-    peer: str | None,
+    peers: tuple[TrainPeer, ...],
+    seeds: int,
+    evaluate: bool,
     gpus: int | None,
     use_synthetic_data: bool,
     iterations: int,
@@ -39,8 +45,8 @@ def train(
 ) -> None:
     """Train a configuration in several precisions, and compare speed and losses.
 
-    CONFIG and KEY=VALUE are those of `maskrcnn train`. Every run starts from the same weights, uses
-    the same batches and writes no checkpoint.
+    CONFIG and KEY=VALUE are those of `maskrcnn train`. Runs of one seed start from the same weights
+    and use the same batches. No run writes a checkpoint.
     """
     from ...training.config import load_config
     from ...training.data.synthetic.dataset import with_synthetic_data
@@ -58,7 +64,9 @@ def train(
         precisions=precisions,
         iterations=iterations,
         warmup=warmup,
-        with_torchvision=peer == "torchvision",
+        peers=peers,
+        seeds=seeds,
+        with_average_precision=evaluate,
     )
     results = measure_training(
         train_config,

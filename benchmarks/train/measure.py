@@ -5,15 +5,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import active_children, get_context
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from ...model.bundle.manifest import Category
 from ...training.devices import number_of_processes
 from ...training.launcher import rank_environment
-from ..common.processes import peak_memory_mib, reset_peak_memory
+from ..common.processes import call_in_processes, peak_memory_mib, reset_peak_memory
 from ..common.timing import Latency, latency_from_seconds
 from ..infer.gpu_time import GpuActivity, busy_microseconds, profile_gpu
 
@@ -21,11 +20,15 @@ from ..infer.gpu_time import GpuActivity, busy_microseconds, profile_gpu
 if TYPE_CHECKING:
     import torch
 
+    from ...model.mask_rcnn import MaskRCNN
     from ...training.config import TrainConfig
+    from ...training.distributed import Worker
 
 TrainPrecision = Literal["fp32", "tf32", "fp16", "bf16"]
-TrainEngine = Literal["this", "torchvision"]
-# Steps that measure the host's time.
+# The configured model, and its baselines: the same without compilation, and torchvision's model.
+TrainPeer = Literal["eager", "torchvision"]
+TrainEngine = Literal["this"] | TrainPeer
+# Number of steps whose launch time is measured.
 _HOST_STEPS = 5
 
 
@@ -38,19 +41,23 @@ class TrainSettings:
     iterations: int = 100
     # Untimed first steps of each run.
     warmup: int = 10
-    # Train torchvision's model too, in each precision.
-    with_torchvision: bool = False
+    # Baselines to train too, in each precision.
+    peers: Sequence[TrainPeer] = ()
+    # Runs with consecutive seeds, in each precision.
+    seeds: int = 1
+    # Measure the average precision after each run.
+    with_average_precision: bool = False
 
 
 class GpuSteps(NamedTuple):
-    """Load of a step on the host and the GPU."""
+    """Launch time, kernels and communication time of a step."""
 
-    # Median time in which the process starts a step on an idle GPU.
+    # Median time that the process needs to launch a step on an idle GPU.
     host_ms: float
     # Kernels, copies and fills of a step.
     kernels: int
     # Time in which NCCL's kernels run, waiting for other ranks included, and the part of it in
-    # which nothing else does.
+    # which the GPU does nothing else.
     communication_ms: float
     exposed_ms: float
 
@@ -61,6 +68,7 @@ class TrainResult:
 
     engine: TrainEngine
     precision: TrainPrecision
+    seed: int
     device: str
     # Training processes, each with its own GPU.
     processes: int
@@ -82,6 +90,8 @@ class TrainResult:
     peak_memory_mib: float
     # [iterations, 5] in the order of `model.losses.LOSS_NAMES`, warm-up included.
     losses: Sequence[Sequence[float]]
+    # Box and mask metrics on the validation set after the run. Empty: not measured.
+    metrics: Mapping[str, float]
 
     @property
     def final_loss(self) -> float:
@@ -95,12 +105,12 @@ def measure_training(
     settings: TrainSettings,
     on_run: Callable[[TrainEngine, TrainPrecision], object] = lambda engine, precision: None,
 ) -> list[TrainResult]:
-    """Train from the same initial weights in each precision, each run in processes of its own.
+    """Train each seed's initial weights in each precision, each run in processes of its own.
 
     Args:
-        config: Its precision and number of iterations are ignored. Keys `device` and `processes`
-            give the number of processes of a run.
-        settings: Precisions, engines and numbers of steps.
+        config: Its precision and number of iterations are ignored, and its seed is the first one.
+            Keys `device` and `processes` give the number of processes of a run.
+        settings: Precisions, baselines, seeds and numbers of steps.
         on_run: Called before each run.
 
     Raises:
@@ -113,38 +123,28 @@ def measure_training(
         processes = number_of_processes(config.device, config.processes)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if settings.with_torchvision and processes > 1:
+    if settings.with_average_precision and config.data.val is None:
+        raise ConfigError("--evaluate needs data.val; set it, or leave out --evaluate")
+    if "torchvision" in settings.peers and processes > 1:
         raise ConfigError(
             f"torchvision's model is trained by one process, not by {processes}; leave out --peer"
         )
-    engines = get_args(TrainEngine) if settings.with_torchvision else ("this",)
+    seeds = range(config.seed, config.seed + settings.seeds)
+    engines: tuple[TrainEngine, ...] = ("this", *settings.peers)
     results = []
-    with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for precision in settings.precisions:
-            for engine in engines:
-                on_run(engine, precision)
-                with _rank_environments(processes) as environments:
-                    ranks = [
-                        pool.submit(_measure_rank, config, engine, precision, settings, environment)
-                        for environment in environments
-                    ]
-                    _wait_for_all(ranks)
-                results.append(ranks[0].result())
+    for precision, engine, seed in itertools.product(settings.precisions, engines, seeds):
+        on_run(engine, precision)
+        run_config = _run_config(config, engine, precision, seed, settings.iterations)
+        with _rank_environments(processes) as environments:
+            ranks = [(run_config, engine, settings, environment) for environment in environments]
+            first, *_ = call_in_processes(_measure_rank, ranks)
+        results.append(first)
     return results
-
-
-def _wait_for_all(ranks: Sequence[Future[TrainResult]]) -> None:
-    """Wait for all ranks. If one fails, end the others, which wait for it, and raise its error."""
-    for rank in as_completed(ranks):
-        if error := rank.exception():
-            for process in active_children():
-                process.terminate()
-            raise error
 
 
 @contextmanager
 def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
-    """Yield the environment variables of each rank, and keep the store in which they meet."""
+    """Yield the environment variables of each rank. Keep the TCP store that connects the ranks."""
     if processes == 1:
         yield [{}]
         return
@@ -157,7 +157,6 @@ def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
 def _measure_rank(
     config: "TrainConfig",
     engine: TrainEngine,
-    precision: TrainPrecision,
     settings: TrainSettings,
     environment: Mapping[str, str],
 ) -> TrainResult:
@@ -168,17 +167,20 @@ def _measure_rank(
     from ...training.config import ConfigError
 
     try:
-        run_config = _run_config(config, engine, precision, settings.iterations)
-        return _measure_steps(run_config, engine, settings)
+        return _measure_steps(config, engine, settings)
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"{engine} in {precision} ran out of GPU memory at solver.images_per_batch="
+            f"{engine} in {config.precision} ran out of GPU memory at solver.images_per_batch="
             f"{config.solver.images_per_batch}; lower it"
         ) from None
 
 
 def _run_config(
-    config: "TrainConfig", engine: TrainEngine, precision: TrainPrecision, iterations: int
+    config: "TrainConfig",
+    engine: TrainEngine,
+    precision: TrainPrecision,
+    seed: int,
+    iterations: int,
 ) -> "TrainConfig":
     # The learning-rate schedule stays the configured one, whatever the length of the run.
     longest = max(iterations, config.solver.max_iterations)
@@ -187,7 +189,10 @@ def _run_config(
     if engine == "torchvision":  # it needs masks of whole images
         roi = model.roi.model_copy(update={"mask_crop_size": None})
         model = model.model_copy(update={"roi": roi})
-    return config.model_copy(update={"precision": precision, "solver": solver, "model": model})
+    changes = {"precision": precision, "seed": seed, "solver": solver, "model": model}
+    if engine == "eager":
+        changes["compile"] = False
+    return config.model_copy(update=changes)
 
 
 def _measure_steps(
@@ -229,9 +234,13 @@ def _measure_steps(
         first, *_ = all_seconds = timer.seconds()
         seconds = all_seconds[settings.warmup :]
         images = config.solver.images_per_batch
+        metrics = {}
+        if settings.with_average_precision:
+            metrics = _average_precision(trainer.evaluated_model, config, dataset.categories, own)
         return TrainResult(
             engine=engine,
             precision=config.precision,
+            seed=config.seed,
             device=own.device.type,
             processes=own.world_size,
             batch=images,
@@ -246,7 +255,25 @@ def _measure_steps(
             if own.device.type == "cuda"
             else peak_memory_mib("cpu"),
             losses=torch.stack(losses).tolist(),
+            metrics=metrics,
         )
+
+
+def _average_precision(
+    model: "MaskRCNN", config: "TrainConfig", categories: Sequence[Category], worker: "Worker"
+) -> dict[str, float]:
+    """Return box and mask metrics of a model on the validation set."""
+    from ...training.data.coco.dataset import CocoDataset
+    from ...training.data.loading.loader import eval_loader
+    from ...training.evaluation.evaluator import CocoEvaluator, evaluate_model
+    from ...training.trainer import AUTOCAST_DTYPES
+
+    assert config.data.val is not None
+    dataset = CocoDataset(config.data.val, config.data.on_broken)
+    evaluator = CocoEvaluator(dataset, categories, worker, config.evaluation.evaluator)
+    batches = eval_loader(dataset, config, rank=worker.rank, world_size=worker.world_size)
+    evaluate_model(model, batches, evaluator, worker.device, AUTOCAST_DTYPES.get(config.precision))
+    return evaluator.evaluate()
 
 
 def _gpu_steps(step: Callable[[], object]) -> GpuSteps:

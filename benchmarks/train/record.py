@@ -1,11 +1,13 @@
 """Table, plots and notes of the training benchmark, as a `Record`."""
 
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..common.record import PlotGrid, Record, ResultTable
-from .measure import GpuSteps, TrainResult
+from .measure import GpuSteps, TrainEngine, TrainPrecision, TrainResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,21 +15,23 @@ if TYPE_CHECKING:
 # Each point of a smoothed loss curve is the mean over 1 / _WINDOWS of the steps.
 _WINDOWS = 25
 _COLOURS = {"fp32": "tab:blue", "tf32": "tab:orange", "fp16": "tab:green", "bf16": "tab:red"}
+_LINES = {"this": "-", "eager": ":", "torchvision": "--"}
 _COLUMNS = (
-    *("precision", "model", "images/s", "ratio", "p50", "p90", "p99"),
+    *("precision", "model", "seed", "images/s", "ratio", "p50", "p90", "p99"),
     *("data", "host", "kernels", "NCCL", "exposed", "first", "MiB", "loss"),
 )
 
 _METHOD_NOTE = """\
-Every run has a process of its own, starts with the same weights and uses the same batches. A step
-lasts from the end of the previous one to its own end: waiting for the next batch, its transfer to
-the device, forward and backward pass, optimiser. The first {warmup} of {iterations} steps are not
-timed. Latencies are of a step, in ms. "ratio" is that to torchvision's model, "data" the fraction
-of the time in which the process waited for the next batch, "host" the time in which it starts a
-step on an idle GPU, in ms, "kernels" their number on the GPU, "NCCL" the time in which those that
-communicate run, in ms, "exposed" the part of it in which no other kernel runs, "first" the seconds
-of the first step, "MiB" the peak {memory}, and "loss" the mean over the last tenth of the steps.
-With several processes, "images/s" is of all of them, and the other columns are of rank 0.
+Every run has processes of its own. Runs of one seed have the same initial weights and batches. A
+step lasts from the end of the previous one to its own end: waiting for the next batch, its transfer
+to the device, forward and backward pass, optimiser. The first {warmup} of {iterations} steps are
+not timed. Latencies are of a step, in ms. "ratio" is the throughput relative to torchvision's
+model, and "data" the fraction of the time in which the process waited for the next batch. "host" is
+the time that the process needs to launch a step on an idle GPU, in ms, and "kernels" the number of
+kernels, copies and fills of a step. "NCCL" is the time in which kernels of NCCL run, in ms, and
+"exposed" the part of it in which the GPU does nothing else. "first" is the seconds of the first
+step, "MiB" the peak {memory}, and "loss" the mean over the last tenth of the steps. With several
+processes, "images/s" is of all of them, and the other columns are of rank 0.
 """
 _TORCHVISION_NOTE = """\
 Torchvision's model has the same initial weights, optimiser and images. It draws its own samples,
@@ -44,7 +48,7 @@ def train_record(results: Sequence[TrainResult]) -> Record:
     note = _METHOD_NOTE.format(
         warmup=first.warmup,
         iterations=first.iterations,
-        memory="allocated by torch" if on_gpu else "resident memory of the process",
+        memory="reserved by torch" if on_gpu else "resident memory of the process",
     )
     with_torchvision = any(result.engine == "torchvision" for result in results)
     return Record(
@@ -57,7 +61,8 @@ def train_record(results: Sequence[TrainResult]) -> Record:
                 f"{first.processes} x {first.device}; latencies of a step in ms",
                 columns=_COLUMNS,
                 rows=[_row(r, _baseline(r, results)) for r in results],
-            )
+            ),
+            *([_average_precision_table(results)] if first.metrics else []),
         ],
         plots=PlotGrid(
             alt="Loss curves side by side",
@@ -76,8 +81,9 @@ def train_record(results: Sequence[TrainResult]) -> Record:
 
 
 def _baseline(result: TrainResult, results: Sequence[TrainResult]) -> TrainResult | None:
-    """Return torchvision's result in the same precision, if there is one."""
-    same = (r for r in results if (r.engine, r.precision) == ("torchvision", result.precision))
+    """Return torchvision's result in the same precision and with the same seed, if there is one."""
+    key = ("torchvision", result.precision, result.seed)
+    same = (r for r in results if (r.engine, r.precision, r.seed) == key)
     return next(same, None)
 
 
@@ -86,6 +92,7 @@ def _row(result: TrainResult, baseline: TrainResult | None) -> tuple[str, ...]:
     return (
         result.precision,
         result.engine,
+        f"{result.seed}",
         f"{rate:.1f}",
         "" if baseline is None else f"{rate / baseline.images_per_second:.2f}",
         *(f"{ms:.1f}" for ms in (latency.p50, latency.p90, latency.p99)),
@@ -97,27 +104,57 @@ def _row(result: TrainResult, baseline: TrainResult | None) -> tuple[str, ...]:
     )
 
 
+def _average_precision_table(results: Sequence[TrainResult]) -> ResultTable:
+    rows = []
+    for (precision, engine), runs in _by_model(results).items():
+        metrics = ([run.metrics[name] for run in runs] for name in ("bbox/AP", "segm/AP"))
+        rows.append((precision, engine, f"{len(runs)}", *map(_mean_and_deviation, metrics)))
+    return ResultTable(
+        heading="Average precision after the runs: mean, and standard deviation over the seeds",
+        columns=("precision", "model", "seeds", "box AP", "mask AP"),
+        rows=rows,
+    )
+
+
+def _mean_and_deviation(values: Sequence[float]) -> str:
+    mean = f"{statistics.fmean(values):.4f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.4f}"
+
+
+_Runs = dict[tuple[TrainPrecision, TrainEngine], list[TrainResult]]
+
+
+def _by_model(results: Sequence[TrainResult]) -> _Runs:
+    """Return the runs, one per seed, by precision and model."""
+    runs = defaultdict(list)
+    for result in results:
+        runs[result.precision, result.engine].append(result)
+    return runs
+
+
 def _gpu_columns(gpu: GpuSteps) -> tuple[str, ...]:
     milliseconds = (f"{ms:.2f}" for ms in (gpu.communication_ms, gpu.exposed_ms))
     return (f"{gpu.host_ms:.1f}", f"{gpu.kernels}", *milliseconds)
 
 
 def _plot_loss(axes: "Axes", results: Sequence[TrainResult], index: int | None, name: str) -> None:
-    """Plot the smoothed curve of one loss for each run. index None: the total loss."""
+    """Plot the smoothed curve of one loss of each model: the mean over its seeds.
+
+    index None: the total loss.
+    """
     import numpy as np
 
-    for result in results:
-        losses = np.array(result.losses)
+    for (precision, engine), runs in _by_model(results).items():
+        losses = np.mean([run.losses for run in runs], axis=0)
         values = losses.sum(axis=1) if index is None else losses[:, index]
         window = _window(len(values))
         means = np.convolve(values, np.full(window, 1 / window), mode="valid")
-        is_baseline = result.engine != "this"
         axes.plot(
             np.arange(window, len(values) + 1) - (window - 1) / 2,
             means,
-            label=f"{result.precision} {result.engine}" if is_baseline else result.precision,
-            color=_COLOURS[result.precision],
-            linestyle="--" if is_baseline else "-",
+            label=precision if engine == "this" else f"{precision} {engine}",
+            color=_COLOURS[precision],
+            linestyle=_LINES[engine],
             linewidth=1.3,
         )
     axes.set_title(f"{name.removeprefix('loss_')} loss")

@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
+from multiprocessing import active_children
 
 import pytest
 
 from maskrcnn_trt.benchmarks.common.processes import (
     ProcessError,
+    call_in_processes,
     describe_machine,
     iterate_in_process,
     measure_process_usage,
@@ -57,6 +59,29 @@ def test_process_ends_with_its_reader():
     items.close()
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+def wait_or_raise(seconds: float, error: Exception | None) -> int:
+    time.sleep(seconds)
+    if error:
+        raise error
+    return os.getpid()
+
+
+def test_calls_run_in_processes_of_their_own() -> None:
+    results = call_in_processes(wait_or_raise, [(0.2, None), (0, None)])
+    assert len({os.getpid(), *results}) == 3
+
+
+def test_a_failed_call_ends_the_others() -> None:
+    with pytest.raises(LookupError, match="no such file"):
+        call_in_processes(wait_or_raise, [(600, None), (0, LookupError("no such file"))])
+    assert not active_children()
+
+
+def test_a_killed_call_is_an_error() -> None:
+    with pytest.raises(ProcessError):
+        call_in_processes(os._exit, [(3,)])
 
 
 def test_peak_memory_lasts_until_reset():

@@ -21,6 +21,7 @@ from maskrcnn_trt.benchmarks.train.measure import (
     communication_milliseconds,
 )
 from maskrcnn_trt.benchmarks.train.record import train_record
+from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import ConfigError, TrainConfig, load_config
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
 from maskrcnn_trt.training.data.loading.batches import Batch
@@ -48,13 +49,14 @@ def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_result(engine: TrainEngine, precision: TrainPrecision) -> TrainResult:
+def make_result(engine: TrainEngine, precision: TrainPrecision, seed: int = 0) -> TrainResult:
     losses = [[5 / step, 0, 0, 0, 1] for step in range(6, 26)]
     losses[-2:] = [[0.25, 0, 0, 0, 1], [0.2, 0, 0, 0, 1]]
     latency = Latency(1, 1, 1, 1, 1, 1)
     return TrainResult(
-        engine, precision, "cpu", 1, 2, 20, 1, 1.0, latency, 0.1, 1.0, None, 1.0, losses
-    )
+        engine, precision, seed, "cpu", 1, 2, 20, 1, 1.0, latency, 0.1, 1.0, None, 1.0, losses,
+        {"bbox/AP": 0.2 + 0.1 * seed, "segm/AP": 0.1},
+    )  # fmt: skip
 
 
 def first_batch(config: TrainConfig) -> Batch:
@@ -65,7 +67,7 @@ def first_batch(config: TrainConfig) -> Batch:
 @pytest.mark.slow
 def test_losses_are_those_of_a_training_run(config_path: Path, tmp_path: Path):
     lengths = ["--iterations", "3", "--warmup", "1", "--output", str(tmp_path / "new")]
-    options = ["--precision", "fp32", "--peer", "torchvision", *lengths]
+    options = ["--precision", "fp32", "--peer", "torchvision", "--evaluate", *lengths]
     result = CliRunner().invoke(train, [str(config_path), "seed=5", *options])
     assert result.exit_code == 0, result.output
     (record,) = (tmp_path / "new").glob("train-*.json")
@@ -78,11 +80,14 @@ def test_losses_are_those_of_a_training_run(config_path: Path, tmp_path: Path):
         assert 0 < run["latency"]["p50"] <= run["latency"]["p90"] <= run["latency"]["p99"]
         assert 0 < run["data_share"] < 1
         assert run["peak_memory_mib"] > 10
+        assert -1 <= run["metrics"]["segm/AP"] <= 1
 
-    run_training(load_config(str(config_path), ["seed=5", f"output_dir={tmp_path / 'run'}"]))
+    changes = ["seed=5", "evaluation.skip_test=false", f"output_dir={tmp_path / 'run'}"]
+    checkpoint = load_checkpoint(run_training(load_config(str(config_path), changes)))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    logged = [json.loads(line)["loss"] for line in lines]
+    logged = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
     assert [sum(row) for row in own["losses"]] == pytest.approx(logged, rel=1e-4)
+    assert own["metrics"] == pytest.approx(checkpoint.metrics)
 
 
 @pytest.mark.slow
@@ -102,6 +107,12 @@ def test_torchvision_is_not_trained_by_two_processes(config_path: Path):
     result = CliRunner().invoke(train, [str(config_path), "processes=2", "--peer", "torchvision"])
     assert isinstance(result.exception, ConfigError)
     assert "--peer" in str(result.exception)
+
+
+def test_torchvision_is_not_trained_with_other_conventions(config_path: Path):
+    config = load_config(str(config_path), ["model.anchors.convention=detectron2"])
+    with pytest.raises(ConfigError, match="--peer"):
+        TorchvisionTrainer(config, Worker(0, 1, torch.device("cpu")))
 
 
 def test_devices_that_contradict_the_processes(config_path: Path):
@@ -128,10 +139,18 @@ def test_page_and_plots(tmp_path: Path):
     page = write_record(train_record(results), tmp_path)
     rows = [line.split(" | ") for line in page.read_text().splitlines()]
     engines = [row[1] for row in rows if row[0] in ("| fp32", "| bf16")]
-    assert engines == ["this", "torchvision"] * 2
+    # The table of the runs, and that of the average precision.
+    assert engines == ["this", "torchvision"] * 4
     with Image.open(page.with_suffix(".png")) as image:
         assert min(image.size) > 500
         assert len(image.convert("RGB").getcolors(1 << 20)) > 10
+
+
+def test_average_precision_over_seeds(tmp_path: Path):
+    results = [make_result("this", "fp32", seed) for seed in range(3)]
+    page = write_record(train_record(results), tmp_path)
+    # Box AP 0.2, 0.3, 0.4.
+    assert "| fp32 | this | 3 | 0.3000 ± 0.1000 | 0.1000 ± 0.0000 |" in page.read_text()
 
 
 def test_torchvision_starts_with_the_same_losses(config_path: Path):
