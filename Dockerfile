@@ -1,5 +1,5 @@
-# Two images. `serving` (the default) has the extras of the build argument EXTRAS, and no torch unless
-# that names it. `training` is for training and export.
+# Two images. `serving` (the default) has the extras that the build argument EXTRAS names, so it has
+# torch only if EXTRAS contains torch. `training` is for training and export.
 #
 #   docker build --tag maskrcnn-trt .
 #   docker run --rm -p 8500:8500 -v "$PWD/bundle:/bundle:ro" maskrcnn-trt
@@ -19,8 +19,8 @@ COPY . .
 RUN sed -e 's/ *\\$//' -e '/^ *--hash=/d' requirements.lock > constraints.txt \
  && python -m venv --without-pip /opt/maskrcnn
 
-# pycuda has no wheels to download. Its headers come from NVIDIA's wheels. libcuda belongs to the
-# driver, so an empty library takes its place at the link. Empty unless EXTRAS names pycuda.
+# Wheel of pycuda, which publishes none. The CUDA headers come from NVIDIA's wheels. libcuda belongs to
+# the driver, so the build links an empty library instead. /wheels is empty unless EXTRAS has pycuda.
 FROM source AS pycuda-wheel
 ARG EXTRAS
 RUN mkdir /wheels && case ",$EXTRAS," in *,pycuda,*) \
@@ -65,11 +65,11 @@ CMD ["--help"]
 
 FROM base AS serving
 ARG EXTRAS
-# glibc otherwise keeps freed memory for up to 64 MiB per heap. Blocks of 1 MiB, such as images, are
-# returned at once, which costs less than a tenth of the CPU time of a request.
+# By default, glibc keeps up to 64 MiB of freed memory per heap. With these settings, blocks of 1 MiB
+# and more, such as images, are returned at once, which adds less than a tenth to a request's CPU time.
 ENV MALLOC_MMAP_THRESHOLD_=1048576 MALLOC_TRIM_THRESHOLD_=1048576
-# OpenAI Triton, a dependency of torch, compiles C code that launches its kernels when its cache is
-# empty.
+# gcc: if its cache is empty, OpenAI Triton, a dependency of torch, compiles the C code that launches
+# its kernels.
 RUN case ",$EXTRAS," in *,torch,*) \
         apt-get update \
      && apt-get install --yes --no-install-recommends gcc libc6-dev \
@@ -80,6 +80,6 @@ COPY --from=serving-sbom /sbom.json /opt/maskrcnn/sbom.json
 USER maskrcnn
 EXPOSE 8500
 STOPSIGNAL SIGTERM
-# Without TLS, on the default port. For others, give `docker run` another --health-cmd.
+# Checks the default port without TLS. For other servers, give `docker run` another --health-cmd.
 HEALTHCHECK --interval=10s --timeout=10s --start-period=5m --retries=3 CMD ["maskrcnn", "health"]
 CMD ["serve", "/bundle", "--host", "0.0.0.0"]

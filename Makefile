@@ -18,8 +18,9 @@ help: ## List the targets
 quickstart: $(STAMP) ## Train, export, serve and measure a small model in runs/quickstart
 	$(BIN)/maskrcnn quickstart $(ARGS)
 
-# Files in parallel; more processes than that would take too much memory. One that dies ends the run,
-# as xdist hangs where it replaces it (https://github.com/pytest-dev/pytest-xdist/issues/1378).
+# Test files run in parallel in at most four processes, because each takes much memory. If one dies,
+# the run ends, because xdist can hang when it replaces a process
+# (https://github.com/pytest-dev/pytest-xdist/issues/1378).
 # Bytecode is cached even if the environment disables that: the tests start hundreds of Python
 # processes, and compiling the modules of torch takes three seconds in each.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
@@ -84,7 +85,7 @@ $(STAMP): requirements.lock pyproject.toml
 	mkdir -p $(PARENT) && ln -sfn ../.. $(PARENT)/maskrcnn_trt
 	touch $@
 
-# Tools of one target, in versions that fit requirements.lock.
+# Extra of pyproject.toml with the tools of one target, in versions that fit requirements.lock.
 .venv/.extra-%: $(STAMP)
 	$(BIN)/uv pip install --python $(BIN)/python --constraint requirements.lock \
 		--requirements pyproject.toml --extra $*

@@ -40,11 +40,11 @@ def maskrcnn_resnet50_fpn(weights: str | None = None, num_classes: int = 80) -> 
     """Build Mask R-CNN with ResNet-50 and a feature pyramid, in evaluation mode.
 
     Args:
-        weights: path or http(s) URL of a checkpoint, or of a whole Mask R-CNN of torchvision,
-            detectron2, maskrcnn-benchmark or Caffe2, or name of a published model, such as
-            `torchvision:maskrcnn_resnet50_fpn`. None: random weights. URLs and names need httpx and
-            tenacity.
-        num_classes: foreground classes of a model with random weights.
+        weights: name of a published model, such as `torchvision:maskrcnn_resnet50_fpn`, or path or
+            http(s) URL of weights: a checkpoint of this project, or a whole Mask R-CNN of
+            torchvision, detectron2, maskrcnn-benchmark or Caffe2. None: random weights. URLs and
+            names need httpx and tenacity.
+        num_classes: number of foreground classes. Used only with random weights.
     """
     return _build("resnet50", "fpn", weights, num_classes)
 

@@ -68,7 +68,8 @@ def bundle_from_checkpoint(
     """Export a checkpoint to a bundle folder, which replaces an older bundle atomically.
 
     The bundle has one ONNX file per numeric type and input size, and one engine per precision and
-    input size for each builder. bf16 is exported as a torch program only, and int8 is not.
+    input size for each builder. bf16 is exported as torch programs only; int8, as ONNX files and
+    engines only.
 
     Args:
         reference: checkpoint or weights of another implementation; see `local_path`.
@@ -87,7 +88,7 @@ def bundle_from_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint cannot be read or converted.
-        ZooError: the zoo does not have the model, or this program cannot compute it.
+        ZooError: the zoo does not have the model, or this program does not support it.
         DownloadError: the download failed, or the file has another checksum.
         EngineError: an engine cannot be built.
         BundleError: the folder exists and is not a bundle, an input size is too small for all

@@ -112,7 +112,7 @@ def _config(name: str, bundle: Path, manifest: Manifest, artifact: Artifact) -> 
         "preprocessing": manifest.preprocessing.model_dump_json(),
     }
     if profiles:
-        # Otherwise each profile's context has the memory that the largest batch needs.
+        # By default, each profile's context reserves the memory that the largest batch needs.
         text["execution_context_allocation_strategy"] = "ON_PROFILE_CHANGE"
     return text_from_message(
         {
@@ -122,7 +122,7 @@ def _config(name: str, bundle: Path, manifest: Manifest, artifact: Artifact) -> 
             "input": inputs,
             "output": outputs,
             "dynamic_batching": {
-                # None if each size has a profile: the batch waits for the maximum delay.
+                # Empty if each size has a profile: a batch then waits for the maximum delay.
                 "preferred_batch_size": sorted({p.opt for p in profiles if has_ranges}),
                 "max_queue_delay_microseconds": _MAX_DELAY_US,
             },

@@ -206,7 +206,7 @@ def _detections_of_image(detections: BatchDetections, index: int) -> _Detections
 def _compare_image(
     comparison: Comparison, expected: _DetectionsOfImage, actual: _DetectionsOfImage, floor: float
 ) -> None:
-    """Compare each expected detection with the actual one of its label that overlaps most.
+    """Compare each expected detection with the actual one of the same label that overlaps most.
 
     Args:
         comparison: result to update.

@@ -27,7 +27,7 @@ def cell_anchors(config: AnchorConfig, strides: Sequence[int]) -> Tensor:
 def _anchors_of_map(sizes: Sequence[float], config: AnchorConfig, stride: int) -> Tensor:
     sizes_S, ratios = torch.tensor(sizes), torch.tensor(config.aspect_ratios)
     if config.convention == "legacy":
-        # Girshick's Faster R-CNN rounds the sides of an anchor of one cell before scaling it.
+        # Girshick's Faster R-CNN rounds the sides of an anchor of stride**2 pixels, then scales it.
         widths_R = (stride**2 / ratios).sqrt().round()
         sides_R2 = torch.stack([widths_R, (widths_R * ratios).round()], dim=1) / stride
         center = stride / 2

@@ -33,17 +33,17 @@ class FrozenBatchNorm2d(ops.FrozenBatchNorm2d):  # type: ignore[misc]
             for values in (self.weight, self.bias, self.running_mean, self.running_var)
         )
         scale = weight * (variance + self.eps).rsqrt()
-        # torchvision does not convert them. Under autocast, its result is float32 and takes twice
-        # the memory and the time.
+        # torchvision does not convert scale and shift. Under autocast, its result is float32 and
+        # takes twice the memory and the time.
         normalised: Tensor = x * scale.to(x.dtype) + (bias - mean * scale).to(x.dtype)
         return normalised
 
 
 class FeaturePyramid(FeaturePyramidNetwork):  # type: ignore[misc]
-    """Feature pyramid (Lin et al., 2017) of torchvision, with a faster addition in training."""
+    """torchvision's feature pyramid (Lin et al., 2017), with faster upsampling in training."""
 
     def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the maps of the pyramid by name, finest first; `x` likewise."""
+        """Return the pyramid's maps by name, finest first, from those of the ResNet in `x`."""
         inputs = list(x.values())
         inner = self.get_result_from_inner_blocks(inputs[-1], -1)
         maps = [self.get_result_from_layer_blocks(inner, -1)]
@@ -66,8 +66,8 @@ class FeaturePyramid(FeaturePyramidNetwork):  # type: ignore[misc]
         batch, channels, height, width = coarse.shape
         if not self.training or fine.shape[2:] != (2 * height, 2 * width):
             return fine + F.interpolate(coarse, size=fine.shape[2:], mode="nearest")
-        # The gradient of a broadcast is a sum, that of `interpolate` a compiled scatter with
-        # atomic additions, which takes 2 ms of a step of 8 images of 800x1344 on an H100.
+        # The gradient of a broadcast is a sum. That of `interpolate` compiles to a scatter with
+        # atomic additions: 2 ms of a training step of 8 images of 800x1344 on an H100.
         blocks = fine.view(batch, channels, height, 2, width, 2) + coarse[:, :, :, None, :, None]
         return blocks.view(fine.shape)
 
@@ -155,13 +155,13 @@ class Backbone(nn.Module):
         return self.stages(self.stem(images))
 
     def stem(self, images: Tensor) -> Tensor:
-        """Return the map [B, C, H / 4, W / 4] from which the first residual stage starts."""
+        """Return the input [B, C, H / 4, W / 4] of the first residual stage."""
         body = self.body
         stem: Tensor = body.maxpool(body.relu(body.bn1(body.conv1(images))))
         return stem
 
     def stages(self, features: Tensor) -> list[Tensor]:
-        """Return the feature maps of the stem's map, finest first."""
+        """Return the backbone's feature maps, finest first, from the output of `stem`."""
         maps = {}
         for name, stage in self.body.items():
             if name.startswith("layer"):

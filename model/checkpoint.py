@@ -18,7 +18,7 @@ _FORMAT = 2
 
 
 class CheckpointError(Exception):
-    """A checkpoint or weights file cannot be read, or not be used for this purpose."""
+    """A checkpoint or weights file cannot be read, written or used."""
 
 
 @dataclass(frozen=True, kw_only=True)

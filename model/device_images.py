@@ -7,7 +7,7 @@ decoded values (0..255) from Pillow's:
     full                1.5     16
     half                5       48
 
-Resizing differs from Pillow's by at most 1; with the rule `torchvision`, it is torchvision's.
+Resized values differ from Pillow's by at most 1. The rule `torchvision` gives torchvision's values.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor |
 
 
 def apply_orientation(image: Tensor, orientation: int) -> Tensor:
-    """Make an image [3, h, w] of an EXIF orientation, 1 to 8, upright; 1 changes nothing."""
+    """Return an image [3, h, w] upright, given its EXIF orientation: 1 (unchanged) to 8."""
     if orientation in _TRANSPOSED:
         image = image.mT
     mirrored = [1] * (orientation in _MIRRORED_ROWS) + [2] * (orientation in _MIRRORED_COLUMNS)

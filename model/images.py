@@ -33,22 +33,22 @@ _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
 # Markers that end the data of a scan: neither restart markers nor reserved ones.
 _MARKER_AFTER_SCAN = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]", re.DOTALL)
 # Limits against files that are small but slow to decode.
-# Scans of a JPEG, and their pixels: each scan is a pass over all pixels. Progressive JPEGs have
-# about ten.
+# Maximum scans of a JPEG, and maximum pixels of all scans: each scan is a pass over all pixels.
+# Progressive JPEGs have about ten scans.
 _MAX_SCANS, _MAX_SCANNED_PIXELS = 100, 16 * MAX_PIXELS
-# Markers of arithmetic coding, which takes less than a bit.
+# Markers of arithmetic coding, with which a block of 64 pixels can take less than one bit.
 _ARITHMETIC_CODING = (b"\xff\xc9", b"\xff\xca")
-# Segments before the first scan of a JPEG, where a large colour profile or description takes
-# hundreds, and segments from there to its end.
+# Maximum segments before the first scan of a JPEG, and from there to its end. A large colour
+# profile or description takes hundreds.
 _MAX_SEGMENTS = 2000
-# Bytes between the segments of a JPEG.
+# Maximum bytes between the segments of a JPEG's header.
 _MAX_JUNK = 4096
-# Chunks of a PNG; at the usual 8 KiB per chunk the largest allowed image has fewer.
+# Maximum chunks of a PNG; at the usual 8 KiB per chunk the largest allowed image has fewer.
 _MAX_CHUNKS = 100_000
-# Peak memory of decoding and resizing in bytes per pixel. Pillow has four per pixel, and so does
-# libwebp, several times.
+# Peak memory of decoding and resizing in bytes per pixel. Pillow stores four bytes per pixel.
+# libwebp stores several such copies.
 _PILLOW_BYTES, _BYTES_PER_PIXEL, _WEBP_BYTES_PER_PIXEL = 4, 8, 18
-# Depths of sensors in bits. 16-bit images that hold fewer bits would turn dark.
+# Bit depths of sensors. Unless scaled, 16-bit images whose values have fewer bits would turn dark.
 _DEPTHS = (8, 10, 12, 14, 16)
 _PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type exif")
 
@@ -214,7 +214,7 @@ def _check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
 
 
 def _ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
-    """Whether decoders read no further scans, as the first one has all components in full."""
+    """Whether decoders stop after the first scan, because it holds all components in full."""
     components = len(image.layer) if isinstance(image, JpegImageFile) else 0
     # The marker and the length of the scan's header take two bytes each.
     in_scan = data[first_scan + 4 : first_scan + 5]
@@ -222,7 +222,7 @@ def _ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
 
 
 def _first_scan(data: bytes) -> int:
-    """Return the position of a JPEG's first scan, or the end of the data. Check the header."""
+    """Check a JPEG's header. Return the position of its first scan, or the end of the data."""
     # Pillow parses the header in Python, byte by byte between segments.
     position, junk = 2, 0
     for _ in range(_MAX_SEGMENTS):
@@ -280,7 +280,7 @@ def _check_png(data: bytes) -> None:
 
 
 def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
-    # Before loading, which removes the tile.
+    # Read `tile` before loading the image, which removes it.
     is_deep = isinstance(image, PngImageFile) and "16B" in str(image.tile)
     image.load()
     return upright_rgb(image, orientation, _excess_bits(image) if is_deep else 0)
@@ -290,7 +290,7 @@ def _excess_bits(image: ImageFile) -> int:
     """Return the number of low bits to drop from a loaded 16-bit image, 0 if Pillow has done so.
 
     Raises:
-        ImageError: it is a colour image that would turn dark, as Pillow kept the highest 8 bits.
+        ImageError: a colour image would turn dark, because Pillow kept only the highest 8 bits.
     """
     extrema: Any = image.getextrema()
     is_grey = image.mode.startswith("I;16")

@@ -12,7 +12,7 @@ _SEGMENTS: Final = (b"\xff\xe0", b"\xff\xfe", b"\xff\xdb", b"\xff\xc4", b"\xff\x
 # Frames of sequential Huffman coding.
 _FRAMES: Final = (b"\xff\xc0", b"\xff\xc1")
 _BITS: Final = b"\x08"
-# Count and numbers of the components in grey and in YCbCr.
+# Count and identifiers of the components of grey and of YCbCr images.
 _COMPONENTS: Final = (b"\1\1", b"\3\1\2\3")
 _MAX_SEGMENTS: Final = 32
 

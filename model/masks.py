@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ..plugins.run_lengths import strings_from_runs
 
-# Rule that resamples probabilities into an image: torchvision's rounds boxes to whole pixels,
-# detectron2's uses the exact boxes.
+# Rule for resampling mask probabilities into an image. torchvision's rule rounds boxes to whole
+# pixels, detectron2's uses the exact boxes.
 MaskPaste = Literal["torchvision", "detectron2"]
 
 
@@ -65,7 +65,7 @@ class _AxisSamples(NamedTuple):
     first: int
     # Index of the last sample before each pixel.
     low: NDArray[np.int64]
-    # Index of the sample after it.
+    # Index of the next sample, at most the last one.
     high: NDArray[np.int64]
     # Weight of the sample at `high`.
     fraction: NDArray[np.float32]
@@ -196,7 +196,7 @@ def _samples_at(source: NDArray[np.float32], first: int, side: int) -> _AxisSamp
 
 
 def _edges(columns: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the indices at which a mask [W, H] changes its value, in memory order from 0."""
+    """Return the flat indices at which a mask [W, H] changes; zeros precede and follow it."""
     flat = np.zeros(columns.size + 2, np.bool_)
     flat[1:-1] = columns.ravel()
     return np.flatnonzero(flat[1:] != flat[:-1])

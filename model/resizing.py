@@ -36,7 +36,7 @@ def resized_size(
     """
     shorter, longer = min(height, width), max(height, width)
     if rule == "detectron2":
-        # Its order of operations, because products close to half a pixel depend on it.
+        # detectron2's order of operations: the rounding of products close to .5 depends on it.
         sides = min_size * 1.0, min_size / shorter * longer
         if sides[1] > max_size:
             sides = sides[0] * (max_size / sides[1]), sides[1] * (max_size / sides[1])

@@ -29,7 +29,7 @@ from .targets import Targets
 _DELTA_WEIGHTS = 10.0, 5.0
 # `stream` of `random_keys` with which RoIs are sampled; anchors are sampled with another.
 _SAMPLING_STREAM = 2
-# RoIs of `canonical_size` are pooled from the map of stride 16; log2 of that stride.
+# log2 of 16, the stride of the map from which RoIs of `canonical_size` are pooled.
 _CANONICAL_LEVEL = 4
 
 
@@ -85,13 +85,13 @@ class MaskPredictor(nn.Module):
 
 
 class BoxHead(TwoMLPHead):  # type: ignore[misc]
-    """Two fully connected layers."""
+    """Box head of two fully connected layers."""
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Return hidden features [K, N] of K RoIs of pooled features [K, C, P, P]."""
         weight = self.fc6.weight
         if pooled.stride(1) == 1 and pooled.is_cuda:
-            # The weights are smaller than the features, whose memory order is channels-last.
+            # Reorder the weights: they are smaller than the channels-last features.
             weight = weight.unflatten(1, pooled.shape[1:]).permute(0, 2, 3, 1).flatten(1)
             pooled = pooled.permute(0, 2, 3, 1)
         hidden = F.relu(F.linear(pooled.flatten(1), weight, self.fc6.bias))
@@ -152,7 +152,7 @@ class RoiHeads(nn.Module):
     def detect(
         self, features: Sequence[Tensor], proposals: Proposals, image_sizes: Tensor
     ) -> BoxDetections:
-        """Classify and refine proposals, apply NMS within each class, and return the best."""
+        """Classify and refine proposals, apply class-wise NMS, and return the best detections."""
         config = self.config
         logits, deltas = self._predict_boxes(features, proposals.boxes)
         scores = logits.softmax(dim=-1)[..., 1:]

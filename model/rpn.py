@@ -36,7 +36,7 @@ class Proposals(NamedTuple):
 
 
 class RpnOutputs(NamedTuple):
-    """RPN head outputs for N anchors of each of B images: all feature maps, finest first."""
+    """RPN head outputs for B images and N anchors, those of all feature maps, finest first."""
 
     # [N, 4], xyxy in input pixels.
     anchors: Tensor
@@ -119,7 +119,8 @@ class RegionProposalNetwork(nn.Module):
         """
         longest = max(outputs.counts)
         maps = torch.split(outputs.logits.detach(), outputs.counts, dim=1)
-        # One top k for all maps, padded to the largest. On a GPU it takes as long as for that map.
+        # One top k for all maps, padded to the largest. On a GPU it takes no longer than one
+        # for the largest map alone.
         padded = [F.pad(x, (0, longest - x.shape[1]), value=-torch.inf) for x in maps]
         scores, indices = stable_top_k(torch.stack(padded, dim=1), width)
         firsts = accumulate(outputs.counts[:-1], initial=0)
@@ -132,7 +133,7 @@ class RegionProposalNetwork(nn.Module):
     def losses(
         self, outputs: RpnOutputs, targets: Targets, seeds: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the summed objectness loss, the summed box loss and the number of anchors."""
+        """Return the summed objectness and box losses, and the number of sampled anchors."""
         anchors, logits, deltas, _ = outputs
         config = self.config.sampling
         matches = match_candidates(anchors, targets, config, low_quality=True)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class CallContext(Protocol):
-    """Context of one request: the methods of `grpc.aio.ServicerContext` that both transports have.
+    """Context of one request: methods of `grpc.aio.ServicerContext` that HTTP requests have too.
 
     gRPC's own context implements it, and so does `http.call.HttpCall`.
     """
@@ -23,7 +23,7 @@ class CallContext(Protocol):
         """Return the next message in bytes, or `grpc.aio.EOF`."""
 
     async def abort(self, code: "grpc.StatusCode", details: str = "") -> NoReturn:
-        """End the call with an error status, by an exception."""
+        """End the call with an error status. Always raises an exception."""
 
     def code(self) -> "grpc.StatusCode | None":
         """Return the status code of `abort`. None: the call was not aborted."""

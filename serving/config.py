@@ -63,8 +63,8 @@ class ServeFields(FrozenConfig):
     """Maximum estimated queue time in seconds. If the recent service rate is too low for
     `queue_size` images in this time, there are fewer slots, but at least 32."""
     max_requests_per_s: float | None = Field(None, gt=0)
-    """Maximum number of requests per second of a client: of a token, or without `token_file`, of a
-    host. None: no limit."""
+    """Maximum number of requests per second of a client. A client is a token, or without
+    `token_file` a host. None: no limit."""
     max_images_per_s: float | None = Field(None, gt=0)
     """Maximum number of images per second of a client. None: no limit."""
     timeout_s: float | None = Field(None, gt=0, le=DAY_S)
@@ -72,8 +72,8 @@ class ServeFields(FrozenConfig):
     max_pixels: int = Field(MAX_PIXELS, ge=64)
     """Maximum number of pixels per image."""
     decode_memory_mb: int | None = Field(None, ge=64, le=1 << 24)
-    """Memory in MiB of all images in decoding. Images wait for it, and larger ones are rejected.
-    None: a quarter of the machine's or the container's memory."""
+    """Memory in MiB for all images in decoding. Images wait until enough is free. Images that are
+    too large for it are rejected. None: a quarter of the machine's or the container's memory."""
     max_message_mb: int = Field(64, ge=1, le=1024)
     """Maximum size of a request in MiB. Up to four times `queue_size` requests can be in memory at
     a time, including those being received. Until it is decoded, a request takes several times its

@@ -99,8 +99,8 @@ class ReloadOnChange(Generic[T]):
 class TokenFile:
     """Bearer tokens in a file, reloaded when it changes.
 
-    If the file is emptied or deleted, no token is valid. If it is otherwise invalid, the previous
-    tokens stay valid.
+    If the file is emptied or deleted, no token is valid. If the file becomes invalid otherwise, the
+    previous tokens stay valid.
     """
 
     def __init__(self, path: Path) -> None:

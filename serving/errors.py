@@ -1,4 +1,4 @@
-"""Exceptions of serving. `grpc_status` maps them to gRPC status codes.
+"""Exceptions of the server and its clients. `grpc_status` maps them to gRPC status codes.
 
 `model.images.ImageError` and `model.bundle.manifest.BundleError` do not derive from ServingError.
 """
@@ -20,7 +20,7 @@ class BackendError(ServingError):
 
 
 class BackendDownError(BackendError):
-    """All workers of the model ended and are being restarted."""
+    """All workers of the model are down, or the one that computed the batch ended."""
 
 
 class UnloadedError(ServingError):
@@ -44,7 +44,7 @@ class ModelNotFoundError(ServingError):
 
 
 class QueueFullError(ServingError):
-    """The number of concurrent requests, calls or awaited messages has reached its limit."""
+    """Too many requests are in flight, calls are open, or messages are being received."""
 
 
 class RateLimitError(QueueFullError):
@@ -68,7 +68,7 @@ class ClientError(ServingError):
 
 
 class RefusedError(ClientError):
-    """The server returned an error status, or the client knows that the server would.
+    """The server returned an error status, or the client found the request invalid itself.
 
     Attributes:
         code: gRPC status code.

@@ -18,8 +18,8 @@ from .errors import BackendError
 CUDA_VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 # Time limit in seconds for CUDA to list the GPUs.
 _CUDA_TIMEOUT_S: Final = 60.0
-# Prints the bus ID of each GPU that CUDA itself lists, so MIG, containers and environment variables
-# are respected.
+# Program that prints the PCI bus ID of each GPU that CUDA lists, so that MIG, containers and
+# environment variables are respected.
 _BUS_IDS_PROGRAM: Final = """
 import ctypes
 try:
@@ -100,7 +100,7 @@ def available_memory() -> int:
 
 
 def memory_limit() -> int:
-    """Return the memory of the machine in bytes, or the limit of this process or its cgroup."""
+    """Return the lowest of the machine's memory and this process's memory limits, in bytes."""
     limits = [machine_memory()["MemTotal"], *_cgroup_memory_limits()]
     process_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return min(limits if process_limit == resource.RLIM_INFINITY else [*limits, process_limit])
@@ -117,14 +117,14 @@ def available_cores() -> float:
 
 
 def name_thread(name: str) -> None:
-    """Name the calling thread, as top, ps and the benchmarks show it: up to 15 characters."""
+    """Set the name of the calling thread in top, ps and the benchmarks: up to 15 characters."""
     # Python itself does this only from 3.14 on.
     with contextlib.suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 
 
 def notify_service_manager(state: str) -> None:
-    """Tell systemd a state, such as READY=1, if this process is a service of type notify."""
+    """Send systemd a state, such as READY=1, if this process is a service of type notify."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return

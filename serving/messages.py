@@ -41,8 +41,8 @@ _DETECTION_TAG = _tag(pb.DetectResponse.DETECTIONS_FIELD_NUMBER)
 _RLE_TAG = _tag(pb.Detection.RLE_FIELD_NUMBER)
 _COUNTS_TAG = _tag(pb.Rle.COUNTS_FIELD_NUMBER)
 _CORNERS = ("x_min", "y_min", "x_max", "y_max")
-# Serialised fields `score` and `box` of a detection: tag and value of a score, tag and length of a
-# box, and for each corner, tag and value.
+# Template of a detection's serialised fields `score` and `box`: tag and value of the score, tag and
+# length of the box, then tag and value of each corner coordinate.
 _CORNER = np.dtype([("tag", "S1"), ("value", "<f4")])
 _SCORE_AND_BOX = np.array(
     (
@@ -122,7 +122,7 @@ def encode_detections(detections: Detections) -> bytes:
     """Serialise a `DetectResponse` without ID and timing, which `response_bytes` adds."""
     response = pb.DetectResponse(height=detections.height, width=detections.width)
     if detections.rles is not None:
-        # Half the time of messages, which matters with a hundred masks an image.
+        # This takes half the time of building messages, which matters with 100 masks per image.
         return response.SerializeToString() + _detections_with_rles(detections)
     rows = zip(
         detections.boxes.tolist(),

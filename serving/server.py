@@ -128,7 +128,7 @@ async def detection_server(
         detector, inference, health = _add_services(server, repository, config)
         http = _http_server(detector, inference, repository, access, config)
         async with _accepting(server, http, certificate) as stop:
-            # Before the task groups below, which would wrap its exception in an ExceptionGroup.
+            # Warm up before the task groups below, which would wrap an error in an ExceptionGroup.
             await repository.warm_up()
             reload = reload or asyncio.Event()
             async with (
@@ -156,7 +156,8 @@ async def _accepting(
     """Accept requests over gRPC and, if there is an HTTP server, over HTTP within the context.
 
     Yields:
-        Function that rejects new requests, and waits up to its argument in seconds for others.
+        Function that rejects new requests and waits for in-flight ones, up to its argument in
+        seconds.
     """
 
     async def stop(grace_s: float) -> None:

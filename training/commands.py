@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _TrainCommand(ConfiguredCommand):
-    """Command whose first argument may be `finetune`, which has arguments of its own."""
+    """Command `train`. If its first argument is `finetune`, it runs that subcommand instead."""
 
     def make_context(
         self,
@@ -29,7 +29,7 @@ class _TrainCommand(ConfiguredCommand):
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command of a context from `make_context`."""
+        """Run the command that `make_context` chose: `train`, or `train finetune`."""
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
 
 
@@ -74,7 +74,7 @@ def train(
 
     if amp:
         overrides = (*overrides, "precision=fp16")
-    # Mistyped keys are reported before torch is imported, which takes seconds.
+    # Mistyped keys are reported before torch is imported, because the import takes seconds.
     settings = load_config(config, overrides)
 
     launch_processes(settings.device, settings.processes)

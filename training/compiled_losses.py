@@ -1,4 +1,4 @@
-"""Compilation of the training losses and their gradients by torch."""
+"""Compile the training losses and their gradients with `torch.compile`."""
 
 import logging
 import os
@@ -20,13 +20,13 @@ from .config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# The number of objects is padded to a multiple of this, because each number needs another CUDA
-# graph.
+# The objects per image are padded to a multiple of this number, because each distinct number needs
+# its own CUDA graph.
 _OBJECTS = 16
 
 
 class CompiledLosses:
-    """`MaskRCNN.losses` compiled by torch: one program for each shape of the images."""
+    """`MaskRCNN.losses` compiled with `torch.compile`: one program per shape of the image batch."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class CompiledLosses:
         graphs: bool = False,
         required: bool = True,
     ) -> None:
-        """Prepare the compilation, which takes place in the first call for each shape.
+        """Set up the compilation, which runs in the first call with each shape of the image batch.
 
         Args:
             model: Model to train.
@@ -57,13 +57,13 @@ class CompiledLosses:
     def __call__(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return the five losses of a batch; arguments as of `MaskRCNN.forward`.
+        """Return the five losses of a batch. The arguments are those of `MaskRCNN.losses`.
 
         Raises:
             ConfigError: torch cannot compile on this machine, and compilation is required.
         """
         if not torch.is_grad_enabled():
-            # The extra pass of gradient accumulation is not worth a second compilation.
+            # The extra forward pass of gradient accumulation, which is not worth a compilation.
             return self._eager(images, image_sizes, targets, seeds)
         if self._graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ class CompiledLosses:
         height, width = images.shape[2:]
         logger.info("compiling the training step for images of %dx%d pixels", height, width)
         start = time.perf_counter()
-        # Compiles the gradients too, which would otherwise wait for the first backward pass.
+        # Compile the backward pass now too. By default, torch compiles it when it first runs.
         eagerly = autograd_config.patch(force_non_lazy_backward_lowering=True)
         try:
             with eagerly, warnings.catch_warnings():

@@ -35,10 +35,10 @@ class DatasetConfig(FrozenConfig):
 
 
 class ExtraDatasetConfig(DatasetConfig):
-    """A further training set."""
+    """An additional training set, in COCO format."""
 
     weight: float = Field(1.0, gt=0)
-    """Number of times that an epoch shows each image; those of `data.train` are shown once."""
+    """Number of times that an epoch shows each image. Images of `data.train` are shown once."""
 
 
 class DataConfig(FrozenConfig):
@@ -59,11 +59,11 @@ class DataConfig(FrozenConfig):
     max_size: int = Field(1333, ge=32)
     """Upper limit of the longer side of resized images in pixels."""
     resize: ResizeRule = "pillow"
-    """Rounding and interpolation of resized images, which the trained model keeps. `torchvision`
-    and `detectron2`: as there. An evaluation uses the checkpoint's rule unless this is set."""
+    """Rule for rounding and interpolation in resizing: that of Pillow, torchvision or detectron2.
+    Checkpoints store it. An evaluation uses the checkpoint's rule unless this is set."""
     exif_orientation: Literal["apply", "ignore"] = "apply"
     """EXIF orientation of images whose annotated size fits both the upright and the stored pixels:
-    apply it, as viewers and the server do, or ignore it. For other images, the size decides."""
+    apply it, as viewers and the server do, or ignore it. If only one fits, that one is used."""
     buckets: tuple[ShapeBucket, ...] = (ShapeBucket(800, 1344), ShapeBucket(1344, 800))
     """Shape buckets: heights and widths to which resized images are padded. All images of a batch
     have the same bucket."""
@@ -161,7 +161,7 @@ class EvaluationConfig(FrozenConfig):
                 )
         if self.expected and self.skip_eval:
             raise ValueError(
-                "expected needs metrics, which skip_eval=true skips; remove it, or set expected={}"
+                "expected needs metrics, but skip_eval is true; set skip_eval=false or expected={}"
             )
         return self
 
@@ -263,10 +263,10 @@ def validated_config(
 
 
 def check_length(config: TrainConfig, overrides: Sequence[str]) -> None:
-    """Check that overrides set no `solver.max_iterations` that `solver.epochs` makes ineffective.
+    """Reject an override of `solver.max_iterations` if `solver.epochs` is set and replaces it.
 
     Raises:
-        ConfigError: They do.
+        ConfigError: Both are set.
     """
     ignored = [text for text in overrides if text.startswith("solver.max_iterations=")]
     if config.solver.epochs is not None and ignored:

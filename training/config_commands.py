@@ -18,7 +18,7 @@ _MAX_WIDTH = 100
 _MAX_TERM_WIDTH = 34
 
 
-# Keys by the names of options that other training programs have.
+# Configuration key by the name that other training programs give to the same option.
 _KEY_BY_OPTION: Final[Mapping[str, str]] = {
     "batch": "solver.images_per_batch",
     "batch_size": "solver.images_per_batch",

@@ -48,7 +48,7 @@ def read_values(
 
     Raises:
         SourceError: A file is missing, is not YAML, or is its own base.
-        OverrideError: An override is not `key.path=value`, or sets a key inside a value.
+        OverrideError: An override is not `key.path=value`, or `key` is a value, not a section.
     """
     return with_overrides({**_merged(source, Path(), ()), **(sections or {})}, overrides)
 

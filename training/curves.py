@@ -10,7 +10,7 @@ from ..model.losses import LOSS_NAMES
 from .reporting import METRICS_FILE
 
 CURVES_FILE = "curves.png"
-# Curves of each plot, by title.
+# Names of the metrics in each plot, by title of the plot.
 _PLOTS: Mapping[str, Sequence[str]] = {
     "losses": ("loss", *LOSS_NAMES, "val/loss"),
     "learning rate": ("lr",),
@@ -19,7 +19,7 @@ _PLOTS: Mapping[str, Sequence[str]] = {
 
 
 def draw_curves(folder: Path) -> Path:
-    """Draw the values in `metrics.jsonl` of a run over the iterations. Return the PNG file."""
+    """Plot the values in a run's `metrics.jsonl` over the iterations. Return the PNG's path."""
     lines = (folder / METRICS_FILE).read_text().splitlines()
     entries = [json.loads(line) for line in lines]
     figure = Figure(figsize=(5 * len(_PLOTS), 4), layout="constrained")
@@ -27,7 +27,7 @@ def draw_curves(folder: Path) -> Path:
         for name in names:
             points = [(entry["iteration"], entry[name]) for entry in entries if name in entry]
             if points:
-                # Marked, because a run may have been evaluated only once.
+                # With markers, because a line through a single evaluation is invisible.
                 axes.plot(*zip(*points, strict=True), marker=".", label=name)
         axes.set(title=title, xlabel="iteration", ylim=(0, None))
         if axes.lines:

@@ -1,4 +1,4 @@
-"""Configuration of the training devices: keys `device` and `processes`. Needs no torch."""
+"""Configuration of the training devices: keys `device` and `processes`. Does not import torch."""
 
 import os
 import re
@@ -36,10 +36,10 @@ def number_of_processes(device: Device, processes: int | None) -> int:
 
     Args:
         device: Key `device` of the configuration.
-        processes: Key `processes`. None: one per number in `device`.
+        processes: Key `processes`. None: one per GPU number in `device`, else one.
 
     Raises:
-        ValueError: `device` has another number of GPUs.
+        ValueError: `processes` differs from the number of GPUs in `device`.
     """
     gpus = len(device) if isinstance(device, tuple) else processes or 1
     if processes not in (None, gpus):

@@ -40,7 +40,7 @@ class Worker(NamedTuple):
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather: return every rank's value, by rank, on rank 0, and `[]` on the other ranks."""
+        """Gather: return all ranks' values in rank order on rank 0, and `[]` on the other ranks."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size if self.is_main else None
@@ -62,7 +62,7 @@ class Worker(NamedTuple):
 
 
 def local_device(device: Device) -> torch.device:
-    """Return the device of this process, a GPU by its number in `device` or by `LOCAL_RANK`.
+    """Return the device of this process: the CPU, or GPU `LOCAL_RANK` of those in `device`.
 
     Raises:
         ConfigError: There is no such GPU, or there are more processes than GPUs.
@@ -102,7 +102,7 @@ def worker(device: Device) -> Iterator[Worker]:
     if world_size == 1:
         yield Worker(0, 1, own)
         return
-    # Gloo serves barriers and the transfer of Python objects on the CPU, NCCL that of GPU tensors.
+    # Gloo, on the CPU, serves barriers and the transfer of Python objects. NCCL serves GPU tensors.
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     distributed.init_process_group(backend, timeout=_TIMEOUT)
     rank = distributed.get_rank()
@@ -121,5 +121,5 @@ def worker(device: Device) -> Iterator[Worker]:
 
 
 def is_main_process() -> bool:
-    """Whether this process is rank 0 (from `RANK`, so also without a process group)."""
+    """Whether this process is rank 0. Reads `RANK`, so it needs no process group."""
     return int(os.environ.get("RANK", "0")) == 0

@@ -11,17 +11,17 @@ BEST_BY = "segm/AP"
 
 
 class EarlyStopping:
-    """Best metric of a run, and the number of evaluations since then."""
+    """Early-stopping state: best metric of a run, and number of evaluations since then."""
 
     def __init__(self, settings: EvaluationConfig, state: Mapping[str, Any]) -> None:
         """Continue from the `training_state` of a checkpoint. Empty: a new run."""
         self._settings = settings
         self._best_ap: float = state.get("best_ap", -1.0)
-        # Runs of earlier versions did not count them.
+        # Checkpoints of earlier versions lack this number.
         self._since_best: int = state.get("evaluations_since_best", 0)
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of `training_state`."""
+        """Return the entries to store in the `training_state` of a checkpoint."""
         return {"best_ap": self._best_ap, "evaluations_since_best": self._since_best}
 
     def record(self, metrics: Mapping[str, float]) -> bool:

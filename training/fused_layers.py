@@ -1,4 +1,4 @@
-"""Layers of the training step in half precision, fused with their convolutions."""
+"""Fuse batch norms, shortcuts and ReLUs into convolutions, for training under autocast."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,10 @@ from ..plugins.resnet_stem import arranged_weight, resnet_stem
 
 
 def fuse_layers(model: MaskRCNN) -> None:
-    """Compute frozen batch norms, shortcuts and ReLUs within the convolutions, in place.
+    """Fuse frozen batch norms, shortcuts and ReLUs into the convolutions of a model, in place.
 
-    This saves memory traffic on a GPU. Parameters and their names stay the same, and results too,
-    except for rounding. Outside of autocast, the model computes as before.
+    This saves memory traffic on a GPU. Parameters and their names stay the same. Results differ by
+    rounding only. Outside of autocast, the model computes as before.
     """
     for module in model.modules():
         if isinstance(module, Bottleneck) and isinstance(module.bn1, FrozenBatchNorm2d):
@@ -105,6 +105,6 @@ def _convolution(
 
 
 def _folded(conv: nn.Conv2d, norm: FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Return weight and bias of a convolution with its frozen batch norm."""
+    """Return weight and bias of a convolution with its frozen batch norm folded into them."""
     scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
     return conv.weight * scale[:, None, None, None], norm.bias - norm.running_mean * scale

@@ -1,4 +1,4 @@
-"""Suspension of Python's search for cycles of objects."""
+"""Suspend Python's garbage collection of reference cycles."""
 
 import contextlib
 import gc
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Suspend garbage collection while millions of objects are made that all stay in use.
+    """Suspend garbage collection for a block that creates millions of objects and keeps them.
 
-    The collector would look at all of them again and again, and find nothing.
+    The collector would traverse all of them repeatedly, and free none.
     """
     enabled = gc.isenabled()
     gc.disable()

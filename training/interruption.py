@@ -13,7 +13,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Context that records the first SIGINT or SIGTERM, so that the current step can be completed.
+    """Context manager that records the first SIGINT or SIGTERM, so that the step can be completed.
 
     A second signal has its usual effect. In threads other than the main one, where Python allows no
     signal handlers, signals keep their usual effect.

@@ -19,12 +19,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def launch_processes(device: Device, processes: int | None) -> None:
     """If the configuration has several processes, run this command in them, and exit.
 
-    Under `torchrun`, and in the started processes, return at once. The arguments are the keys of
-    the configuration.
+    Under `torchrun`, and in the started processes, return at once. The arguments are configuration
+    keys.
 
     Raises:
-        ConfigError: `device` has another number of GPUs, or a signal such as SIGKILL ended a
-            process.
+        ConfigError: `processes` differs from the number of GPUs in `device`, or a signal such as
+            SIGKILL ended a process.
     """
     try:
         count = processes_to_start(device, processes)
@@ -46,13 +46,13 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: A signal such as SIGKILL ended a process.
     """
-    # torch takes seconds, and is not needed for a single process.
+    # Importing torch takes seconds, and a single process does not need it here.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
     # The processes print their own errors.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # The ranks connect to this store, whose port no other program can take.
+    # The ranks connect to this store. It is open already, so no other program can take its port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     previous = {number: signal.getsignal(number) for number in _SIGNALS}
     command = ("-m", __package__.partition(".")[0], *arguments)
@@ -72,13 +72,13 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
                     os.kill(pid, number)
 
         for number, handler in previous.items():
-            # `nohup` lets its command ignore SIGHUP.
+            # An ignored signal stays ignored, such as SIGHUP under `nohup`.
             signal.signal(number, handler if handler == signal.SIG_IGN else forward)
         result = processes.wait(period=0.2)
     if result is None or not result.is_failed():
         return 0
-    # The launcher ends the other processes by SIGTERM. After a rank was killed, others may fail
-    # before that, because they lost it.
+    # Find the failure that came first. Afterwards, the launcher ends the other ranks with SIGTERM,
+    # and ranks that lost a killed rank exit with a positive code.
     rank, first = min(
         result.failures.items(),
         key=lambda failure: (failure[1].exitcode == -signal.SIGTERM, failure[1].exitcode > 0),

@@ -85,7 +85,7 @@ class TrainingLoop:
         """Train until `solver.max_iterations` or an early stop. Save checkpoints on the way.
 
         If an evaluation is due and the checkpoint that the run resumes from has no metrics yet, the
-        run begins with it.
+        run begins with that evaluation.
 
         Returns:
             Metrics of the final model, by name. Empty if it was not evaluated.
@@ -130,8 +130,8 @@ class TrainingLoop:
         final = trainer.iteration >= config.solver.max_iterations
         best, self._metrics = False, {}
         if self._validation is not None and self._evaluation_is_due(final):
-            # An evaluation can fail, be killed or be interrupted. The run then resumes after the
-            # last step, and a finished one with its evaluation.
+            # Save first, because an evaluation can fail, be killed or be interrupted. A resumed run
+            # then begins with this evaluation.
             self._save(final=final)
             self._metrics = self._evaluate(self._validation, report)
             if self._metrics:
@@ -164,8 +164,8 @@ class TrainingLoop:
         trainer, config = self._trainer, self._config
         stops, worker = self._interruption.requested, trainer.worker
         if worker.world_size > 1:
-            # Ranks receive a signal at different times, but must stop after the same iteration. To
-            # agree, the host waits for the device, so they do it rarely.
+            # Ranks receive a signal at different times, but must stop after the same iteration.
+            # They agree by an all-reduce. It makes the host wait for the device, so it is rare.
             if trainer.iteration % config.log_period:
                 return
             stops = bool(worker.sum_over_ranks(torch.tensor(float(stops), device=worker.device)))

@@ -70,7 +70,7 @@ class TrainingReport:
             "training", total=iterations.stop, completed=iterations.start, note=""
         )
         self._done, self._rate = iterations.start, 0.0
-        # On the device until they are reported, so that training does not wait for copies.
+        # Losses stay on the device until reported, so that training does not wait for copies.
         self._losses: list[Tensor] = []
         self._data_seconds = 0.0
         self._period_start = time.perf_counter()
@@ -86,7 +86,7 @@ class TrainingReport:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Add the duration of the block to the reported time of waiting for data."""
+        """Add the duration of the block to the reported time spent waiting for data."""
         start = time.perf_counter()
         yield
         self._data_seconds += time.perf_counter() - start
@@ -110,7 +110,7 @@ class TrainingReport:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Report losses that are not reported yet, and do not count the block as training time.
+        """Report pending losses, and exclude the duration of the block from the training time.
 
         Raises:
             DivergenceError: A reported loss is not finite.

@@ -33,7 +33,7 @@ _IGNORED = {"output_dir", "weights"}
 
 
 def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
-    """Return the configuration, and hashes of the training set, that checkpoints store.
+    """Return the configuration and hashes of the training set. Checkpoints store them.
 
     `check_resumable` compares them on every rank, because each host may have its own copy of the
     data.

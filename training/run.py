@@ -1,4 +1,4 @@
-"""Entry points `run_training`, `train` and `evaluate_checkpoint`."""
+"""Entry points for training a model and for evaluating a checkpoint."""
 
 import logging
 from dataclasses import replace

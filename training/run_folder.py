@@ -84,7 +84,7 @@ class RunFolder:
 
     def _remove_older_than(self, iteration: int) -> None:
         """Remove numbered checkpoints up to `iteration`, except the last `_keep` of them."""
-        # There are later ones if the user resumed from an older checkpoint. They are not removed.
+        # Later checkpoints exist if the user resumed from an older one. They are not removed.
         if self._keep is None:
             return
         matches = (re.fullmatch(r"model_(\d{7,})\.pth", path.name) for path in self.path.iterdir())

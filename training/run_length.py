@@ -13,13 +13,13 @@ logger = logging.getLogger(__name__)
 # steps grows with the square root of the number of images.
 _EPOCHS, _REFERENCE_IMAGES = 12, 1000
 _MIN_EPOCHS, _MAX_EPOCHS = 6, 100
-# A warning is logged if a run has more than this multiple. Training from random weights needs 6
-# times the epochs, and strong augmentation several times more.
+# A warning is logged if a run has more than this multiple of the epochs that fine-tuning needs.
+# Training from random weights needs 6 times as many, and strong augmentation several times more.
 _EXCESS = 50
 
 
 def finetuning_epochs(images: int) -> float:
-    """Return the number of epochs that a fine-tuning on a number of images needs."""
+    """Return the number of epochs that a fine-tuning on `images` images needs."""
     epochs = _EPOCHS * math.sqrt(_REFERENCE_IMAGES / images)
     return min(max(epochs, _MIN_EPOCHS), _MAX_EPOCHS)
 
@@ -41,8 +41,8 @@ def with_run_length(dataset: CocoDataset, config: TrainConfig) -> TrainConfig:
     enough = finetuning_epochs(max(images, 1))
     if epochs > _EXCESS * enough:
         logger.warning(
-            "solver.%s=%d means %.0f epochs of %d training images; about %.0f are enough to "
-            "fine-tune on so few, so consider solver.epochs=%.0f",
+            "solver.%s=%d means %.0f epochs of %d training images; about %.0f epochs are "
+            "enough to fine-tune on so few images, so consider solver.epochs=%.0f",
             key,
             getattr(config.solver, key),
             epochs,

@@ -1,4 +1,4 @@
-"""Learning-rate schedule: linear or constant warm-up, then steps, a cosine or a line."""
+"""Learning-rate schedule: linear or constant warm-up, then step, cosine or linear decay."""
 
 import math
 

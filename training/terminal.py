@@ -74,7 +74,7 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
 
 @contextmanager
 def errors_of_main_process() -> Iterator[None]:
-    """Let rank 0 raise `DivergenceError` and `ExpectationError`, which occur on all ranks at once.
+    """Let only rank 0 raise `DivergenceError` or `ExpectationError`. They occur on all ranks.
 
     The other ranks exit with code 1 without a message.
     """

@@ -14,7 +14,7 @@ from .config import ConfigError, TrainConfig
 logger = logging.getLogger(__name__)
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
-# Ids of the runs at the trackers, by which a resumed run continues them.
+# File with the run ids that trackers assigned, so that a resumed run continues these runs.
 _IDS_FILE = "trackers.json"
 
 
@@ -66,7 +66,7 @@ def open_trackers(config: TrainConfig, first_iteration: int) -> list[Tracker]:
             continue
         try:
             remote = (_MLflow if name == "mlflow" else _WandB)(config, ids.get(name))
-        except Exception as error:  # the libraries have no common base of their errors
+        except Exception as error:  # the libraries have no common base class of errors
             raise ConfigError(
                 f"the tracker {name} cannot start: {error}; set it up by its environment "
                 f"variables, or remove {name} from trackers"
@@ -102,7 +102,7 @@ class _MLflow:
         self._mlflow.log_dict(config.model_dump(mode="json"), "config.json")
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
-        # MLflow rejects other characters, which names of classes may have.
+        # MLflow rejects other characters in metric names. Class names may contain them.
         named = {re.sub(r"[^\w./ -]", "_", name): value for name, value in values.items()}
         self._mlflow.log_metrics(named, step=iteration, run_id=self.id)
 

@@ -26,8 +26,8 @@ from .weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
 
-# Iterations from which on `compile=auto` compiles: compilation takes as long as it saves in some
-# 2,000 steps of 8 images.
+# Minimum length of a run, in iterations, for `compile=auto` to compile. Compilation takes as long
+# as it saves in about 2,000 steps of 8 images.
 WORTH_COMPILING = 3000
 AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -86,15 +86,17 @@ class Trainer:
         decay = config.solver.ema_decay
         self.average = None if decay is None else WeightAverage(self.model, decay)
         if self._compiles():
-            from .compiled_losses import CompiledLosses  # takes seconds
+            from .compiled_losses import CompiledLosses  # slow import
 
             if worker.device.type == "cuda":
-                # Not without compilation: starting the fused operations takes as long as they save.
+                # Only if compiled: in eager mode, launching the fused operations takes as long as
+                # they save.
                 fuse_layers(self.model)
-            # Inside of DistributedDataParallel, which then works as without compilation.
+            # Compiled inside DistributedDataParallel, which works as without compilation.
             self.model.losses = CompiledLosses(  # type: ignore[method-assign]
                 self.model,
-                # A graph overwrites the gradients of its last replay: they cannot be accumulated.
+                # A CUDA graph overwrites the gradients of its last replay, so they cannot be
+                # accumulated.
                 graphs=worker.device.type == "cuda"
                 and worker.world_size == config.solver.accumulate == 1,
                 required=config.compile is True,
@@ -123,7 +125,7 @@ class Trainer:
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        # A run with a moving average stores the trained weights beside it.
+        # With a moving average, `weights` is the average, and the training state has the model.
         self.model.load_state_dict(state.get("model", checkpoint.weights))
         if self.average is not None:
             self.average.model.load_state_dict(checkpoint.weights)
@@ -209,7 +211,7 @@ class Trainer:
         config, world_size = self.config.solver, self.worker.world_size
         set_learning_rates(self.optimizer, config, self.iteration)
         # The first backward pass needs the loss denominators of the global batch. If there are
-        # several passes, an extra forward pass over all of them, without gradients, computes them.
+        # several passes, extra forward passes without gradients compute the denominators first.
         counts = self._counts(batches) if len(batches) > 1 else None
         sums = torch.zeros(5, device=self.worker.device)
         for part, batch in enumerate(batches, start=1):
@@ -292,7 +294,7 @@ def apply_gradients(
     scaler: torch.amp.grad_scaler.GradScaler,
     config: SolverConfig,
 ) -> None:
-    """Clip the gradients if `clip_gradient_norm` is set, step the optimiser, and reset them."""
+    """Clip gradients if `clip_gradient_norm` is set, step the optimiser, and reset gradients."""
     if config.clip_gradient_norm is not None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), config.clip_gradient_norm)

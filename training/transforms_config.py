@@ -13,7 +13,7 @@ class TransformConfig(FrozenConfig):
     """Transform of training images. Names and parameters are torchvision's."""
 
     name: str
-    """Class of the transform."""
+    """Name of the torchvision class."""
     p: float = Field(1.0, gt=0, le=1)
     """Probability that an image is transformed."""
 
@@ -44,7 +44,7 @@ class RandomShortestSizeConfig(TransformConfig):
 
 
 class RandomCropConfig(TransformConfig):
-    """Crop images to a size, or to the whole of a side that is shorter."""
+    """Crop images to a size. A side that is already shorter is kept."""
 
     name: Literal["RandomCrop"]
     size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
@@ -52,11 +52,11 @@ class RandomCropConfig(TransformConfig):
 
 
 class RandomRotationConfig(TransformConfig):
-    """Rotate images about their centre, within their size."""
+    """Rotate images about their centre. The image size does not change."""
 
     name: Literal["RandomRotation"]
     degrees: float = Field(gt=0, le=180)
-    """Largest angle in both directions."""
+    """Largest angle in degrees, in both directions."""
 
 
 class RandomVerticalFlipConfig(TransformConfig):
@@ -71,11 +71,11 @@ class ColorJitterConfig(TransformConfig):
 
     name: Literal["ColorJitter"]
     brightness: float = Field(0.0, ge=0)
-    """Largest change of the factor 1."""
+    """Largest deviation of the random factor from 1."""
     contrast: float = Field(0.0, ge=0)
-    """Largest change of the factor 1."""
+    """Largest deviation of the random factor from 1."""
     saturation: float = Field(0.0, ge=0)
-    """Largest change of the factor 1."""
+    """Largest deviation of the random factor from 1."""
     hue: float = Field(0.0, ge=0, le=0.5)
     """Largest change, as a share of the colour circle."""
 
@@ -135,6 +135,6 @@ def check_order(transforms: tuple[TransformConfig, ...]) -> None:
     for transform in transforms[:-1]:
         if isinstance(transform, SimpleCopyPasteConfig):
             raise ValueError(
-                "SimpleCopyPaste must be the last of transforms, because the other image is "
-                "transformed by those before"
+                "SimpleCopyPaste must be the last of transforms, because the transforms before it "
+                "are applied to the other image too"
             )

@@ -8,21 +8,21 @@ from ..model.mask_rcnn import MaskRCNN
 
 
 class WeightAverage:
-    """Copy of a model whose weights and buffers are moving averages of those of the model."""
+    """Copy of a model whose weights and buffers are moving averages over the training steps."""
 
     def __init__(self, model: MaskRCNN, decay: float) -> None:
         """Start with the current weights.
 
         Args:
             model: Model in training.
-            decay: Share of the average that a step keeps, at most.
+            decay: Maximum share of the old average that an update keeps.
         """
         self.model = deepcopy(model).requires_grad_(False)
         self._decay = decay
 
     @torch.no_grad()
     def update(self, model: MaskRCNN, step: int) -> None:
-        """Include the weights of the model after a step, counted from 1."""
+        """Update the average with the weights of the model after a step, counted from 1."""
         # The limit is TensorFlow's: at the start, the average forgets the initial weights quickly.
         decay = min(self._decay, (1 + step) / (10 + step))
         pairs = zip(self.model.state_dict().values(), model.state_dict().values(), strict=True)

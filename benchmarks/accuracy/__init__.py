@@ -55,8 +55,8 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
 )  # fmt: skip
 @click.option(
     "--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.html",
-    help="Also write a report: precision-recall curves, confusion matrix, best threshold of a "
-    "class, images with the most errors.",
+    help="Also write a report: precision-recall curves, confusion matrix, best score threshold of "
+    "each class, images with the most errors.",
 )  # fmt: skip
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path, dir_okay=False),
@@ -69,8 +69,8 @@ def evaluate(
 
     `maskrcnn eval CHECKPOINT CONFIG [KEY=VALUE]...` evaluates on data.val of CONFIG. The arguments
     are those of `maskrcnn train`, and `torchrun` works too. The model is the checkpoint's: the
-    section `model` of CONFIG is ignored, and KEY=VALUE sets only those of its keys that change no
-    parameters, such as model.roi.score_threshold. The result files are written to the folder
+    section `model` of CONFIG is ignored. In this section, KEY=VALUE can set only keys that affect
+    inference, such as model.roi.score_threshold. The result files are written to the folder
     `inference` in output_dir.
 
     CHECKPOINT can also be weights of another implementation, or a name of `maskrcnn weights list`.
@@ -81,8 +81,8 @@ def evaluate(
     also be CONFIG [KEY=VALUE]...; only its data.val, data.on_broken and section `evaluation` are
     used.
 
-    With a data set folder, --images, --annotations, --backend, --precision or -o, a checkpoint or
-    a name is evaluated as a bundle, too. It is exported once, into the cache folder.
+    If a data set folder, --images, --annotations, --backend, --precision or -o is given, a
+    checkpoint or a name is evaluated as a bundle, too. It is exported once, into the cache folder.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
     coco_results.pth for torch. If a metric is below evaluation.expected, the exit code is 1.

@@ -48,11 +48,11 @@ class BundleEvaluation:
 
     # Result of `coco_metrics` for boxes and masks. Empty if the metrics were not requested.
     metrics: dict[str, float]
-    # Images with detections.
+    # Images that the bundle processed.
     images: int
     # Images of the annotation file that were skipped.
     left_out: int
-    # From the first image's file to the last image's detections, without warm-up.
+    # Time from reading the first image file to the last image's detections, without warm-up.
     seconds: float
     backend: str
     device: Literal["cpu", "cuda"]
@@ -61,7 +61,7 @@ class BundleEvaluation:
 
     @property
     def images_per_second(self) -> float:
-        """Images with detections per second."""
+        """Processed images per second."""
         return self.images / self.seconds
 
 
@@ -74,7 +74,9 @@ def evaluate_bundle(
     output: Path | None = None,
     report: Path | None = None,
 ) -> BundleEvaluation:
-    """Evaluate a bundle as it is served, but with each image in its annotated orientation.
+    """Evaluate a bundle as it is served.
+
+    The EXIF orientation of an image is ignored if only its stored pixels have the annotated size.
 
     Args:
         bundle: Folder of the bundle.
@@ -134,7 +136,8 @@ def _detect(
             as_stored.append(record)
         else:
             yield record, outcome
-    # Some annotation tools ignore the EXIF orientation, as the annotated size shows.
+    # Some annotation tools ignore the EXIF orientation: the annotated size is that of the stored
+    # pixels.
     for record, outcome in _pairs(as_stored, partial(detect, apply_orientation=False)):
         if isinstance(outcome, Detections) and not _has_annotated_size(outcome, record):
             outcome = ImageError(
@@ -159,7 +162,7 @@ def _add_detections(
     evaluator: CocoEvaluator,
     on_broken: Literal["skip", "refuse"],
 ) -> int:
-    """Add detections to an evaluator, log invalid images, and return the number of the latter."""
+    """Add detections to an evaluator, log invalid images, and return their number."""
     invalid = 0
     for record, outcome in outcomes:
         if isinstance(outcome, Detections):

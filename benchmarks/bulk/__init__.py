@@ -34,7 +34,7 @@ def bulk(
     output: Path | None,
     **values: Any,
 ) -> None:
-    """Measure MODEL from image files to run-length encoded masks: throughput, and time by step.
+    """Measure MODEL's throughput from image files to run-length encoded masks, and time by step.
 
     MODEL is a bundle, a checkpoint, or a name of `maskrcnn weights list`.
     """

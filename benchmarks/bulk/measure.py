@@ -35,9 +35,9 @@ class BulkSettings:
     # None: the first precision of the bundle that the backend supports.
     precision: Precision | None = None
     backend: BackendName = "auto"
-    # Images per batch, measured one after the other.
+    # Batch sizes, measured one after the other.
     batches: Sequence[int] = (8,)
-    # Encoded images, repeated. Empty: those of `photo_like_jpegs` that fit an input size.
+    # Encoded images, used in rotation. Empty: those of `photo_like_jpegs` that fit an input size.
     images: Sequence[bytes] = ()
     # Length of each measurement.
     seconds: float = 5.0

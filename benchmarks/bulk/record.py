@@ -9,7 +9,7 @@ from .measure import BulkResult
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Minimum of `BulkResult.share` on a GPU.
+# Goal on a GPU: minimum of `BulkResult.share`.
 _GOAL = 0.7
 
 _THROUGHPUT_NOTE = """\
@@ -20,8 +20,8 @@ alone, with batches of the same size queued back to back, and "share" is "images
 "boxes" is the mean number of detections per image, each with a mask to encode.
 """
 _STEPS_NOTE = """\
-Each step is measured alone and to its end. In bulk prediction the steps overlap, so their sum
-exceeds the time of a batch. On a GPU, "files" decodes on the CPU the images that the GPU
+Each step is measured alone, until its work is complete. In bulk prediction the steps overlap, so
+their sum exceeds the time of a batch. On a GPU, "files" decodes on the CPU the images that the GPU
 decoder does not support, "pixels" decodes the others on the GPU, "images" resizes and pads, "masks"
 scales the boxes, pastes the masks, encodes them as COCO RLE and copies the result to the host, and
 "strings" selects the requested outputs. On a CPU, "images" is decoding, resizing and padding on one
@@ -79,7 +79,7 @@ def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
     """Return, per batch size on a GPU, a sentence that compares the share with the goal."""
     return [
         f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "
-        f"the engine's own; the goal of {_GOAL:.0%} is {format_verdict(r.share >= _GOAL)}."
+        f"the engine's own rate; the goal of {_GOAL:.0%} is {format_verdict(r.share >= _GOAL)}."
         for r in results
         if r.device == "cuda"
     ]

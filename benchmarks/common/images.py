@@ -41,7 +41,7 @@ def images_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def read_images(sources: Sequence[Path]) -> list[bytes]:
-    """Return the bytes of each image file in `sources`, files or folders; [] without sources.
+    """Return the bytes of each image file. Sources are files or folders; [] without sources.
 
     Raises:
         click.UsageError: the sources contain no image, or two images of the same name.

@@ -97,7 +97,7 @@ class Record:
 
 
 def publish(record: Record, json_path: Path | None = None, folder: Path | None = None) -> None:
-    """Print the tables. Unless None, write `json_path`, and the record's files into `folder`."""
+    """Print the tables. If given, write the JSON file, and the record's files into `folder`."""
     console = Console()
     console.print(Text(record.title, style="bold"))
     for table in record.tables:

@@ -20,7 +20,7 @@ seconds_option = click.option(
 
 # Size of the tensor that `GpuTimer` fills before each timed call: much larger than an L2 cache.
 _FILL_BYTES = 2**31
-# Calls of `GpuTimer` that are not timed and that are, and calls of `host_milliseconds`.
+# Untimed and timed calls of `GpuTimer`, and timed calls of `host_milliseconds`.
 _WARMUP_CALLS = 3
 _GPU_CALLS = 30
 _HOST_CALLS = 3
@@ -52,7 +52,7 @@ def latency_from_seconds(seconds: Sequence[float]) -> Latency:
 
 
 def percentile(ordered: Sequence[float], rank: int) -> float:
-    """Return the nearest-rank percentile: the smallest value that `rank` % of all do not exceed.
+    """Return the nearest-rank percentile: the smallest value with `rank` % of all at or below it.
 
     The result is always a measured value, never interpolated. With fewer than 100 values p99 is
     their maximum.

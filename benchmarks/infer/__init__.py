@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @images_option("noise")
 @seconds_option
-@click.option("--warmup", type=click.IntRange(min=0), default=3, help="Minimum of untimed batches.")
+@click.option(
+    "--warmup", type=click.IntRange(min=0), default=3, help="Minimum number of untimed batches."
+)
 @json_option
 @output_option("a page with the time by stage, a plot")
 def infer(
@@ -52,9 +54,9 @@ def infer(
 
     A model is a bundle, which --backend runs, or a checkpoint or weights of another implementation,
     which torch runs. A name of `maskrcnn weights list` is exported once into the cache folder, and
-    measured as a bundle; with --peer torchvision also as weights. All models get the same input;
-    its size is the first size of the first model unless --shape is given. Failed engines are
-    reported, and the others are still measured.
+    measured as a bundle; with --peer torchvision, its weights are measured too. All models get the
+    same input; its size is the first size of the first model unless --shape is given. Failed
+    engines are reported, and the others are still measured.
     """
     from .measure import InferSettings
 
@@ -81,7 +83,7 @@ def _models_from(
 
     Raises:
         click.BadParameter: A path does not exist.
-        ZooError: A zoo does not have a model, or this program cannot compute it.
+        ZooError: A zoo does not have a model, or this program does not support it.
         DownloadError: A download failed, or a file has another checksum.
     """
     from ...model.weights.downloads import weights_path

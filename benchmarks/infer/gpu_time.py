@@ -18,7 +18,7 @@ STAGES = ("trunk", "proposals", "box head", "selection", "mask head")
 # Name of the time between kernels, during which the GPU does nothing.
 IDLE = "idle"
 
-# Profiled batches, and kernels in the list of the costliest.
+# Number of profiled batches, and of kernels in the list of the costliest.
 _BATCHES = 10
 _COSTLIEST = 15
 # Kernel names by which the stages are recognized.
@@ -56,7 +56,7 @@ class StageTimes:
     engine: str
     precision: Precision
     batch: int
-    # Time by stage in the order of `STAGES`, and idle time. They add up to the total.
+    # Time by stage in the order of `STAGES`, then idle time. Their sum is the batch's time.
     milliseconds: dict[str, float]
     # Kernels with the most time, in descending order.
     costliest: Sequence[KernelTotal]
@@ -148,7 +148,7 @@ def milliseconds_by_stage(activities: Sequence[GpuActivity]) -> dict[str, float]
 
 
 def mean_milliseconds_by_stage(activities: Sequence[GpuActivity], batches: int) -> dict[str, float]:
-    """Return the mean over several equal batches of `milliseconds_by_stage`.
+    """Return the mean of `milliseconds_by_stage` over several equal batches.
 
     Raises:
         ValueError: the number of activities is not a multiple of the number of batches.

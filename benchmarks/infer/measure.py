@@ -120,7 +120,7 @@ def measure_models(
     for choice in engine_choices(models, settings):
         wanted = (str(choice.model), choice.name, choice.precision)
         if any((r.model, r.engine, r.precision) == wanted for r in results):
-            continue  # a baseline that was measured as the automatic backend of its bundle
+            continue  # `auto` selected this baseline for its bundle, so it is measured already
         for measurement in _measure_in_process(choice, bucket, settings):
             if on_measurement is not None:
                 on_measurement(measurement)
@@ -150,7 +150,7 @@ def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[M
 
 
 def engine_choices(models: Sequence[Path], settings: InferSettings) -> Iterator[EngineChoice]:
-    """Yield the engines to measure, precision by precision, the baselines last in each."""
+    """Yield the engines to measure. In each precision, the baselines follow the models."""
     with_torchvision = "torchvision" in settings.peers
     with_onnxruntime = "onnxruntime" in settings.peers and settings.backend != "onnxruntime"
     for precision in settings.precisions:

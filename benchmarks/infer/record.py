@@ -34,7 +34,7 @@ _GOAL_BUCKET = "800x1344"
 _SPEED_GOALS = (450, 700)
 # Milliseconds at batch 1 in fp16: limit and target.
 _LATENCY_GOALS = (5, 3)
-# Gigabytes at batch 8 in fp16.
+# Limit of GPU memory in gigabytes at batch 8 in fp16.
 _MEMORY_GOAL = 6
 
 _METHOD_NOTE = """\
@@ -53,8 +53,8 @@ to torchvision's in the same precision at the same batch size.
 _MEMORY_NOTE = """\
 "MiB" is the peak memory at that batch size, including memory kept from smaller batches. For torch
 it is the GPU memory reserved by its allocator, without the CUDA context and kernel code. Values
-with * are all GPU memory in use according to the driver, with both. On the CPU it is the resident
-memory of the process.
+with * are all GPU memory in use according to the driver, context and kernel code included. On the
+CPU it is the resident memory of the process.
 """
 _ROOFLINE_NOTE = """\
 "of roofline" is the throughput as a fraction of an upper bound, at which the GPU computes only
@@ -144,7 +144,7 @@ def speed_rows(
     failures: Sequence[InferFailure] = (),
     rooflines: Sequence[MatmulRoofline] = (),
 ) -> list[tuple[str, ...]]:
-    """Return the table rows of one precision: one per result and failure, as `COLUMNS`."""
+    """Return the table rows of one precision, with cells of `COLUMNS`: results, then failures."""
     own = [r for r in results if r.precision == precision]
     engines = list(dict.fromkeys((r.model, r.engine, r.data) for r in own))
     own.sort(key=lambda r: engines.index((r.model, r.engine, r.data)))

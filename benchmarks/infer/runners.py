@@ -36,7 +36,7 @@ class BatchRun:
     engine: str
     device: Literal["cpu", "cuda"]
     data: DataPlace
-    # Kind of memory to report the peak of.
+    # Kind of memory whose peak is reported.
     memory: MemoryKind
     # Start the batch and return its outputs, which may not be computed yet.
     enqueue: Callable[[], object]
@@ -62,7 +62,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """Engine to measure: a model, and the precision and backend or baseline that run it."""
+    """Engine to measure: a model, its precision, and the backend or baseline that runs it."""
 
     # A bundle if it is a folder, else a checkpoint.
     model: Path

@@ -39,7 +39,8 @@ _NMS_SIZES = (
     (1, 1, 12000, 1, 0.7, 2000, None),
 )
 _TOP_K_SIZES = (
-    # FPN levels, class scores, detections, proposals of all levels, C4 proposals.
+    # Scores per image, and k, of: each FPN level, class scores, detections, proposals of all
+    # levels, C4 proposals.
     *((cells * ANCHORS_PER_CELL, 1000) for cells in (67200, 16800, 4200, 1050, 273)),
     (80000, 2000),
     (2000, 100),
@@ -55,7 +56,7 @@ def nms_cases(workload: Workload) -> Iterator[KernelCase]:
         kinds = f" of {classes} classes" if classes > 1 else ""
         boxes = workload.boxes(images * levels, count)
         labels = workload.randint(classes, images * levels, count)
-        # Torchvision takes one image at a time; its sets get different class labels.
+        # Torchvision takes one image at a time. Different class labels keep its sets apart.
         offsets = torch.arange(levels, device=workload.device).repeat(images)[:, None] * classes
         scores = torch.arange(count, 0, -1.0, device=workload.device).repeat(levels)
         lists = list(
@@ -126,7 +127,7 @@ def matching_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def decoding_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `decode_boxes`: the anchors with the best scores of all levels."""
+    """Yield a case of `decode_boxes`: the selected anchors of all levels."""
     anchors, selected = _anchors(workload), workload.count(4819)
     deltas = workload.randn(workload.batch, anchors.shape[1], 1, 4)
     indices = workload.randint(anchors.shape[1], workload.batch, selected)

@@ -1,4 +1,4 @@
-"""Benchmark cases of all kernels, with those of resizing, RoIAlign and its gradient."""
+"""Benchmark cases by kernel name, and the cases of resizing, RoIAlign and its gradient."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -48,7 +48,7 @@ class _PoolingInputs(NamedTuple):
     rois: Tensor
     # Scalar arguments of `pyramid_roi_align` and of its gradient.
     attributes: tuple[object, ...]
-    # Torchvision's pooling, from features to [B * R, C, P, P]. None: it lacks their type.
+    # Torchvision's pooling, from features to [B * R, C, P, P]. None: it lacks the features' type.
     torchvision: Callable[[list[Tensor]], Tensor] | None
     # Goal of `pyramid_roi_align`. None: no goal. The gradient never has one.
     goal: KernelGoal | None

@@ -68,7 +68,7 @@ class KernelResult:
     gigabytes_per_second: float
     # Bandwidth, reads plus writes, of copying a large tensor on the same GPU.
     copy_gigabytes_per_second: float
-    # Results of the baselines. Key of the JSON file.
+    # Results of the baselines. The field's name is a key of the JSON file.
     peers: tuple[BaselineResult, ...] = ()
     goal: KernelGoal | None = None
 
@@ -125,7 +125,7 @@ class Workload:
         return torch.randint(end, shape, generator=self.generator).to(self.device)
 
     def boxes(self, *shape: int) -> Tensor:
-        """Return boxes [*shape, 4] within the image, with log-uniform sides of up to 512."""
+        """Return boxes [*shape, 4] within the image, with log-uniform sides of 8 to 512 pixels."""
         limits = torch.tensor([self.image_width, self.height], device=self.device)
         centers = self.rand(*shape, 2) * limits
         half_sides = 2 ** (2 + 6 * self.rand(*shape, 2))

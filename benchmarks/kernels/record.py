@@ -15,11 +15,11 @@ COLUMNS = ("kernel", "size", "ms", "GB/s", "of copying", "baselines", "speedup",
 _COLUMNS_NOTE = """\
 Sizes are those of a batch of 8 images of 800x1344 pixels: BxRxPxP for RoIs, where P is the side of
 a pooled RoI, and NxK for sets of boxes. "ms" is the median time on the GPU. "GB/s" is the minimum
-memory traffic, inputs read once and outputs written once, divided by that time. "of copying" is its
-fraction of {copying} GB/s, reads plus writes, the rate of copying a gibibyte in the same run; it
-exceeds 100% if few RoIs leave much of the features unread. "baselines" are other implementations
-with their times in ms, with * if timed on the host's clock; "speedup" is the kernel's speed
-relative to each of them.
+memory traffic, inputs read once and outputs written once, divided by that time. "of copying" is
+"GB/s" as a fraction of {copying} GB/s, the rate of copying a gibibyte in the same run, reads plus
+writes. It exceeds 100% if few RoIs leave much of the features unread. "baselines" are other
+implementations with their times in ms, with * if timed on the host's clock; "speedup" is the
+kernel's speed relative to each of them.
 """
 _TIMER_NOTE = """\
 Before each call a large tensor is filled. The fill flushes the caches and keeps the GPU busy until
@@ -28,9 +28,10 @@ GPU, the wait is included. Baselines with * run on the CPU, at least in part: th
 times, and the time is the median on the host's clock.
 """
 _BASELINES_NOTE = """\
-Torchvision's pooling got its fastest layout, NCHW, whatever the kernel's layout, and boxes in the
-features' type; it has no bf16. Its gradient is that of the whole pooling, without the forward pass.
-Its NMS processes one image at a time, as its models do, and returns all boxes that survive.
+Torchvision's pooling is given its fastest layout, NCHW, whatever the kernel's layout, and boxes in
+the features' type; it does not support bf16. Its gradient is that of the whole pooling, without the
+forward pass. Its NMS processes one image at a time, as its models do, and returns all boxes that
+survive.
 `paste_rle` ends with run lengths on the GPU; encoding them as strings, which pycocotools' time
 includes, is the task of `compress_runs`.
 """

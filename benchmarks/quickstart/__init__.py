@@ -31,14 +31,14 @@ _BENCH_IMAGES = 32
 _CLIENTS = (1, 8)
 # Validation images that are drawn during training.
 _DRAWN_IMAGES = 4
-# Validation images that are copied into the bundle as samples for the page of the server.
+# Validation images that are copied into the bundle as samples for the server's web page.
 _SAMPLES = 6
 _SHOWN_METRICS = [
     f"{kind}/{metric}" for kind in ("bbox", "segm") for metric in ("AP", "AP50", "AP75", "AR100")
 ]
 _OUTPUTS = {
     "metrics.json": "metrics",
-    "train/curves.png": "curves of the training",
+    "train/curves.png": "training curves",
     "progress.png": "predictions for the same images during training, the earliest on top",
     "predictions.png": "predictions beside ground truth",
     "bundle": "bundle with its manifest.json",
@@ -87,13 +87,13 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
     with step(console, steps, 1, output / "data"):
         draw_dataset(output / "data", synthetic, workers=os.cpu_count() or 1)
     with step(console, steps, 2, output / "train", has_progress=True):
-        # The training writes the file three times.
+        # Linked before the training, which writes the file after 10, 30 and 100 % of its steps.
         (output / PROGRESS_FILE).symlink_to(f"train/{PROGRESS_FILE}")
         checkpoint = run_training(config)
         draw_curves(output / "train")
     bundle = output / "bundle"
     with step(console, steps, 3, bundle):
-        # The CPU does not compute fp16, and each file takes seconds.
+        # The CPU does not compute fp16, and the export of each precision takes seconds.
         precisions: list[Precision] = ["fp32", "fp16"] if torch.cuda.is_available() else ["fp32"]
         bundle_from_checkpoint(checkpoint, bundle, precisions=precisions, report=console.print)
     with step(console, steps, 4):
@@ -156,7 +156,7 @@ def _configure(
 
 
 def _copy_samples(images: Path, samples: Path) -> None:
-    """Copy images into the bundle, for the page of the server."""
+    """Copy images into the bundle as samples for the server's web page."""
     samples.mkdir()
     for path in sorted(images.iterdir())[:_SAMPLES]:
         shutil.copy(path, samples)

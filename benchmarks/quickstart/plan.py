@@ -31,7 +31,7 @@ class PlannedStep(NamedTuple):
 
 
 class _TimeLeft(ProgressColumn):
-    """Column with the expected time until the end of a step, whose `total` is in seconds."""
+    """Column with the expected time until a step ends. The task's `total` is in seconds."""
 
     def render(self, task: Task) -> Text:
         """Return the remaining time."""

@@ -40,8 +40,8 @@ _CONCURRENCIES = (1, 4, 16)
 )  # fmt: skip
 @click.option(
     "--http", multiple=True, type=click.IntRange(min=1),
-    help="Requests in flight over HTTP, each with a connection of its own. As many over gRPC are "
-    "measured just before. Repeatable. Needs a bundle as SERVER.",
+    help="Requests in flight over HTTP, each with a connection of its own. The same number over "
+    "gRPC is measured just before. Repeatable. Needs a bundle as SERVER.",
 )  # fmt: skip
 @click.option(
     "--rate", "rates", multiple=True, type=POSITIVE,
@@ -63,7 +63,7 @@ _CONCURRENCIES = (1, 4, 16)
 @seconds_option
 @click.option(
     "--warmup", "warmup_seconds", type=FiniteRange(min=0, max=DAY_S), default=1.0,
-    help="Seconds before each measurement that are not counted.",
+    help="Seconds of load before each measurement that are not counted.",
 )  # fmt: skip
 @click.option(
     "--timeout", "timeout_s", type=SECONDS, default=30.0, help="Deadline of a request in seconds."
@@ -93,9 +93,9 @@ def serve(
 ) -> None:
     """Measure a server at given numbers of requests in flight, or at given rates.
 
-    SERVER is the host:port of a running server, or a bundle, a checkpoint or a name of `maskrcnn
-    weights list`. For these a server is started with OPTIONS, which are options of `maskrcnn serve`
-    after `--`.
+    SERVER is the host:port of a running server, or a model: a bundle, a checkpoint or a name of
+    `maskrcnn weights list`. For a model, a server is started with OPTIONS, which are options of
+    `maskrcnn serve` after `--`.
     """
     from ...model.weights.zoo import is_zoo_name
     from ...serving.commands.model_reference import bundle_for_backend

@@ -1,4 +1,4 @@
-"""CPU time an image of server, workers and clients, and by thread."""
+"""CPU time per image: of server, workers and clients, and by thread of the server."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -13,7 +13,7 @@ _MIN_SHARE: Final = 0.005
 
 
 def cpu_cells(result: ServeResult) -> tuple[str, ...]:
-    """Return cells for `CPU_COLUMNS`: cores of the server, and CPU milliseconds an image."""
+    """Return cells for `CPU_COLUMNS`: cores of the server, and CPU milliseconds per image."""
     clients = _milliseconds(result.client.total_cores, result)
     if result.server is None:
         return "", "", "", clients
@@ -24,10 +24,10 @@ def cpu_cells(result: ServeResult) -> tuple[str, ...]:
 
 
 def thread_table(results: Sequence[ServeResult]) -> ResultTable:
-    """Return a table of the CPU time an image by process and thread."""
+    """Return a table of the CPU time per image, by process and thread of the server."""
     return ResultTable(
         heading="CPU time by process and thread",
-        columns=("load", "process", "thread", "threads", "CPU ms an image"),
+        columns=("load", "process", "thread", "threads", "CPU ms per image"),
         rows=[row for result in results for row in _rows(result)],
     )
 

@@ -1,4 +1,4 @@
-"""HTTP client of the load generator: keeps its connections, and does little else."""
+"""Minimal HTTP client of the load generator, with persistent connections."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ class HttpResponse(NamedTuple):
 class HttpClient:
     """Client of one server with a connection per request in flight."""
 
-    # A general client would take more CPU time per request than the server.
+    # A general-purpose client would take more CPU time per request than the server.
 
     def __init__(self, address: str) -> None:
         """Send requests to `host:port`."""
@@ -51,7 +51,7 @@ class HttpClient:
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[_Connection]:
-        """Lend a connection. It is reused unless the body of the context raises."""
+        """Yield an idle or a new connection. It is reused later unless the context raises."""
         host = self._host.strip("[]")
         connection = (
             self._idle.pop() if self._idle else await asyncio.open_connection(host, self._port)

@@ -22,7 +22,7 @@ _SERVICE = "/maskrcnn.v1.Detector"
 # Fields of a response's timing, in the order of `RequestLog.timing`.
 _TIMING = ("decode_us", "queue_us", "infer_us", "encode_us", "batch_size")
 _STATUS_NAMES = {status.value[0]: status.name for status in grpc.StatusCode}
-# Pause of a closed-loop client after a rejected request, as in the package's own client.
+# Pause of a closed-loop client after a failed request, as in the package's own client.
 _PAUSE_S = 0.1
 
 
@@ -31,7 +31,7 @@ class ClosedLoop:
     """Clients that each send the next image when the previous one is answered."""
 
     clients: int
-    # All clients of a process share one stream, instead of one unary call per image.
+    # True: all clients of a process share one stream. False: a unary call per image.
     streamed: bool = False
 
 
@@ -76,7 +76,7 @@ class ClientLoad:
     index: int
     # Number of client processes.
     count: int
-    # Serialized DetectRequests, or images if `load` is an HttpLoop; sent in rotation.
+    # Serialized DetectRequests, or image files if `load` is an HttpLoop; sent in rotation.
     requests: Sequence[bytes]
     window: LoadWindow
     # Deadline of a request.
@@ -88,8 +88,8 @@ class ClientLoad:
 class RequestLog(NamedTuple):
     """Outcome of one request. Times are on the monotonic clock."""
 
-    # Time at which it should be sent. Latency counts from here, so that a late client does not hide
-    # the wait.
+    # Time at which the request should be sent. Latency counts from here, so that a late client does
+    # not hide the wait.
     due: float
     sent: float
     received: float

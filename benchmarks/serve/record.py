@@ -35,13 +35,13 @@ whose detections arrived within the measurement. Latencies are of requests answe
 """
 _TIMES_NOTE = """\
 Times are means over the requests. Decode, queue, infer and encode are stages of the server, as
-reported in its responses. A request is in "queue" while its batch fills and the model computes
-others, and in "infer" as long as its whole batch. "rest" is everything else: network, gRPC, the
-event loop, and the client. "outside" is the fraction of the latency in which a request neither
-waits for the model nor is in it. "batch" is the size of the batch of a request.
+reported in its responses. A request is in "queue" while its batch fills or the model computes other
+batches, and in "infer" while its batch is computed. "rest" is everything else: network, gRPC, the
+event loop, and the client. "outside" is the fraction of the latency outside "queue" and "infer".
+"batch" is the size of the batch of a request.
 """
 _USE_NOTE = """\
-"batches" is the mean number of batches in the backend at a time. "cores" is the CPU time of the
+"batches" is the mean number of batches in the backend at once. "cores" is the CPU time of the
 server and its children per wall-clock time, and "MiB" their resident memory in the first and the
 last fifth of the measurement. "server", "workers" and "clients" are CPU milliseconds per image: of
 the server process, of all its workers and of all client processes. "client cores" is the CPU time
@@ -49,8 +49,8 @@ per wall-clock time of the busiest client process. "client lag" is the 99th perc
 by which requests were sent too late.
 """
 _THREADS_NOTE = """\
-The event loop is the thread "main" of the server. Threads of libraries without a name of their own
-have that of the program; in the server, one of them polls gRPC's connections.
+The event loop is the thread "main" of the server. If a library does not name its threads, they have
+the name of the program; in the server, one of them polls gRPC's connections.
 """
 
 

@@ -60,7 +60,7 @@ class ServeResult:
     offered_per_second: float
     # Images whose detections arrived within the window, per second.
     images_per_second: float
-    # Mean number of batches that the backend computed at a time.
+    # Mean number of batches that the backend computed at the same time.
     batches_at_once: float
     # Requests due within the window and answered with detections, even after its end.
     requests: int

@@ -57,7 +57,7 @@ class BuildLog:
 
 
 class BuildProgress:
-    """Progress bars of a build's phases, nested phases indented.
+    """Progress bars of the phases of an engine build. Nested phases are indented.
 
     TensorRT calls the methods from its own threads.
     """
@@ -71,7 +71,7 @@ class BuildProgress:
         self.error: Exception | None = None
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
-        """Add a bar for a phase of `steps` steps. parent None: a top-level phase."""
+        """Add a bar for a phase of `steps` steps. `parent` is None for a top-level phase."""
         self._depths[phase] = self._depths.get(parent, -1) + 1
         label = "  " * self._depths[phase] + phase
         self._bars[phase] = self._progress.add_task(label, total=steps)

@@ -57,7 +57,7 @@ def profiles_from_batches(
 
 
 class EngineBuilder(ABC):
-    """Base class of the builders. One builder builds all engines of one kind of an export."""
+    """Base class of the engine builders. In an export, a builder makes all engines of its kind."""
 
     kind: ClassVar[EngineKind]
     # Name of TensorRT or TensorRT-RTX in messages.
@@ -221,7 +221,7 @@ class EngineBuilder(ABC):
         return f"{self.product} cannot build {name} because of node {node}: {reason}; {remedy}"
 
     def _callback_errors(self) -> list[str]:
-        """Return the errors that our functions have raised within TensorRT."""
+        """Return the errors that our plugin functions have raised within TensorRT."""
         return []
 
     def _builder_error(self, name: str) -> str:

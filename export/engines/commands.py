@@ -1,4 +1,4 @@
-"""`maskrcnn engine`: contents of TensorRT and TensorRT-RTX engines, and time by layer."""
+"""`maskrcnn engine`: inspect, profile and refit TensorRT and TensorRT-RTX engines."""
 
 import json
 from collections import Counter
@@ -95,9 +95,9 @@ def profile(plan: Path, batch: int, runs: int) -> None:
 @engine.command()
 @click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
 def refit(bundle: Path) -> None:
-    """Insert the weights of BUNDLE's ONNX files into its engines of --strip-weights.
+    """Insert the weights of BUNDLE's ONNX files into engines built with --strip-weights.
 
-    It needs the type of GPU and the version of TensorRT of the build.
+    This needs the same type of GPU and the same version of TensorRT as the build.
     """
     from .refit import refit_bundle
 

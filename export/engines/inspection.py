@@ -24,7 +24,7 @@ def load_engine(plan: Path, kind: EngineKind) -> tuple[Any, Any]:
     trt: Any = importlib.import_module(kind.replace("-", "_"))
     with errors_of(trt) as errors:
         runtime = trt.Runtime(shared_logger(trt))
-        runtime.engine_host_code_allowed = True  # plans for newer versions contain code
+        runtime.engine_host_code_allowed = True  # version-compatible plans contain code
         engine = runtime.deserialize_cuda_engine(plan.read_bytes())
     if engine is None:
         reason = " ".join(errors[0].split()) if errors else "it gives no reason"

@@ -124,7 +124,7 @@ def layers_from_json(text: str) -> list[Layer]:
 
 
 def _tensors_from_json(records: Sequence[dict[str, Any]]) -> tuple[LayerTensor, ...]:
-    # Depends on the TensorRT backend: a separate type, or a type within the name of the format.
+    # The TensorRT backend decides whether the type has its own field or is in the format's name.
     return tuple(
         LayerTensor(
             record["Name"],

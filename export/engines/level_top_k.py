@@ -1,4 +1,4 @@
-"""Selection of the best anchors of each feature map by a TopK of its own."""
+"""ONNX graph pass: select the best anchors of each feature map by a TopK of its own."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,7 +8,7 @@ from onnx import helper, numpy_helper
 
 
 def split_top_k(graph: onnx.GraphProto) -> None:
-    """Replace a TopK over rows that were padded to a common length by one per row, in place.
+    """Replace a TopK over padded rows by one TopK per row without padding, in place.
 
     `Pad` of L tensors [B, N_l] to [B, N], `Unsqueeze`, `Concat` to [B, L, N], `Max` and `TopK` of k
     become `Pad` to [B, k] if N_l < k, `Max` and `TopK` of [B, N_l], and `Concat` to [B, L, k]. The
@@ -17,7 +17,7 @@ def split_top_k(graph: onnx.GraphProto) -> None:
     producers = {name: node for node in graph.node for name in node.output}
 
     def sources(names: Iterable[str], op_type: str) -> list[onnx.NodeProto]:
-        """Return the nodes whose outputs these are; none if one is of another type."""
+        """Return the nodes that output `names`, or [] if one has another operator type."""
         nodes = [producers[name] for name in names if name in producers]
         return nodes if all(node.op_type == op_type for node in nodes) else []
 

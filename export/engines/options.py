@@ -39,19 +39,19 @@ class EngineOptions:
     workspace_gib: float | None = None
     # TensorRT only: file of measured kernel timings. None: a file in the user's cache folder.
     timing_cache: Path | None = None
-    # Reject an engine that computes in another precision, instead of a warning.
+    # Raise an error instead of a warning if an engine computes in another precision.
     strict: bool = False
-    # All below: TensorRT only. One profile for every batch size up to the largest.
+    # This and all options below: TensorRT only. One profile for each batch size up to the largest.
     profile_per_batch: bool = False
     # Effort of the builder, 0 to 5. None: TensorRT's default, 3.
     optimization_level: int | None = Field(None, ge=0, le=5)
     # Effort of the search for layers that share the L2 cache.
     tiling: Tiling = "none"
-    # Most streams besides the main one. None: TensorRT decides.
+    # Maximum number of streams besides the main one. None: TensorRT decides.
     aux_streams: NonNegativeInt | None = None
-    # Other GPUs that can run the engine, which is slower for that.
+    # Other GPUs that can run the engine. Unless `none`, the engine is slower.
     hardware_compatibility: HardwareCompatibility = "none"
-    # Newer versions of TensorRT can load the engine, which is slower for that.
+    # Whether newer versions of TensorRT can load the engine. If so, it is slower.
     version_compatible: bool = False
     # Build engines without weights, which `refit_bundle` inserts.
     strip_weights: bool = False
@@ -96,7 +96,7 @@ _OPTIONS = (
     ),
     click.option(
         "--aux-streams", type=click.IntRange(min=0),
-        help="Most additional streams of a tensorrt engine. If left out, TensorRT decides.",
+        help="Maximum additional streams of a tensorrt engine. If left out, TensorRT decides.",
     ),
     click.option(
         "--hardware-compatibility", type=click.Choice(get_args(HardwareCompatibility)),

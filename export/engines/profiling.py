@@ -13,12 +13,12 @@ from ...plugins.tensorrt.log import errors_of
 from ..errors import EngineError
 from .inspection import EngineTensor, inspected_tensors
 
-# Runs before the measurement, in which libraries load their code and clocks rise.
+# Warm-up runs before the measurement, while libraries load their code and clocks rise.
 _WARM_UP = 5
 
 
 def profile_layers(trt: Any, engine: Any, batch: int, runs: int) -> dict[str, float]:
-    """Compute batches of noise, and measure the layers.
+    """Run an engine on batches of noise, and measure the time of each layer.
 
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.
@@ -30,7 +30,7 @@ def profile_layers(trt: Any, engine: Any, batch: int, runs: int) -> dict[str, fl
         Mean milliseconds per batch by the name of the layer, in execution order.
 
     Raises:
-        EngineError: the engine does not compute such batches, or the runtime fails.
+        EngineError: the engine does not support this batch size, or the runtime fails.
     """
     tensors = inspected_tensors(trt, engine)
     number = _profile_for(tensors, batch)

@@ -1,4 +1,4 @@
-"""Weights for engines that were built without them."""
+"""Refit: insertion of weights into engines that were built without them."""
 
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def _plan_with_weights(plan: Path, artifact: Artifact, model: bytes) -> bytes:
 
 
 def _model_for(bundle: Path, manifest: Manifest, artifact: Artifact) -> bytes:
-    """Return the ONNX model of an engine's build."""
+    """Return the serialized ONNX model from which an engine was built."""
     precision = _ONNX_PRECISION.get(artifact.precision, artifact.precision)
     graphs = manifest.artifacts_for(precision, "onnx")
     graph = next(graph for graph in graphs if graph.bucket == artifact.bucket)

@@ -37,7 +37,7 @@ class TensorRTEngineBuilder(EngineBuilder):
                 "TensorRT builds an engine on the GPU that will run it, and this machine has none; "
                 "export on that machine, or use --engine tensorrt-rtx, which needs no GPU"
             )
-        # TensorRT builds in a thread of its own, in which another GPU would be current.
+        # `build` starts a thread for TensorRT, in which another GPU would be current.
         self._gpu = torch.cuda.current_device()
         major, minor = torch.cuda.get_device_capability(self._gpu)
         return (f"{major}.{minor}",)
@@ -131,7 +131,7 @@ class TensorRTEngineBuilder(EngineBuilder):
         if self._options.timing_cache is not None:
             return self._options.timing_cache
         gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name(self._gpu))
-        # TensorRT's keys contain neither attributes nor code of plugins.
+        # TensorRT's cache keys contain neither attributes nor code of plugins.
         kernels = kernels_digest(self._architecture)
         name = f"{gpu}-{self._trt.__version__}-{__version__}-{kernels}.cache"
         return cache_folder("timing") / name

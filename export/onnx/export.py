@@ -155,9 +155,9 @@ _NODES: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def _custom_operations_replaced() -> Iterator[None]:
-    """Let the ONNX exporter's decomposition replace the custom operations too."""
-    # `ExportedProgram.run_decompositions` would do it, but traces the whole model once more, which
-    # is a quarter of the export's time.
+    """Within the block, let the ONNX exporter's decomposition replace custom operations too."""
+    # `ExportedProgram.run_decompositions` would replace them too, but traces the whole model once
+    # more, which is a quarter of the export's time.
     table = torch._decomp.decomposition_table
     table.update(_NODES)
     try:

@@ -26,8 +26,8 @@ def quantized_model(
 ) -> onnx.ModelProto:
     """Quantize convolutions and linear layers by pairs of QuantizeLinear and DequantizeLinear.
 
-    Weights become int8, with a scale per output channel. Their inputs and outputs become uint8,
-    whose ranges are those of the images. Other operations, the custom ones among them, stay in
+    Weights become int8, with a scale per output channel. The layers' inputs and outputs become
+    uint8, with ranges measured on the images. Other operations, including the custom ones, stay in
     fp32.
 
     Args:
@@ -67,8 +67,8 @@ def quantized_model(
 def make_symmetric(graph: onnx.GraphProto) -> None:
     """Convert quantized activations to int8 without zero points, and biases to fp32, in place.
 
-    TensorRT supports no others. The symmetric range of an activation includes its range. Graphs
-    without quantization do not change.
+    TensorRT supports no other types. The symmetric range of an activation includes its old range.
+    Graphs without quantization do not change.
     """
     constants = {constant.name: constant for constant in graph.initializer}
 
@@ -84,7 +84,7 @@ def make_symmetric(graph: onnx.GraphProto) -> None:
             bias = (value(data) * value(scale)).astype(np.float32)
             graph.initializer.append(numpy_helper.from_array(bias, node.output[0]))
             graph.node.remove(node)
-        elif value(zero).dtype == np.uint8:  # of the second node of a pair, it is int8 already
+        elif value(zero).dtype == np.uint8:  # in the second node of a pair, int8 already
             point = int(value(zero))
             replace(scale, value(scale) * np.float32(max(point, 255 - point) / 127))
             replace(zero, np.zeros((), np.int8))

@@ -29,8 +29,8 @@ class _Fusion(NamedTuple):
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    Fused are convolutions before a ReLU and, in half precision, all 1x1 convolutions, together with
-    an addition between convolution and ReLU.
+    It fuses convolutions before a ReLU and, in half precision, all 1x1 convolutions. An addition
+    between convolution and ReLU is fused too.
 
     Args:
         program: result of `run_decompositions`, which has no in-place operations.
@@ -97,7 +97,7 @@ def fuse_blocks(program: ExportedProgram) -> None:
 
 
 def _reduction_after(node: Node) -> Node | None:
-    """Return the 1x1 convolution with stride 1 and a ReLU, and nothing added, that uses `node`."""
+    """Return the 1x1 convolution of `node` with stride 1, a ReLU and no residual, if any."""
     for user in node.users:
         if user.target is _own.convolution_relu.default:
             arguments: tuple[Any, ...] = user.args

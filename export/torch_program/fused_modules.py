@@ -27,7 +27,7 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
     """
     if model.backbone.body.conv1.weight.dtype in (torch.float16, torch.bfloat16):
         fused = _FusedStem(model)
-        model.backbone.body.conv1 = fused  # where its parameters move with the model
+        model.backbone.body.conv1 = fused  # so that its parameters move with the model
         setattr(model, "stem", fused.forward)  # noqa: B010, a type checker sees a method
     else:
         model.backbone.body.conv1 = _PaddedStem(model.backbone.body.conv1)
@@ -58,7 +58,7 @@ class _FusedStem(nn.Module):
 
 
 class _PaddedStem(nn.Module):
-    """The first convolution with its input padded to four channels by zeros."""
+    """First convolution, with its input zero-padded to four channels."""
 
     def __init__(self, stem: nn.Conv2d) -> None:
         super().__init__()

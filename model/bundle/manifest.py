@@ -11,7 +11,7 @@ from ..masks import MaskPaste
 from .spec import ResizeRule, ShapeBucket
 
 MANIFEST_NAME = "manifest.json"
-# Folder of a bundle with images that the page of the HTTP server offers. The manifest omits them.
+# Folder of a bundle with sample images for the HTTP server's page. The manifest omits them.
 SAMPLES_FOLDER = "samples"
 # Model version that servers report for every bundle.
 MODEL_VERSION = "1"
@@ -44,9 +44,9 @@ class Preprocessing(_Record):
     """Preprocessing of images to model inputs.
 
     An image is decoded to RGB and resized so that its shorter side is `min_size`, unless the longer
-    side would exceed `max_size`. `resize` is the rule for rounding and interpolation. It is padded
-    at the right and bottom to a bucket. The graph itself normalises with `pixel_mean` and
-    `pixel_std`, both in 0..255.
+    side would exceed `max_size`. `resize` is the rule for rounding and interpolation. The resized
+    image is padded at the right and bottom to a bucket. The graph itself normalises with
+    `pixel_mean` and `pixel_std`, both in 0..255.
     """
 
     min_size: int = Field(gt=0)

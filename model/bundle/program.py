@@ -13,7 +13,7 @@ from torch.export.passes import move_to_device_pass
 from ...plugins import operations  # noqa: F401, registers the operations of programs
 from .manifest import Precision
 
-# GPU memory in bytes that a warm-up run, in which cuDNN tries algorithms, may add to that in use.
+# Additional GPU memory in bytes that a warm-up run may take while cuDNN tries algorithms.
 _TRIAL_BYTES = 8 << 30
 
 
@@ -49,7 +49,7 @@ class Program:
         During the first run, the GPU memory limit of the process is lowered.
         """
         # In fp32, some algorithms that cuDNN tries would take all GPU memory, also from other
-        # processes. The first run is limited; if the model itself needs more, a second is not.
+        # processes. The first run has a limit. If the model itself needs more, the second has none.
         allowed = torch.cuda.get_per_process_memory_fraction(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
         bound = (torch.cuda.memory_reserved(self.device) + _TRIAL_BYTES) / total

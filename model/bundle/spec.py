@@ -6,7 +6,7 @@ are xyxy in input pixels: pixels of the resized image before padding.
 
 from typing import Literal, NamedTuple
 
-# Rule for resizing images, which the training of a model's weights determines:
+# Rule for resizing images. It must be the rule that a model was trained with:
 # - pillow: side lengths are rounded down; Pillow resizes bytes, bilinear and antialiased.
 # - detectron2: side lengths are rounded to the nearest pixel; pixels as with `pillow`.
 # - torchvision: side lengths are rounded down; floats are interpolated without antialiasing.

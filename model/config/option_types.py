@@ -12,7 +12,7 @@ class FiniteRange(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Parse a number; a usage error unless it is finite and in range."""
+        """Parse a number. Raise a usage error unless it is finite and in range."""
         # `FloatRange` accepts NaN, which compares as neither below nor above the bounds.
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):

@@ -10,14 +10,14 @@ from .strict_yaml import value_from_yaml
 
 
 class OverrideError(ValueError):
-    """Malformed override, or a key such as `a.b=1` although `a` is a value, not a section."""
+    """Malformed override, or an override such as `a.b=1` if `a` is a value, not a section."""
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return nested values with `key.path=value` overrides applied; values are parsed as YAML.
 
     Raises:
-        OverrideError: an override has another form, or a key needs a section but finds a value.
+        OverrideError: an override has another form, or a part of its key is not a section.
     """
     result = dict(values)
     for override in overrides:

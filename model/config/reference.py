@@ -66,7 +66,7 @@ def _paragraph(text: str | None) -> str:
 
 
 def _meaning_of(field: str, model: type[BaseModel]) -> str:
-    # A subclass that overrides only the default inherits the docstring of its parent.
+    # If a subclass overrides only a field's default, its parent has the field's docstring.
     owners = [base for base in model.__mro__ if issubclass(base, BaseModel)]
     fields = (owner.model_fields[field] for owner in owners if field in owner.model_fields)
     return _paragraph(next((f.description for f in fields if f.description), None))

@@ -63,7 +63,7 @@ class SamplingConfig(FrozenConfig):
     batch_size_per_image: int = Field(ge=1)
     """Maximum number of candidates sampled per image."""
     positive_fraction: float = Field(gt=0, le=1)
-    """Maximum share of positives in that number."""
+    """Maximum share of positives in `batch_size_per_image`."""
 
     @model_validator(mode="after")
     def _check_order(self) -> "SamplingConfig":

@@ -114,7 +114,7 @@ def download_file(
 def _mismatch(
     file: Path, checksum: Checksum | None, path: Path, on_progress: ByteProgress
 ) -> str | None:
-    """Return how a file's checksum differs from the expected one. None: it does not."""
+    """Describe how a file's checksum differs. None: it is correct, or none is expected."""
     if checksum is None:
         return None
     actual = checksum.of(file, f"checking {path.name}", on_progress)

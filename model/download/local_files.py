@@ -17,7 +17,7 @@ class DownloadError(Exception):
 
 @contextmanager
 def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a lock on the creation of a file or folder, against other processes, in the block.
+    """Within the block, hold a lock between processes on the creation of a file or folder.
 
     Args:
         path: File or folder to create in an existing folder.
@@ -26,7 +26,7 @@ def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
     Raises:
         DownloadError: Another process holds the lock, and `wait` is False.
     """
-    # Imported here because the base install lacks it, and a server of a bundle does not need it.
+    # Imported here because the base install lacks filelock. Serving a bundle does not need it.
     from filelock import FileLock, Timeout
 
     lock = FileLock(path.with_name(f".{path.name}.lock"))
@@ -103,7 +103,7 @@ class PartialFile:
 
     def restart(self, version: RemoteVersion) -> None:
         """Empty the partial file, then record the version of the remote file."""
-        # In this order, a crash in between cannot leave bytes with another version.
+        # In this order, a crash in between cannot leave the old bytes with the new version.
         self.path.write_bytes(b"")
         self._version_path.write_text(version.model_dump_json())
 

@@ -1,4 +1,4 @@
-"""Progress callback of downloads and checks."""
+"""Progress callback of downloads and of checksum computations."""
 
 from collections.abc import Callable
 

@@ -28,7 +28,7 @@ def bundle_from_reference(
 ) -> Path:
     """Return the bundle of a model reference. Download and export it if necessary.
 
-    A path that does not exist is returned as it is, for the error message of the reader.
+    A path that does not exist is returned unchanged: reading it raises the error.
 
     Args:
         reference: Folder of a bundle, path or http(s) URL of a checkpoint or of weights of another
@@ -38,7 +38,7 @@ def bundle_from_reference(
         buckets: Input sizes. Empty: those of the model.
 
     Raises:
-        ZooError: The zoo does not have the model, or this program cannot compute it.
+        ZooError: The zoo does not have the model, or this program does not support it.
         DownloadError: The download failed, or the file has another checksum.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
     """
@@ -51,15 +51,15 @@ def bundle_from_reference(
         path = weights_path(reference)
         label = f"{path.stem}-{sha256_of(path)[:12]}"
         config = path.with_name(CONFIG_NAME)
-        if config.is_file():  # which a conversion reads
+        if config.is_file():  # a conversion reads it
             label += f"-{sha256_of(config)[:12]}"
     else:
         return Path(reference)
-    # The version, because another one may export other graphs.
+    # The name includes the version, because another version may export other graphs.
     settings = ["+".join(precisions), *map(str, buckets), *engines, __version__]
     bundle = cache_folder("bundles") / "-".join([label, *settings])
     if not _is_bundle(bundle):
-        weights_path(reference)  # in this process, which shows its progress and errors
+        weights_path(reference)  # in this process, to show progress and errors
         bundle.parent.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(bundle, wait=True):
             if not _is_bundle(bundle):

@@ -107,13 +107,13 @@ def _with_statistics(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) ->
 
 
 def legacy_conventions(structure: Settings, state: Mapping[str, Tensor]) -> Settings:
-    """Return the settings of Caffe2's Detectron, which maskrcnn-benchmark shares."""
+    """Return the default settings of Caffe2's Detectron and of maskrcnn-benchmark."""
     gn = structure["backbone.norm"] == "gn"
     has_statistics = any(name.endswith(("bn_rm", "bn_running_mean")) for name in state)
     fpn = structure.get("backbone.features") == "fpn"
     c4 = structure.get("backbone.features") == "c4"
     return {
-        # maskrcnn-benchmark's frozen batch norm adds no epsilon, nor does one without statistics.
+        # Frozen batch norms of maskrcnn-benchmark, and those without statistics, add no epsilon.
         "backbone.norm_eps": 1e-5 if gn or has_statistics else 0.0,
         "backbone.stride_in_1x1": not gn,
         "pixel_mean": (122.7717, 115.9465, 102.9801),

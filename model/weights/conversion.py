@@ -24,7 +24,7 @@ from .origins import Settings, Weights, abbreviated
 
 # Input sizes are multiples of this number of pixels.
 _BUCKET_STEP = 32
-# Settings that no weights file holds. The defaults are those of all origins.
+# Settings that no weights file holds. All origins have the same defaults for them.
 _NEVER_STORED = (
     "anchors.sizes",
     "anchors.aspect_ratios",
@@ -71,7 +71,7 @@ class ConversionConfig(ModelConfig):
 
     @property
     def model(self) -> ModelConfig:
-        """The model alone."""
+        """Model configuration, without `preprocessing`."""
         return ModelConfig.model_validate(self.model_dump(exclude={"preprocessing"}))
 
 
@@ -96,7 +96,7 @@ def checkpoint_from_weights(
     *,
     other_channel_order: bool = False,
 ) -> WeightsConversion:
-    """Convert weights to a checkpoint that gives the same results as at their origin.
+    """Convert weights to a checkpoint that gives the same results as the original program.
 
     Args:
         weights: weights of a whole Mask R-CNN.
@@ -180,7 +180,7 @@ def check_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Check that tensors have the shapes of the same names in a model's state dict.
+    """Check that each tensor has the same shape as in a model's state dict (`expected`).
 
     Raises:
         WeightsError: the shape of a tensor differs.
@@ -195,7 +195,7 @@ def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 def default_categories(num_classes: int) -> tuple[Category, ...]:
-    """Return COCO's 80 categories, all its 90 ids as torchvision does, or else numbered ones."""
+    """Return COCO's categories for 80 classes (90: with its unused ids), else numbered ones."""
     ids = range(1, len(_COCO_NAMES))
     used = [i for i in ids if _COCO_NAMES[i] != "N/A"]
     for candidates in (ids, used):

@@ -8,13 +8,13 @@ from torch import Tensor
 from .layouts import background_first, reverse_channels
 from .origins import MAX_HEAD_CONVS, Rules, Settings, WeightsOrigin
 
-# Pixel statistics of torchvision's ResNets. Their conversions to detectron2's names lack them.
+# Pixel statistics of torchvision's ResNets. Files converted to detectron2's names lack them.
 TORCHVISION_STATISTICS = {
     "pixel_mean": torch.tensor([123.675, 116.28, 103.53]),
     "pixel_std": torch.tensor([58.395, 57.12, 57.375]),
 }
 
-# Name of a boolean tensor: whether the network takes BGR. Configurations state it, files do not.
+# Name of a boolean tensor: whether the network takes BGR. Only config.yaml states it.
 IS_BGR = "pixel_is_bgr"
 
 _MSRA_MEAN_BGR = (103.53, 116.28, 123.675)
@@ -103,7 +103,8 @@ def _conventions(structure: Settings, state: Mapping[str, Tensor]) -> Settings:
     mean, std = _pixel_statistics(state)
     if _takes_bgr(state):
         mean, std = mean[::-1], std[::-1]
-    # MSRA's ResNets include the deviation in their weights, and stride in the 1x1 convolution.
+    # MSRA's ResNets fold the pixels' standard deviation into their weights, and have their stride
+    # in the 1x1 convolution.
     msra = std == [1.0] * 3 and structure["backbone.norm"] != "gn"
     fpn = structure.get("backbone.features") == "fpn"
     c4 = structure.get("backbone.features") == "c4"

@@ -40,7 +40,7 @@ _KEYS = {
     "MODEL.ROI_MASK_HEAD.POOLER_RESOLUTION": "roi.mask_pool",
     "TEST.DETECTIONS_PER_IMAGE": "roi.max_detections",
 }
-# The only values that this model can compute with.
+# Settings of which this model supports only the listed values.
 _FIXED: Mapping[str, Sequence[object]] = {
     "MODEL.META_ARCHITECTURE": ("GeneralizedRCNN", "PanopticFPN"),
     "MODEL.MASK_ON": (True,),
@@ -59,11 +59,11 @@ _PYRAMID_LEVELS = 5
 
 @dataclass(frozen=True)
 class Detectron2Config:
-    """Settings that a configuration file states. Absent ones are not assumed."""
+    """Settings in a configuration file of detectron2. Absent ones get no defaults here."""
 
     # Values of `ModelConfig`, and of `InputConfig` below `preprocessing`, by dotted key.
     settings: Settings
-    # Statistics and order of the input channels, as `detectron2.ORIGIN` finds them in a file.
+    # Pixel statistics and channel order, under the tensor names that `detectron2.ORIGIN` reads.
     statistics: dict[str, Tensor]
     num_classes: int | None
 

@@ -26,7 +26,7 @@ MIRROR_VARIABLE: Final = "MASKRCNN_ZOO_MIRROR"
 # Environment variable: file in the format of `sha256sum` or `md5sum`. Its checksums replace those
 # of the published files, for a mirror with other files.
 CHECKSUMS_VARIABLE: Final = "MASKRCNN_ZOO_CHECKSUMS"
-# Retries pause 1, 2 and 4 s, so that a missing network is reported soon.
+# Number of retries, after pauses of 1, 2 and 4 s: a missing network is reported soon.
 _RETRIES: Final = 3
 
 
@@ -43,7 +43,7 @@ def weights_path(reference: str | Path) -> Path:
             `detectron2:mask_rcnn_R_50_FPN_3x`.
 
     Raises:
-        ZooError: The zoo does not have the model, or this program cannot compute it.
+        ZooError: The zoo does not have the model, or this program does not support it.
         DownloadError: The download failed, or the file has another checksum.
     """
     if is_zoo_name(reference):
@@ -57,7 +57,7 @@ def weights_path(reference: str | Path) -> Path:
     if is_url(reference):
         url = str(reference)
         name = PurePosixPath(urlsplit(url).path).name
-        # As in `resnet50-0676ba61.pth`.
+        # First digits of the SHA-256, as in `resnet50-0676ba61.pth`.
         digits = re.search(r"-([0-9a-f]{8,64})\.", name)
         checksum = Checksum("sha256", digits[1]) if digits else None
         if checksum is None:
@@ -86,7 +86,7 @@ def _cached(name: str) -> Path:
 
 
 def _download(url: str, path: Path, checksum: Checksum | None) -> None:
-    """Download a file unless it is in the cache; check it if it is."""
+    """Download a file into the cache. If it exists there, check its checksum."""
     # Imported here because most commands do not download anything.
     from ..download.http_download import Remedies, RetryPolicy, download_file
 
@@ -129,7 +129,7 @@ def _mirrored(url: str) -> str:
 
 
 def _bars() -> AbstractContextManager[ByteProgress]:
-    """Return a context of progress bars, or of no progress if standard error is not a terminal."""
+    """Return a context manager for progress bars, which are off if stderr is not a terminal."""
     if not sys.stderr.isatty():
         return nullcontext(no_progress)
     from ..download.progress_bars import progress_bars

@@ -16,7 +16,7 @@ from torchvision.models import get_weight
 from ..checkpoint import CheckpointError
 from .downloads import weights_path
 
-# A zip archive, or the magic number of torch files before version 1.6.
+# First bytes of torch files: those of a zip archive, or the magic number before torch 1.6.
 _TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19")
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMERIC = ("numpy.core.numeric", "numpy._core.numeric")
@@ -51,7 +51,7 @@ def local_path(source: str | Path) -> Path:
 
     Raises:
         WeightsError: torchvision has no weights of this name.
-        ZooError: the zoo does not have the model, or this program cannot compute it.
+        ZooError: the zoo does not have the model, or this program does not support it.
         DownloadError: the download failed, or the file has another checksum.
     """
     text = str(source)

@@ -46,7 +46,7 @@ def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def box_rows_for_every_class(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """If boxes are class-agnostic (background, foreground), repeat the latter for every class."""
+    """If box deltas are class-agnostic, repeat the rows of the foreground for every class."""
     moved = dict(tensors)
     for kind in ("weight", "bias"):
         scores, deltas = (tensors.get(f"{layer}.{kind}") for layer in (CLASS_SCORES, BOX_DELTAS))

@@ -44,7 +44,7 @@ _MEANING_SETTINGS = (
     "roi.aligned",
 )
 
-# Pixel means (0..255) that differ by less count as equal, such as the published ones of ImageNet.
+# Pixel means (0..255) that differ by less count as equal. Published means of ImageNet vary.
 _PIXEL_MEAN_TOLERANCE = 1.0
 
 
@@ -178,7 +178,7 @@ def _has_merged_norms(weights: Weights) -> bool:
 
 
 def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
-    """Return the weights' tensors for a model of a configuration, with unchanged results."""
+    """Return the tensors, adapted to a model's configuration without a change of results."""
     tensors = dict(weights.tensors)
     if config.backbone.features == "c4":
         tensors = {
@@ -186,7 +186,7 @@ def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
             for name, tensor in tensors.items()
         }
     if _has_merged_norms(weights):
-        # The model adds its epsilon to the variance, so the sum must stay 1.
+        # The model adds its epsilon to the variance. Subtract it, so that the sum stays 1.
         for name in tensors:
             if name.endswith("running_var"):
                 tensors[name] = tensors[name] - config.backbone.norm_eps

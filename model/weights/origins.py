@@ -11,7 +11,7 @@ from torch import Tensor
 from ..bundle.spec import ResizeRule
 from .files import WeightsError
 
-# Renaming rules: regular expression of a whole tensor name, our name. The first match applies.
+# Renaming rules: (regular expression of a whole tensor name, our name). The first match applies.
 Rules = Sequence[tuple[str, str]]
 
 # Values of `ModelConfig`, and of `InputConfig` below `preprocessing`, by dotted key.
@@ -36,7 +36,7 @@ class WeightsOrigin:
     # Returns settings that files of this origin imply but do not store. Arguments: settings
     # inferred from the tensors, tensors of the file.
     conventions: Callable[[Settings, Mapping[str, Tensor]], Settings]
-    # Rule by which it resizes images.
+    # Rule by which this implementation resizes images.
     resize: ResizeRule = "pillow"
 
 
@@ -55,7 +55,7 @@ class Weights:
 
     @property
     def settings(self) -> Settings:
-        """Settings of the model and its input: assumed, or inferred or stated."""
+        """All settings of the model and its input. `structure` overrides `assumed`."""
         return self.assumed | self.structure
 
     @property

@@ -129,7 +129,7 @@ def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> We
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
-    """Return tensors by name, without the mappings and prefixes of training programs."""
+    """Return a file's tensors by name, without wrapping mappings and prefixes of names."""
     for wrapper in _WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
@@ -150,7 +150,7 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _tensor_from(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
-    """Convert to a tensor with its own memory, floating-point values to float32."""
+    """Convert an array or tensor to a tensor, floating-point values to float32."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
     return value.detach().float() if value.is_floating_point() else value.detach()

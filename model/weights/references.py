@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 def read_reference(reference: str | Path, config: Path | None = None) -> Weights:
     """Read the weights of a reference; see `local_path` for its forms.
 
-    Settings that a published model's file may lack are those of its configuration.
+    For a published model, settings that its file may lack are taken from `zoo.py`.
 
     Args:
-        reference: the weights.
+        reference: path, URL or name of the weights.
         config: detectron2's configuration of the model. None: `config.yaml` beside a file of
             detectron2, if there is one.
 
     Raises:
         CheckpointError: the file cannot be read, or its origin or model is unknown.
-        ZooError: the zoo does not have the model, or this program cannot compute it.
+        ZooError: the zoo does not have the model, or this program does not support it.
         DownloadError: the download failed, or the file has another checksum.
     """
     path = local_path(reference)
@@ -63,7 +63,7 @@ def convert_reference(
 
     Raises:
         CheckpointError: the file cannot be read or converted, or is a checkpoint of this program.
-        ZooError: the zoo does not have the model, or this program cannot compute it.
+        ZooError: the zoo does not have the model, or this program does not support it.
         DownloadError: the download failed, or the file has another checksum.
     """
     weights = read_reference(reference, config)
@@ -117,7 +117,7 @@ def checkpoint_from_reference(reference: str | Path) -> Checkpoint:
 
     Raises:
         CheckpointError: the file cannot be read or converted.
-        ZooError: the zoo does not have the model, or this program cannot compute it.
+        ZooError: the zoo does not have the model, or this program does not support it.
         DownloadError: the download failed, or the file has another checksum.
     """
     path = local_path(reference)

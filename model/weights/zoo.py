@@ -85,14 +85,14 @@ _CITYSCAPES: Final = {
     33: "bicycle",
 }
 # Settings of detectron2's configuration files that the weights files may lack, by a pattern of the
-# name. Pixel statistics are in RGB order.
+# model's name or its folder. Pixel statistics are in RGB order.
 _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "scratch_.*_9x_": {"pixel_std": (58.395, 57.12, 57.375), "backbone.stride_in_1x1": False},
     ".*_noaug_": {"roi.aligned": False, "roi.sampling_ratio": 2},
     # Over 1,230 classes, 300 detections can need more candidates than the default.
     "LVIS": {"roi.score_threshold": 0.0001, "roi.max_detections": 300, "roi.nms_candidates": 8192},
 }
-# Reasons for which models of the zoos cannot be computed, by a pattern of their names.
+# Reasons why models of the zoos are not supported, by a pattern of their names.
 _UNSUPPORTED: Final = {
     r"(faster|fast)_?rcnn|retinanet|rpn_|fcos|ssd": "it detects boxes without masks",
     r".*keypoint_?rcnn": "it detects keypoints without masks",
@@ -105,19 +105,19 @@ _UNSUPPORTED: Final = {
 
 
 class ZooError(Exception):
-    """A zoo does not have a model, or this program cannot compute it."""
+    """A zoo does not have a model, or this program does not support it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZooModel:
-    """Published model."""
+    """Published model: its weights file, data set and test size."""
 
     zoo: Zoo
     # Unique short name without the zoo, such as `mask_rcnn_R_50_FPN_3x`.
     name: str
     # Absolute path of the weights file on its host.
     path: str
-    # From the file name.
+    # Its digits are part of the file name.
     checksum: Checksum
     dataset: Literal["COCO", "Cityscapes", "LVIS v0.5"] = "COCO"
     # Test size: shorter side of resized images, and maximum of the longer side, in pixels.
@@ -125,7 +125,7 @@ class ZooModel:
     max_size: int = 1333
     # Names of the classes. None: COCO's, or numbers for other data sets.
     categories: tuple[Category, ...] | None = None
-    # Values of `ModelConfig` by dotted key that replace those inferred from the file.
+    # Values of `ModelConfig` by dotted key that replace the origin's defaults.
     settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ def zoo_model(reference: str) -> ZooModel:
     `detectron2:COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml`.
 
     Raises:
-        ZooError: The zoo does not have the model, or this program cannot compute it.
+        ZooError: The zoo does not have the model, or this program does not support it.
     """
     zoo, _, name = reference.partition(":")
     name = re.sub(r"\.(yaml|py)$", "", name)
@@ -205,7 +205,7 @@ def _detectron2_models() -> Iterator[ZooModel]:
                     settings |= values
             yield ZooModel(
                 zoo="detectron2",
-                # Two of LVIS have the names of models of COCO.
+                # Two LVIS models have the names of COCO models.
                 name=f"{folder}/{name}" if lvis else name,
                 path=f"/detectron2/{folder}/{name}/{model_id}/model_final_{digits}.pkl",
                 checksum=Checksum("md5", digits),

@@ -4,7 +4,7 @@ import math
 
 from ..runtime.compilation import Kernel, Launch
 
-# Decoding scales a reference by at most 1000 / 16, as Detectron does; natural logarithm of that.
+# Natural logarithm of 1000 / 16, by which decoding scales a reference at most, as in Detectron.
 MAX_LOG_SCALE = math.log(1000 / 16)
 # Threads per block.
 _THREADS = 256
@@ -28,7 +28,7 @@ def encode_boxes_launch(count: int) -> Launch:
 def decode_boxes_kernel(
     center_weight: float, size_weight: float, min_side: float, *, inclusive: bool
 ) -> Kernel:
-    """Return the decoding kernel; arguments are those of the operation."""
+    """Return the decoding kernel; arguments are those of `maskrcnn::decode_boxes`."""
     constants = (
         *_weights(center_weight, size_weight),
         ("MAX_LOG_SCALE", MAX_LOG_SCALE),

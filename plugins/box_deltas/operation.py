@@ -74,7 +74,7 @@ def decode_in_torch(
     inclusive: bool,
     min_side: float,
 ) -> tuple[Tensor, Tensor]:
-    """Decode selected deltas, clip the boxes to their images, and find boxes of a minimum side.
+    """Decode selected deltas, clip the boxes to their images, and find those that are large enough.
 
     This is the CPU implementation of `maskrcnn::decode_boxes`. Exporters trace it.
 
@@ -85,7 +85,7 @@ def decode_in_torch(
         image_sizes: [B, 2] int64, height and width in pixels.
         center_weight: factor by which dx and dy were multiplied.
         size_weight: factor by which dw and dh were multiplied.
-        inclusive: far edges are included pixels, so that clipping keeps at least one pixel.
+        inclusive: boxes include the pixels of their far edges, so clipping keeps one pixel or more.
         min_side: minimum side in pixels.
 
     Returns:

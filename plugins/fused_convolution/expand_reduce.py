@@ -1,16 +1,16 @@
-"""`maskrcnn::expand_reduce`: last and first convolution of successive residual blocks, fused."""
+"""`maskrcnn::expand_reduce`: two 1x1 convolutions of successive residual blocks, fused."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Largest numbers of channels, between the two convolutions and of the result, for which one kernel
-# is faster than two.
+# Largest numbers of channels for which one kernel is faster than two: between the two convolutions,
+# and after the second.
 _MAX_CHANNELS, _MAX_REDUCED = 512, 128
 
 
 def fuses(weight: Tensor, next_weight: Tensor) -> bool:
-    """Return whether the operation takes these weights, [N, C, 1, 1] and [M, N, 1, 1]."""
+    """Whether `expand_reduce` supports weights of these shapes, [N, C, 1, 1] and [M, N, 1, 1]."""
     sizes = (weight.shape[1], *next_weight.shape[:2])
     powers = all(size >= 64 and size & (size - 1) == 0 for size in sizes)
     return powers and sizes[2] <= _MAX_CHANNELS and sizes[1] <= _MAX_REDUCED
@@ -25,11 +25,11 @@ def expand_reduce(
     next_weight: Tensor,
     next_bias: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute two 1x1 convolutions, each with a ReLU; the first adds a residual map.
+    """Compute two successive 1x1 convolutions, each with a ReLU; the first adds a residual map.
 
     Args:
         images: [B, C, H, W]; on a GPU float16 or bfloat16.
-        weight: [N, C, 1, 1]; `fuses` tells which numbers of channels are possible.
+        weight: [N, C, 1, 1]; `fuses` tests whether the numbers of channels are supported.
         bias: [N].
         residual: [B, N, H, W], added before the first ReLU.
         next_weight: [M, N, 1, 1].

@@ -9,8 +9,8 @@ from torch.library import wrap_triton
 from triton import language as tl
 
 # Launch parameters of the kernel that were fastest for R-50-FPN on an H100: for up to 64 and for
-# more input channels. A block takes BLOCK_M pixels, and BLOCK_N channels between the convolutions
-# at a time.
+# more input channels. A block handles BLOCK_M pixels and, at a time, BLOCK_N channels between
+# the convolutions.
 _FEW: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
 _MANY: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
 
@@ -25,7 +25,7 @@ def launch_expand_reduce(
     output: Tensor,
     reduced: Tensor,
 ) -> None:
-    """Queue the kernel. Outputs are channels-last; the operation documents the arguments."""
+    """Queue the kernel. Outputs are channels-last; `expand_reduce` documents the arguments."""
     batch, channels, rows, columns = images.shape
     images, residual = (x.contiguous(memory_format=torch.channels_last) for x in (images, residual))
     blocks = _FEW if channels <= 64 else _MANY
@@ -64,7 +64,7 @@ def _expand_reduce(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Multiply pixels by both weights. The result of the first product stays on the chip."""
+    """Multiply pixels by both weights, without reading the first product back from memory."""
     pixel = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_pixel = (pixel < pixels)[:, None]
     pixel = pixel[:, None].to(tl.int64)

@@ -14,7 +14,7 @@ _DEEP: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_st
 _SHALLOW: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
 _NARROW: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 16, "num_warps": 4, "num_stages": 4}
 _BLOCK_K = 64
-# Most input channels of a product that uses `_SHALLOW` tiles.
+# Maximum number of input channels for which `_SHALLOW` is used.
 _SHALLOW_CHANNELS = 128
 
 
@@ -27,7 +27,7 @@ def launch_pointwise_convolution(
     stride: int,
     relu: bool,
 ) -> None:
-    """Queue the kernel. `output` is channels-last; the operation documents the other arguments."""
+    """Queue the kernel. `output` is channels-last; `pointwise_convolution` documents the others."""
     batch, channels, height, width = images.shape
     outputs, rows, columns = output.shape[1:]
     images = images.contiguous(memory_format=torch.channels_last)
@@ -106,7 +106,7 @@ def _pointwise_convolution(  # type: ignore[no-untyped-def]
     if SHIFT:
         coarse = (image * (ROWS // 2) + row // 2) * (COLUMNS // 2) + column // 2
     added_pointers = residual + coarse[:, None].to(tl.int64) * OUTPUTS + channel_out[None, :]
-    # Not for a long product, which needs the registers.
+    # A long product needs the registers, so it loads the residual afterwards.
     if RESIDUAL and EARLY:
         added = tl.load(added_pointers, mask=is_value, other=0.0)
 

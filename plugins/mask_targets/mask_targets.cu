@@ -5,7 +5,7 @@
 // Constants: SIDE, THREADS.
 
 constexpr long long FARTHEST = 0x7fffffffffffffffll;
-// In pixels. float32 does not distinguish the samples of larger cells.
+// Size of a cell in pixels from which float32 does not distinguish its samples.
 constexpr float TOO_LARGE = 16777216.0f;
 
 // Extent of a RoI along one axis, in pixels of the mask.

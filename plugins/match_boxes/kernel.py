@@ -46,8 +46,8 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
 def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
     """Return the grid, block and scalar arguments of `MATCH_BEST`.
 
-    Inputs are the ground-truth boxes, the candidates and both highest IoUs of
-    `match_boxes_launch`. Outputs are its positive and negative.
+    Inputs are the ground-truth boxes, the candidates and the two outputs of highest IoUs of
+    `match_boxes_launch`. Its outputs positive and negative are updated.
     """
     grid = (-(-candidates // _THREADS), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))

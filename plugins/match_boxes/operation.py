@@ -34,7 +34,7 @@ def match_boxes(
         candidates: [B, N, 4], or [1, N, 4] shared by all images; float32, xyxy.
         foreground_iou: smallest IoU of positive candidates.
         background_iou: negative candidates have a smaller IoU; at most `foreground_iou`.
-        low_quality: the candidates of highest IoU with each box are positive, if it is above 0.
+        low_quality: candidates of highest IoU with a box are positive, if that IoU is above 0.
 
     Returns:
         target [B, N] int64, index of the matched box, 0 for images without ground truth; positive

@@ -1,4 +1,4 @@
-"""`maskrcnn::nms_keep`: exact greedy non-maximum suppression of a batch of padded sets."""
+"""`maskrcnn::nms_keep`: exact greedy non-maximum suppression in padded sets of boxes."""
 
 from .operation import nms_keep
 

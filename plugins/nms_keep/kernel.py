@@ -49,7 +49,7 @@ def overlaps_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_overlaps`.
 
     The inputs are those of `nms_keep_launch`. The output is suppressors [sets, tiles, boxes] int64:
-    bit i is set if box i of the tile suppresses the box unless it is suppressed itself.
+    bit i is set if box i of the tile, unless itself suppressed, suppresses the box.
     """
     tiles = number_of_tiles(boxes)
     return Launch((tiles, tiles, sets), (_TILE_THREADS, 1, 1), (boxes,))

@@ -29,7 +29,7 @@ __device__ Candidate candidate_of(const float4& box, long long label) {
 }
 
 __device__ bool suppresses(const Candidate& kept, const Candidate& other) {
-    // Copies, so that each box is loaded with one instruction.
+    // Copy the boxes, so that each is loaded with one instruction.
     const float4 a = kept.box, b = other.box;
     const float intersection = intersection_of(a, b);
     if (!(intersection > 0.0f) || kept.label != other.label) return false;
@@ -41,7 +41,7 @@ __device__ bool suppresses(const Candidate& kept, const Candidate& other) {
     return intersection / combined > IOU_THRESHOLD;
 }
 
-// Greedy selection within a tile: boxes alive that no earlier selected box suppresses. The
+// Greedy selection within a tile: the boxes in `alive` that no earlier selected box suppresses. The
 // iteration runs until nothing changes; each round settles at least one more box, usually many. A
 // lane holds the suppressors of two boxes.
 __device__ Bits choose(Bits alive, Bits low_suppressors, Bits high_suppressors) {
@@ -164,7 +164,7 @@ nms_overlaps(const float4* boxes, const long long* labels, int count, Bits* supp
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 nms_select(const long long* labels, const Bits* suppressors, int count, KEEP* keep) {
-    // Two, so that a tile's words are read while the next one's are written.
+    // Two buffers, so that a tile's words are read while the next tile's are written.
     __shared__ unsigned alive_words[2][TILE / WARP];
     const int thread = threadIdx.x, lane = thread % WARP;
     const long long set = blockIdx.x;
@@ -186,7 +186,7 @@ nms_select(const long long* labels, const Bits* suppressors, int count, KEEP* ke
             const unsigned word = __ballot_sync(ALL_LANES, alive);
             if (lane == 0) words[own / WARP] = word;
         }
-        // Loaded before the threads wait for one another.
+        // Load the suppressors before the threads wait for one another.
         const Bits low = suppressors[min(start + lane, count - 1)];
         const Bits high = suppressors[min(start + lane + WARP, count - 1)];
         int n = max(following - thread + THREADS - 1, 0) / THREADS;

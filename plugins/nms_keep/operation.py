@@ -1,4 +1,4 @@
-"""`maskrcnn::nms_keep`: exact greedy non-maximum suppression of a batch of padded sets.
+"""`maskrcnn::nms_keep`: exact greedy non-maximum suppression in padded sets of boxes.
 
 Contract of all implementations: a box is suppressed by an earlier kept box of its set and class if
 their IoU exceeds the threshold. Of the other boxes of a set, the first `max_keep` are kept. Boxes
@@ -40,7 +40,7 @@ def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int
             shape.
     """
     keep = torch.zeros(classes.shape, dtype=torch.bool)
-    # On a CPU, torchvision compares with a double, by which a float32 IoU of 0.6 exceeds 0.6.
+    # On a CPU, torchvision compares with a double: a float32 IoU of 0.6 would exceed 0.6.
     iou_threshold = torch.tensor(iou_threshold, dtype=torch.float32).item()
     # Descending scores that keep the order of the boxes.
     ranks = torch.arange(classes.shape[1], 0, -1, dtype=boxes.dtype)

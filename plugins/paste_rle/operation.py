@@ -33,7 +33,7 @@ class _PixelSamples(NamedTuple):
     pixels: Tensor
     # [P] int64, index of the last sample before each pixel.
     low: Tensor
-    # [P] int64, index of the sample after it.
+    # [P] int64, index of the next sample, at most the last one.
     high: Tensor
     # [P] float32, weight of the sample at `high`.
     fraction: Tensor

@@ -57,7 +57,7 @@ def forward_kernel(
 ) -> Kernel:
     """Return the forward kernel for `float16`, `bfloat16`, `float` or `double` features.
 
-    If the maps are `channels_last`, the pooled features may be in either memory format, else not.
+    The pooled features can be channels-last only if the maps are.
     """
     vector = math.gcd(_VECTORS[feature_type], channels) if channels_last else 1
     return Kernel(

@@ -138,7 +138,7 @@ def pyramid_roi_align_backward(
     aligned: bool,
     inclusive: bool,
 ) -> list[Tensor]:
-    """Return the gradients of each level's features for a gradient [B, R, C, P, P]."""
+    """Return the gradients of each level's features from that of the result [B, R, C, P, P]."""
     levels = _roi_levels(
         rois, output_size, spatial_scales, canonical_level, canonical_size
     ).flatten()
@@ -201,7 +201,7 @@ def _check_levels(features: Sequence[Tensor], spatial_scales: Sequence[float]) -
 
 
 def _is_channels_last(feature: Tensor) -> bool:
-    # Reading one stride only keeps a symbolic batch size symbolic.
+    # Read no other stride or size, so that a symbolic batch size stays symbolic.
     return feature.stride(1) == 1
 
 
@@ -273,7 +273,7 @@ def _roi_levels(
     canonical_level: int,
     canonical_size: float,
 ) -> Tensor:
-    """Return the index of the map of each RoI [..., 4]: [...] int64, -1 if it pools zeros."""
+    """Return the level index [...] int64 of each RoI [..., 4], or -1 if the RoI pools zeros."""
     finest = finest_level(spatial_scales)
     coarsest = finest + len(spatial_scales) - 1
     sides = rois[..., 2:] - rois[..., :2]

@@ -32,7 +32,7 @@ struct Shared {
     int counts[SIDE];
     // Share of each pooled cell's average that each pixel of the tile has, by RoI and axis.
     Vector<Real, SIDE> weights[STEP][2][OUTPUT_SIZE];
-    // Pooled cells that share in each row, and in any column.
+    // Pooled cells that contribute to each row, and to any column.
     Span rows[STEP][SIDE], columns[STEP];
 };
 

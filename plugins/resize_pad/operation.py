@@ -1,7 +1,7 @@
 """`maskrcnn::resize_pad`: resizing of images of any sizes into a padded batch.
 
-Contract of all implementations: an image is resized bilinearly with antialiasing, within one level
-of Pillow's result, and padded with zeros at the right and bottom.
+Contract of all implementations: an image is resized bilinearly with antialiasing, and padded with
+zeros at the right and bottom. Pixel values differ from Pillow's by at most 1.
 """
 
 from collections.abc import Sequence

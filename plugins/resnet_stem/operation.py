@@ -16,8 +16,9 @@ from .kernel import PixelType, ValueType, resnet_stem_kernel, resnet_stem_launch
 _CHANNELS, _KERNEL = 64, 7
 # Lowest compute capability with the tensor-core instructions of the kernel.
 _CAPABILITY = (8, 0)
-# Axes of the weight in the order of `arranged_weight`, by name: output channels are counted by
-# (p, j, h), input channels by (l, e), the kernel's columns by (s, g, k).
+# Sizes of the axes into which the padded weight [64, 4, 7, 8] is split: output channels (p, j, h),
+# input channels (l, e), rows r and columns (s, g, k) of the convolution's kernel. `_ARRANGED` is
+# their order in the result of `arranged_weight`.
 _SPLIT = {"p": 4, "j": 2, "h": 8, "l": 2, "e": 2, "r": 7, "s": 2, "g": 2, "k": 2}
 _ARRANGED = "rsphkljge"
 _PIXEL_TYPES: dict[torch.dtype, PixelType] = {torch.uint8: "unsigned char", torch.float32: "float"}
@@ -48,7 +49,7 @@ def _weight_from_arranged(arranged: Tensor) -> Tensor:
 def resnet_stem(
     images: Tensor, image_sizes: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor
 ) -> Tensor:
-    """Compute the map from which the first residual stage starts. There is no gradient.
+    """Compute the input of the first residual stage. The operation has no gradient.
 
     Args:
         images: [B, 3, H, W] RGB in 0..255, uint8 or float32.

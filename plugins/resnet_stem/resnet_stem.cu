@@ -20,13 +20,13 @@ constexpr int PIXELS = PIXEL_ROWS * PIXEL_COLUMNS, PIXELS_OF_THREAD = (PIXELS - 
 // Matrices of 16x16 pixel values and 16x8 weights; products of one warp.
 constexpr int MATRIX = 16, MATRIX_COLUMNS = 8;
 constexpr int PIXEL_MATRICES = 2 * COLUMNS / MATRIX, WEIGHT_MATRICES = CHANNELS / 2 / MATRIX_COLUMNS;
-// Channels that are pooled at a time. The distance of pixels avoids bank conflicts.
+// Channels that are pooled at a time, and distance of pixels, which avoids bank conflicts.
 constexpr int PART = 2 * MATRIX_COLUMNS, DISTANCE = PART + 8;
 
 struct Map {
     int height, width;
 
-    // Of a convolution or pooling with stride 2 that keeps the first pixel.
+    // Output size of a convolution or pooling with stride 2 that keeps the first pixel.
     __device__ Map halved() const { return {(height + 1) / 2, (width + 1) / 2}; }
     __device__ bool has(int row, int column) const {
         return row >= 0 && row < height && column >= 0 && column < width;

@@ -32,7 +32,7 @@ def check_argument(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[i
 def kernel_argument(
     name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """Check a tensor, and return it, or a copy unless it is contiguous and aligned to 16 bytes.
+    """Check a tensor. Return it if it is contiguous and aligned to 16 bytes, else a copy.
 
     Arguments and errors are those of `check_argument`.
     """

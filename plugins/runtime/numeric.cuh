@@ -41,7 +41,7 @@ __device__ inline void narrow(float value, bfloat16& narrowed) {
 #if __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrowed.bits) : "f"(value));
 #else
-    // To nearest even, as the instruction does.
+    // Round to nearest even, as the instruction above does.
     const unsigned bits = __float_as_uint(value);
     const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
     const unsigned rounded = bits + 0x7fffu + ((bits >> 16) & 1u);

@@ -2,7 +2,7 @@
 
 from ..runtime.compilation import Kernel, Launch
 
-# Largest k: entries that one block sorts. For a larger k, sorting whole rows is faster.
+# Largest k of the kernels: one block sorts k entries. For a larger k, sorting whole rows is faster.
 MAX_K = 4096
 # Entries of a row that one block reads.
 CHUNK = 16384
@@ -29,8 +29,8 @@ def prune_launch(rows: int, stride: int, count: int, k: int) -> Launch:
     """Return the grid, block and scalar arguments of `prune_kernel`.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, count] int32: ascending indices into a row. Empty: all entries. The output is the indices
-    of the remaining candidates [rows, survivors(count, k)] int32, ascending.
+    [rows, count] int32: ascending indices into a row. An empty tensor means all entries. The output
+    is the indices of the remaining candidates [rows, survivors(count, k)] int32, ascending.
     """
     chunks = -(-count // CHUNK)
     scalars = (stride, count, k, survivors(count, k))

@@ -74,7 +74,7 @@ __device__ unsigned sum_of_warp(unsigned value) {
 
 // Key that exactly `wanted` entries reach. If ties prevent that: the key of the last wanted entry.
 __device__ unsigned key_of_last(const Keys& keys, int wanted) {
-    // Two, so that a bit's totals are read while the next one's are written.
+    // Two buffers, so that a bit's totals are read while the next bit's are written.
     __shared__ unsigned totals[2][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     unsigned last = 0;
@@ -125,7 +125,7 @@ __device__ void place_largest(const Keys& keys, int wanted, const Store& store) 
     }
 }
 
-// The same sort with one entry per thread. Warps exchange entries by shuffling them, so that only
+// `sort_block` with one entry per thread. Lanes exchange entries by shuffling them, so that only
 // every fourth step waits for other warps.
 __device__ void sort_registers(Entry* entries, int size) {
     static_assert(MAX_K >= 2 * THREADS, "steps alternate between two copies of the entries");

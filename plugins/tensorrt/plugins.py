@@ -26,20 +26,20 @@ from ..runtime.compilation import (
 )
 
 # Namespace of the plugins. ONNX nodes need it as their attribute `plugin_namespace`: without the
-# attribute, TensorRT's parser silently uses the node's function body, for any parser flags. The
-# domain of a node is not its plugin namespace.
+# attribute, TensorRT's parser silently uses the node's function body, whatever the parser's flags.
+# It does not use the domain of a node as the namespace.
 PLUGIN_NAMESPACE = "maskrcnn"
 
 # The only version that quickly deployable plugins can have.
 _VERSION = "1"
 
 # Annotations of attributes by Python type: arrays, because TensorRT 10 cannot read scalars with
-# NumPy 2.4 or later. They are classes: TensorRT 10 cannot read `NDArray` of NumPy 2.5 or later.
+# NumPy 2.4 or later. Not `NDArray`: TensorRT 10 cannot read that of NumPy 2.5 or later.
 _FLOATS = np.ndarray[Any, np.dtype[np.float32]]
 _FIELDS = {int: np.ndarray[Any, np.dtype[np.int32]], float: _FLOATS, list: _FLOATS}
 
-# Errors of the plugins' functions since `plugin_errors`. TensorRT prints them, and fails without a
-# reason.
+# Errors of the plugins' functions since the last call of `plugin_errors`. TensorRT only prints
+# them, and then fails without a reason.
 _errors: list[str] = []
 
 # Shape expression and data type of a tensor.
@@ -56,7 +56,7 @@ class _Plugin(NamedTuple):
     inputs: tuple[str, ...]
     # Python types by attribute name; `list`: several floats. TensorRT passes values in this order.
     attributes: Mapping[str, type]
-    # Returns supported combinations: types, and formats, of inputs and output. With alternatives
+    # Returns the supported pairs of types and formats of inputs and output. With alternatives
     # such as `FP32|FP16`, all tensors have the first type or all have the second.
     combinations: Callable[..., list[tuple[str, str]]]
     describe: Callable[..., Description]

@@ -129,7 +129,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class DeviceBackend(Backend, Protocol[Array]):
-    """Backend that also computes tensors on its device, for `DeviceSteps`."""
+    """Backend that also accepts inputs in its device's memory, for `DeviceSteps`."""
 
     def infer_on_device(
         self, bucket: ShapeBucket, images: Array, image_sizes: Array

@@ -1,4 +1,4 @@
-"""CUDA's driver by cuda-bindings, which has wheels."""
+"""`GpuDriver` implemented with the package cuda-bindings, which has wheels."""
 
 import contextlib
 import ctypes
@@ -141,7 +141,7 @@ class _Stream:
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    """Call a function, and return its value without the status: None, one value or a tuple."""
+    """Call a driver function. Return its results without the status: None, a value or a tuple."""
     status, *values = getattr(cuda, name)(*arguments)
     _check(name, status)
     return values[0] if len(values) == 1 else tuple(values) or None

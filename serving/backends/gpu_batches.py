@@ -106,7 +106,7 @@ class BatchRunner:
 
     @contextmanager
     def computing(self) -> Iterator[int]:
-        """Hold the stream that computes all batches. Return its handle."""
+        """Lock the stream that computes all batches within the context. Yield its handle."""
         with self._launching:
             yield self._stream.handle
 

@@ -1,4 +1,4 @@
-"""CUDA's driver for GPU 0, the interface of two Python packages: pycuda or cuda-bindings."""
+"""Interface to CUDA's driver for GPU 0, implemented with pycuda or cuda-bindings."""
 
 import functools
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ class Memory(Protocol):
 
 
 class PinnedMemory(Protocol):
-    """Host memory that the GPU copies without the CPU."""
+    """Page-locked host memory, which the GPU copies without the CPU."""
 
     @property
     def array(self) -> NDArray[Any]:
@@ -32,7 +32,7 @@ class PinnedMemory(Protocol):
 
 
 class Event(Protocol):
-    """Position in a stream."""
+    """CUDA event: a position in a stream."""
 
     def is_done(self) -> bool:
         """Whether the GPU has passed the recorded position."""
@@ -42,14 +42,14 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Queue of work on the GPU. It does not wait for the default stream."""
+    """CUDA stream: a queue of GPU work. It does not wait for the default stream."""
 
     @property
     def handle(self) -> int:
         """CUDA's handle."""
 
     def record(self, event: Any) -> None:
-        """Set an event to the work that has been queued."""
+        """Record an event after the work that has been queued."""
 
     def wait(self, event: Any) -> None:
         """Let later work wait for an event of another stream."""
@@ -86,10 +86,10 @@ class GpuDriver(Protocol):
         """Wait for all queued work."""
 
     def new_memory(self, size: int) -> Memory:
-        """Allocate GPU memory of at least one byte."""
+        """Allocate `size` bytes of GPU memory; 1 byte if `size` is 0."""
 
     def new_pinned_memory(self, size: int) -> PinnedMemory:
-        """Allocate pinned host memory of at least one byte."""
+        """Allocate `size` bytes of pinned host memory; 1 byte if `size` is 0."""
 
     def new_stream(self) -> Stream:
         """Create a stream."""
@@ -100,7 +100,7 @@ class GpuDriver(Protocol):
 
 @functools.cache
 def load_driver() -> GpuDriver:
-    """Return the driver by pycuda if that is installed, else by cuda-bindings.
+    """Return the implementation with pycuda if that is installed, else with cuda-bindings.
 
     Raises:
         ModuleNotFoundError: neither is installed.

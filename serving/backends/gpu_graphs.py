@@ -1,4 +1,4 @@
-"""CUDA graphs of repeated launches, with either Python package of CUDA's driver."""
+"""CUDA graphs of repeated launches, captured and replayed through CUDA's driver library."""
 
 import ctypes
 import logging
@@ -17,13 +17,13 @@ class LaunchGraphs:
     """CUDA graphs of launches, by key.
 
     A key's first launch runs without a graph, because libraries load their code then, which cannot
-    be captured. It is captured at once, and replayed from then on. If a capture fails, a warning is
-    logged, and new keys run without a graph.
+    be captured. The launch is captured right afterwards, and later launches replay the graph. If a
+    capture fails, a warning is logged, and new keys run without a graph.
     """
 
     def __init__(self) -> None:
         """Find CUDA's driver library, which must be installed."""
-        # By ctypes, because pycuda has no functions for graphs.
+        # Called through ctypes, because pycuda has no functions for graphs.
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._graphs: dict[Hashable, ctypes.c_void_p] = {}
         self._captures = True

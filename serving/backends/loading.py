@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Kind of the bundle's artifacts that each backend runs, in the order in which `auto` tries them:
-# torch is the fastest that was measured, and no TensorRT engine was.
+# Kind of the bundle's artifacts that each backend runs, in the order in which `auto` tries the
+# backends. torch is the fastest measured one; TensorRT engines have not been measured.
 _KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
     "torch": "torch",
     "tensorrt": "tensorrt",
@@ -27,7 +27,7 @@ _KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
     "onnxruntime": "onnx",
 }
 
-# Names of all backends, in that order.
+# Names of all backends, in the order in which `auto` tries them.
 BACKENDS: Final = tuple(_KINDS)
 
 
@@ -95,7 +95,7 @@ def load_backend(
 
 
 def _tensorrt_backend() -> "type[TensorRTBackend]":
-    """Return the backend's class: with torch and torchvision, it also takes tensors on the GPU."""
+    """Return the backend's class. With torch and torchvision it also takes tensors on the GPU."""
     from .tensorrt import TensorRTBackend
 
     if importlib.util.find_spec("torchvision") is None:
@@ -146,7 +146,7 @@ def choose_backend(
 def check_backend(
     bundle: Path, manifest: Manifest, precision: Precision, name: BackendName
 ) -> None:
-    """Check that a backend runs on this machine; with torch, that it runs on a GPU.
+    """Check that a backend runs on this machine. The torch backend must have a GPU.
 
     Args:
         bundle: Folder of the bundle.

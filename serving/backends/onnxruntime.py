@@ -24,8 +24,8 @@ _CUDA = "CUDAExecutionProvider"
 _BATCH_AXIS = "batch"
 # Key of a session that accepts every batch size; other keys are batch sizes.
 _ANY = -1
-# Memory limit of a GPU session: constant part, and part per input pixel. It is more than twice the
-# need of a session with small convolution workspaces.
+# Memory limit of a GPU session in bytes: constant part, and part per input pixel. The limit is more
+# than twice the need of a session with small convolution workspaces.
 _AMPLE_BYTES, _AMPLE_BYTES_PER_PIXEL = 1 << 30, 3 << 10
 # Texts in ONNX Runtime's errors when the GPU's memory or the session's limit is exhausted.
 _OUT_OF_MEMORY = ("Failed to allocate memory", "is smaller than requested bytes")

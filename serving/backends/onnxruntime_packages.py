@@ -1,4 +1,4 @@
-"""Check of the packages of ONNX Runtime, which install the same files."""
+"""Check of ONNX Runtime's CPU and GPU packages, which overwrite each other's files."""
 
 from importlib import metadata
 from importlib.util import find_spec

@@ -42,7 +42,7 @@ _FREE_MEMORY: Final = (
     "--precision"
 )
 
-# Text of the remedy by regular expression of TensorRT's error message.
+# Text of the remedy, by regular expression that TensorRT's error message matches.
 _REMEDIES: Final = {
     r"out\s?of\s?memory|insufficient memory": _FREE_MEMORY,
     r"find plugin|plugin\S* not found|plugin creator": "export the engine again with this version "
@@ -155,7 +155,7 @@ def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int
     chosen: dict[int, int] = {}
     for size in batch_sizes(max_batch):
         fitting = [index for index, profile in enumerate(profiles) if profile.max >= size]
-        # A profile that needs no padding goes first, then the smallest.
+        # Prefer a profile that needs no padding, then the smallest profile.
         best = min(fitting, key=lambda i: (profiles[i].min > size, profiles[i].max))
         chosen[max(size, profiles[best].min)] = best
     return chosen

@@ -160,7 +160,7 @@ class _BatchContext(NamedTuple):
 
 
 class Plan:
-    """Engine of one shape bucket, with an execution context for each of a set of batch sizes.
+    """Engine of one shape bucket, with one execution context per batch size.
 
     All contexts share one scratch memory, so they must run in one stream.
     """

@@ -1,4 +1,4 @@
-"""CUDA's driver by pycuda."""
+"""`GpuDriver` implemented with the package pycuda."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""TensorRT backend that also computes tensors of torch, without copies to the host."""
+"""TensorRT backend that also takes and returns torch tensors on the GPU."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from .tensorrt import OUTPUT_DTYPES, TensorRTBackend
 
 
 class TensorRTDeviceBackend(TensorRTBackend):
-    """Backend for processes in which torch uses GPU 0 as well."""
+    """TensorRT backend for processes in which torch uses GPU 0 as well."""
 
     def warm_up(self, max_batch: int) -> None:
         """Run every bucket at each batch size of its plan, and capture its CUDA graph.

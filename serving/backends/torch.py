@@ -61,8 +61,8 @@ class TorchBackend:
         with _enough_memory(max_batch):
             self._programs = {a.bucket: load_artifact(bundle, a, device) for a in artifacts}
         if on_gpu:
-            # After each copy torch's CPU threads spin, so the threads that launch kernels and wait
-            # for them got no core. That cost 10 ms per batch.
+            # After each copy, torch's CPU threads spin. The threads that launch kernels and wait
+            # for the GPU then get no core, which cost 10 ms per batch.
             torch.set_num_threads(1)
             pool = torch.cuda.graph_pool_handle()
             self._graphed = {

@@ -22,7 +22,7 @@ class _Capture(NamedTuple):
 
 
 class GraphedProgram:
-    """Program that runs as CUDA graphs, one per batch size, captured when that first occurs."""
+    """Program that runs as CUDA graphs, one per batch size, captured at that size's first batch."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ _UNLIMITED = 2**31 - 1
 # Time limit for gRPC to report the state of a channel. It does so at once unless the channel was
 # closed meanwhile.
 _STATE_TIMEOUT_S = 1.0
-# Exceptions of a failed call. If the channel is closed, it is one of the last three.
+# Exceptions of a failed call. On a closed channel, the exception is one of the last three.
 _CALL_ERRORS = grpc.RpcError, ValueError, grpc.aio.UsageError, asyncio.CancelledError
 _SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
 
@@ -183,7 +183,7 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
         ("grpc.keepalive_time_ms", int(min(1000 * keepalive_s, _UNLIMITED))),
         ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
         ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),  # applies when there is no data to send
-        # Without this, gRPC stops to ping an idle stream after a few times.
+        # Without this option, gRPC stops pinging an idle stream after a few pings.
         ("grpc.http2.max_pings_without_data", 0),
     ]
 

@@ -120,14 +120,14 @@ def outcome_from_stream_response(
 
 
 class DeferredErrors(Generic[_T]):
-    """Iterable that ends at the first error of its source; `check` raises that error later.
+    """Iterable that ends at the first error of the wrapped one; `check` raises that error later.
 
     So the caller can deliver the results of the preceding items first. If the request iterator of a
     stream raised, gRPC would drop the error and the outstanding responses.
     """
 
     def __init__(self, items: Iterable[_T] | AsyncIterable[_T]) -> None:
-        """Wrap a source. A sync source supports both `for` and `async for`."""
+        """Wrap an iterable. A sync iterable supports both `for` and `async for`."""
         self._items = items
         self._error: Exception | None = None
 
@@ -170,7 +170,7 @@ class LostServerCheck:
     """
 
     def __init__(self, limit: int, state: Callable[[], grpc.ChannelConnectivity]) -> None:
-        """Start to count.
+        """Create a counter at zero.
 
         Args:
             limit: Consecutive requests without a response after which the server counts as lost.

@@ -25,7 +25,7 @@ _SCHEDULING_OPTIONS = (
     ),
     click.option(
         "--server-timeout", "server_timeout_s", type=_SECONDS,
-        help="Time limit of a request in the server, in seconds. The server's own may be lower.",
+        help="Time limit of a request in the server, in seconds. The server's limit may be lower.",
     ),
 )  # fmt: skip
 _CONNECTION_OPTIONS = (

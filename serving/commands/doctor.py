@@ -42,7 +42,7 @@ _DISTRIBUTIONS: Final = (
     "pycuda",
 )
 
-# Days before its end at which a certificate is reported.
+# Remaining days of validity below which a certificate gets a warning.
 _MIN_CERTIFICATE_DAYS: Final = 14
 
 State = Literal["ok", "note", "warning", "fault"]
@@ -131,16 +131,16 @@ def show(sections: Iterable[CheckSection]) -> bool:
 def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
     """Return the maximum total size in bytes of the request messages that a server holds at once.
 
-    With one model, half of the messages can have been parsed already. Until their images are
-    decoded, those take several times their size.
+    With one model, up to half of the messages can be parsed. A parsed message takes several times
+    its size until its image is decoded.
     """
     return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
 
 
 def _messages_per_slot(models: int) -> int:
     """Return the maximum number of request messages in memory per slot of `queue_size`."""
-    # Of each model, the in-flight request and one that waits for a slot. Others are being received,
-    # and their model is not known yet.
+    # Per model: an in-flight request, and one that waits for a slot. In addition: messages that are
+    # being received, whose model is not known yet.
     return 2 * models + MESSAGES_PER_SLOT
 
 
@@ -248,7 +248,7 @@ def _bundle_results(model: ModelSource) -> list[CheckResult]:
 def _backend_results(
     bundle: Path, manifest: Manifest, precision: Precision, config: ServeConfig
 ) -> list[CheckResult]:
-    """Check each backend. Only if `config.backend` cannot be used, the result is a fault."""
+    """Check each backend. The result is a fault only if `config.backend` cannot be used."""
     results, chosen = [], None
     try:
         chosen = choose_backend(bundle, manifest, precision, config.backend).backend

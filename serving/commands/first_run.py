@@ -1,4 +1,4 @@
-"""Command `doctor`: this machine, and the first run of TensorRT (export/engines/README.md)."""
+"""Command `doctor`: check this machine, and TensorRT step by step (export/engines/README.md)."""
 
 import json
 import os
@@ -19,7 +19,7 @@ FOLDER: Final = "runs/first"
 REPORT: Final = Path(FOLDER, "report")
 _BUNDLE: Final = f"{FOLDER}/bundle"
 _EVALUATION: Final = f"maskrcnn eval {_BUNDLE} data/synthetic"
-# Largest difference of the box AP, of 1, between TensorRT in fp16 and ONNX Runtime in fp32.
+# Largest accepted difference in box AP (0..1) between TensorRT in fp16 and ONNX Runtime in fp32.
 _AP_TOLERANCE: Final = 0.005
 # Lines of a command's output that are shown if it fails.
 _SHOWN_LINES: Final = 15
@@ -29,13 +29,13 @@ class FirstRunStep(NamedTuple):
     """One step of the first run: its commands, and the output that shows their success."""
 
     commands: tuple[str, ...]
-    # Text on the output that shows success.
+    # Description of the output that shows success.
     must_print: str
     # Regular expressions that the output must match.
     patterns: tuple[str, ...] = ()
     # Regular expression that the output must not match. "": none.
     fault: str = ""
-    # Further file to send if the step fails. "": none.
+    # Additional file for the report if the step fails. "": no file.
     file: str = ""
 
 
@@ -109,7 +109,7 @@ STEPS: Final = (
 @click.option(
     "--tensorrt",
     is_flag=True,
-    help="Also run the ten steps of the first run on a machine with TensorRT, in the repository.",
+    help="Also run the ten steps that check TensorRT on this machine, in the repository's folder.",
 )
 @click.option(
     "--from",
@@ -117,7 +117,7 @@ STEPS: Final = (
     type=click.IntRange(1, len(STEPS)),
     default=1,
     show_default=True,
-    help="First step to run with --tensorrt, if those before it have passed.",
+    help="First step to run with --tensorrt, if the steps before it have passed.",
 )
 def doctor(tensorrt: bool, first: int) -> None:
     """Show versions and GPUs of this machine; with --tensorrt, check TensorRT from end to end.
@@ -137,7 +137,7 @@ def run_steps(steps: Sequence[FirstRunStep], report: Path, first: int = 1) -> bo
 
     Args:
         steps: The steps.
-        report: Folder for their outputs and the facts of the machine.
+        report: Folder for the outputs of the steps, and for `machine.txt` on GPU and packages.
         first: Number of the first step to run, from 1.
     """
     report.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def _run(step: FirstRunStep) -> tuple[str, str]:
     output = ""
     for command in step.commands:
         program, *words = shlex.split(command)
-        if program == "pip":  # the installation that runs this command
+        if program == "pip":  # not repeated: this program is installed
             output += _installed()
             continue
         module = {"maskrcnn": __package__.partition(".")[0]}.get(program, program)
@@ -190,7 +190,7 @@ def _run(step: FirstRunStep) -> tuple[str, str]:
 
 
 def _difference(files: Sequence[str]) -> str:
-    """Return a text on the difference in box AP between two result files. "": they agree."""
+    """Return a description of the box AP difference between two result files. "": they agree."""
     first, second = (json.loads(Path(file).read_text())["metrics"]["bbox/AP"] for file in files)
     agree = abs(first - second) <= _AP_TOLERANCE
     return "" if agree else f"the box AP differs: {first:.4f} and {second:.4f}"

@@ -1,4 +1,4 @@
-"""Bundles of model references with artifacts for a backend."""
+"""Resolution of model references to bundles with artifacts for a backend."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ def bundle_for_backend(
         buckets: Input sizes to export. Empty: those of the model.
 
     Raises:
-        ZooError: The zoo does not have the model, or this program cannot compute it.
+        ZooError: The zoo does not have the model, or this program does not support it.
         DownloadError: The download failed, or the file has another checksum.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
     """

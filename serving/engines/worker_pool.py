@@ -46,7 +46,7 @@ def assign_resources(workers: int | None) -> list[WorkerResources]:
     """Divide GPUs and CPU cores among workers.
 
     Args:
-        workers: Number of workers. None: one per GPU, or one without a GPU.
+        workers: Number of workers. None: one per GPU, or one if the machine has no GPU.
 
     Raises:
         BackendError: the GPU driver does not respond.
@@ -257,7 +257,7 @@ def _start_process(
 
 @contextlib.contextmanager
 def _block_stop_signals() -> Iterator[None]:
-    """Block SIGINT, SIGTERM and SIGHUP within the context. Processes started in it inherit that."""
+    """Block SIGINT, SIGTERM and SIGHUP within the context, also in processes started there."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )

@@ -1,4 +1,4 @@
-"""ASGI application of the server: API routes, OpenAPI document and page."""
+"""ASGI application of the server: API routes, OpenAPI document and browser page."""
 
 from importlib.resources import files
 from typing import Any, Final
@@ -18,14 +18,15 @@ from .endpoint import JsonResponse, Transport, http_error_response
 from .open_inference import OpenInferenceRoutes
 from .openapi import openapi_document
 
-# Files of the page by path, with their types.
+# Files of the browser page and their media types, by URL path.
 _PAGE_FILES: Final = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-# Nothing inline, and nothing from other servers. Images of the user are blobs.
+# The page has neither inline scripts nor styles, and loads nothing from other servers. The user's
+# images are blob URLs.
 _SECURITY_HEADERS: Final = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
@@ -79,7 +80,7 @@ def _file_route(path: str, response: Response) -> Route:
 async def _handle_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        error.detail = "no such path; /openapi.json lists all"
+        error.detail = "no such path; /openapi.json lists all paths"
     return http_error_response(error)
 
 

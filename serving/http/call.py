@@ -102,7 +102,7 @@ class HttpCall:
         return self._details
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call a function in `end`."""
+        """Call a function when `end` is called."""
         self._callbacks.append(callback)
 
     def end(self) -> None:
@@ -112,7 +112,7 @@ class HttpCall:
 
     @contextlib.asynccontextmanager
     async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
-        """Cancel the body of the context if the client disconnects. The request has been read."""
+        """Cancel the code within the context if the client disconnects. Read the request first."""
         task = asyncio.current_task()
         assert task is not None
         watcher = asyncio.create_task(self._cancel_on_disconnect(task))

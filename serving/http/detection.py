@@ -1,4 +1,4 @@
-"""Detection in one image: `/v1/detect`, and the description of the model."""
+"""HTTP routes below `/v1`: detection in one image, model description, sample images."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -38,11 +38,11 @@ _Uint64 = Annotated[int, Field(ge=0, lt=2**64)]
 
 
 class DetectQuery(BaseModel):
-    """Query of `/v1/detect`, with the fields of `maskrcnn.v1.DetectRequest`."""
+    """Query parameters of `/v1/detect`, with the fields of `maskrcnn.v1.DetectRequest`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    score_threshold: Annotated[float, Field(description="Minimum score, in 0..1.")] = 0.0
+    score_threshold: Annotated[float, Field(description="Keep only higher scores; 0..1.")] = 0.0
     max_detections: Annotated[
         _Uint32 | None, Field(description="Maximum number of detections, by descending score.")
     ] = None
@@ -136,7 +136,7 @@ class DetectionRoutes:
 
 
 def _model_name(call: HttpCall) -> str:
-    """Return the model in the query. Empty: the first model."""
+    """Return the model name in the query. Empty: the first model."""
     return call.request.query_params.get("model", "")
 
 
@@ -153,7 +153,7 @@ def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
     fields = query.model_dump(exclude_none=True)
     mask_format = _MASK_FORMATS[fields.pop("mask_format")]
     if as_png and mask_format == pb.MASK_FORMAT_POLYGON:
-        mask_format = pb.MASK_FORMAT_RLE  # from which masks are drawn
+        mask_format = pb.MASK_FORMAT_RLE  # masks are drawn from RLE
     try:
         return pb.DetectRequest(image=call.take_body(), mask_format=mask_format, **fields)
     except (UnicodeEncodeError, ValueError) as error:
@@ -161,7 +161,7 @@ def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
 
 
 def _prefers_png(accept: str) -> bool:
-    """Return whether the header Accept names image/png, and not JSON before it."""
+    """Return whether the Accept header names image/png, and does not name JSON before it."""
     kinds = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
     named = [kind for kind in kinds if kind in ("image/png", "application/json")]
     return named[:1] == ["image/png"]

@@ -39,7 +39,7 @@ class JsonResponse(Response):
 
 @dataclass(frozen=True)
 class Transport:
-    """Objects that the gRPC server uses too, and that each request over HTTP needs."""
+    """Objects that each HTTP request needs, shared with the gRPC server."""
 
     access: AccessInterceptor
     tracer: Tracer
@@ -147,5 +147,6 @@ async def _send(response: Response, send: Send) -> None:
     headers = response.raw_headers
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    # The transport accepts any size at once; the next message waits until the size is low again.
+    # The transport buffers a body of any size. The next message waits until the buffer is nearly
+    # empty.
     await send({"type": "http.response.body", "body": b"", "more_body": False})

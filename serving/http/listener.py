@@ -42,7 +42,7 @@ class HttpServer:
             config: Settings of the server.
             max_connections: Maximum number of connections. Further ones are closed.
         """
-        # Invalid requests are warnings in uvicorn's log. Anybody can send thousands of them.
+        # uvicorn logs a warning for each invalid request, and anybody can send thousands of them.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self._settings = config
         self._config = uvicorn.Config(
@@ -89,7 +89,7 @@ class HttpServer:
 
 def _listening_socket(host: str, port: int) -> socket.socket:
     try:
-        both = host == "::" and socket.has_dualstack_ipv6()  # as for gRPC
+        both = host == "::" and socket.has_dualstack_ipv6()  # listen on IPv4 too, as gRPC does
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=1024)
     except OSError as error:
@@ -146,7 +146,7 @@ class _Connection(HttpToolsProtocol):
         self._opened_at = self.loop.time()
         # Closes the connection if the next head does not arrive in time.
         self._head_timer: asyncio.TimerHandle | None = None
-        # Closes the connection if its client is slow after that.
+        # Closes the connection if its client is slow after the head.
         self._slow_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -234,7 +234,7 @@ class _Connection(HttpToolsProtocol):
         self._slow_timer = self.loop.call_later(delay_s, act, *arguments)
 
     def _close_incomplete(self, cycle: object) -> None:
-        """Close the connection if it still receives the body of a request that has a response."""
+        """Close the connection if it still receives the body of a request after the response."""
         if self.cycle is cycle and not self._is_body_complete:
             self.transport.abort()
 

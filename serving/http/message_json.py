@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 def value_from_message(message: Message) -> dict[str, Any]:
     """Return a message as a JSON object with the names of the .proto file, and with all fields.
 
-    Unlike in protobuf's own JSON, 64-bit integers are numbers, as clients of this protocol expect.
+    Unlike in protobuf's own JSON, 64-bit integers are numbers, as Triton's clients expect.
     Message fields that are not set are omitted.
     """
     value: dict[str, Any] = {}

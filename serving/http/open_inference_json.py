@@ -114,7 +114,7 @@ def parse_json(kind: type[BaseModel], text: bytes) -> Any:
 def infer_request_from_http(
     body: bytes, json_length: str | None, model: str, version: str
 ) -> tuple[pb.ModelInferRequest, BinaryOutputs]:
-    """Return the message for a REST inference request, and the format of the outputs.
+    """Return the message for a REST inference request, and the outputs to return as binary data.
 
     Args:
         body: Body of the request: JSON, and then the binary data of inputs.
@@ -127,7 +127,7 @@ def infer_request_from_http(
     """
     length = len(body) if json_length is None else _length_from_header(json_length, len(body))
     text = body[:length]
-    # Both calls are as fast as a copy, and the values between brackets are separated by commas.
+    # Commas and brackets bound the number of values. Counting them is as fast as a copy.
     if text.count(b",") + text.count(b"[") > _MAX_VALUES:
         raise InvalidRequestError(
             f"the JSON has more than {_MAX_VALUES} values; send pixels as binary data "

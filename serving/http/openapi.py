@@ -64,7 +64,7 @@ class Error(BaseModel):
 
 
 def openapi_document() -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of all routes but the page's files."""
+    """Return the OpenAPI 3.1 document of all routes except the page's files."""
     kinds = (InferRequest, ModelControlRequest, IndexRequest, DetectResponse, Error)
     modes: list[tuple[type[BaseModel], Literal["validation"]]] = [(k, "validation") for k in kinds]
     _, schemas = models_json_schema(modes, ref_template=_REF)
@@ -100,7 +100,7 @@ def _detection_paths() -> dict[str, Any]:
     return {
         "/v1/detect": {
             "post": {
-                **_operation("Detect objects in the image file that is the body", found),
+                **_operation("Detect objects in the image file in the body", found),
                 "description": "With `Accept: image/png`, the response is the image with the "
                 "detections drawn onto it.",
                 "parameters": parameters,
@@ -126,11 +126,11 @@ def _inference_paths() -> dict[str, Any]:
     paths: dict[str, Any] = {
         "/v2": {"get": _operation("Describe the server")},
         "/v2/health/live": {"get": _operation("Return whether the server responds")},
-        "/v2/health/ready": {"get": _operation("Return whether the server can detect")},
+        "/v2/health/ready": {"get": _operation("Return whether the server can process requests")},
         "/v2/models/stats": {"get": _operation("Return the statistics of all models")},
         "/v2/repository/index": {"post": _posting("List the models", "IndexRequest")},
     }
-    model = _path_parameter("model", "Name of the model, or with a suffix such as -fp16.")
+    model = _path_parameter("model", "Name of the model, or name and precision, as in street-fp16.")
     number = _path_parameter("version", "Version of the model that is served.")
     for path, parameters in (
         ("/v2/models/{model}", [model]),
@@ -138,7 +138,7 @@ def _inference_paths() -> dict[str, Any]:
     ):
         operations = {
             "": {"get": _operation("Describe the tensors and classes of a model")},
-            "/ready": {"get": _operation("Return whether the model can detect")},
+            "/ready": {"get": _operation("Return whether the model can process requests")},
             "/config": {"get": _operation("Describe the configuration of a model")},
             "/stats": {"get": _operation("Return the statistics of a model")},
             "/infer": {"post": _posting("Detect objects in a batch", "InferRequest", body)},
@@ -156,7 +156,7 @@ def _inference_paths() -> dict[str, Any]:
 
 def _operation(summary: str, content: _Content | None = None) -> dict[str, Any]:
     error = {"description": "The request failed.", "content": {_JSON: _schema("Error")}}
-    not_ready = {"description": "The request failed, or is not ready.", "content": {_JSON: {}}}
+    not_ready = {"description": "Not ready, or the request failed.", "content": {_JSON: {}}}
     return {
         "summary": summary,
         "responses": {

@@ -10,21 +10,21 @@ from ..grpc_status import status_from_error
 
 _log = logging.getLogger(__name__)
 
-# Lines per second at level info, of successful and of failed requests each.
+# Maximum number of lines per second at level info, for successful and failed requests separately.
 _LINES_PER_S: Final = 10
 
 
 class _Sample:
-    """Limit of lines per second."""
+    """Rate limiter of log lines, which counts the omitted ones."""
 
     def __init__(self) -> None:
         self._second = 0
         self._lines = 0
-        # Lines left out since the last one.
+        # Lines omitted since the last logged line.
         self._omitted = 0
 
     def take(self) -> int | None:
-        """Return how many lines were left out before this one. None: leave this one out too."""
+        """Return the number of lines omitted before this one. None: omit this one too."""
         second = int(time.monotonic())
         if second != self._second:
             self._second, self._lines = second, 0
@@ -40,7 +40,7 @@ class AccessLog:
     """Log of requests, with client, status, sizes and times."""
 
     def __init__(self) -> None:
-        # Successful requests do not displace failed ones.
+        # By success. Separate limits, so that successful requests do not displace failed ones.
         self._samples = {True: _Sample(), False: _Sample()}
 
     def log_request(

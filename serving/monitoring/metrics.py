@@ -43,7 +43,7 @@ _Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Reason for which a request failed, as values of the label `reason`."""
+    """Reason of a failed request: its value of the label `reason` in two metrics."""
 
     # For our metric maskrcnn_rejected_total.
     name: str
@@ -77,8 +77,8 @@ def reason_from_error(error: BaseException) -> Reason:
 class ModelStatistics:
     """Thread-safe counters of the requests for one model name, as in Triton's ModelStatistics.
 
-    The durations of a request are those of its slowest image. Each image counts as 1 / batch size
-    of a batch, so that a batch shared by several requests counts once.
+    The durations of a request are those of its slowest image. Each image counts as 1/B of a batch
+    of B images, so that a batch shared by several requests counts once.
     """
 
     def __init__(self) -> None:

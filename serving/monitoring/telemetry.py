@@ -69,7 +69,7 @@ class Telemetry:
         self._access_log.log_rejected_call(method, peer, error)
 
     def reject_request(self, model: str, method: str, peer: str, error: ServingError) -> None:
-        """Record a request for a model that was rejected before it was read."""
+        """Record a rejected request for the model `model`. The request was not read."""
         self.metrics.count_failure(model, error, elapsed_s=0)
         self._access_log.log_rejected_call(method, peer, error)
 

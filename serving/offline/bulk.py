@@ -21,8 +21,8 @@ from ..steps.preprocessing import plan_image
 # CPU cores that this process may use.
 CORES: Final = len(os.sched_getaffinity(0))
 
-# Maximum read-ahead in batches before the oldest image must be finished: one batch per step, and
-# more so that images of a rare input size can fill a batch.
+# Maximum read-ahead in batches. When it is reached, `get` waits for the oldest image. It exceeds
+# one batch per step, so that images of a rare input size can fill a batch.
 _BATCHES_AHEAD = 8
 
 
@@ -51,7 +51,7 @@ def detect_many(
         max_batch: Maximum number of images in a batch.
         max_pixels: Maximum number of pixels of an image. Larger images are rejected.
         apply_orientation: Apply the rotation in the images' EXIF data.
-        threads: Number of batches that may be decoded at once, and also encoded at once.
+        threads: Maximum number of batches in decoding, and maximum number in encoding.
 
     Returns:
         Generator of the detections or the error of each image, in order. Closing it cancels the
@@ -120,7 +120,7 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
 
 
 class _StepPipeline:
-    """One thread pool per step. Each batch passes through them in order."""
+    """Thread pools, one per step. Each batch passes through the steps in order."""
 
     def __init__(self, steps: BatchSteps) -> None:
         self._steps = steps
@@ -154,7 +154,7 @@ def _run_after(previous: Future[Any], step: Step) -> Any:
 
 @dataclass(eq=False)
 class _PendingBatch:
-    """Batch of requests of one input size. None in `outcomes`: it has not started."""
+    """Batch of requests of one input size. `outcomes` is None until the batch starts."""
 
     requests: list[ImageRequest] = field(default_factory=list)
     outcomes: Future[list[Outcome]] | None = None
@@ -181,7 +181,7 @@ class _BatchQueue:
         return len(self._queue)
 
     def put(self, entry: BatchEntry) -> None:
-        """Append an image, or the error of an invalid one. If a batch is full, start it."""
+        """Append an image, or the error of an invalid one. If the image fills a batch, start it."""
         if isinstance(entry, ImageError):
             self._queue.append(entry)
             return

@@ -44,7 +44,8 @@ SCHEMA = pa.schema(
     ]
 )
 
-# Characters that stay unquoted in an address: `?` begins its parameters, `%` an escape sequence.
+# Characters of an address that are not percent-encoded. `?` begins the parameters, `%` an escape
+# sequence.
 _UNQUOTED = "/:?&=%@+,;!$'()*~"
 
 

@@ -55,8 +55,8 @@ async def infer(
         config: Server settings.
         precision: Precision suffix of the request's model name. None: it has no suffix.
         peer: Client address, as `context.peer()` returns it.
-        admission: Context manager that holds one admission slot per image. None: reserve the
-            slots without waiting.
+        admission: Context manager that holds one admission slot per image. None: acquire the slots
+            from `pipeline.admission`.
 
     Returns:
         The response and the timing of each image.
@@ -64,7 +64,7 @@ async def infer(
     Raises:
         ImageError: an image is invalid; the message contains its index.
         InvalidRequestError: another part of the request is invalid.
-        QueueFullError: there are not enough free slots.
+        QueueFullError: no slots are free, and the connection has its fair share of them.
         ExpiredError: the request exceeded its time limit.
         ServingError: see `Pipeline.detect`.
     """
@@ -130,7 +130,7 @@ async def _detect(
 
 
 def _not_encoded(detections: Detections) -> Detections:
-    """Return the detections unchanged; `add_outputs` encodes those of all images together."""
+    """Return the detections unchanged; `add_outputs` encodes all images together."""
     return detections
 
 
@@ -166,7 +166,7 @@ def scheduling_from_request(
 
 
 def _requested_outputs(request: pb.ModelInferRequest, known: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the requested outputs, without duplicates. Empty: all default ones."""
+    """Return the names of the requested outputs, without duplicates. Empty: the default outputs."""
     for output in request.outputs:
         if output.name not in known:
             raise InvalidRequestError(

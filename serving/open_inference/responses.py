@@ -182,7 +182,7 @@ def _properties(model: ServedModel) -> dict[str, str]:
 
 
 def empty_response(request: pb.ModelInferRequest, version: str) -> pb.ModelInferResponse:
-    """Return a response without outputs to a request for a version of a model."""
+    """Return the response to a request: model name, version and request ID, without outputs."""
     return pb.ModelInferResponse(
         model_name=request.model_name, model_version=version, id=request.id
     )
@@ -220,7 +220,7 @@ def add_outputs(
         response.raw_output_contents.append(contents)
 
 
-# Function that returns the rows of an output for one image, without padding.
+# By output name: function that returns the rows of the output for one image, without padding.
 _VALUES: Final[Mapping[str, Callable[[Detections], Any]]] = {
     "num_detections": lambda detections: [len(detections)],
     "image_sizes": attrgetter("height", "width"),

@@ -11,14 +11,14 @@ from ..call_context import CallContext
 _SERVICE: Final = f"/{pb.DESCRIPTOR.services_by_name['GRPCInferenceService'].full_name}/"
 
 SHARED_MEMORY: Final = "shared memory is not supported; send the tensors within the request"
-# Answer by the beginning of the method's name.
+# Error message by prefix of the method's name.
 _ANSWERS: Final = {
     "SystemSharedMemory": SHARED_MEMORY,
     "CudaSharedMemory": SHARED_MEMORY,
     "TraceSetting": "trace settings cannot be changed; start the server with --tracing true",
     "LogSettings": "log settings cannot be changed; start the server with --log-level",
 }
-# Answer by the path over HTTP, below `/v2`.
+# Error message by HTTP path below `/v2`.
 HTTP_ANSWERS: Final = {
     "/systemsharedmemory/{rest:path}": SHARED_MEMORY,
     "/cudasharedmemory/{rest:path}": SHARED_MEMORY,
@@ -29,17 +29,17 @@ HTTP_ANSWERS: Final = {
 
 
 class UnsupportedMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """Handler that answers these methods with UNIMPLEMENTED and the reason.
+    """Handler that rejects calls of the methods in `_ANSWERS`: UNIMPLEMENTED, with the reason.
 
     gRPC's own answer to an unknown method is "Method not found!".
     """
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Return the handler of a method. None: the method is none of them."""
+        """Return the handler of a method. None: the method is not in `_ANSWERS`."""
         method = handler_call_details.method
         for name, answer in _ANSWERS.items():
             if method.startswith(f"{_SERVICE}{name}"):
-                # Any message parses as one without fields.
+                # ServerLiveRequest has no fields, so any message parses as one.
                 parse = pb.ServerLiveRequest.FromString
                 return grpc.unary_unary_rpc_method_handler(partial(_abort, answer), parse)
         return None

@@ -25,21 +25,22 @@ class _Waiter:
 class AdmissionController:
     """Admission slots. Each in-flight image holds one.
 
-    The slots are shared among connections, max-min fair within one request:
+    The slots are shared among connections, max-min fair up to the size of one request:
 
     - While slots are free and no request waits, each request is admitted. A single connection can
       use all slots.
-    - Otherwise a request waits if its connection then has at most its max-min fair share, in slots
-      that it holds or waits for. A connection's only request waits in any case, as long as there
-      are as many slots as connections.
-    - Requests beyond that share are rejected. Those of streams wait instead; see `acquire`.
+    - Otherwise a request waits if its connection, including this request, holds or waits for at
+      most its max-min fair share of the slots. A connection's only request always waits, unless
+      there are more connections than slots.
+    - Requests beyond that share are rejected, except requests of streams, which wait; see
+      `acquire`.
     - Freed slots go to the waiting connection that holds the fewest, in round-robin order among
-      equals. If they are too few for its request, all others wait too, so that large requests are
-      not overtaken forever.
+      equals. If these slots are too few for its request, all others wait too, so that large
+      requests are not overtaken forever.
 
     If the server, at its recent service rate, cannot compute `capacity` images within `max_wait_s`,
-    there are fewer slots, so that images that would wait longer are rejected immediately. Batches
-    are fair to connections too, so requests within the share are computed within `max_wait_s`.
+    there are fewer slots, so that images that would wait longer are rejected immediately. Batching
+    is fair to connections too, so requests within the share are computed within `max_wait_s`.
     """
 
     def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:
@@ -48,8 +49,7 @@ class AdmissionController:
         Args:
             capacity: Maximum number of slots, and of waiting requests.
             max_wait_s: Maximum estimated queue time of an image in seconds.
-            min_capacity: Slots that a slow model leaves available. A slow service rate otherwise
-                lowers the number of slots below `capacity`.
+            min_capacity: Minimum number of slots, however low the service rate is.
         """
         self._max_capacity = capacity
         self._max_wait_s = max_wait_s
@@ -94,7 +94,7 @@ class AdmissionController:
         """Check that `acquire` without `wait` would not reject a request now.
 
         Raises:
-            QueueFullError: no slots are free, and the connection has its share.
+            QueueFullError: no slots are free, and the connection has its fair share of them.
         """
         if self._is_free(slots) or self._is_within_share(peer, slots):
             return
@@ -118,8 +118,8 @@ class AdmissionController:
             wait: True: if the slots are not free, wait for them even beyond the connection's share.
 
         Raises:
-            QueueFullError: without `wait`, the connection has its share; with it or without, too
-                many requests are waiting, most of them of this connection.
+            QueueFullError: too many requests are waiting, most of them of this connection; or,
+                without `wait`, no slots are free, and the connection has its fair share of them.
         """
         if not wait:
             self.check(peer, slots)
@@ -150,7 +150,11 @@ class AdmissionController:
             raise _too_many_waiting()
 
     def _make_room(self, peer: str) -> None:
-        """Reject a request if as many wait as allowed: one of the connection with the most."""
+        """If the queue is full, reject the newest request of the connection with the most requests.
+
+        Raises:
+            QueueFullError: `peer` is that connection, or would have as many with its new request.
+        """
         if sum(map(len, self._waiting.values())) < self._max_capacity:
             return
         largest = max(self._waiting, key=lambda other: len(self._waiting[other]))
@@ -169,7 +173,7 @@ class AdmissionController:
                 return
             self._remove(peer, first)
             self._hold(peer, first.slots)
-            if peer in self._waiting:  # its next request is behind the other connections
+            if peer in self._waiting:  # its next request goes behind the other connections
                 self._waiting[peer] = self._waiting.pop(peer)
             first.is_admitted = True
             first.is_decided.set()
@@ -182,7 +186,7 @@ class AdmissionController:
         own = self._claimed[peer]
         if not own:
             return len(others) < self.capacity
-        # Whether all connections could claim as many slots, or all that they do.
+        # Whether the slots suffice if each other connection claims no more than this one.
         own += slots
         return sum(min(claimed, own) for claimed in others) + own <= self.capacity
 

@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 _MAX_FAILURES = 3
 # Time limit in seconds for starting a worker, loading its engine and warming it up.
 START_TIMEOUT_S = 600.0
-# Pause in seconds after a failed restart of a worker. It doubles up to the longest.
+# Pause in seconds after a failed restart of a worker. It doubles after each further failure, up to
+# the longest pause.
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
@@ -61,7 +62,7 @@ _Batch = Sequence[Ticket[_PendingItem[Item, Result]]]
 
 @dataclass(eq=False)
 class _WorkerState(Generic[Item, Result]):
-    """Worker process, and the number and failures of its batches."""
+    """Worker process, with its state, its batches in flight and its failures."""
 
     process: WorkerProcess[Item, Result]
     # Whether it accepts batches.

@@ -1,4 +1,4 @@
-"""Memory of images in decoding: one budget for all threads and connections."""
+"""Memory budget of images in decoding, shared by all threads and connections."""
 
 import asyncio
 from collections import deque
@@ -19,8 +19,8 @@ _PARTS_OF_BUDGET = 4
 class DecodeMemory:
     """Budget of bytes for images in decoding.
 
-    A quarter is set aside for small images, one per thread, so small images never wait. Larger
-    images reserve memory in the rest. If too little is free, they wait; connections get memory in
+    A quarter is set aside for one small image per thread, so small images never wait. Larger
+    images reserve memory from the rest. If too little is free, they wait; connections get memory in
     round-robin order. No image overtakes a waiting one, so large images are not delayed forever.
 
     Call the methods from one event loop only.
@@ -62,7 +62,7 @@ class DecodeMemory:
             self._release(size)
 
     def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
-        """Hold memory while a thread processes an image, as `reserve` does, unless it is small."""
+        """Hold memory for an image that a thread processes; see `reserve`. Small: hold nothing."""
         return self.reserve(peer, size) if size > self.small else nullcontext()
 
     async def _acquire(self, peer: str, size: int) -> None:
@@ -75,7 +75,7 @@ class DecodeMemory:
             await acquired
         except asyncio.CancelledError:
             if acquired.cancelled():
-                self._admit()  # those behind it may fit
+                self._admit()  # the reservations behind it may fit
             else:  # got the memory and was cancelled in one loop iteration
                 self._release(size)
             raise
@@ -104,7 +104,7 @@ class DecodeMemory:
 
 
 def decode_memory_limit(config: ServeConfig) -> int:
-    """Return the size of the budget in bytes."""
+    """Return the decode memory budget of a server in bytes."""
     if config.decode_memory_mb is None:
         return memory_limit() // _PARTS_OF_LIMIT
     return config.decode_memory_mb << 20

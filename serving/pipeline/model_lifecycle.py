@@ -45,7 +45,7 @@ class ModelLifecycle:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Compute the batches of the model, and of each that replaces it, within the context."""
+        """Within the context, compute the batches of the model and of its replacements."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._running = tasks.create_task(self.model.run())

@@ -27,7 +27,7 @@ class ModelRepository:
 
         Args:
             sources: Bundles and names of the models, at least one. The first model processes the
-                requests that name none.
+                requests that name no model.
             config: Settings of the server.
             telemetry: Metrics and traces of the requests.
 
@@ -46,7 +46,7 @@ class ModelRepository:
 
     @property
     def states(self) -> dict[str, bool]:
-        """Readiness by name, the first model first: whether a request can be processed now."""
+        """Readiness by model name, first model first: whether requests can be processed now."""
         states: dict[str, bool] = {}
         for pipeline in self.pipelines:
             states |= {n: up for n, up in pipeline.model.states.items() if n not in states}
@@ -71,10 +71,10 @@ class ModelRepository:
         return next((own for own in self.pipelines if name in own.model.names), self.first)
 
     async def find_loadable(self, name: str) -> Pipeline:
-        """Return the pipeline whose served model or stored bundle has a name.
+        """Return the pipeline whose served model, or bundle on disk, has the name `name`.
 
         Raises:
-            ModelNotFoundError: none has this name.
+            ModelNotFoundError: no model and no bundle has this name.
             BundleError: a bundle is missing.
         """
         try:
@@ -131,11 +131,11 @@ class ModelRepository:
     def check_admission(self, method: str, peer: str) -> None:
         """Check, before a request is read, that its connection may have one more image in flight.
 
-        The model of the request is not known yet, so a model with room suffices. If none has, the
-        request is counted in the metrics as failed, for the first model.
+        The model of the request is not known yet, so it suffices that one model admits it. If none
+        does, the metrics count a failed request for the first model.
 
         Raises:
-            QueueFullError: no slots are free, and the connection has its share.
+            QueueFullError: no slots are free, and the connection has its fair share of them.
         """
         failures = []
         for pipeline in self.pipelines:

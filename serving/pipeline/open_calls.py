@@ -12,9 +12,9 @@ class OpenCalls:
     """Open calls by connection, and their limit.
 
     A connection may have up to eight times as many open calls as can still be opened. A single
-    connection opens nearly all, and a second one still opens some and soon has as many as the first
-    (dynamic thresholds; Choudhury and Hahne, 1998). Calls can stay open for hours, so no call waits
-    for another one to end.
+    connection can open nearly all. A second one can then open some, and soon has as many as the
+    first (dynamic thresholds; Choudhury and Hahne, 1998). Calls can stay open for hours, so no call
+    waits for another one to end.
     """
 
     def __init__(self, limit: int) -> None:

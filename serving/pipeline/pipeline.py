@@ -19,7 +19,7 @@ from .shared_resources import SharedResources
 from .threads import TimedResult, timed
 
 # Minimum number of admission slots, however slow the model is: two batches, so that one can fill
-# while the other is computed, and enough for clients of Triton with the usual concurrency.
+# while the other is computed, and at least 32, which suffice for the usual Triton clients.
 _MIN_BATCHES, _MIN_SLOTS = 2, 32
 
 
@@ -125,7 +125,7 @@ class Pipeline:
         peer: str,
         memory: contextlib.AsyncExitStack,
     ) -> TimedResult[EngineItem]:
-        """Convert an image to the engine's input, and hold the memory that its decoding takes."""
+        """Convert an image to the engine's input. `memory` holds the reserved decode memory."""
         small = self.decode_memory.small
         if host.is_quick(source):
             first = timed(host.prepare_small, source, small)

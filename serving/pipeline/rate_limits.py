@@ -39,7 +39,8 @@ class RateLimits:
     def charge(self, images: int) -> None:
         """Count a request of the current client.
 
-        A request with more images than a bucket holds needs a full one, and leaves a debt.
+        A request with more images than a bucket holds needs a full bucket, and makes its balance
+        negative.
 
         Raises:
             RateLimitError: the client has reached a limit.
@@ -67,7 +68,7 @@ class RateLimits:
             balances[name] -= cost
 
     def _forget(self, now: float) -> None:
-        """Drop the clients that have been idle for longest, unless their buckets are not full."""
+        """Above `_MAX_CLIENTS`, drop the longest idle clients as long as their buckets are full."""
         while len(self._clients) > _MAX_CLIENTS:
             client, (before, balances) = next(iter(self._clients.items()))
             if any(

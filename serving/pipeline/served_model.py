@@ -32,11 +32,11 @@ ModelProcess = WorkerProcess[EngineItem, EngineResult]
 class ModelSource(NamedTuple):
     """Bundle to serve, and the name of the model."""
 
-    # Folder of the bundle, or of its versions. It may be a link that changes.
+    # Folder of the bundle, or of its versions. It may be a symbolic link whose target changes.
     bundle: Path
     # None: the name in the bundle.
     name: str | None = None
-    # None: the newest in `bundle`, whose subfolders are versions.
+    # Version. None: the newest in `bundle`, whose subfolders are versions.
     version: str | None = MODEL_VERSION
 
     def resolved(self) -> "ModelSource":
@@ -159,7 +159,7 @@ class ServedModel:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Count a request as a user of the model within the context, so that it is not closed.
+        """Keep the model open within the context, by counting the request as a user.
 
         Raises:
             UnloadedError: the model is unloaded.

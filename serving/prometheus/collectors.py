@@ -1,4 +1,4 @@
-"""Prometheus collectors for the pipeline, event loop lag, CPU and GPUs, with Triton's names."""
+"""Prometheus collectors for models, CPU and GPUs, with Triton's metric names; event loop lag."""
 
 import asyncio
 import contextlib
@@ -184,7 +184,7 @@ class LoopLag:
         self.worst_s = 0.0
 
     async def run(self) -> None:
-        """Measure until cancelled, and log a warning after each 10 s window with a high lag."""
+        """Measure the lag until cancelled. Log a warning after each 10 s window with a high lag."""
         while True:
             worst_s = await self._worst_of_window()
             self.worst_s = worst_s
@@ -284,7 +284,7 @@ class GpuCollector(Collector):
 
 
 def _gpu_values(gpu: Any) -> dict[str, float]:
-    """Return the values by metric name, without those that the driver does not report."""
+    """Return a GPU's values by metric name, without those that the driver does not report."""
     values = {}
     for name, (_, read) in _GPU_VALUES.items():
         with _skip_errors(name):
@@ -308,7 +308,7 @@ def _open_nvml() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _skip_errors(subject: str) -> Iterator[None]:
-    """Suppress driver errors, because many GPUs do not report all values."""
+    """Suppress driver errors within the context, because many GPUs do not report all values."""
     try:
         yield
     except (pynvml.NVMLError, BackendError) as error:

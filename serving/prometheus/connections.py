@@ -26,7 +26,7 @@ class _Socket(NamedTuple):
 class ConnectionCollector(Collector):
     """Collector of the process's open TCP connections by listening port."""
 
-    # From the kernel, because gRPC does not report its connections to Python.
+    # Read from the kernel's tables, because gRPC does not report its connections to Python.
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current number of connections of each listening port."""

@@ -36,16 +36,16 @@ def add_server_metrics(
     for collector in own:
         registry.register(collector)
     ProcessCollector(registry=registry)
-    worst = "Maximum lag of the last ten seconds or slightly more."
+    worst = "Maximum lag of the event loop in the last 10 to 20 seconds."
     memory, threads = models.resources.decode_memory, models.resources.threads
-    decoding = "Memory of images in decoding: reserved, or set aside for the threads that work."
+    decoding = "Memory reserved for decoding images, plus a fixed amount per busy thread."
     for name, documentation, value in (
         (
             "decode_memory_bytes",
             decoding,
             lambda: memory.reserved + threads.busy * memory.small,
         ),
-        ("decode_memory_limit_bytes", "Limit of that memory.", lambda: memory.limit),
+        ("decode_memory_limit_bytes", "Limit of decode memory.", lambda: memory.limit),
         ("event_loop_lag_seconds", "Latest lag of the event loop.", lambda: lag.last_s),
         ("event_loop_lag_worst_seconds", worst, lambda: lag.worst_s),
     ):
@@ -77,7 +77,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _WsgiServer(ThreadingMixIn, WSGIServer):
-    """HTTP server that closes connections after 5 s, and the oldest if more than 32 are open."""
+    """HTTP server that closes connections after 5 s. Above 32 connections it closes the oldest."""
 
     daemon_threads = True  # so that a client cannot delay the shutdown
     request_queue_size = 128  # if it is full, clients retry after a second or more
@@ -121,7 +121,7 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
         connection = next(iter(self._started))
         del self._started[connection]
         with contextlib.suppress(OSError):  # the client may have disconnected
-            # The connection's thread then reads the end of the stream, and closes it.
+            # The connection's thread then reads the end of the stream, and closes the connection.
             connection.shutdown(socket.SHUT_RDWR)
 
 

@@ -11,7 +11,7 @@ from ..detections import Detections
 
 
 def image_id_from_path(path: Path) -> int | str:
-    """Return the COCO image ID of a file: its stem, as an int if that is decimal."""
+    """Return the COCO image ID of a file: its name's stem, as an int if it is decimal."""
     return int(path.stem) if path.stem.isdecimal() else path.stem
 
 

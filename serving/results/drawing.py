@@ -12,7 +12,7 @@ from ...model.masks import mask_from_rle
 from ..detections import Detections
 
 _MASK_OPACITY = 0.45
-# Rows of an image whose masks are drawn at a time, because copies of all rows take much memory.
+# Masks are drawn in strips of this many image rows, because copies of all rows take much memory.
 _STRIP_ROWS = 64
 # Peak memory of `annotated_png` in bytes per pixel.
 BYTES_PER_PIXEL = 24

@@ -31,7 +31,7 @@ _FAILURES_SHOWN = 3
 
 
 def image_files(sources: Sequence[Path]) -> list[Path]:
-    """Return the given files, whatever their suffix, and the files with image suffixes in folders.
+    """Return the given files, whatever their suffix, and the image files of the given folders.
 
     Raises:
         click.UsageError: There are no images, or two would have the same image ID in the results.

@@ -39,7 +39,7 @@ _PUBLIC_PREFIXES = ("/grpc.health.v1.Health/", "/grpc.reflection.", *_HEALTH_MET
 
 # Maximum number of concurrent calls of public methods per connection.
 _PUBLIC_CALLS_PER_CONNECTION = 8
-# Number of admission slots per message that public calls may wait for at a time.
+# Public calls may wait for one message at a time per this number of admission slots.
 _SLOTS_PER_PUBLIC_MESSAGE = 4
 # Seconds for which a stopping server still receives messages that are in transit.
 _LAST_MESSAGES_S = 2.0

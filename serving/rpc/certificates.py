@@ -98,7 +98,7 @@ class ServerCertificate:
         )
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Return the context for an HTTP server."""
+        """Return the TLS context for an HTTP server."""
         context = self._reloaded.current().context
 
         def use_current(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:

@@ -58,7 +58,7 @@ class DetectorService:
     async def DetectStream(  # noqa: N802
         self, requests: AsyncIterator[pb.DetectRequest], context: _StreamContext
     ) -> None:
-        """Detect objects in the images of a stream, in several of them concurrently."""
+        """Detect objects in the images of a stream. Several images are processed concurrently."""
         respond = partial(self._stream_response_to, context.peer())
         await self._streams.process(requests, respond, context)
 
@@ -110,8 +110,8 @@ class DetectorService:
             request: The request.
             encoder: Encodes the detections, in a thread or in the worker process.
             admission: Context manager that holds an admission slot. None: reserve one.
-            finish: Converts the encoder's result further, in a thread of this process. It counts
-                as encoding. None: no conversion.
+            finish: Converts the encoder's result further, in a thread of this process. Its time
+                counts as encoding time. None: no conversion.
             finish_memory: Peak memory of `finish` in bytes per pixel of the image.
 
         Raises:

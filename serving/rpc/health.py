@@ -34,11 +34,12 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
         *services: str,
         models: Callable[[], Mapping[str, bool]],
     ) -> None:
-        """Report NOT_SERVING until `set_ready` is called.
+        """Create the service. It reports NOT_SERVING until `set_ready` is called.
 
         Args:
             services: Full names of the gRPC services.
-            models: Returns whether each served model can process requests now, by model name.
+            models: Function that returns, by model name, whether the model can process requests
+                now.
         """
         self._services = frozenset({"", LIVENESS, *services})
         self._models = models
@@ -62,7 +63,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
         return self.is_running and self._models().get(name, False)
 
     def set_ready(self) -> None:
-        """Report SERVING from now on."""
+        """Mark the server as ready. From now on, its state depends on the models."""
         self._ready.set()
         self._notify_watchers()
 

@@ -26,11 +26,11 @@ _log = logging.getLogger(__name__)
 _HANDSHAKE_MS = 20_000
 # Time for a client to answer a keepalive ping.
 _PING_TIMEOUT_MS = 20_000
-# Maximum number of concurrent calls per connection. Clients hold further ones back.
+# Maximum number of concurrent calls per connection. Clients delay further calls.
 _MAX_STREAMS = 256
 # Limit on calls that wait to be accepted, over all connections. Above the limit gRPC cancels a
-# growing share of new calls of any client, and above twice the limit all of them. Therefore no
-# connection can reach it alone.
+# growing share of new calls of any client, and above twice the limit all of them. The limit is a
+# multiple of `_MAX_STREAMS`, so that no connection can reach it alone.
 _MAX_PENDING_CALLS = 32 * _MAX_STREAMS
 # Minimum interval of client pings while no data is sent to the client. A client that pings more
 # often is disconnected. Our own client pings every `client.connection.KEEPALIVE_S` during calls.
@@ -96,7 +96,7 @@ def check_ports(config: ServeConfig) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise OSError if no server can listen on a port. 0: any free port."""
+    """Raise OSError if this process cannot listen on a port. 0: any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()  # gRPC too listens on both
     socket.create_server((host, port), family=family, dualstack_ipv6=both).close()
@@ -157,7 +157,7 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 
 
 def _is_server_fault(record: logging.LogRecord) -> bool:
-    """Return False for gRPC's log records of disconnected clients and undecodable metadata."""
+    """Log filter that drops gRPC's records of disconnected clients and undecodable metadata."""
     # The message of UnicodeDecodeError would quote the metadata, which can be a token.
     client_faults = grpc.aio.InternalError, UnicodeDecodeError
     return record.exc_info is None or not isinstance(record.exc_info[1], client_faults)
@@ -189,7 +189,7 @@ def _options(config: ServeConfig) -> list[tuple[str, int]]:
 def allowed_connections(config: ServeConfig) -> int:
     """Return `max_connections`, or fewer per port if the limit on open files requires it.
 
-    Before that, the process's soft limit on open files is raised as far as needed and possible.
+    First, the process's soft limit on open files is raised as far as needed and allowed.
     """
     wanted, ports = config.max_connections, 1 if config.http_port is None else 2
     needed = ports * wanted + _OTHER_FILES

@@ -49,8 +49,8 @@ class PendingMessages:
     If it is full, a new wait cancels the oldest one of the connection that has the most waits.
     """
 
-    # This bounds the memory that slow clients occupy. It is their waits that are cancelled, because
-    # the messages of other clients arrive before their waits are the oldest.
+    # The bound limits the memory that slow clients occupy. Waits of fast clients are seldom
+    # cancelled, because their messages arrive before their waits are the oldest.
 
     def __init__(self, capacity: int) -> None:
         """Allow `capacity` concurrent waits."""
@@ -70,7 +70,7 @@ class PendingMessages:
 
         Args:
             context: gRPC context of a call without a request deserializer.
-            timeout_s: Maximum time to wait. None: no limit.
+            timeout_s: Maximum time to wait, in seconds. None: no limit.
 
         Returns:
             The serialised message. None: the client has ended its requests.

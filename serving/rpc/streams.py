@@ -32,7 +32,7 @@ class Streams(Generic[Request]):
     def __init__(
         self, pipeline_of: Callable[[Request], Pipeline], image_count: Callable[[Request], int]
     ) -> None:
-        """Start without open streams.
+        """Create an empty set of streams.
 
         Args:
             pipeline_of: Returns the pipeline that processes a request.
@@ -43,7 +43,7 @@ class Streams(Generic[Request]):
         self._readers: set[asyncio.Task[None]] = set()
 
     def stop(self) -> None:
-        """Stop reading. Each stream ends when the requests already read are processed."""
+        """Stop reading requests. Each stream ends when the requests already read are processed."""
         for reader in self._readers:
             reader.cancel()
 

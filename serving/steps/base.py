@@ -37,7 +37,8 @@ class DeviceRequest(NamedTuple):
         return self.request.bucket
 
 
-# One row of a batch. The row of an invalid image stays black, and the other images keep their rows.
+# Entry of a batch: an image, or the error of an invalid one. An invalid image's row in the model's
+# input stays black.
 BatchEntry = ImageRequest | ImageError
 
 # Name of the step that computes the model.
@@ -82,7 +83,8 @@ class EngineInfo(NamedTuple):
     device: Literal["cpu", "cuda"]
     # Number of batches that the engine can have in flight at once, each in a thread of its own.
     concurrency: int
-    # In-flight batches that keep the engine busy. With as many in flight, only full batches start.
+    # Number of in-flight batches that keep the engine busy. While as many are in flight, only full
+    # batches start.
     saturating_batches: int
     # Input sizes of the model.
     buckets: tuple[ShapeBucket, ...]

@@ -1,4 +1,4 @@
-"""Batches between the steps on the GPU, with their events, and their timing."""
+"""Batches that the GPU steps pass on, with CUDA events for their order and timing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .device_transfers import StreamEvent
 
 
 class ReadBatch(NamedTuple):
-    """Files in the host's memory, and images that the host decoded."""
+    """Batch after reading: encoded files for the device, and images that the CPU decoded."""
 
     requests: Sequence[ImageRequest]
     # Contents of the files that the device decodes, each [bytes] uint8.
@@ -26,7 +26,7 @@ class ReadBatch(NamedTuple):
 
 
 class DecodedBatch(NamedTuple):
-    """Upright images."""
+    """Batch after decoding: upright images."""
 
     requests: Sequence[ImageRequest]
     # For each request, the upright image [3, h, w]: uint8 in source size on the device, or already
@@ -38,7 +38,7 @@ class DecodedBatch(NamedTuple):
 
 
 class PreparedBatch(NamedTuple):
-    """Padded input of the model."""
+    """Batch after padding: the model's input."""
 
     bucket: ShapeBucket
     entries: Sequence[BatchEntry]
@@ -58,7 +58,7 @@ class PreparedBatch(NamedTuple):
 
 
 class InferredBatch(NamedTuple):
-    """Outputs of the model."""
+    """Batch after inference: the model's outputs."""
 
     prepared: PreparedBatch
     outputs: ModelOutputs[Tensor]
@@ -66,7 +66,7 @@ class InferredBatch(NamedTuple):
 
 
 class PastedBatch(NamedTuple):
-    """Detections and encoded masks, copied to the host."""
+    """Batch after mask encoding: detections and encoded masks, copied to the host."""
 
     inferred: InferredBatch
     masks: MaskBatch
@@ -79,7 +79,7 @@ class PastedBatch(NamedTuple):
 
 
 def timing_of(batch: PastedBatch, host_s: float) -> Timing:
-    """Return the timing of a batch. `host_s`: seconds of CPU work after the device was done."""
+    """Return the timing of a batch. `host_s`: seconds of CPU work after the GPU work."""
     inferred = batch.inferred
     prepared = inferred.prepared
     return Timing(

@@ -1,4 +1,4 @@
-"""Conversion of boxes and masks to the pixels of the source images, on the GPU."""
+"""Boxes scaled to the source images, and masks encoded as COCO RLE, on the GPU."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -13,9 +13,11 @@ from ...model.masks import MaskPaste
 from ...plugins.compress_runs import compress_runs
 from ...plugins.paste_rle import paste_rle
 
-# Runs that are encoded again at a time: 64 MiB on the device, and half as much text.
+# Maximum number of runs to encode at once if masks exceed their buffers: 64 MiB on the device, and
+# half as much RLE text.
 _REPEATED_RUNS: Final = 1 << 24
-# Few masks need more characters per run. They are compressed twice.
+# RLE characters per run that suffice for most masks. If they do not, the masks are compressed
+# again.
 _USUAL_CHARACTERS_PER_RUN: Final = 2
 
 
@@ -141,9 +143,9 @@ def selected_rles(
 def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp], run_capacity: int) -> list[bytes]:
     """Return the COCO RLE `counts` of masks with at most `run_capacity` runs.
 
-    `chosen` are indices of masks in the batch, with all masks of an image after another.
+    `chosen` are flat indices of masks in the batch: image * D + detection.
     """
-    # One transfer each way, because the device has work of other batches before it.
+    # One transfer in each direction, because a transfer waits for queued work of other batches.
     index = torch.from_numpy(chosen).to(masks.boxes.device)
     runs, num_runs = paste_rle(
         masks.probabilities.flatten(0, 1)[index],

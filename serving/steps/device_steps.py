@@ -74,7 +74,7 @@ class DeviceSteps:
         Args:
             backend: Backend that computes the model.
             manifest: Manifest of the backend's bundle.
-            threads: Number of batches that may be in the first step at once, and in the last.
+            threads: Maximum number of batches in the first step at once, and in the last step.
             run_capacity: Buffer size in runs per mask; see `_RUN_CAPACITY`.
         """
         self._backend = backend
@@ -207,7 +207,8 @@ class DeviceSteps:
         kept = [_kept_rows(batch, row, entry) for row, entry in enumerate(entries)]
         rles: Sequence[list[bytes]] = [[]] * len(entries)
         if own := batch.encoded.get(MaskFormat.RLE):
-            with self._module.stream(self._pasting):  # masks beyond `_run_capacity` are repeated
+            # Masks beyond `_run_capacity` are encoded again, in this stream.
+            with self._module.stream(self._pasting):
                 selected = [
                     rows if _wants_rles(entry) else rows[:0]
                     for rows, entry in zip(kept, entries, strict=True)
@@ -256,7 +257,7 @@ class DeviceSteps:
 
 
 def _kept_rows(batch: PastedBatch, row: int, entry: BatchEntry) -> NDArray[np.intp]:
-    """Return the indices of an image's detections to keep; none of an invalid image."""
+    """Return the indices of an image's detections to keep. Empty for an invalid image."""
     if isinstance(entry, ImageError):
         return np.zeros(0, np.intp)
     count, _, scores, _ = (array[row] for array in batch.detections)

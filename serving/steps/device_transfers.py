@@ -1,4 +1,4 @@
-"""Asynchronous copies between host and device, stream events, and decoding on either."""
+"""Asynchronous copies between host and device, stream events, and decoding on CPU or GPU."""
 
 import functools
 import logging
@@ -41,7 +41,7 @@ class StreamEvent:
     def wait(self) -> None:
         """Poll the event until it is complete."""
         # CUDA's own waits are worse: one occupies a core, and the other takes 10 ms on some virtual
-        # machines. Each poll takes the GIL, which a hundred microseconds apart slow down a batch.
+        # machines. Each poll takes the GIL; polls every 0.1 ms would slow down a batch.
         pause_s = _FIRST_PAUSE_S
         while self._event is not None and not self._event.query():
             time.sleep(pause_s)

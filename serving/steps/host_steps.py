@@ -60,8 +60,8 @@ class HostProcessor:
             small: Memory in bytes up to which images are converted.
 
         Returns:
-            Output of `prepare`, or None, and the memory in bytes to be reserved: until `prepare`
-            has ended, or with an end-to-end engine, until that has decoded the image.
+            Output of `prepare`, or None if that takes more than `small` bytes; and the memory in
+            bytes to reserve until `prepare`, or an end-to-end engine, has decoded the image.
 
         Raises:
             ImageError: invalid image.
@@ -96,7 +96,7 @@ class HostProcessor:
         return DeviceRequest(ImageRequest(image, self.options), self.encoder)
 
     def respond(self, result: EngineResult, item: EngineItem) -> TimedResponse[Any]:
-        """Encode the response.
+        """Convert the engine's result for an image to the encoded response.
 
         Args:
             result: The engine's result for the image.
@@ -140,7 +140,7 @@ class HostSteps:
         Args:
             backend: Backend that computes the model.
             manifest: Manifest of the backend's bundle.
-            threads: Number of batches that may be decoded at once, and also encoded at once.
+            threads: Maximum number of batches in decoding, and maximum number in encoding.
         """
         self._backend = backend
         self._manifest = manifest

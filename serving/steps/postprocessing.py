@@ -12,7 +12,7 @@ from ...model.masks import MaskPaste, Rle, rles_from_probabilities, whole_pixel_
 from ..backends.base import HostOutputs
 from ..detections import DetectionOptions, Detections, MaskFormat, Outlines
 
-# Mask probability that outlines follow.
+# Mask probability along which outlines are traced.
 _THRESHOLD: Final = 0.5
 
 # Output of contourpy as ChunkCombinedOffsetOffset, one list entry per chunk: the points of all
@@ -165,7 +165,8 @@ def polygons_from_probabilities(
         paste: Convention for the positions of the mask's samples in the box.
 
     Returns:
-        The outlines of each mask in pixels of the image; empty if it has no area in the image.
+        The outlines of each mask in pixels of the image; empty if the mask has no area in the
+        image.
     """
     found: list[list[NDArray[np.float32]]] = [[] for _ in masks]
     if not found:
@@ -185,7 +186,7 @@ def polygons_from_probabilities(
 class _Rings(NamedTuple):
     """Closed outer outlines of N masks, in mask samples.
 
-    The origin is the corner of the mask with its border of one sample of zeros.
+    Each mask has a border of one sample of zeros; the origin is the border's top left corner.
     """
 
     # [P, 2] x, y. Includes the points of holes, which `bounds` leaves out.
@@ -220,7 +221,7 @@ def _grids(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the position and scale of each mask's grid of samples, in pixels of the image.
 
-    A grid includes the border of one sample of zeros.
+    A grid includes the border of one sample of zeros around the mask.
 
     Returns:
         [N, 2] x, y of the grids' top left corners, and [N, 2] width and height of one sample.

@@ -12,7 +12,7 @@ from ...model.bundle.spec import ResizeRule, ShapeBucket
 from ...model.images import ImageHeader, check_size, decode_image, read_header
 from ...model.resizing import Pixels, pixel_dtype, resize_image, resized_size, smallest_bucket
 
-# Version of the pickle protocol from which on it has buffers.
+# First version of the pickle protocol with out-of-band buffers.
 _PROTOCOL_OF_BUFFERS: Final = 5
 
 # An encoded image, or pixels [H, W, 3] RGB.
@@ -48,7 +48,7 @@ class PlannedImage(NamedTuple):
         return self.header.size
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[Any, ...]]:
-        """Pickle an encoded image as a buffer, which the channels to workers pass on uncopied."""
+        """Pickle an encoded image as an out-of-band buffer, so that pickle does not copy it."""
         source: Any = self.source
         if protocol >= _PROTOCOL_OF_BUFFERS and isinstance(source, bytes):
             source = PickleBuffer(source)
@@ -101,9 +101,9 @@ def resized_pixels(image: PlannedImage) -> Pixels:
 
 
 def write_pixels(image: PlannedImage, row: Pixels) -> None:
-    """Decode and resize a planned image into the top left of a black [3, H, W] row of its bucket.
+    """Decode and resize a planned image into the top left corner of a batch's row.
 
-    The row has the dtype of the resize rule.
+    The row is a black image [3, H, W] of the bucket's size, in the dtype of the resize rule.
 
     Raises:
         ImageError: the image is damaged; the row stays black.

@@ -54,7 +54,7 @@ _LIMITS = (1, 10, 100)
 
 
 class _Curves(NamedTuple):
-    """Result of an evaluation; -1 for classes and areas without ground truth."""
+    """Precision and recall of an evaluation; -1 for classes and areas without ground truth."""
 
     # Precision at recall 0, 0.01, ..., 1. Axes: IoU, recall, class, area, limit.
     precision: NDArray[np.float64]
@@ -178,7 +178,7 @@ def _curves_by_class(
         used = sorted({entry["image_id"] for entry in (*truth[id_], *detected)})
         content = {"images": [images[image_id] for image_id in used], "categories": [{"id": id_}]}
         both = (_load(COCO(), {**content, "annotations": part}) for part in (truth[id_], detected))
-        # Threads would only wait for the interpreter lock.
+        # More threads would only wait for the GIL.
         evaluation = COCOeval_faster(*both, iou_type, rle_iou_max_workers=1)
         evaluation.evaluate()
         evaluation.accumulate()

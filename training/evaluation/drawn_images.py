@@ -15,7 +15,7 @@ from .matching import DEFAULT_THRESHOLD, matched_images
 
 
 def chosen_images(dataset: CocoDataset, count: int) -> CocoDataset:
-    """Return a data set of at most `count` images, at equal distances, with objects if possible."""
+    """Return a data set of at most `count` evenly spaced images, with objects if possible."""
     records = [record for record in dataset.records if record.objects] or list(dataset.records)
     chosen = copy.copy(dataset)
     chosen.records = tuple(records[:: -(-len(records) // count)])
@@ -46,7 +46,7 @@ def draw_detections(
 
 
 def join_drawings(paths: Iterable[Path], image: Path) -> None:
-    """Join the drawings that exist into a PNG file, the first on top."""
+    """Stack the existing ones of the drawings `paths` into a PNG file, the first on top."""
     drawings = [Image.open(path) for path in paths if path.exists()]
     size = max(d.width for d in drawings), sum(d.height for d in drawings)
     joined, top = Image.new("RGB", size, "white"), 0

@@ -180,7 +180,7 @@ def validation_losses(
         for batch in prefetch_batches(device, batches):
             assert batch.targets is not None
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                # Not the method of the instance, which `compile=true` replaces.
+                # The class's method, because `compile=true` replaces that of the instance.
                 terms = MaskRCNN.losses(
                     model, batch.images, batch.image_sizes, batch.targets, batch.seeds
                 )
@@ -195,9 +195,11 @@ def _evaluating(model: MaskRCNN) -> Iterator[None]:
     """Set a model to evaluation mode, and restore the mode of each module afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    yield
-    for module, mode in modes.items():
-        module.training = mode
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _add(evaluator: CocoEvaluator, pasted: Future[list[tuple[int, ImageDetections]]]) -> None:

@@ -14,7 +14,7 @@ from ..data.coco.dataset import CocoDataset, ImageRecord
 
 # Minimum mask IoU of a detection with the object that it matches.
 MIN_IOU = 0.5
-# Minimum score if no detection of a class is correct, so that no threshold is the best.
+# Score threshold of a class without a correct detection, which has no best threshold.
 DEFAULT_THRESHOLD = 0.5
 
 
@@ -28,7 +28,7 @@ class MatchedImage(NamedTuple):
     scores: NDArray[np.float64]
     # Mask IoU [D, G]; with crowds, the share of the detection that is inside.
     ious: NDArray[np.float64]
-    # [D] index of the instance of the detection's class; -1: none.
+    # [D] index of the matching instance of the detection's class. -1: no match.
     matches: NDArray[np.int64]
 
     @property
@@ -58,7 +58,7 @@ class ClassCurve(NamedTuple):
 
     # Objects of the class that are not crowds.
     objects: int
-    # [N] different scores.
+    # [N] distinct scores, used as thresholds.
     scores: NDArray[np.float64]
     # [N] each, of the detections with at least this score.
     precision: NDArray[np.float64]
@@ -126,7 +126,7 @@ def class_curves(images: Iterable[MatchedImage], classes: int) -> list[ClassCurv
 def confusion_matrix(
     images: Iterable[MatchedImage], thresholds: Sequence[float]
 ) -> NDArray[np.int64]:
-    """Count objects by their class and that of the detection, above the classes' thresholds.
+    """Count matches by class of the object and of the detection, above the class thresholds.
 
     Detections and objects that remain after matching within classes are matched across classes.
 
@@ -170,10 +170,10 @@ def _matched(
 def _match(
     ious: NDArray[np.float64], allowed: NDArray[np.bool_], crowds: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """Return the instance that each detection matches `[D]`, or -1.
+    """Return the index of the instance that each detection matches `[D]`, or -1.
 
-    In the order of the rows, a detection takes the free object with the highest IoU. Without one,
-    it may be inside a crowd, which any number of detections match.
+    In row order, each detection matches the free object with the highest IoU. If there is no such
+    object, it may match a crowd. Any number of detections can match the same crowd.
     """
     matches = np.full(len(ious), -1)
     free = ~crowds
@@ -190,7 +190,7 @@ def _match(
 def _curve(objects: int, scores: NDArray[np.float64], correct: NDArray[np.bool_]) -> ClassCurve:
     order = np.argsort(-scores, kind="stable")
     scores, hits = scores[order], np.cumsum(correct[order])
-    # Equal scores are above a threshold together.
+    # Detections of equal score reach a threshold together, so they are one point of the curve.
     last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True)[: len(scores)])
     return ClassCurve(objects, scores[last], hits[last] / (last + 1), hits[last] / max(objects, 1))
 

@@ -18,7 +18,7 @@ from .coco_metrics import IOU_TITLES, IOU_TYPES
 from .matching import ClassCurve, class_curves, confusion_matrix, matched_images
 from .worst_images import draw_worst_images
 
-# Up to this number of classes, curves have a legend, and cells of the matrix their counts.
+# Maximum number of classes for which the curves have a legend and matrix cells show counts.
 _MAX_LABELS = 20
 _STYLE = """
 body { font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }
@@ -137,7 +137,7 @@ def _curves_figure(names: Sequence[str], curves: Sequence[ClassCurve]) -> bytes:
     recall.set(xlabel="recall", ylabel="precision", **limits)
     scores.set(xlabel="minimum score", ylabel="F1", **limits)
     if 0 < len(shown) <= _MAX_LABELS:
-        # A name may contain dollar signs.
+        # Class names may contain dollar signs, which matplotlib reads as formulas.
         for text in recall.legend(recall.lines, [name for name, _ in shown], fontsize=7).texts:
             text.set_parse_math(False)
     return _png(figure)
@@ -147,7 +147,7 @@ def _confusion_figure(names: Sequence[str], counts: NDArray[np.int64]) -> bytes:
     side = min(4 + 0.35 * len(counts), 24)
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
-    # Of each object's class; the last row, without objects, of all wrong detections.
+    # Shares of each row: of the objects of a class or, in the last row, of the wrong detections.
     axes.imshow(
         counts / np.maximum(counts.sum(axis=1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1
     )

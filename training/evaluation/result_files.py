@@ -12,7 +12,7 @@ from ...model.masks import coco_from_rle
 from .coco_metrics import IOU_TYPES, IouType
 from .detections import ImageDetections
 
-# Name of the folder for these files in `output_dir`.
+# Folder in `output_dir` for files with detections and metrics.
 RESULTS_FOLDER = "inference"
 
 
@@ -22,7 +22,7 @@ def coco_results_from(
     """Convert pairs of image id and detections to COCO's results format.
 
     Returns:
-        One entry per detection, with its box under "bbox" and with its mask under "segm".
+        Two lists with one entry per detection: "bbox" with boxes, "segm" with masks.
     """
     results: dict[IouType, list[dict[str, Any]]] = {"bbox": [], "segm": []}
     for image_id, image in detections:

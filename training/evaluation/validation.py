@@ -99,7 +99,7 @@ class Validation:
         return bool(self._config.evaluation.draw_images) and iteration in self._drawing_iterations()
 
     def draw(self, model: MaskRCNN, iteration: int) -> None:
-        """Draw `evaluation.draw_images` images with a model's detections. Only rank 0 does.
+        """On rank 0, draw `evaluation.draw_images` images with a model's detections.
 
         Args:
             model: Model to evaluate. It is not changed.
@@ -108,7 +108,7 @@ class Validation:
         config, worker = self._config, self._worker
         if not config.evaluation.draw_images or not worker.is_main:
             return
-        from .drawn_images import chosen_images, draw_detections, join_drawings  # matplotlib: 1 s
+        from .drawn_images import chosen_images, draw_detections, join_drawings  # slow import
 
         chosen = chosen_images(self._dataset, config.evaluation.draw_images)
         evaluator = CocoEvaluator(chosen, self._categories, worker)

@@ -11,7 +11,7 @@ from ..data.coco.dataset import ImageRecord
 from ..data.inspect.sample_grid import GridSample, draw_samples
 from .matching import MatchedImage
 
-# Number of images, each with its ground truth and its detections.
+# Maximum number of images, each drawn with ground truth and with detections.
 _MAX_IMAGES = 8
 
 

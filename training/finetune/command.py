@@ -27,14 +27,14 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     DATA has the layout of COCO, Roboflow, CVAT, LabelMe or YOLO (with polygons). If it has only one
     split, 10 % of the images are held out for validation.
 
-    Training starts from weights trained on COCO. Set others with weights=PATH, with the name of a
-    published model as in weights=detectron2:mask_rcnn_R_50_FPN_3x, or random ones with
-    weights=null. Schedule, learning rate, batch and input size are fitted to the data and the
-    machine. KEY=VALUE overrides a key, and the other keys are fitted to it.
+    Training starts from weights trained on COCO. To start from other weights, set weights=PATH or
+    the name of a published model, as in weights=detectron2:mask_rcnn_R_50_FPN_3x. weights=null
+    means random weights. Schedule, learning rate, batch and input size are fitted to the data and
+    the machine. KEY=VALUE overrides a key, and the other keys are fitted to it.
     """
     from .overrides import given_values, output_folder
 
-    # Mistyped keys are reported before torch is imported, which takes seconds.
+    # Mistyped keys are reported before torch is imported, because the import takes seconds.
     given = given_values(data, overrides)
     output = output_folder(data, given)
 

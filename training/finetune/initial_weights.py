@@ -1,4 +1,4 @@
-"""Model, preprocessing and cost of the initial weights of a fine-tuning."""
+"""Model and preprocessing of the initial weights of a fine-tuning."""
 
 import torch
 
@@ -16,14 +16,14 @@ _MIN_SIZE, _MAX_SIZE = 800, 1333
 
 
 def initial_checkpoint(reference: str | None) -> Checkpoint:
-    """Return the model that training starts from.
+    """Return the model that training starts from, for the configuration key `weights`.
 
-    If the weights are those of a backbone only, or None, the other layers and the preprocessing are
-    the defaults. Weights that training will draw at random are on the device `meta`.
+    If the weights are None or those of a backbone only, the other layers and the preprocessing are
+    the defaults. All weights are then on the device `meta`, because only their shapes are used.
 
     Raises:
         CheckpointError: The weights cannot be read or converted.
-        ZooError: The zoo does not have the model, or this program cannot compute it.
+        ZooError: The zoo does not have the model, or this program does not support it.
         DownloadError: The download failed, or the file has another checksum.
     """
     if reference is None:

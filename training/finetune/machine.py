@@ -13,7 +13,7 @@ class Machine(NamedTuple):
     """Device, free memory and CPU cores."""
 
     device: Literal["cpu", "cuda"]
-    # Free memory of the device, in bytes.
+    # Free memory of the device in bytes; on a CPU, this process's share.
     memory: int
     has_bf16: bool
     cores: int
@@ -22,7 +22,7 @@ class Machine(NamedTuple):
 
 
 def this_machine(device: Device) -> Machine:
-    """Return the properties of this machine. `device` is that of `TrainConfig`.
+    """Return the properties of this machine. `device` is the configuration key.
 
     Raises:
         ConfigError: As for `local_device`.

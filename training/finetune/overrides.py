@@ -1,4 +1,4 @@
-"""Values that the user sets for a fine-tuning. Needs no torch."""
+"""Configuration values that the user sets for a fine-tuning. Does not import torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from ..config import ConfigError, TrainConfig
 
 
 def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values of overrides of `TrainConfig` by dotted key.
+    """Validate overrides of `TrainConfig`. Return their values by dotted key.
 
     Args:
         path: Data set.
@@ -35,6 +35,6 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def output_folder(path: Path, given: dict[str, Any]) -> Path:
-    """Return `output_dir` of `given_values`, or else the default for a data set."""
+    """Return `output_dir` if it is given, else the default folder for the data set at `path`."""
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     return Path(given.get("output_dir") or Path("runs") / f"finetune-{folder.name}")

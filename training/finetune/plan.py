@@ -22,17 +22,17 @@ _PIXEL_MEMORY = {"cuda": 3.0e3, "cpu": 9.0e3}
 # Share of the free memory that is used.
 _MEMORY_SHARE = 0.8
 _MAX_BATCH = 16
-# On a CPU: longest shorter side, images per step, and RoIs and proposals per image.
+# Limits on a CPU: shorter side in pixels, images per step, and RoIs and proposals per image.
 _CPU_SIZE, _CPU_BATCH, _CPU_ROIS, _CPU_PROPOSALS = 320, 2, 64, 300
 # On a CPU, the forward passes of the run have at most this number of multiplications: those of 260
 # images of 320x320 pixels with torchvision's maskrcnn_resnet50_fpn_v2. With the backward passes,
 # they take about 20 minutes at 50 GFLOPS, the estimated rate of two cores.
 _CPU_MULTIPLICATIONS = 1e13
-# Multiplications per input pixel of a ResNet, per parameter.
+# Multiplications of a ResNet per input pixel and parameter.
 _RESNET_USES = 3.4e-3
-# Positions of an RPN of all levels per input pixel: 1/16 of the finest level, and 1/3 more.
+# RPN positions per input pixel: 1/16 on the finest level, and 1/3 of that on all other levels.
 _RPN_POSITIONS = 4 / 3 / 16
-# Factor of the number of epochs if training starts from random weights.
+# Multiplier of the number of epochs if training starts from random weights.
 _RANDOM_LENGTH = 6
 # Images are enlarged by at most this factor.
 _MAX_ENLARGEMENT = 2.0
@@ -134,7 +134,7 @@ def _input_size(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return values of `min_size`, `max_size` and `buckets`, and the reasons."""
     trained = start.preprocessing
-    size, reason = trained.min_size, "as the initial weights"
+    size, reason = trained.min_size, "as for the initial weights"
     if size > (limit := _MAX_ENLARGEMENT * images.shorter_side):
         size, reason = int(limit), f"images have a median shorter side of {images.shorter_side}"
     if machine.device == "cpu" and size > _CPU_SIZE:
@@ -150,7 +150,7 @@ def _input_size(
     buckets = [[sides[0], sides[1]], [sides[1], sides[0]]][: 1 if sides[0] == sides[1] else 2]
     reasons = {
         "data.min_size": reason,
-        "data.max_size": "95 % of the images are no longer, others are reduced",
+        "data.max_size": "95 % of the images fit, the others are reduced",
     }
     return {"min_size": size, "max_size": longer, "buckets": buckets}, reasons
 
@@ -226,7 +226,7 @@ def _forward_multiplications(start: Checkpoint, pixels: int) -> float:
 
 def _model_values(start: Checkpoint, machine: Machine) -> dict[str, Any]:
     values: dict[str, Any] = start.model_config.model_dump(mode="json")
-    # Set to the number of categories of the data set.
+    # Training sets it to the number of categories of the data set.
     del values["num_classes"]
     if values["backbone"]["norm"] == "bn":
         # The statistics of small batches would be too noisy.

@@ -28,7 +28,7 @@ from .machine import this_machine
 from .plan import ImageStatistics, plan_finetuning
 from .splits import ChosenSplits, choose_splits
 
-# Keys in the printed table.
+# Configuration keys in the printed plan.
 _SHOWN = (
     "output_dir",
     "weights",
@@ -48,7 +48,7 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Finetuning:
-    """Prepared fine-tuning."""
+    """Prepared fine-tuning: data set, initial model, and fitted configuration."""
 
     layout: DataLayout
     splits: ChosenSplits
@@ -122,7 +122,7 @@ def prepare_finetuning(
 
 
 def next_commands(checkpoint: Path) -> tuple[str, ...]:
-    """Return the commands that use the trained model."""
+    """Return commands that export, run and serve the trained model."""
     bundle = shlex.quote(str(checkpoint.parent / "bundle"))
     return (
         f"maskrcnn export {shlex.quote(str(checkpoint))} -o {bundle}",

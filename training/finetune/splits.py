@@ -21,9 +21,9 @@ class ChosenSplits:
     train: DatasetConfig
     # None: there is only one image.
     val: DatasetConfig | None
-    # Description for the user, such as "train: split train; validation: split valid".
+    # Description for the user, such as "training: split train; validation: split valid".
     description: str
-    # Names of the source's entries that were left out, by reason.
+    # Names of the entries that were left out, by reason.
     faults: Mapping[str, Sequence[str]]
 
 
@@ -64,7 +64,7 @@ def _split_named(names: Sequence[str], word: str) -> str | None:
     """Return the split named `word`, else the shortest name that contains it, else None.
 
     Raises:
-        DataError: Two of the shortest names contain it.
+        DataError: Several names contain it, and the shortest is not unique.
     """
     matches = [name for name in names if word in name.lower()]
     matches.sort(key=lambda name: (name.lower() != word, len(name)))

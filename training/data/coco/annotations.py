@@ -12,8 +12,8 @@ from ....model.masks import Rle, coco_from_rle, mask_from_rle
 from .mask_targets import Region, Ring, Segmentation, mask_from_segmentation
 from .numbers import id_from, integer_from
 
-# Larger coordinates are invalid, in multiples of the image's longer side. The memory and time that
-# pycocotools needs for a polygon are proportional to its extent.
+# Upper limit of valid coordinates, in multiples of the image's longer side. The memory and time
+# that pycocotools needs for a polygon are proportional to its extent.
 MAX_EXTENT = 10
 FAR_OUTSIDE = "coordinates far outside the image"
 
@@ -133,7 +133,7 @@ def _clip(bbox: tuple[float, float, float, float], height: int, width: int) -> R
 
 
 def _polygons_from(value: list[Any], limit: float) -> tuple[tuple[Ring, ...], bool]:
-    """Return the valid polygons of a segmentation, and whether these are all."""
+    """Return the valid polygons of a segmentation, and whether all its polygons are valid."""
     rings, reasons = [], []
     for points in _point_lists(value):
         try:

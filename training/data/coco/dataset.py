@@ -30,7 +30,7 @@ class SourceContent:
     """Annotations of a split, converted to the content of a COCO annotation file."""
 
     content: dict[str, Any]
-    # Names of the source's entries that were left out, by reason.
+    # Names of the entries that were left out, by reason.
     faults: Mapping[str, Sequence[str]]
 
 
@@ -45,7 +45,7 @@ class ImageRecord:
     width: int
     # Objects and crowds.
     instances: tuple[Instance, ...]
-    # How often an epoch of training shows the image, apart from repeat-factor sampling.
+    # Number of times that a training epoch shows the image, before repeat-factor sampling.
     weight: float = 1.0
 
     @property
@@ -62,7 +62,7 @@ class CocoDataset:
         categories: Categories by ascending id. Label 1 is `categories[0]`.
         records: Valid images by ascending id.
         faults: Annotation ids or file names of the invalid entries, by reason.
-        repairs: Names of the entries that are used, but not as they are in the file, by reason.
+        repairs: Annotation ids, file names or category names of repaired entries, by reason.
         skipped_images: Number of invalid entries of the list `images`.
     """
 
@@ -79,7 +79,7 @@ class CocoDataset:
             config: Paths of the image folder and the annotation file.
             on_broken: "skip": skip invalid entries and images whose file is missing, and log a
                 warning with their number. "refuse": raise `DataError` for them.
-            source: Content of the annotation file, if it is not in COCO format. None: read it.
+            source: Converted annotations, if the file is not in COCO format. None: read the file.
 
         Raises:
             DataError: The folder or file is missing, the file is not in COCO format, it has no
@@ -155,7 +155,7 @@ class CocoDataset:
 
 
 def summary_of(findings: Mapping[str, Sequence[str]]) -> str:
-    """Return the number of entries by reason, with the names of the first ones."""
+    """Return a text with the number of entries per reason, and the names of the first ones."""
     return "; ".join(
         f"{len(ids)} {reason} ({', '.join(ids[:_IDS_SHOWN])}"
         f"{', ...' if len(ids) > _IDS_SHOWN else ''})"

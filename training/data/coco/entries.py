@@ -83,7 +83,7 @@ def index_annotations(
         images: Result of `index_images`. Annotations of its invalid images are ignored.
         labels: Label (1 is the first class) by category id.
         faults: Receives the ids of invalid entries.
-        repairs: Receives the ids of entries of which a part is left out, or with a duplicate id.
+        repairs: Receives the ids of entries with a duplicate id, or with invalid polygons left out.
     """
     instances: dict[int, list[Instance]] = defaultdict(list)
     seen: set[str] = set()
@@ -123,7 +123,7 @@ def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
     """Return the path of an image file in a folder with the files `present`. None: missing."""
     # Programs on Windows write backslashes.
     for candidate in (name, name.replace("\\", "/")):
-        # os.path also answers for names that are too long for a path.
+        # Not `Path.is_file`, which raises an error for a name that is too long.
         if candidate in present or os.path.isfile(folder / candidate):
             return folder / candidate
     return None

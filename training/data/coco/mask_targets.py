@@ -56,7 +56,7 @@ def mask_from_segmentation(
 def resized_mask(
     mask: NDArray[np.uint8], target: tuple[int, int], region: Region
 ) -> NDArray[np.uint8]:
-    """Resize the part of a mask [H, W] of 0 and 1 in a box to a height and width."""
+    """Crop a mask [H, W] of 0 and 1 to the box `region`, and resize it to height and width."""
     # The image is resized with the same filter, so that mask and image stay aligned.
     image = Image.fromarray(mask * np.uint8(255))
     resized = image.resize(target[::-1], Image.Resampling.BILINEAR, box=region)

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-# Integers are stored in 64 bits.
+# Integers must fit in signed 64 bits.
 _LIMIT = 2**63
 
 
 def integer_from(value: Any) -> int | None:
     """Return an integer, integral float or string of digits as `int`.
 
-    None: another value, or it has more than 64 bits.
+    None: any other value, or one that does not fit in signed 64 bits.
     """
     is_digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20
     if is_digits or (isinstance(value, float) and value.is_integer()):

@@ -31,7 +31,7 @@ CATEGORIES = tuple(
 _SPLITS = ("train", "val")
 _ID_BY_NAME = {category.name: category.id for category in CATEGORIES}
 _POLYGONS, _INSTANCE_IDS = "_gtFine_polygons.json", "_gtFine_instanceIds.png"
-# The id of an object is class * 1000 + number, that of a group of objects is the class.
+# The instance id of an object is class * 1000 + number. That of a group of objects is the class.
 _IDS_PER_CLASS = 1000
 # Cityscapes' label maps do not show this class: its pixels belong to the car.
 _OMITTED = "license plate"
@@ -95,7 +95,7 @@ def _image_from(source: Path) -> ConvertedImage:
 
 
 def _object_from(value: int) -> LabelledObject | None:
-    """Return the object with an instance id. None: its class is not in the benchmark."""
+    """Return class and crowd flag of an instance id. None: the benchmark lacks the class."""
     is_crowd = value < _IDS_PER_CLASS
     category_id = value if is_crowd else value // _IDS_PER_CLASS
     if category_id not in _ID_BY_NAME.values():

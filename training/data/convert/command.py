@@ -21,7 +21,7 @@ def convert() -> None:
     """Convert annotations of another format to COCO files.
 
     Writes a file per split, such as train.json, to OUT. Images are not copied: the command prints
-    the options with which `maskrcnn train` finds them.
+    the KEY=VALUE arguments with which `maskrcnn train` finds them.
     """
 
 
@@ -99,7 +99,7 @@ def _convert(
 
 
 def _report(name: str, file: "WrittenSplit", images: Path) -> None:
-    """Print a written file, and the keys with which `maskrcnn train` uses it."""
+    """Print path and counts of a written file, and `maskrcnn train` arguments that use it."""
     click.echo(
         f"{file.path}: {file.images} images, {file.objects} objects, {file.crowds} crowds; "
         f"use it with data.{name}.annotations={file.path} data.{name}.images={images}"

@@ -43,7 +43,7 @@ class SourceSplit:
 
     # Image folder.
     images: Path
-    # Annotation file of each image, in the order of the future image ids.
+    # Annotation file of each image (in YOLO, the image file), in the order of the future image ids.
     sources: tuple[Path, ...]
 
 
@@ -66,7 +66,7 @@ class WrittenSplit:
     images: int
     objects: int
     crowds: int
-    # Names of the source's entries that were left out, by reason.
+    # Names of the entries that were left out, by reason.
     faults: Mapping[str, Sequence[str]]
 
 
@@ -83,7 +83,7 @@ def write_coco_files(
         dataset: The data set to convert.
         folder: Output folder. It is created if it does not exist.
         overwrite: Replace existing files.
-        on_image: Called after each image.
+        on_image: Called once per image.
 
     Returns:
         Written file by split.
@@ -99,7 +99,7 @@ def write_coco_files(
 
 
 def prepare_files(folder: Path, splits: Iterable[str], *, overwrite: bool) -> dict[str, Path]:
-    """Create the output folder. Return the path of each split's future file.
+    """Create the output folder. Return the path of the file to write for each split.
 
     Raises:
         DataError: A file exists and `overwrite` is False.
@@ -125,7 +125,7 @@ def write_coco_file(path: Path, source: SourceContent) -> WrittenSplit:
 def source_content(
     dataset: ForeignDataset, split: SourceSplit, on_image: Callable[[], object] = lambda: None
 ) -> SourceContent:
-    """Convert a split. Call `on_image` after each image.
+    """Convert a split to the content of a COCO file. Call `on_image` once per image.
 
     Raises:
         DataError: An annotation file cannot be read.

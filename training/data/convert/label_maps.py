@@ -21,7 +21,7 @@ class LabelledObject(NamedTuple):
 
 
 def read_label_map(path: Path, modes: Collection[str]) -> NDArray[np.int64]:
-    """Read the pixel values (of a palette image: its palette indices) `[H, W]` of a PNG file.
+    """Read the pixel values `[H, W]` of a PNG file. For a palette image, these are indices.
 
     Args:
         path: The PNG file.
@@ -58,7 +58,7 @@ def annotations_from_label_map(
 
     Args:
         labels: Label map `[H, W]`.
-        objects: Object by its value in the map, where it must occur. Other values are background.
+        objects: Object by its value. Each must occur in the map. Other values are background.
     """
     height, width = labels.shape
     columns = labels.T.ravel()

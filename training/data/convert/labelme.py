@@ -39,7 +39,7 @@ _ONLY_SPLIT = "all"
 class _LabelmeFile:
     shapes: Sequence[Mapping[str, Any]]
     image_path: str
-    # None: the file does not contain it.
+    # Size in pixels. None: the file does not contain it.
     height: int | None
     width: int | None
 
@@ -85,7 +85,7 @@ def _split_of(path: Path) -> str:
 
 
 def _parsed(path: Path) -> _LabelmeFile | str:
-    """Read a LabelMe file. Return the reason if it is invalid."""
+    """Read a LabelMe file. If it is invalid, return the reason as a string."""
     try:
         content = read_json(path)
     except DataError:
@@ -154,7 +154,7 @@ def _image_of(path: Path, image_path: str, folder: Path) -> Path | None:
     candidates = [path.parent / written] if written else []
     candidates += [place / name for place in places if name]
     candidates += [place / (path.stem + suffix) for place in places for suffix in IMAGE_SUFFIXES]
-    # os.path also answers for names that are too long for a path.
+    # Not `Path.is_file`, which raises an error for a name that is too long.
     return next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
 
 

@@ -1,4 +1,4 @@
-"""Recognition of data set folders: COCO, Roboflow, CVAT, LabelMe and YOLO."""
+"""Recognise the layout of a data set folder: COCO, Roboflow, CVAT, LabelMe or YOLO."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .labelme import is_labelme, labelme
 from .yolo import yolo, yolo_file
 
 _ROBOFLOW_FILE = "_annotations.coco.json"
-# JSON files of a folder that are read to recognise its layout.
+# Maximum number of JSON files that are read to recognise the layout of a folder.
 _SAMPLES = 5
 
 
@@ -70,7 +70,7 @@ def recognize_layout(path: Path) -> DataLayout:
     if files := _roboflow_files(path):
         return DataLayout("COCO as exported by Roboflow", _roboflow_splits(files))
     coco = annotation_files(path)
-    # Only files of other names are read, because those of COCO have hundreds of megabytes.
+    # `instances_*.json` are not read: those of COCO have hundreds of megabytes.
     if coco and (coco[0].name.startswith("instances_") or not is_labelme(_content_of(coco[0]))):
         return _coco_layout(path)
     if (file := yolo_file(path)) is not None:
@@ -83,7 +83,7 @@ def recognize_layout(path: Path) -> DataLayout:
             return DataLayout("COCO", {file.stem: LayoutSplit(_images_beside(file), file)})
     folders = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))]
     if len(folders) == 1:
-        # Archives often contain a folder around the data set.
+        # Archives often contain a single folder, with the data set inside.
         return recognize_layout(folders[0])
     raise DataError(
         f"{path} has none of the known layouts: COCO (annotations/instances_*.json), Roboflow "
@@ -93,7 +93,7 @@ def recognize_layout(path: Path) -> DataLayout:
 
 
 def find_validation_split(path: Path) -> LayoutSplit:
-    """Return the split `val` of a data set, else the only split with `val` in its name or at all.
+    """Return the split `val`, else the only one with `val` in its name, else the only split.
 
     Raises:
         DataError: The layout is unknown, or several splits match.
@@ -141,7 +141,7 @@ def _roboflow_splits(files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
 
 
 def _group_categories(contents: Sequence[Mapping[str, Any]]) -> frozenset[int | str | None]:
-    """Return the ids of categories without annotations that only name a group of the others.
+    """Return the ids of categories that have no annotations, and are supercategories of others.
 
     Roboflow adds such a category with id 0.
     """

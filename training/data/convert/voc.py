@@ -14,7 +14,7 @@ from ..coco.dataset import DataError
 from .conversion import ConvertedImage, ForeignDataset, SourceSplit
 from .label_maps import LabelledObject, annotations_from_label_map, read_label_map
 
-# In the order of their values in `SegmentationClass`.
+# Classes in the order of their pixel values in `SegmentationClass`.
 CATEGORIES = tuple(
     Category(id=id_, name=name)
     for id_, name in enumerate(
@@ -44,7 +44,7 @@ class _AnnotatedBox(NamedTuple):
 class _PlainTreeBuilder(ElementTree.TreeBuilder):
     """XML tree builder that raises ValueError for a document type declaration."""
 
-    # It could declare entities that expand exponentially ("billion laughs").
+    # A declaration could define entities that expand exponentially ("billion laughs").
     def doctype(self, name: str, pubid: str | None, system: str | None) -> NoReturn:
         raise ValueError("it has a DOCTYPE declaration, which VOC files never have")
 

@@ -20,7 +20,7 @@ from .polygons import annotation_from_polygons
 
 logger = logging.getLogger(__name__)
 
-# Files in other formats are reported as unusable.
+# Suffixes of image files. Those in unsupported formats, such as .bmp, are reported as unusable.
 _SUFFIXES = IMAGE_SUFFIXES | {".bmp", ".gif", ".heic", ".tif", ".tiff"}
 _SPLITS = ("train", "val", "test")
 # A label with a class and this number of values is a box without an outline.
@@ -28,7 +28,7 @@ _BOX_VALUES = 4
 
 
 def yolo_file(folder: Path) -> Path | None:
-    """Return the YAML file of a data set folder: `data.yaml` if it exists. None: there is none."""
+    """Return the YAML file of a YOLO folder, preferably `data.yaml`. None: there is none."""
     files = sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])
     files.sort(key=lambda path: path.stem != "data")
     return next((path for path in files if _is_yolo(path)), None)
@@ -50,7 +50,7 @@ def yolo(file: Path) -> ForeignDataset:
             continue
         images = tuple(sorted(set(_images_of(file, content, content[name]))))
         if images:
-            # All images of a split are below one folder.
+            # The image folder is the deepest folder that contains all images of the split.
             root = Path(os.path.commonpath([image.parent for image in images]))
             splits[name] = SourceSplit(root, images)
         else:
@@ -72,7 +72,7 @@ def _is_yolo(path: Path) -> bool:
     try:
         content = _read_yaml(path)
     except DataError:
-        # `yolo` then raises the error.
+        # An invalid `data.yaml` counts, so that `yolo` raises the error.
         return path.stem == "data"
     return "names" in content and any(name in content for name in _SPLITS)
 
@@ -111,15 +111,15 @@ def _images_of(file: Path, content: Mapping[Any, Any], value: Any) -> Iterator[P
 
 
 def _resolve(folder: Path, root: str, text: str) -> Path | None:
-    """Return the first existing path that a value may mean. None: none exists."""
+    """Return the first existing path to which `text` may refer. None: there is none."""
     text = text.replace("\\", "/")
     parts = [part for part in text.split("/") if part not in ("", ".", "..")]
     candidates = [folder / root / text, folder / text]
     # Programs write paths relative to other folders, such as `../train/images`, and absolute paths
-    # of the machine that exported the data. A folder `images` alone could be that of other splits.
+    # of the machine that exported the data. The name `images` alone could refer to another split.
     ends = (parts[start:] for start in range(len(parts)))
     candidates += [folder.joinpath(*end) for end in ends if end != ["images"] or len(parts) == 1]
-    # os.path also answers for names that are too long for a path.
+    # Not `Path.exists`, which raises an error for a name that is too long.
     return next((Path(os.path.normpath(p)) for p in candidates if os.path.exists(p)), None)
 
 
@@ -158,7 +158,7 @@ def _convert(image: Path, root: Path, known: set[int]) -> ConvertedImage:
 
 
 def _annotation_from(line: str, height: int, width: int, known: set[int]) -> dict[str, Any] | str:
-    """Return the annotation of a label, or the reason for which it is invalid."""
+    """Return the annotation of a line of a label file, or the reason why it is invalid."""
     try:
         number, *values = (float(word) for word in line.split())
     except ValueError:

@@ -45,7 +45,7 @@ def annotations_in(root: Path, images: str) -> Path:
     return root / "annotations" / f"instances_{images}.json"
 
 
-# COCO publishes no checksums. Several other projects use these.
+# COCO publishes no checksums. Several other projects use these MD5s.
 _ARCHIVES: Mapping[Edition, Mapping[Part, CocoArchive]] = {
     "coco2014": {
         "train": CocoArchive(
@@ -86,7 +86,7 @@ def coco_archives(
     Args:
         edition: Edition of COCO.
         parts: Parts to include. Empty: all parts.
-        md5s: MD5 by file name of an archive, to replace the published one.
+        md5s: MD5 by file name, for archives that differ from the published ones.
     """
     archives = {part: a for part, a in _ARCHIVES[edition].items() if not parts or part in parts}
     return {

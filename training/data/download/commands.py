@@ -66,7 +66,7 @@ _CHECKSUMS = click.option(
 
 @click.command()
 @_coco_arguments
-@click.option("--extract", "and_extract", is_flag=True, help="Extract the archives.")
+@click.option("--extract", "and_extract", is_flag=True, help="Also extract the archives.")
 @click.option(
     "--base-url",
     default=BASE_URL,
@@ -87,8 +87,8 @@ _CHECKSUMS = click.option(
     type=click.IntRange(0),
     default=5,
     show_default=True,
-    help="Retries after consecutive failed attempts. The pause before them starts at 1 s and "
-    "doubles.",
+    help="Maximum retries after consecutive failed attempts. The first pause lasts 1 s, and each "
+    "further pause is twice as long.",
 )
 def download(
     edition: Edition,
@@ -102,7 +102,7 @@ def download(
 ) -> None:
     """Download the archives of COCO into DIR.
 
-    An archive is named NAME.partial until it is complete and its MD5 correct. If the command is
+    An archive is named NAME.partial until it is complete with the right MD5. If the command is
     interrupted, run it again to resume. The archives of either edition have 20.4 GB; the extracted
     files need as much again.
 
@@ -163,7 +163,7 @@ def _extract(edition: Edition, root: Path, parts: tuple[Part, ...]) -> None:
 @_coco_arguments
 @_CHECKSUMS
 @click.option(
-    "--images", "decode", is_flag=True, help="Decode the images of folders without an archive."
+    "--images", "decode", is_flag=True, help="Decode images that have no archive to compare with."
 )
 @click.pass_context
 def verify(
@@ -176,9 +176,9 @@ def verify(
 ) -> None:
     """Check the downloaded archives and extracted folders of COCO in DIR.
 
-    Archives are compared with the published checksums, and folders with their archives or, if these
-    were deleted, with the annotations. If a check fails, the command prints how to repair the
-    archive or folder, and exits with code 1.
+    Archives are compared with the checksums of the published files. Folders are compared with their
+    archives or, if these were deleted, with the annotations. If a check fails, the command prints
+    how to repair the archive or folder, and exits with code 1.
     """
     from .coco_archives import coco_archives
     from .verification import verify_part
@@ -191,7 +191,7 @@ def verify(
     table.add_column("state", overflow="fold")
     for result in results:
         table.add_row(result.path.name, result.fault or "intact")
-    # No markup, because paths may contain brackets.
+    # Without rich's markup, because paths may contain brackets.
     Console(markup=False, emoji=False, highlight=False).print(table)
     faulty = [result for result in results if result.fault is not None]
     for result in faulty:

@@ -1,4 +1,4 @@
-"""Extract zip archives: only missing and altered files, and only into one folder."""
+"""Extract the missing and altered files of zip archives, never outside the target folder."""
 
 import shutil
 import zipfile
@@ -33,7 +33,7 @@ def missing_members(
 def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_progress) -> int:
     """Extract the members of an archive that are missing or altered in a folder.
 
-    Files are written to a hidden folder, and moved if all are complete and their CRCs correct. A
+    Files are written to a hidden folder, and moved when all are complete with the right CRCs. A
     crash therefore leaves no partial file in `folder`.
 
     Args:
@@ -46,7 +46,7 @@ def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_
 
     Raises:
         DataError: The archive cannot be read, or has members outside its top-level folder.
-        DownloadError: The disk is too small, or another process extracts the archive.
+        DownloadError: The disk has too little free space, or another process extracts the archive.
     """
     with _opened(archive) as source, exclusive_lock(folder):
         members = _missing(source, archive, folder, on_progress)
@@ -121,7 +121,7 @@ def _is_intact(path: Path, member: zipfile.ZipInfo) -> bool:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move a folder, or its files into the target folder if that exists."""
+    """Move a folder to `target`. If `target` exists, move the files into it."""
     if not target.exists():
         source.rename(target)
         return

@@ -16,7 +16,7 @@ from ..coco.dataset import DataError
 from .coco_archives import CocoArchive, Edition, Part, annotations_in
 from .extraction import missing_members
 
-# Number of file names in a message.
+# Maximum number of file names in a message.
 _NAMES_SHOWN = 3
 
 
@@ -41,11 +41,11 @@ def verify_part(
     decode: bool = False,
     on_progress: ByteProgress = no_progress,
 ) -> list[VerificationResult]:
-    """Check those of a part's archive and extracted folder that exist.
+    """Check the archive and the extracted folder of a part of COCO, if they exist.
 
-    The archive must have the published size and MD5. The files in the folder must have the CRCs in
-    the archive or, if that does not exist or is damaged, all annotated images must exist and not be
-    empty.
+    The archive must have the size and MD5 of the published one. The files in the folder must have
+    the CRCs in the archive. If the archive is missing or damaged, all annotated images must exist
+    and not be empty.
 
     Args:
         edition: Edition of COCO.

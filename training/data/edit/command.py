@@ -36,8 +36,8 @@ _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing fi
 def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> None:
     """Divide a COCO annotation file.
 
-    Writes OUT/train.json, OUT/val.json and OUT/test.json. A hash of the file name selects the part
-    of an image, so an image stays in its part when the data set grows. Images are not copied.
+    Writes OUT/train.json, OUT/val.json and OUT/test.json. A hash of its file name assigns each
+    image to a part, so an image stays in its part when the data set grows. Images are not copied.
     """
     shares = {name: share for name, share in (("val", val), ("test", test)) if share > 0}
     if not 0 < sum(shares.values()) < 1:
@@ -71,7 +71,7 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
 def merge(
     out: Path, images: tuple[Path, ...], annotations: tuple[Path, ...], overwrite: bool
 ) -> None:
-    """Join COCO annotation files into one, OUT.
+    """Merge COCO annotation files into the file OUT.
 
     Classes of the same name become one. If several files list the same image file, its annotations
     are joined. Images are not copied: file names become relative to a common folder.
@@ -96,19 +96,19 @@ def merge(
 @click.command(name="filter")
 @_FILE
 @_OUT_FILE
-@click.option("--classes", metavar="NAME,...", help="Keep these classes only, with their ids.")
+@click.option("--classes", metavar="NAME,...", help="Keep only these classes, with unchanged ids.")
 @click.option(
     "--min-area",
     type=click.FloatRange(0),
     default=0.0,
-    help="Drop annotations of a smaller area in pixels.",
+    help="Drop annotations with a smaller area, in square pixels.",
 )
 @click.option("--drop-empty", is_flag=True, help="Drop images without annotations.")
 @_OVERWRITE
 def filter_(
     file: Path, out: Path, classes: str | None, min_area: float, drop_empty: bool, overwrite: bool
 ) -> None:
-    """Write a part of a COCO annotation file to OUT."""
+    """Write selected classes, annotations and images of a COCO annotation file to OUT."""
     if classes is None and not min_area and not drop_empty:
         raise click.UsageError("give --classes, --min-area or --drop-empty")
 

@@ -1,4 +1,4 @@
-"""Split, merge and filter the content of COCO annotation files. All other entries are kept."""
+"""Split, merge and filter the content of COCO annotation files. Extra keys of entries are kept."""
 
 import hashlib
 import os
@@ -14,20 +14,20 @@ from ..coco.numbers import id_from
 # Content of a COCO annotation file.
 Content = dict[str, Any]
 
-# Suffix that Roboflow adds to the name of an image. Augmented copies differ only in it.
+# Suffix that Roboflow adds to image names. Augmented copies of an image differ only in the suffix.
 _COPY_SUFFIX = re.compile(r"\.rf\.[0-9a-zA-Z]+(?=\.\w+$)")
 
 
 def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Content]:
     """Divide a data set by a hash of the file names.
 
-    A larger version of the data set therefore has the same images in each part. Copies of an image
-    that were augmented by Roboflow stay together.
+    An image therefore stays in its part when the data set grows. Copies of an image that were
+    augmented by Roboflow stay together.
 
     Args:
         content: The data set.
-        shares: Share of the images by name of the part, such as `val`. A part has at least one
-            image, and `train` the others, if there are enough.
+        shares: Share of the images by name of the part, such as `val`. If there are enough images,
+            each part gets at least one. `train` gets the others.
 
     Returns:
         Content by name of the part, with `train` first.
@@ -53,7 +53,7 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, SourceContent]:
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
-    The annotations of an image file that several data sets list are joined.
+    If several data sets list the same image file, its annotations are joined.
 
     Args:
         sources: Image folder and content of each data set, at least one.
@@ -102,12 +102,12 @@ def filter_content(
     min_area: float = 0.0,
     drop_empty: bool = False,
 ) -> Content:
-    """Keep a part of the annotations.
+    """Select annotations by class and area.
 
     Args:
         content: The data set.
-        classes: Names of the classes to keep, with their ids. None: all classes.
-        min_area: Smallest area of annotations to keep in pixels.
+        classes: Names of the classes to keep. Their ids do not change. None: all classes.
+        min_area: Minimum area of the annotations to keep, in square pixels.
         drop_empty: Drop images without annotations.
 
     Raises:
@@ -151,7 +151,7 @@ def _with_images(content: Content, images: list[dict[str, Any]]) -> Content:
 def _merge_categories(
     entries: Sequence[dict[str, Any]], categories: dict[str, dict[str, Any]]
 ) -> dict[int | str | None, int]:
-    """Add categories by name, with their ids if these are free. Return the new ids by old ids."""
+    """Add categories with new names, with their ids if these are free. Return new ids by old."""
     taken = {category["id"] for category in categories.values()}
     labels: dict[int | str | None, int] = {}
     for entry in entries:

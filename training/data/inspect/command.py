@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option(
     "--images",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder of the images, if the data set does not have the layout of DIR.",
+    help="Image folder. Give it together with --annotations, instead of DIR.",
 )
 @click.option(
     "--annotations",
@@ -123,7 +123,7 @@ def inspect(
             decode=decode,
             on_image=lambda: progress.advance(task),
         )
-    # No markup, because names of classes and files may contain brackets.
+    # Without rich's markup, because names of classes and files may contain brackets.
     Console(markup=False, emoji=False).print(*tables_from(report), sep="\n")
     if json_path is not None:
         _write_json(report, json_path)

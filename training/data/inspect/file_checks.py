@@ -12,7 +12,7 @@ from ..coco.dataset import ImageRecord
 from ..image_sizes import HeaderSize, read_header_size
 from .annotation_checks import Suspicion
 
-# Length of the end of a file that is compared before its whole content.
+# Number of bytes at the end of a file that are compared before its whole content.
 _TAIL_BYTES = 4096
 
 
@@ -60,7 +60,7 @@ def undecodable_files(
 
 
 def read_headers(records: Sequence[ImageRecord]) -> list[HeaderSize | ImageError]:
-    """Return the size of each image in its header, or the error of an unreadable one."""
+    """Read the size of each image from the header of its file, or return the error."""
 
     def read(record: ImageRecord) -> HeaderSize | ImageError:
         try:
@@ -93,7 +93,7 @@ def misfit_files(
 def rotated_files(
     records: Sequence[ImageRecord], headers: Sequence[HeaderSize | ImageError]
 ) -> list[Suspicion]:
-    """Find image files with an EXIF orientation. The reason names the rule that training uses.
+    """Find image files with an EXIF orientation. The reason says whether training applies it.
 
     `headers` is the result of `read_headers`.
     """

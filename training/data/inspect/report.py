@@ -47,7 +47,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class ClassCount:
-    """Numbers of a class's annotations in a split."""
+    """Annotation counts of one class in a split."""
 
     id: int
     name: str
@@ -60,7 +60,7 @@ class ClassCount:
 # The fields of a report are keys of the JSON file that `maskrcnn data inspect --json` writes.
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """Statistics, and invalid and suspicious entries, of a split. Counts are of valid entries."""
+    """Statistics, and invalid and suspicious entries, of a split. Counts omit invalid ones."""
 
     image_folder: str
     annotation_file: str
@@ -80,7 +80,7 @@ class SplitReport:
     classes: tuple[ClassCount, ...]
     # Annotation ids and file names of invalid entries, by reason.
     faults: Mapping[str, tuple[str, ...]]
-    # Names of entries that are used, but not as they are in the file, by reason.
+    # Annotation ids, file names or category names of repaired entries, by reason.
     repairs: Mapping[str, tuple[str, ...]]
     # Ids of suspicious annotations, by reason.
     suspicions: Mapping[str, tuple[str, ...]]

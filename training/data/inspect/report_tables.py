@@ -9,9 +9,9 @@ from rich.text import Text
 
 from .report import ClassCount, DatasetReport, Quantiles, SplitReport
 
-# Classes with fewer objects are highlighted: hard to learn, with a noisy average precision.
+# Classes with fewer objects are highlighted: they are hard to learn, and their AP is noisy.
 _FEW = 50
-# Number of examples per reason.
+# Maximum number of examples per reason.
 _SUBJECTS_SHOWN = 3
 
 

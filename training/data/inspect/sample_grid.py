@@ -47,7 +47,7 @@ class GridSample(NamedTuple):
     categories: tuple[Category, ...]
     # Reason for which the image was chosen. None: chosen at random.
     suspicion: Suspicion | None = None
-    # Pixels [H, W, 3]. None: those of the file.
+    # Pixels [H, W, 3]. None: read the image file.
     image: NDArray[np.uint8] | None = None
     # Text above the image, before the file name.
     title: str = ""
@@ -84,7 +84,7 @@ def choose_samples(
 def draw_samples(samples: Sequence[GridSample], path: Path) -> None:
     """Draw images with masks, boxes and class names as a grid into a PNG file.
 
-    A suspicious annotation has a red box, and the reason is the title. Crowds have dashed boxes.
+    A suspicious annotation has a red box, and its reason is in the title. Crowds have dashed boxes.
 
     Args:
         samples: Images to draw, at least one.

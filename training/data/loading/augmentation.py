@@ -26,7 +26,7 @@ from ..coco.mask_targets import resized_mask
 from .batches import Sample
 from .encoded_images import EncodedImage
 
-# Share of the other image's objects that copy-paste chooses.
+# Probability that copy-paste chooses an object of the other image.
 _PASTED_SHARE = 0.5
 
 
@@ -46,25 +46,25 @@ class Augmentation:
     """Random transforms of samples. They use torch's generator on the CPU."""
 
     def __init__(self, transforms: Sequence[TransformConfig]) -> None:
-        """Select the transforms that resize images, and those of resized images."""
+        """Separate the transforms into resizing, copy-paste, and those of resized images."""
         self._resize = next((t for t in transforms if isinstance(t, RESIZING)), None)
         self._paste = next((t for t in transforms if isinstance(t, SimpleCopyPasteConfig)), None)
         special = (*RESIZING, SimpleCopyPasteConfig)
         self._others = [t for t in transforms if not isinstance(t, special)]
-        # Whether masks can change in other ways than by a flip. Samples then need whole masks.
+        # Whether masks can change other than by a flip. Samples then need masks of the whole image.
         self.changes_outlines = any(
             isinstance(t, (*special, RandomCropConfig, RandomRotationConfig)) for t in transforms
         )
 
     def min_size(self, min_size: int) -> int:
-        """Return `data.min_size`, or a random size of `RandomShortestSize`."""
+        """Return `min_size`, or a random size if `RandomShortestSize` is applied."""
         if isinstance(self._resize, RandomShortestSizeConfig) and _happens(self._resize):
             sizes = self._resize.min_size
             return sizes[int(torch.randint(len(sizes), ()))]
         return min_size
 
     def input_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return a height and width times a random factor of `ScaleJitter`, or unchanged."""
+        """Return a height and width, times a random factor if `ScaleJitter` is applied."""
         if not isinstance(self._resize, ScaleJitterConfig) or not _happens(self._resize):
             return size
         low, high = self._resize.scale_range
@@ -72,14 +72,15 @@ class Augmentation:
         return max(1, int(size[0] * factor)), max(1, int(size[1] * factor))
 
     def pastes(self) -> bool:
-        """Return at random whether objects of another image are pasted."""
+        """Decide at random whether to paste objects of another image."""
         return self._paste is not None and _happens(self._paste)
 
     def transform(self, sample: Sample, limits: tuple[int, int]) -> Sample:
-        """Apply the transforms of resized images, and crop to at most `limits`, height and width.
+        """Apply the transforms of resized images to a sample.
 
-        If `changes_outlines`, the sample's masks are whole, its boxes are computed from them, and
-        objects without a visible pixel are dropped.
+        If `changes_outlines` is True, the sample must have masks of the whole image. It is cropped
+        to at most the height and width `limits`, its boxes are computed from the masks, and objects
+        without a visible pixel are dropped.
         """
         height, width = sample.size
         pixels = torch.from_numpy(np.ascontiguousarray(_pixels_of(sample).transpose(2, 0, 1)))
@@ -108,7 +109,7 @@ class Augmentation:
 
 
 def paste_objects(sample: Sample, source: Sample) -> Sample:
-    """Paste random objects of one sample onto another, both with whole masks.
+    """Paste random objects of `source` onto `sample`. Both need masks of the whole image.
 
     The images are aligned at the upper left corner. Objects that become hidden are dropped.
     """
@@ -129,7 +130,7 @@ def paste_objects(sample: Sample, source: Sample) -> Sample:
 
 
 def with_cropped_masks(sample: Sample, side: int | None) -> Sample:
-    """Return a sample with its whole masks cropped to the boxes, [n, side, side]. None: as is."""
+    """Crop a sample's masks to its boxes: [n, side, side]. None: return it unchanged."""
     if side is None:
         return sample
     masks = np.zeros((len(sample.masks), side, side), np.uint8)

@@ -48,7 +48,8 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
             config: Section `data` of the configuration.
             seed: Seed of random flips and of `Sample.seed`.
             training: True: include ground truth, augment at random and, unless `data.keep_empty`
-                is set, drop images without objects. False: read all images as they are.
+                is set, drop images without objects. False: read all images, without ground truth
+                and augmentation.
             mask_crop_size: Side in pixels of ground-truth masks cropped to their boxes. None: masks
                 have the size of the input.
 
@@ -105,7 +106,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
                     yield other
 
     def read(self, index: int, iteration: int = 0, position: int = 0) -> Sample:
-        """Read an image as at a position in the global batch of an iteration.
+        """Read an image. Iteration and position in the global batch seed its augmentation.
 
         Raises:
             ImageError: The file cannot be read.
@@ -131,7 +132,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
             return augmentation.transform(plain, size)
         sample = self._transformed(augmentation, index, seed, flip=flip)
         if augmentation.pastes():
-            # Of the same bucket, because these images have similar sizes.
+            # The other image is of the same bucket, so that both have similar sizes.
             others = np.flatnonzero(np.equal(self.buckets, self.buckets[index]))
             other = int(others[int(torch.randint(len(others), ()))])
             flip = bool(torch.rand(1) < self._config.flip_probability)
@@ -146,7 +147,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     def _transformed(
         self, augmentation: Augmentation, index: int, seed: int, *, flip: bool
     ) -> Sample:
-        """Return a sample with whole masks, no larger than its bucket."""
+        """Return an augmented sample with masks of the whole image, no larger than its bucket."""
         min_size = augmentation.min_size(self._config.min_size)
         size = augmentation.input_size(self._input_size(self.records[index], min_size))
         sample = self._sample(index, size, None, seed, flip=flip)
@@ -212,7 +213,7 @@ def _masks_of(
 def read_image(
     record: ImageRecord, exif_orientation: Literal["apply", "ignore"] = "apply"
 ) -> NDArray[np.uint8]:
-    """Decode an image file to RGB `[H, W, 3]`, as it was annotated.
+    """Decode an image file to RGB `[H, W, 3]`, in the orientation in which it was annotated.
 
     Args:
         record: The image.
@@ -224,7 +225,7 @@ def read_image(
     """
     try:
         data = record.path.read_bytes()
-        # Some annotation tools apply the EXIF orientation. Mostly the annotated size shows it.
+        # Only some annotation tools apply the EXIF orientation: try both, and compare the sizes.
         is_applied = exif_orientation == "apply"
         for apply_orientation in (is_applied, not is_applied):
             image = decode_image(data, apply_orientation=apply_orientation)

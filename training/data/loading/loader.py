@@ -129,7 +129,7 @@ def train_loader(
         reader.buckets,
         solver.images_per_batch,
         config.seed,
-        # Without repetitions, the order is that of a permutation.
+        # None: each image occurs once per epoch.
         None if (factors == 1).all() else factors,
     )
     sampler = TrainSampler(
@@ -151,10 +151,10 @@ def eval_loader(
     world_size: int = 1,
     pin_memory: bool = False,
 ) -> BatchLoader:
-    """Create the loader of one rank's evaluation batches, of all images without augmentation.
+    """Create the loader of one rank's evaluation batches, without augmentation.
 
-    Each image is loaded by exactly one rank. With `ground_truth`, batches have targets as in
-    training.
+    Each image of the data set is loaded by exactly one rank. With `ground_truth`, batches have
+    targets as in training.
     """
     data, side = config.data, None
     if ground_truth:
@@ -170,5 +170,5 @@ def eval_loader(
 def _initialise_worker(_: int) -> None:
     # Threads in the worker processes would compete for cores, which the processes already use.
     torch.set_num_threads(1)
-    # Ctrl+C reaches all processes of a terminal. The main process takes one more step.
+    # Ctrl+C reaches all processes of a terminal. The main process needs batches until it stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -51,8 +51,8 @@ class GlobalBatches:
             buckets: Index of the shape bucket of each image (at least one image).
             images_per_batch: Images per global batch.
             seed: Seed of the random order.
-            factors: [n] number of occurrences of each image. None: once. Their sum in a bucket is
-                rounded to a whole number.
+            factors: [n] average number of occurrences of each image in an epoch. None: once. The
+                sum over a bucket is rounded to a whole number.
         """
         self._buckets = np.asarray(buckets)
         self._images_per_batch = images_per_batch
@@ -103,7 +103,7 @@ class GlobalBatches:
 
 
 def repeat_factors(records: Sequence[ImageRecord], threshold: float | None) -> NDArray[np.float64]:
-    """Return how often an epoch shows each image, [n].
+    """Return the average number of times that an epoch shows each image, [n].
 
     It is the image's weight, times its repeat factor of Gupta et al. (LVIS, 2019) if there is a
     threshold: max(1, sqrt(threshold / f)), where f is the share of images with the rarest of the
@@ -123,7 +123,7 @@ class TrainSampler(Sampler[BatchPlan]):
     """PyTorch `Sampler` of one rank's share of the global batches.
 
     A global batch is split into `parts * world_size` contiguous slices, where `parts` is the number
-    of accumulation steps. A rank loads slice `part * world_size + rank` in its step `part`.
+    of accumulation steps. In step `part`, a rank loads slice `part * world_size + rank`.
     """
 
     def __init__(

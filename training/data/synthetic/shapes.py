@@ -23,7 +23,7 @@ class Pose(NamedTuple):
     # Position of the outline's origin in pixels.
     x: float
     y: float
-    # Size of the outline's unit circle in pixels.
+    # Radius of the outline's unit circle in pixels.
     radius: float
     # Scale of the y axis relative to the x axis, applied before the rotation.
     squeeze: float
@@ -65,7 +65,7 @@ def _cross() -> Points:
 
 
 def _crescent() -> Points:
-    """Return the outline of a disc without a second disc that is shifted to the right."""
+    """Return the outline of a disc minus a second disc that is shifted to the right."""
     tip, shift = math.radians(50), 0.45
     inner_tip = math.atan2(math.sin(tip), math.cos(tip) - shift)
     inner_radius = math.hypot(math.sin(tip), math.cos(tip) - shift)
