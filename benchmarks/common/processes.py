@@ -1,9 +1,8 @@
-"""Machine description, calls in child processes, peak memory, CPU use of a process tree."""
+"""Calls in child processes, peak memory, CPU use of a process tree."""
 
 import contextlib
 import gc
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
-from ...serving.host import gpu_names, installed_versions
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -29,52 +26,6 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # Memory samples that `measure_process_usage` takes.
 _SAMPLES = 50
-
-_PACKAGES = (
-    "maskrcnn-trt",
-    "numpy",
-    "nvidia-cuda-nvrtc",
-    "nvidia-cudnn-cu13",
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "pycocotools",
-    "torch",
-    "torchvision",
-    "triton",
-)
-
-
-@dataclass(frozen=True)
-class MachineInfo:
-    """Hardware and package versions of a machine."""
-
-    cpu: str
-    # Number of CPU cores that this process may use.
-    cores: int
-    # Name and driver version of each NVIDIA GPU.
-    gpus: tuple[str, ...]
-    python: str
-    # Versions of the installed packages that affect speed.
-    packages: dict[str, str]
-
-
-def describe_machine() -> MachineInfo:
-    """Return hardware and package versions of this machine, without importing the packages."""
-    return MachineInfo(
-        cpu=_cpu_name(),
-        cores=len(os.sched_getaffinity(0)),
-        gpus=gpu_names(),
-        python=platform.python_version(),
-        packages=installed_versions(_PACKAGES),
-    )
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine()
 
 
 class ProcessError(Exception):

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .processes import MachineInfo, describe_machine
+from .machine import MachineInfo, describe_machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...model.bundle.manifest import Precision
-from ..common.processes import MachineInfo, describe_machine
+from ..common.machine import MachineInfo, describe_machine
 from ..common.record import PlotGrid, Record, ResultTable, format_significant, format_verdict
 from .gpu_time import IDLE, STAGES, MatmulRoofline, StageTimes
 from .measure import InferFailure, InferResult, Measurement

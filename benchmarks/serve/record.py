@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ..bulk.measure import BulkResult
-from ..common.processes import MachineInfo, describe_machine
+from ..common.machine import MachineInfo, describe_machine
 from ..common.record import PlotGrid, Record, ResultTable, format_verdict
 from .cpu_time import CPU_COLUMNS, cpu_cells, thread_table
 from .load import ClosedLoop, HttpLoop, OpenLoop

@@ -6,7 +6,7 @@ from typing import get_args
 import click
 
 from ..common.record import output_option, publish
-from .measure import TrainPeer, TrainPrecision
+from .run import TrainPeer, TrainPrecision
 
 
 @click.command(context_settings={"show_default": True})
@@ -50,8 +50,9 @@ def train(
     """
     from ...training.config import load_config
     from ...training.data.synthetic.dataset import with_synthetic_data
-    from .measure import TrainSettings, measure_training
+    from .measure import measure_training
     from .record import train_record
+    from .run import TrainSettings
 
     if warmup >= iterations:
         raise click.UsageError(f"--warmup {warmup} leaves none of {iterations} iterations to time")

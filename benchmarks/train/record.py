@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..common.record import PlotGrid, Record, ResultTable
-from .measure import GpuSteps, TrainEngine, TrainPrecision, TrainResult
+from .run import GpuSteps, TrainEngine, TrainPrecision, TrainResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

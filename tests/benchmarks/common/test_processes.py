@@ -15,10 +15,10 @@ from multiprocessing import active_children
 
 import pytest
 
+from maskrcnn_trt.benchmarks.common.machine import describe_machine
 from maskrcnn_trt.benchmarks.common.processes import (
     ProcessError,
     call_in_processes,
-    describe_machine,
     iterate_in_process,
     measure_process_usage,
     peak_memory_mib,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from maskrcnn_trt.benchmarks.common.processes import MachineInfo
+from maskrcnn_trt.benchmarks.common.machine import MachineInfo
 from maskrcnn_trt.benchmarks.common.record import (
     PlotGrid,
     Record,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from maskrcnn_trt.benchmarks.common.processes import MachineInfo
+from maskrcnn_trt.benchmarks.common.machine import MachineInfo
 from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.benchmarks.common.timing import Latency
 from maskrcnn_trt.benchmarks.infer.gpu_time import (

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from maskrcnn_trt.benchmarks.bulk.measure import BulkResult
-from maskrcnn_trt.benchmarks.common.processes import MachineInfo, ProcessUsage, ThreadUsage
+from maskrcnn_trt.benchmarks.common.machine import MachineInfo
+from maskrcnn_trt.benchmarks.common.processes import ProcessUsage, ThreadUsage
 from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.benchmarks.common.timing import Latency
 from maskrcnn_trt.benchmarks.serve.load import ClosedLoop, HttpLoop, Load, OpenLoop

@@ -14,13 +14,13 @@ from maskrcnn_trt.benchmarks.common.timing import Latency
 from maskrcnn_trt.benchmarks.common.torchvision_baseline import TorchvisionTrainer
 from maskrcnn_trt.benchmarks.infer.gpu_time import GpuActivity
 from maskrcnn_trt.benchmarks.train import train
-from maskrcnn_trt.benchmarks.train.measure import (
+from maskrcnn_trt.benchmarks.train.record import train_record
+from maskrcnn_trt.benchmarks.train.run import (
     TrainEngine,
     TrainPrecision,
     TrainResult,
     communication_milliseconds,
 )
-from maskrcnn_trt.benchmarks.train.record import train_record
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import ConfigError, TrainConfig, load_config
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
