@@ -58,7 +58,7 @@ _COMMANDS = {
         "serving.commands.health:health", "Check whether a server can process requests."
     ),
     "doctor": _LazyCommand(
-        "serving.commands.first_run:doctor",
+        "serving.commands.doctor:doctor",
         "Show versions and GPUs, and check TensorRT from end to end.",
     ),
     "bench": _LazyCommand("benchmarks.commands:bench", "Measure throughput and latency."),

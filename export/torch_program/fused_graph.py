@@ -8,7 +8,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from ...plugins import operations  # noqa: F401, registers the fused operations
-from ...plugins.fused_convolution.expand_reduce import fuses
+from ...plugins.fused_convolution.expand_reduce import can_fuse
 
 _HALF = (torch.float16, torch.bfloat16)
 _aten, _own = torch.ops.aten, torch.ops.maskrcnn
@@ -78,7 +78,7 @@ def fuse_blocks(program: ExportedProgram) -> None:
             continue
         next_arguments: tuple[Any, ...] = following.args
         _, next_weight, next_bias, *_ = next_arguments
-        if not fuses(weight.meta["val"], next_weight.meta["val"]):
+        if not can_fuse(weight.meta["val"], next_weight.meta["val"]):
             continue
         with graph.inserting_after(node):
             both = graph.call_function(

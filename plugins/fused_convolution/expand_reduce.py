@@ -9,7 +9,7 @@ from torch.nn import functional as F
 _MAX_CHANNELS, _MAX_REDUCED = 512, 128
 
 
-def fuses(weight: Tensor, next_weight: Tensor) -> bool:
+def can_fuse(weight: Tensor, next_weight: Tensor) -> bool:
     """Whether `expand_reduce` supports weights of these shapes, [N, C, 1, 1] and [M, N, 1, 1]."""
     sizes = (weight.shape[1], *next_weight.shape[:2])
     powers = all(size >= 64 and size & (size - 1) == 0 for size in sizes)
@@ -29,7 +29,7 @@ def expand_reduce(
 
     Args:
         images: [B, C, H, W]; on a GPU float16 or bfloat16.
-        weight: [N, C, 1, 1]; `fuses` tests whether the numbers of channels are supported.
+        weight: [N, C, 1, 1]; `can_fuse` tests whether the numbers of channels are supported.
         bias: [N].
         residual: [B, N, H, W], added before the first ReLU.
         next_weight: [M, N, 1, 1].

@@ -1,327 +1,221 @@
-"""Checks of `serve --doctor`: machine, settings, limits, bundle, backends, and a trial start."""
+"""Command `doctor`: check this machine, and TensorRT step by step (export/engines/README.md)."""
 
-import asyncio
-import contextlib
-import logging
-import platform
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import click
 
-from ...model.bundle.manifest import BundleError, Manifest, Precision, read_manifest, verified_path
-from .. import LOGGER
-from ..backends.loading import BACKENDS, check_backend, choose_backend, served_precision
-from ..backends.onnxruntime_packages import check_onnxruntime
-from ..config import ServeConfig, address_of
-from ..errors import BackendError, ServingError
-from ..host import available_cores, available_memory, gpu_names, installed_versions
-from ..pipeline.decode_memory import decode_memory_limit
-from ..pipeline.served_model import ModelSource
-from ..rpc.certificates import server_certificate
-from ..rpc.listener import check_port
-from ..rpc.message_reader import MESSAGES_PER_SLOT
-from ..server import detection_server
+FOLDER: Final = "runs/first"
+REPORT: Final = Path(FOLDER, "report")
+_BUNDLE: Final = f"{FOLDER}/bundle"
+_EVALUATION: Final = f"maskrcnn eval {_BUNDLE} data/synthetic"
+# Largest accepted difference in box AP (0..1) between TensorRT in fp16 and ONNX Runtime in fp32.
+_AP_TOLERANCE: Final = 0.005
+# Lines of a command's output that are shown if it fails.
+_SHOWN_LINES: Final = 15
 
-_DISTRIBUTIONS: Final = (
-    "maskrcnn-trt",
-    "grpcio",
-    "protobuf",
-    "numpy",
-    "pillow",
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "torch",
-    "tensorrt",
-    "tensorrt-rtx",
-    "pycuda",
+
+class FirstRunStep(NamedTuple):
+    """One step of the first run: its commands, and the output that shows their success."""
+
+    commands: tuple[str, ...]
+    # Description of the output that shows success.
+    must_print: str
+    # Regular expressions that the output must match.
+    patterns: tuple[str, ...] = ()
+    # Regular expression that the output must not match. "": none.
+    fault: str = ""
+    # Additional file for the report if the step fails. "": no file.
+    file: str = ""
+
+
+STEPS: Final = (
+    FirstRunStep(
+        ('pip install ".[train,cpu,tensorrt,dev]"',),
+        "`tensorrt`, `cuda-bindings`, and `nvidia-cuda-nvrtc` 13.0",
+        (r"(?m)^tensorrt ", r"(?m)^cuda-bindings ", r"(?m)^nvidia-cuda-nvrtc 13\.0"),
+    ),
+    FirstRunStep(("maskrcnn kernels build",), "no error"),
+    FirstRunStep(
+        ("maskrcnn data synthetic data/synthetic --train 200 --val 20 --size 192x128",), "no error"
+    ),
+    FirstRunStep(
+        (f"maskrcnn train quick output_dir={FOLDER}",),
+        f"`the final checkpoint is {FOLDER}/model_final.pth`",
+        (rf"the final checkpoint is {FOLDER}/model_final\.pth",),
+        file=f"{FOLDER}/log.txt",
+    ),
+    FirstRunStep(
+        (
+            f"maskrcnn export {FOLDER}/model_final.pth -o {_BUNDLE} --precision fp32 fp16 "
+            "--engine tensorrt",
+        ),
+        f"`the bundle is {_BUNDLE}`, and no warning that an engine `should compute in` another "
+        "precision",
+        (rf"the bundle is {_BUNDLE}",),
+        "should compute in",
+        f"{_BUNDLE}.build.log",
+    ),
+    FirstRunStep(
+        (f"maskrcnn engine inspect {_BUNDLE}/model-fp16-128x192.plan",),
+        "plugins `maskrcnn::NmsKeep 1`, `maskrcnn::PyramidRoIAlign 1`; convolutions that read "
+        "`fp16`",
+        (
+            "maskrcnn::NmsKeep 1",
+            "maskrcnn::PyramidRoIAlign 1",
+            # Row of the table of types: type, layers, share, number of convolutions.
+            r"(?m)^\W*fp16\W+\d+\W+\d+%\W+[1-9]",
+        ),
+    ),
+    FirstRunStep(
+        ("pytest -m tensorrt tests/plugins tests/export/engines",),
+        "`passed`, none failed",
+        (r"\d+ passed",),
+    ),
+    FirstRunStep(
+        (
+            f"{_EVALUATION} --backend onnxruntime --precision fp32 --json {FOLDER}/reference.json",
+            f"{_EVALUATION} --backend tensorrt --precision fp16 --json {FOLDER}/tensorrt.json",
+        ),
+        "twice the same box AP, within 0.5 points",
+    ),
+    FirstRunStep(
+        (f"maskrcnn serve {_BUNDLE} --backend tensorrt --doctor",),
+        "`ok tensorrt would be used`, and `a server started, warmed up and stopped`",
+        (r"ok\s+tensorrt\s+would be used", "a server started, warmed up and stopped"),
+    ),
+    FirstRunStep(
+        (
+            f"maskrcnn bench infer {_BUNDLE} --backend tensorrt --precision fp16 --batch 1 "
+            "--batch 8",
+        ),
+        "images/s in batches of 1 and 8",
+        tuple(rf"tensorrt in fp16 at batch {batch}: [\d.]+ images/s" for batch in (1, 8)),
+    ),
 )
 
-# Remaining days of validity below which a certificate gets a warning.
-_MIN_CERTIFICATE_DAYS: Final = 14
 
-State = Literal["ok", "note", "warning", "fault"]
+@click.command()
+@click.option(
+    "--tensorrt",
+    is_flag=True,
+    help="Also run the ten steps that check TensorRT on this machine, in the repository's folder.",
+)
+@click.option(
+    "--from",
+    "first",
+    type=click.IntRange(1, len(STEPS)),
+    default=1,
+    show_default=True,
+    help="First step to run with --tensorrt, if the steps before it have passed.",
+)
+def doctor(tensorrt: bool, first: int) -> None:
+    """Show versions and GPUs of this machine; with --tensorrt, check TensorRT from end to end.
 
-_STYLES: Final[Mapping[State, str]] = {
-    "ok": "green",
-    "note": "dim",
-    "warning": "yellow",
-    "fault": "bold red",
-}
+    After a failed step the others do not run, and the exit code is 1. `maskrcnn serve MODEL
+    --doctor` checks a bundle and the settings of a server.
+    """
+    from .server_checks import machine_section, show
 
-
-class CheckResult(NamedTuple):
-    """Result of one check: the item checked and its outcome."""
-
-    subject: str
-    text: str
-    # "fault": the server would not start, or clients would reject it.
-    state: State = "ok"
-
-
-class CheckSection(NamedTuple):
-    """Results of related checks, under a title."""
-
-    title: str
-    results: list[CheckResult]
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether no check found a fault."""
-        return all(result.state != "fault" for result in self.results)
+    show([machine_section()])
+    if tensorrt and not run_steps(STEPS, REPORT, first):
+        click.get_current_context().exit(1)
 
 
-def diagnose(
-    models: Sequence[ModelSource], config: ServeConfig, sources: Mapping[str, str]
-) -> Iterator[CheckSection]:
-    """Check whether `serve` would start, section by section.
-
-    If no check finds a fault, the last section starts a server on a free port and stops it.
+def run_steps(steps: Sequence[FirstRunStep], report: Path, first: int = 1) -> bool:
+    """Run steps in order until one fails. Return True if none does.
 
     Args:
-        models: Bundles and names of the models.
-        config: Settings of the server.
-        sources: Text on where each setting comes from, by name; see `setting_sources`.
+        steps: The steps.
+        report: Folder for the outputs of the steps, and for `machine.txt` on GPU and packages.
+        first: Number of the first step to run, from 1.
     """
-    sections = [
-        machine_section(),
-        CheckSection("Settings", _setting_results(config, sources)),
-        CheckSection("Limits", _limit_results(config, len(models))),
-    ]
-    yield from sections
-    for model in models:
-        for section in _model_sections(model, config):
-            sections.append(section)
-            yield section
-    # After a fault the trial would fail, and another server on this machine may need the memory.
-    if all(section.is_healthy for section in sections):
-        yield CheckSection("Trial", _trial_results(models, config))
+    report.mkdir(parents=True, exist_ok=True)
+    (report / "machine.txt").write_text(_output_of(["nvidia-smi"]) + _installed())
+    for number, step in enumerate(steps[first - 1 :], first):
+        for command in step.commands:
+            click.echo(f"{number}/{len(steps)} {command}")
+        start = time.monotonic()
+        output, problem = _run(step)
+        path = report / f"{number:02}.txt"
+        path.write_text(output)
+        if problem:
+            if Path(step.file).is_file():
+                shutil.copy(step.file, report)
+            click.echo(_failure(number, step, output, problem, report))
+            return False
+        click.echo(f"     ok, {time.monotonic() - start:.0f} s, output in {path}")
+    click.echo(f"all steps passed; send the folder {report} if you want to report the result")
+    return True
 
 
-def machine_section() -> CheckSection:
-    """Return versions of packages, GPUs, and problems of ONNX Runtime."""
-    versions = {"Python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)}
-    gpus = gpu_names() or ("nvidia-smi reports none",)
-    results = [
-        *(CheckResult(name, version) for name, version in versions.items()),
-        *(CheckResult("GPU", gpu) for gpu in gpus),
-        *_onnxruntime_results(),
-    ]
-    return CheckSection("Machine", results)
-
-
-def show(sections: Iterable[CheckSection]) -> bool:
-    """Print each section as it arrives. Return True if no check found a fault."""
-    healthy = True
-    for section in sections:
-        table = Table(title=section.title, title_justify="left", box=SIMPLE_HEAD, show_header=False)
-        for result in section.results:
-            state = Text(result.state, _STYLES[result.state])
-            table.add_row(state, Text(result.subject), Text(result.text))
-        Console(markup=False, emoji=False).print(table)
-        healthy = healthy and section.is_healthy
-    return healthy
-
-
-def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
-    """Return the maximum total size in bytes of the request messages that a server holds at once.
-
-    With one model, up to half of the messages can be parsed. A parsed message takes several times
-    its size until its image is decoded.
-    """
-    return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
-
-
-def _messages_per_slot(models: int) -> int:
-    """Return the maximum number of request messages in memory per slot of `queue_size`."""
-    # Per model: an in-flight request, and one that waits for a slot. In addition: messages that are
-    # being received, whose model is not known yet.
-    return 2 * models + MESSAGES_PER_SLOT
-
-
-def _model_sections(model: ModelSource, config: ServeConfig) -> Iterator[CheckSection]:
-    model = model.resolved()
-    bundle = model.bundle
-    yield CheckSection(f"Bundle {bundle}", _bundle_results(model))
-    with contextlib.suppress(BundleError):  # already reported in the section of the bundle
-        manifest = read_manifest(bundle)
-        for precision in config.precision or (served_precision(manifest, config.backend),):
-            results = _backend_results(bundle, manifest, precision, config)
-            yield CheckSection(f"Backends in {precision}", results)
-
-
-def _onnxruntime_results() -> list[CheckResult]:
-    try:
-        problem = check_onnxruntime()
-    except BackendError as error:  # no fault: other backends do not need it
-        return [CheckResult("ONNX Runtime", str(error), "note")]
-    return [CheckResult("ONNX Runtime", problem, "warning")] if problem else []
-
-
-def _setting_results(config: ServeConfig, sources: Mapping[str, str]) -> list[CheckResult]:
-    return [CheckResult(name, f"{_format_value(value)}, {sources[name]}") for name, value in config]
-
-
-def _limit_results(config: ServeConfig, models: int) -> list[CheckResult]:
-    results = [_port_result(name, config.host, port) for name, port in config.ports.items()]
-    results += _certificate_results(config)
-    cores = available_cores()
-    memory, requests = available_memory(), most_request_bytes(config, models)
-    messages = f"{_messages_per_slot(models)} x queue_size x max_message_mb"
-    decoding = decode_memory_limit(config)
-    return [
-        *results,
-        CheckResult(
-            "threads",
-            f"{config.threads} for decoding and encoding, on {cores:g} cores",
-            "warning" if config.threads > cores else "ok",
-        ),
-        CheckResult(
-            "memory",
-            f"{_gib(memory)} available; the settings allow request messages of {_gib(requests)} "
-            f"({messages}), which take more once parsed, and {_gib(decoding)} for images in "
-            "decoding (decode_memory_mb)",
-            "warning" if requests + decoding > memory else "ok",
-        ),
-    ]
-
-
-def _port_result(name: str, host: str, port: int) -> CheckResult:
-    try:
-        check_port(host, port)
-    except OSError as error:
-        remedy = "choose an address of this machine and a free port"
-        return CheckResult(
-            name, f"{address_of(host, port)} is not available ({error.strerror}); {remedy}", "fault"
+def _run(step: FirstRunStep) -> tuple[str, str]:
+    """Run the commands of a step. Return their output, and the reason of a failure or ""."""
+    output = ""
+    for command in step.commands:
+        program, *words = shlex.split(command)
+        if program == "pip":  # not repeated: this program is installed
+            output += _installed()
+            continue
+        module = {"maskrcnn": __package__.partition(".")[0]}.get(program, program)
+        result = subprocess.run(
+            [sys.executable, "-m", module, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # Tables are not wrapped, so that the patterns match.
+            env=os.environ | {"COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
         )
-    return CheckResult(name, f"{port} is free at {host}" if port else "any free port")
+        output += f"$ {command}\n{result.stdout}"
+        if result.returncode:
+            return output, f"the exit code is {result.returncode}"
+    if step.fault and (found := re.search(step.fault, output)):
+        return output, f"the output contains {found[0]!r}"
+    missing = [pattern for pattern in step.patterns if not re.search(pattern, output)]
+    if missing:
+        return output, f"the output does not match {missing[0]!r}"
+    results = [w for c in step.commands for w in shlex.split(c) if w.endswith(".json")]
+    return output, _difference(results) if results else ""
 
 
-def _certificate_results(config: ServeConfig) -> list[CheckResult]:
-    name = "tls_certificate"
+def _difference(files: Sequence[str]) -> str:
+    """Return a description of the box AP difference between two result files. "": they agree."""
+    first, second = (json.loads(Path(file).read_text())["metrics"]["bbox/AP"] for file in files)
+    agree = abs(first - second) <= _AP_TOLERANCE
+    return "" if agree else f"the box AP differs: {first:.4f} and {second:.4f}"
+
+
+def _failure(number: int, step: FirstRunStep, output: str, problem: str, report: Path) -> str:
+    lines = "\n".join(f"     | {line}" for line in output.splitlines()[-_SHOWN_LINES:])
+    return (
+        f"{lines}\n     failed: {problem}\n     must print: {step.must_print}\n"
+        f"     send: the folder {report}, in an issue that names step {number}\n"
+        f"     continue after a remedy: maskrcnn doctor --tensorrt --from {number}"
+    )
+
+
+def _installed() -> str:
+    """Return name and version of each installed distribution, one per line."""
+    found = {
+        str(d.metadata["Name"]).lower().replace("_", "-"): d.version
+        for d in metadata.distributions()
+    }
+    return "".join(f"{name} {version}\n" for name, version in sorted(found.items()))
+
+
+def _output_of(command: Sequence[str]) -> str:
     try:
-        with _warnings():  # `problem` repeats them
-            certificate = server_certificate(config)
-    except ServingError as error:
-        return [CheckResult(name, str(error), "fault")]
-    if certificate is None:
-        return []
-    if certificate.problem:
-        return [CheckResult(name, certificate.problem, "fault")]
-    days = certificate.days_left
-    state: State = "warning" if days < _MIN_CERTIFICATE_DAYS else "ok"
-    return [CheckResult(name, f"valid for another {days:.1f} days", state)]
-
-
-def _bundle_results(model: ModelSource) -> list[CheckResult]:
-    bundle = model.bundle
-    try:
-        manifest = model.manifest()
-    except BundleError as error:
-        return [CheckResult("manifest", str(error), "fault")]
-    provenance = manifest.provenance
-    results = [
-        CheckResult("model", f"{manifest.model_name}, {len(manifest.categories)} classes"),
-        CheckResult(
-            "exported",
-            f"{provenance.exported_at} by {provenance.exported_by} from {provenance.checkpoint}",
-        ),
-    ]
-    for artifact in manifest.artifacts:
-        kind = f"{artifact.kind} in {artifact.precision} for {artifact.bucket}"
-        try:
-            verified_path(bundle, artifact)
-            if artifact.compiled:
-                verified_path(bundle, artifact.compiled)
-        except BundleError as error:
-            results.append(CheckResult(artifact.path, str(error), "fault"))
-        else:
-            results.append(CheckResult(artifact.path, f"{kind}, checksum matches"))
-    return results
-
-
-def _backend_results(
-    bundle: Path, manifest: Manifest, precision: Precision, config: ServeConfig
-) -> list[CheckResult]:
-    """Check each backend. The result is a fault only if `config.backend` cannot be used."""
-    results, chosen = [], None
-    try:
-        chosen = choose_backend(bundle, manifest, precision, config.backend).backend
-    except Exception as error:  # a broken installation can raise anything
-        results.append(CheckResult(f"{config.backend}, as set", _error_text(error), "fault"))
-    reason = f"{chosen} is preferred" if config.backend == "auto" else f"{config.backend} is set"
-    for name in BACKENDS:
-        try:
-            check_backend(bundle, manifest, precision, name)
-        except Exception as error:
-            fault = _error_text(error)
-            used, unused = f"would be used, although {fault}", f"not used: {fault}"
-        else:
-            used, unused = "would be used", f"not used: {reason}"
-        results.append(
-            CheckResult(name, used) if name == chosen else CheckResult(name, unused, "note")
-        )
-    return results
-
-
-def _trial_results(models: Sequence[ModelSource], config: ServeConfig) -> list[CheckResult]:
-    # Port 0 means any free port, because another server may use the configured ports.
-    changes = {"drain_delay_s": 0.0, **dict.fromkeys(config.ports, 0)}
-    begin = time.monotonic()
-    with _warnings() as warnings:
-        try:
-            asyncio.run(_start(models, config.model_copy(update=changes)))
-        except Exception as error:
-            outcome = CheckResult("start", _error_text(error), "fault")
-        else:
-            seconds = time.monotonic() - begin
-            outcome = CheckResult(
-                "start", f"a server started, warmed up and stopped in {seconds:.1f} s"
-            )
-    return [*(CheckResult("log", warning, "warning") for warning in warnings), outcome]
-
-
-async def _start(models: Sequence[ModelSource], config: ServeConfig) -> None:
-    async with detection_server(models, config):
-        pass
-
-
-@contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Collect the warnings and errors that are logged within the context, and do not print them."""
-    warnings: list[str] = []
-
-    class _Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    # Without propagation the handlers of the command line do not print the records as well.
-    log, collector = logging.getLogger(LOGGER), _Collector(logging.WARNING)
-    propagate, log.propagate = log.propagate, False
-    log.addHandler(collector)
-    try:
-        yield warnings
-    finally:
-        log.removeHandler(collector)
-        log.propagate = propagate
-
-
-def _error_text(error: Exception) -> str:
-    """Return the message of an error, preceded by its type if that is not of this package."""
-    own = isinstance(error, (BundleError, ServingError))
-    return str(error) if own else f"{type(error).__name__}: {error}"
-
-
-def _format_value(value: object) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}\n"

@@ -22,9 +22,9 @@ from unloadable_server import RunningServer, serving, until
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import AsyncDetectorClient
-from maskrcnn_trt.serving.commands.doctor import diagnose
 from maskrcnn_trt.serving.commands.model_sources import model_sources
 from maskrcnn_trt.serving.commands.serve import serve
+from maskrcnn_trt.serving.commands.server_checks import diagnose
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import RefusedError, ServingError
 from maskrcnn_trt.serving.pipeline.served_model import ModelSource

@@ -1,177 +1,82 @@
-"""Checks of `serve --doctor` with real bundles, ports and a trial start."""
+"""`maskrcnn doctor`: steps in processes of their own, and the page on them."""
 
-import datetime
-import socket
-import sys
+import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
-import trustme
-from bundle_copies import linked_copy
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from rich.console import Console
 
-from maskrcnn_trt.serving.commands.doctor import CheckResult, CheckSection, diagnose
-from maskrcnn_trt.serving.commands.serve import serve
-from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.host import available_memory
-from maskrcnn_trt.serving.pipeline.served_model import ModelSource
+from maskrcnn_trt.export.engines.commands import table_of_types
+from maskrcnn_trt.export.engines.layers import Layer, LayerTensor
+from maskrcnn_trt.serving.commands.doctor import STEPS, FirstRunStep, doctor, run_steps
 
-DEFAULTS = dict.fromkeys(ServeConfig.model_fields, "the default")
+ROOT = Path(__file__).parents[3]
 
 
-def examine(bundle: Path, **settings: object) -> dict[str, dict[str, CheckResult]]:
-    """Return the results by section and subject."""
-    config = ServeConfig.model_validate({"port": 0, **settings})
-    sections = list(diagnose([ModelSource(bundle)], config, DEFAULTS))
-    return {section.title: {r.subject: r for r in section.results} for section in sections}
+@pytest.fixture
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "report"
 
 
-def section_of(bundle: Path, title: str, **settings: object) -> dict[str, CheckResult]:
-    """Return the results of one section. The sections after it are not examined."""
-    config = ServeConfig.model_validate({"port": 0, **settings})
-    sections = diagnose([ModelSource(bundle)], config, DEFAULTS)
-    section = next(section for section in sections if section.title == title)
-    return {result.subject: result for result in section.results}
+def test_page_has_the_same_steps() -> None:
+    page = (ROOT / "export/engines/README.md").read_text()
+    (*_, block) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    commands = block.replace("\\\n", "").splitlines()
+    assert list(map(shlex.split, commands)) == [shlex.split(c) for s in STEPS for c in s.commands]
+    rows = re.findall(r"^\| (\d+) \| `.*?` \| (.*) \|$", page, re.MULTILINE)
+    assert rows == [(str(n), step.must_print) for n, step in enumerate(STEPS, 1)]
 
 
-def faults_in(sections: dict[str, dict[str, CheckResult]]) -> list[str]:
-    results = (result for section in sections.values() for result in section.values())
-    return [result.text for result in results if result.state == "fault"]
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(serve, [*map(str, words), "--doctor"], env={"COLUMNS": "300"})
-
-
-def test_report_on_a_valid_bundle(bundle: Path) -> None:
-    result = run(bundle, "--port", 0, "--max-batch", 2)
-    assert result.exit_code == 0, result.output
-    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    for line in (
-        "ok max_batch 2, by option",
-        "ok queue_size 256, the default",
-        "ok onnxruntime would be used",
-        "ok port any free port",
-    ):
-        assert line in lines
-    assert any("onnx in fp32 for 96x160, checksum matches" in line for line in lines)
-    assert any(line.startswith("note torch not used: the bundle has no") for line in lines)
-    assert any("ok start a server started" in line for line in lines)
-
-
-def test_reasons_against_a_faster_backend_are_reported(
-    torch_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    backends = section_of(torch_bundle, "Backends in fp32")
-    assert backends["torch"].state == "note"
-    assert 'pip install "maskrcnn-trt[torch]"' in backends["torch"].text
-    assert backends["onnxruntime"] == CheckResult("onnxruntime", "would be used")
-
-    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: no such file')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torch")
-    backends = section_of(torch_bundle, "Backends in fp32", backend="onnxruntime")
-    assert "OSError: libcudart.so.13" in backends["torch"].text
-    assert not faults_in({"": backends})
-
-
-def test_missing_onnxruntime_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    result = section_of(tmp_path, "Machine")["ONNX Runtime"]
-    assert result.state == "note"
-    assert '"maskrcnn-trt[gpu]"' in result.text
-
-
-def test_requested_backend_must_be_available(bundle: Path) -> None:
-    report = examine(bundle, backend="tensorrt")
-    (fault,) = faults_in(report)
-    assert "the bundle has no fp32 tensorrt artifact" in fault
-    assert report["Backends in fp32"]["onnxruntime"].text == "not used: tensorrt is set"
-    assert "Trial" not in report
-
-
-def test_damaged_file_is_reported_and_the_trial_left_out(bundle: Path, tmp_path: Path) -> None:
-    damaged = linked_copy(bundle, tmp_path / "damaged")
-    artifact = sorted(damaged.glob("*.onnx"))[0]
-    content = artifact.read_bytes()
-    artifact.unlink()
-    artifact.write_bytes(content[:-1])
-    report = examine(damaged)
-    (fault,) = faults_in(report)
-    assert ".onnx" in fault
-    assert "Trial" not in report
-
-
-def test_folder_without_a_manifest(tmp_path: Path) -> None:
-    result = run(tmp_path, "--port", 0)
+def test_first_step_without_tensorrt(report: Path) -> None:
+    result = CliRunner().invoke(doctor, ["--tensorrt"])
     assert result.exit_code == 1
-    assert "manifest.json" in result.stdout
+    assert "Python" in result.output  # the section on the machine
+    for fact in ("1/10 pip install", "cuda-bindings", "names step 1", "--from 1"):
+        assert fact in result.output
+    assert "2/10" not in result.output
+    folder = report.parent / "runs/first/report"
+    assert "pytest " in (folder / "machine.txt").read_text()
 
 
-def test_occupied_port(bundle: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        for name in ("port", "metrics_port"):
-            report = examine(bundle, **{name: port})
-            assert report["Limits"][name].state == "fault"
-            assert f"127.0.0.1:{port}" in report["Limits"][name].text
-            assert "Trial" not in report
+@pytest.mark.parametrize(
+    ("step", "problem"),
+    [
+        (FirstRunStep(("json.tool --help",), "", ("usage",)), ""),
+        (FirstRunStep(("json.tool --help",), "", ("usage", "absent")), "absent"),
+        (FirstRunStep(("json.tool --help",), "", fault="usage"), "usage"),
+        (FirstRunStep(("json.tool none.json",), "", file="kept.log"), "exit code"),
+        (FirstRunStep(("json.tool same.json", "json.tool near.json"), ""), ""),
+        (FirstRunStep(("json.tool same.json", "json.tool far.json"), ""), "0.4000 and 0.4100"),
+    ],
+)
+def test_steps_stop_at_the_first_failure(
+    report: Path, capsys: pytest.CaptureFixture[str], step: FirstRunStep, problem: str
+) -> None:
+    for name, ap in {"same": 0.4, "near": 0.404, "far": 0.41}.items():
+        Path(f"{name}.json").write_text(json.dumps({"metrics": {"bbox/AP": ap}}))
+    Path("kept.log").write_text("log")
+    assert run_steps([step._replace(must_print="a fact")] * 2, report) == (not problem)
+    output = capsys.readouterr().out
+    assert ("2/2" in output) == (not problem)
+    assert (f"{problem}" in output and "must print: a fact" in output) == bool(problem)
+    assert (report / "kept.log").exists() == bool(step.file)
+    assert step.commands[0] in (report / "01.txt").read_text()
 
 
-def test_certificates(bundle: Path, tmp_path: Path) -> None:
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    settings = {"tls_certificate": certificate, "tls_key": key}
-    now = datetime.datetime.now(datetime.UTC)
-    for days, state in ((-1, "fault"), (3, "warning"), (30, "ok")):
-        issued = trustme.CA().issue_cert("localhost", not_after=now + datetime.timedelta(days=days))
-        issued.cert_chain_pems[0].write_to_path(certificate)
-        issued.private_key_pem.write_to_path(key)
-        assert section_of(bundle, "Limits", **settings)["tls_certificate"].state == state
-    key.unlink()
-    assert section_of(bundle, "Limits", **settings)["tls_certificate"].state == "fault"
+def test_first_of_the_steps(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_steps(
+        [FirstRunStep(("json.tool none",), ""), FirstRunStep(("json.tool --help",), "")], report, 2
+    )
+    assert "1/2" not in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs dual-stack sockets")
-def test_occupied_port_of_the_other_address_family(bundle: Path) -> None:
-    with socket.create_server(("0.0.0.0", 0)) as listening:
-        port = listening.getsockname()[1]
-        limits = section_of(bundle, "Limits", host="::", port=port)
-    assert str(port) in limits["port"].text
-    assert limits["port"].state == "fault"
-
-
-def test_missing_precision(bundle: Path) -> None:
-    report = examine(bundle, precision=["fp32", "fp16"])
-    assert not faults_in({"fp32": report["Backends in fp32"]})
-    assert "the bundle has no fp16 onnx artifact" in faults_in(report)[0]
-
-
-def test_fault_that_only_the_trial_shows(bundle: Path, tmp_path: Path) -> None:
-    report = examine(bundle, token_file=tmp_path / "absent")
-    assert report["Trial"]["start"].state == "fault"
-    assert "absent" in report["Trial"]["start"].text
-
-
-def test_settings_beyond_the_machine_are_warnings(bundle: Path) -> None:
-    limits = section_of(bundle, "Limits", threads=10_000, queue_size=1_000_000)
-    assert (limits["threads"].state, limits["memory"].state) == ("warning", "warning")
-
-
-def test_memory_check_includes_messages_being_received(bundle: Path) -> None:
-    def memory(queue_size: int, max_message_mb: int) -> CheckResult:
-        settings = {"queue_size": queue_size, "max_message_mb": max_message_mb}
-        settings["decode_memory_mb"] = 64
-        return section_of(bundle, "Limits", **settings)["memory"]
-
-    assert "64.0 GiB (4 x queue_size x max_message_mb)" in memory(256, 64).text
-    mebibytes = available_memory() >> 20
-    # Half of the available memory, and a sixth, counted by slots alone.
-    assert memory(mebibytes // 2, 1).state == "warning"
-    assert memory(mebibytes // 6, 1).state == "ok"
-
-
-def test_only_faults_make_a_section_unhealthy() -> None:
-    results = [CheckResult(state, "text", state) for state in ("ok", "note", "warning")]
-    assert CheckSection("all", results).is_healthy
-    assert not CheckSection("all", [*results, CheckResult("d", "d", "fault")]).is_healthy
+def test_patterns_match_the_tables() -> None:
+    console = Console(width=200, no_color=True)
+    layer = Layer("c1", "correlation", (LayerTensor("x", (1, 3, 8, 8), "fp16"),), ())
+    with console.capture() as capture:
+        console.print(table_of_types([layer]))
+    assert re.search(STEPS[5].patterns[-1], capture.get())

@@ -20,8 +20,8 @@ from unloadable_server import serving
 
 import maskrcnn_trt.serving
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
-from maskrcnn_trt.serving.commands.doctor import most_request_bytes
 from maskrcnn_trt.serving.commands.serve import config_from_options, config_options, serve
+from maskrcnn_trt.serving.commands.server_checks import most_request_bytes
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.prometheus.collectors import GPU_METRICS
 

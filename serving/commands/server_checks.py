@@ -1,0 +1,327 @@
+"""Checks of `serve --doctor`: machine, settings, limits, bundle, backends, and a trial start."""
+
+import asyncio
+import contextlib
+import logging
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...model.bundle.manifest import BundleError, Manifest, Precision, read_manifest, verified_path
+from .. import LOGGER
+from ..backends.loading import BACKENDS, check_backend, choose_backend, served_precision
+from ..backends.onnxruntime_packages import check_onnxruntime
+from ..config import ServeConfig, address_of
+from ..errors import BackendError, ServingError
+from ..host import available_cores, available_memory, gpu_names, installed_versions
+from ..pipeline.decode_memory import decode_memory_limit
+from ..pipeline.served_model import ModelSource
+from ..rpc.certificates import server_certificate
+from ..rpc.listener import check_port
+from ..rpc.message_reader import MESSAGES_PER_SLOT
+from ..server import detection_server
+
+_DISTRIBUTIONS: Final = (
+    "maskrcnn-trt",
+    "grpcio",
+    "protobuf",
+    "numpy",
+    "pillow",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "torch",
+    "tensorrt",
+    "tensorrt-rtx",
+    "pycuda",
+)
+
+# Remaining days of validity below which a certificate gets a warning.
+_MIN_CERTIFICATE_DAYS: Final = 14
+
+State = Literal["ok", "note", "warning", "fault"]
+
+_STYLES: Final[Mapping[State, str]] = {
+    "ok": "green",
+    "note": "dim",
+    "warning": "yellow",
+    "fault": "bold red",
+}
+
+
+class CheckResult(NamedTuple):
+    """Result of one check: the item checked and its outcome."""
+
+    subject: str
+    text: str
+    # "fault": the server would not start, or clients would reject it.
+    state: State = "ok"
+
+
+class CheckSection(NamedTuple):
+    """Results of related checks, under a title."""
+
+    title: str
+    results: list[CheckResult]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no check found a fault."""
+        return all(result.state != "fault" for result in self.results)
+
+
+def diagnose(
+    models: Sequence[ModelSource], config: ServeConfig, sources: Mapping[str, str]
+) -> Iterator[CheckSection]:
+    """Check whether `serve` would start, section by section.
+
+    If no check finds a fault, the last section starts a server on a free port and stops it.
+
+    Args:
+        models: Bundles and names of the models.
+        config: Settings of the server.
+        sources: Text on where each setting comes from, by name; see `setting_sources`.
+    """
+    sections = [
+        machine_section(),
+        CheckSection("Settings", _setting_results(config, sources)),
+        CheckSection("Limits", _limit_results(config, len(models))),
+    ]
+    yield from sections
+    for model in models:
+        for section in _model_sections(model, config):
+            sections.append(section)
+            yield section
+    # After a fault the trial would fail, and another server on this machine may need the memory.
+    if all(section.is_healthy for section in sections):
+        yield CheckSection("Trial", _trial_results(models, config))
+
+
+def machine_section() -> CheckSection:
+    """Return versions of packages, GPUs, and problems of ONNX Runtime."""
+    versions = {"Python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)}
+    gpus = gpu_names() or ("nvidia-smi reports none",)
+    results = [
+        *(CheckResult(name, version) for name, version in versions.items()),
+        *(CheckResult("GPU", gpu) for gpu in gpus),
+        *_onnxruntime_results(),
+    ]
+    return CheckSection("Machine", results)
+
+
+def show(sections: Iterable[CheckSection]) -> bool:
+    """Print each section as it arrives. Return True if no check found a fault."""
+    healthy = True
+    for section in sections:
+        table = Table(title=section.title, title_justify="left", box=SIMPLE_HEAD, show_header=False)
+        for result in section.results:
+            state = Text(result.state, _STYLES[result.state])
+            table.add_row(state, Text(result.subject), Text(result.text))
+        Console(markup=False, emoji=False).print(table)
+        healthy = healthy and section.is_healthy
+    return healthy
+
+
+def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
+    """Return the maximum total size in bytes of the request messages that a server holds at once.
+
+    With one model, up to half of the messages can be parsed. A parsed message takes several times
+    its size until its image is decoded.
+    """
+    return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
+
+
+def _messages_per_slot(models: int) -> int:
+    """Return the maximum number of request messages in memory per slot of `queue_size`."""
+    # Per model: an in-flight request, and one that waits for a slot. In addition: messages that are
+    # being received, whose model is not known yet.
+    return 2 * models + MESSAGES_PER_SLOT
+
+
+def _model_sections(model: ModelSource, config: ServeConfig) -> Iterator[CheckSection]:
+    model = model.resolved()
+    bundle = model.bundle
+    yield CheckSection(f"Bundle {bundle}", _bundle_results(model))
+    with contextlib.suppress(BundleError):  # already reported in the section of the bundle
+        manifest = read_manifest(bundle)
+        for precision in config.precision or (served_precision(manifest, config.backend),):
+            results = _backend_results(bundle, manifest, precision, config)
+            yield CheckSection(f"Backends in {precision}", results)
+
+
+def _onnxruntime_results() -> list[CheckResult]:
+    try:
+        problem = check_onnxruntime()
+    except BackendError as error:  # no fault: other backends do not need it
+        return [CheckResult("ONNX Runtime", str(error), "note")]
+    return [CheckResult("ONNX Runtime", problem, "warning")] if problem else []
+
+
+def _setting_results(config: ServeConfig, sources: Mapping[str, str]) -> list[CheckResult]:
+    return [CheckResult(name, f"{_format_value(value)}, {sources[name]}") for name, value in config]
+
+
+def _limit_results(config: ServeConfig, models: int) -> list[CheckResult]:
+    results = [_port_result(name, config.host, port) for name, port in config.ports.items()]
+    results += _certificate_results(config)
+    cores = available_cores()
+    memory, requests = available_memory(), most_request_bytes(config, models)
+    messages = f"{_messages_per_slot(models)} x queue_size x max_message_mb"
+    decoding = decode_memory_limit(config)
+    return [
+        *results,
+        CheckResult(
+            "threads",
+            f"{config.threads} for decoding and encoding, on {cores:g} cores",
+            "warning" if config.threads > cores else "ok",
+        ),
+        CheckResult(
+            "memory",
+            f"{_gib(memory)} available; the settings allow request messages of {_gib(requests)} "
+            f"({messages}), which take more once parsed, and {_gib(decoding)} for images in "
+            "decoding (decode_memory_mb)",
+            "warning" if requests + decoding > memory else "ok",
+        ),
+    ]
+
+
+def _port_result(name: str, host: str, port: int) -> CheckResult:
+    try:
+        check_port(host, port)
+    except OSError as error:
+        remedy = "choose an address of this machine and a free port"
+        return CheckResult(
+            name, f"{address_of(host, port)} is not available ({error.strerror}); {remedy}", "fault"
+        )
+    return CheckResult(name, f"{port} is free at {host}" if port else "any free port")
+
+
+def _certificate_results(config: ServeConfig) -> list[CheckResult]:
+    name = "tls_certificate"
+    try:
+        with _warnings():  # `problem` repeats them
+            certificate = server_certificate(config)
+    except ServingError as error:
+        return [CheckResult(name, str(error), "fault")]
+    if certificate is None:
+        return []
+    if certificate.problem:
+        return [CheckResult(name, certificate.problem, "fault")]
+    days = certificate.days_left
+    state: State = "warning" if days < _MIN_CERTIFICATE_DAYS else "ok"
+    return [CheckResult(name, f"valid for another {days:.1f} days", state)]
+
+
+def _bundle_results(model: ModelSource) -> list[CheckResult]:
+    bundle = model.bundle
+    try:
+        manifest = model.manifest()
+    except BundleError as error:
+        return [CheckResult("manifest", str(error), "fault")]
+    provenance = manifest.provenance
+    results = [
+        CheckResult("model", f"{manifest.model_name}, {len(manifest.categories)} classes"),
+        CheckResult(
+            "exported",
+            f"{provenance.exported_at} by {provenance.exported_by} from {provenance.checkpoint}",
+        ),
+    ]
+    for artifact in manifest.artifacts:
+        kind = f"{artifact.kind} in {artifact.precision} for {artifact.bucket}"
+        try:
+            verified_path(bundle, artifact)
+            if artifact.compiled:
+                verified_path(bundle, artifact.compiled)
+        except BundleError as error:
+            results.append(CheckResult(artifact.path, str(error), "fault"))
+        else:
+            results.append(CheckResult(artifact.path, f"{kind}, checksum matches"))
+    return results
+
+
+def _backend_results(
+    bundle: Path, manifest: Manifest, precision: Precision, config: ServeConfig
+) -> list[CheckResult]:
+    """Check each backend. The result is a fault only if `config.backend` cannot be used."""
+    results, chosen = [], None
+    try:
+        chosen = choose_backend(bundle, manifest, precision, config.backend).backend
+    except Exception as error:  # a broken installation can raise anything
+        results.append(CheckResult(f"{config.backend}, as set", _error_text(error), "fault"))
+    reason = f"{chosen} is preferred" if config.backend == "auto" else f"{config.backend} is set"
+    for name in BACKENDS:
+        try:
+            check_backend(bundle, manifest, precision, name)
+        except Exception as error:
+            fault = _error_text(error)
+            used, unused = f"would be used, although {fault}", f"not used: {fault}"
+        else:
+            used, unused = "would be used", f"not used: {reason}"
+        results.append(
+            CheckResult(name, used) if name == chosen else CheckResult(name, unused, "note")
+        )
+    return results
+
+
+def _trial_results(models: Sequence[ModelSource], config: ServeConfig) -> list[CheckResult]:
+    # Port 0 means any free port, because another server may use the configured ports.
+    changes = {"drain_delay_s": 0.0, **dict.fromkeys(config.ports, 0)}
+    begin = time.monotonic()
+    with _warnings() as warnings:
+        try:
+            asyncio.run(_start(models, config.model_copy(update=changes)))
+        except Exception as error:
+            outcome = CheckResult("start", _error_text(error), "fault")
+        else:
+            seconds = time.monotonic() - begin
+            outcome = CheckResult(
+                "start", f"a server started, warmed up and stopped in {seconds:.1f} s"
+            )
+    return [*(CheckResult("log", warning, "warning") for warning in warnings), outcome]
+
+
+async def _start(models: Sequence[ModelSource], config: ServeConfig) -> None:
+    async with detection_server(models, config):
+        pass
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect the warnings and errors that are logged within the context, and do not print them."""
+    warnings: list[str] = []
+
+    class _Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    # Without propagation the handlers of the command line do not print the records as well.
+    log, collector = logging.getLogger(LOGGER), _Collector(logging.WARNING)
+    propagate, log.propagate = log.propagate, False
+    log.addHandler(collector)
+    try:
+        yield warnings
+    finally:
+        log.removeHandler(collector)
+        log.propagate = propagate
+
+
+def _error_text(error: Exception) -> str:
+    """Return the message of an error, preceded by its type if that is not of this package."""
+    own = isinstance(error, (BundleError, ServingError))
+    return str(error) if own else f"{type(error).__name__}: {error}"
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
