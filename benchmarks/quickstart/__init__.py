@@ -59,7 +59,11 @@ class QuickstartError(Exception):
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option(
-    "--images", type=click.IntRange(8), default=3000, show_default=True, help="Training images."
+    "--images",
+    type=click.IntRange(8),
+    default=3000,
+    show_default=True,
+    help="Number of training images.",
 )
 @click.option(
     "--iterations", type=click.IntRange(1), help="Training steps. Default: those of the preset."

@@ -178,7 +178,7 @@ def _has_merged_norms(weights: Weights) -> bool:
 
 
 def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
-    """Return the tensors, adapted to a model's configuration without a change of results."""
+    """Rename the tensors for `config`'s model, and fit variances to its epsilon."""
     tensors = dict(weights.tensors)
     if config.backbone.features == "c4":
         tensors = {

@@ -106,7 +106,7 @@ def is_checkpoint(content: object) -> bool:
 
 
 def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> Weights:
-    """Convert tensors of an origin to our names and layout.
+    """Convert a file's tensors to our names and layout.
 
     Raises:
         WeightsError: the tensors are not of a supported Mask R-CNN or ResNet.
@@ -129,7 +129,7 @@ def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> We
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
-    """Return a file's tensors by name, without wrapping mappings and prefixes of names."""
+    """Return tensors by name, unwrapped from mappings and without `module.` prefixes."""
     for wrapper in _WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]

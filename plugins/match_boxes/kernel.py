@@ -46,8 +46,8 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
 def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
     """Return the grid, block and scalar arguments of `MATCH_BEST`.
 
-    Inputs are the ground-truth boxes, the candidates and the two outputs of highest IoUs of
-    `match_boxes_launch`. Its outputs positive and negative are updated.
+    Inputs are ground-truth boxes and candidates as in `match_boxes_launch`, and its two highest-IoU
+    outputs. Updates its outputs positive and negative.
     """
     grid = (-(-candidates // _THREADS), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))

@@ -62,7 +62,7 @@ class DecodeMemory:
             self._release(size)
 
     def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
-        """Hold memory for an image that a thread processes; see `reserve`. Small: hold nothing."""
+        """Like `reserve`, for an image that a thread processes. A small image reserves nothing."""
         return self.reserve(peer, size) if size > self.small else nullcontext()
 
     async def _acquire(self, peer: str, size: int) -> None:

@@ -48,8 +48,8 @@ def _succeeds(*command: str) -> bool:
 class Docker:
     """Image that a Docker engine has built."""
 
-    def __init__(self, extras: str) -> None:
-        arguments = ("--build-arg", f"EXTRAS={extras}", "--tag", _TAG, ".")
+    def __init__(self, target: str, extras: str) -> None:
+        arguments = ("--target", target, "--build-arg", f"EXTRAS={extras}", "--tag", _TAG, ".")
         _output_of("docker", "build", "--network", "host", *arguments)
 
     @property
@@ -75,7 +75,7 @@ class Docker:
 class Buildah:
     """Image that buildah has built without a container engine, and its mounted file system."""
 
-    def __init__(self, extras: str) -> None:
+    def __init__(self, target: str, extras: str) -> None:
         # OCI images have no health check. The build uses the CA that pip uses on this machine.
         options = ["--isolation", "chroot", "--network", "host", "--format", "docker"]
         if certificate := os.environ.get("PIP_CERT"):
@@ -83,7 +83,7 @@ class Buildah:
                 *("--env", f"PIP_CERT={certificate}"),
                 *("--volume", f"{certificate}:{certificate}:ro"),
             ]
-        arguments = ("--build-arg", f"EXTRAS={extras}", "--target", "serving", "--tag", _TAG, ".")
+        arguments = ("--target", target, "--build-arg", f"EXTRAS={extras}", "--tag", _TAG, ".")
         _output_of("buildah", "bud", *options, *arguments)
         self._container = _output_of("buildah", "from", _TAG).strip()
         self._root = Path(_output_of("buildah", "mount", self._container).strip())
@@ -108,11 +108,16 @@ class Buildah:
 
 
 @contextlib.contextmanager
-def built_image(extras: str) -> Iterator[Docker | Buildah]:
-    """Build the serving image with extras, and remove it afterwards. Skip without an engine."""
+def built_image(target: str, extras: str = "") -> Iterator[Docker | Buildah]:
+    """Build an image of the Dockerfile, and remove it afterwards. Skip without an engine.
+
+    Args:
+        target: `serving` or `training`.
+        extras: Extras of the serving image.
+    """
     image: Docker | Buildah
     if shutil.which("docker") and _succeeds("docker", "info"):
-        image = Docker(extras)
+        image = Docker(target, extras)
     elif not shutil.which("buildah"):
         pytest.skip("no Docker engine runs and there is no buildah; install it with apt-get")
     elif os.geteuid() or not _succeeds("unshare", "--mount", "true"):
@@ -120,7 +125,7 @@ def built_image(extras: str) -> Iterator[Docker | Buildah]:
     elif not (_succeeds("buildah", "inspect", _BASE) or _succeeds("buildah", "pull", _BASE)):
         pytest.skip(f"buildah cannot pull {_BASE}")
     else:
-        image = Buildah(extras)
+        image = Buildah(target, extras)
     try:
         yield image
     finally:

@@ -60,10 +60,18 @@ data.add_command(extract)
 @data.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
 @click.option(
-    "--train", type=click.IntRange(1), default=1000, show_default=True, help="Training images."
+    "--train",
+    type=click.IntRange(1),
+    default=1000,
+    show_default=True,
+    help="Number of training images.",
 )
 @click.option(
-    "--val", type=click.IntRange(1), default=200, show_default=True, help="Validation images."
+    "--val",
+    type=click.IntRange(1),
+    default=200,
+    show_default=True,
+    help="Number of validation images.",
 )
 @click.option(
     "--size",

@@ -17,9 +17,10 @@ from maskrcnn_trt.serving.detections import DetectionOptions
 pytestmark = [pytest.mark.image, pytest.mark.slow, pytest.mark.timeout(680)]
 
 
-@pytest.fixture(scope="module")
-def image() -> Iterator[Docker | Buildah]:
-    with built_image("cpu,http") as image:
+@pytest.fixture(scope="module", params=["cpu,http", "gpu,http"])
+def image(request: pytest.FixtureRequest) -> Iterator[Docker | Buildah]:
+    """Serving image. Without a GPU, ONNX Runtime's GPU package uses the CPU."""
+    with built_image("serving", request.param) as image:
         yield image
 
 
@@ -91,3 +92,26 @@ def test_image_lists_its_packages(run: Callable[..., subprocess.CompletedProcess
     assert {component["name"] for component in bill["components"]} == set(installed)
     assert {"maskrcnn-trt", "uvicorn"} <= set(installed)
     assert not {"pip", "torch"} & set(installed)
+
+
+_TRAINING = """
+set -e
+cd /tmp
+maskrcnn data synthetic data --train 4 --val 1 --size 192x128
+for split in train val; do
+    set -- "$@" data.$split.images=data/$split data.$split.annotations=data/annotations/$split.json
+done
+maskrcnn train quick output_dir=run solver.max_iterations=1 'solver.steps=[]' "$@"
+maskrcnn export run/model_final.pth -o bundle --precision fp32
+maskrcnn predict bundle data/val -o detections
+cat detections/detections.json
+"""
+
+
+def test_training_image_trains_exports_and_predicts(bundle: Path) -> None:
+    with built_image("training") as image:
+        assert image.configuration["User"] == "maskrcnn"
+        command = image.command(bundle, ["sh", "-c", _TRAINING])
+        run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert isinstance(json.loads(run.stdout[run.stdout.rindex("\n[") :]), list)
