@@ -1,8 +1,6 @@
 """Export of a checkpoint to a bundle: ONNX files, torch programs, engines and manifest."""
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +11,6 @@ import torch
 
 from .. import __version__
 from ..model.bundle.manifest import (
-    MANIFEST_NAME,
     Artifact,
     BundleError,
     InputDtype,
@@ -21,7 +18,6 @@ from ..model.bundle.manifest import (
     Precision,
     Preprocessing,
     Provenance,
-    read_manifest,
     sha256_of,
     write_manifest,
 )
@@ -37,6 +33,7 @@ from .engines.options import ENGINE_SUFFIXES
 from .onnx.export import onnx_from_model
 from .onnx.precision import fold_batch_norms, halve
 from .onnx.quantization import quantized_model
+from .output_folder import atomic_folder, check_output_folder, with_older_artifacts
 from .torch_program.fused_modules import optimize_for_gpu
 from .torch_program.program import Compilation, compile_programs, program_from_model, write_program
 
@@ -65,15 +62,16 @@ def bundle_from_checkpoint(
     calibration: Sequence[Path] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
-    """Export a checkpoint to a bundle folder, which replaces an older bundle atomically.
+    """Export a checkpoint to a bundle folder, or add it to an older bundle of the same checkpoint.
 
+    The folder is replaced atomically. A bundle of another checkpoint is replaced as a whole.
     The bundle has one ONNX file per numeric type and input size, and one engine per precision and
     input size for each builder. bf16 is exported as torch programs only; int8, as ONNX files and
     engines only.
 
     Args:
         reference: checkpoint or weights of another implementation; see `local_path`.
-        bundle: folder to create or replace.
+        bundle: folder of a new or an older bundle.
         precisions: precisions to export. `fp32` and `tf32` share an ONNX file.
         buckets: input sizes, multiples of 32. Empty: those of the training.
         input_dtype: type of the `images` input. Its values are 0..255 in both types. None: float32
@@ -97,7 +95,7 @@ def bundle_from_checkpoint(
         ImageError: an image of the calibration cannot be read.
         OSError: the bundle cannot be written.
     """
-    _check_output_folder(bundle)
+    check_output_folder(bundle)
     if "bf16" in precisions and not with_programs:
         raise BundleError("bf16 is available for torch programs only; add --engine torch")
     if "int8" in precisions and not calibration:
@@ -110,7 +108,7 @@ def bundle_from_checkpoint(
     dtype = _checked_dtype(input_dtype, checkpoint.preprocessing)
     sizes = buckets or checkpoint.buckets
     settings = _ExportSettings(precisions, sizes, dtype, calibration, report)
-    with _atomic_folder(bundle) as partial:
+    with atomic_folder(bundle) as partial:
         graphs = _export_graphs(checkpoint, partial, settings)
         engines = []
         if builders:
@@ -120,57 +118,9 @@ def bundle_from_checkpoint(
             ]
         programs = _export_programs(checkpoint, partial, settings) if with_programs else []
         manifest = _manifest_from(checkpoint, local_path(reference), [*graphs, *programs, *engines])
+        manifest = with_older_artifacts(manifest, partial, bundle, report)
         write_manifest(partial, manifest)
     return manifest
-
-
-@contextmanager
-def _atomic_folder(path: Path) -> Iterator[Path]:
-    """Create a temporary folder that replaces `path` when the block ends without an exception.
-
-    Raises:
-        OSError: the folder cannot be created or written.
-    """
-    path = path.resolve()  # to replace the target of a link, not the link
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
-        partial = Path(scratch, "new")
-        partial.mkdir()
-        try:
-            yield partial
-        except OSError as error:
-            # The error of a full disk has no file name.
-            error.filename = error.filename or str(path.parent)
-            raise
-        if path.exists():
-            path.replace(Path(scratch, "older"))
-        partial.replace(path)
-
-
-def _check_output_folder(bundle: Path) -> None:
-    """Check that the folder is absent, empty, or a bundle that can be replaced.
-
-    Raises:
-        BundleError: the folder has other files, or is a mount point.
-    """
-    other_files = {path.name for path in bundle.iterdir()} if bundle.exists() else set()
-    try:
-        other_files -= {
-            MANIFEST_NAME,
-            *(n for a in read_manifest(bundle).artifacts for n in a.paths),
-        }
-    except BundleError:
-        if MANIFEST_NAME in other_files:  # a damaged bundle, which the new one replaces
-            other_files.clear()
-    if other_files:
-        raise BundleError(
-            f"{bundle} exists and holds {min(other_files)}, which is not part of a bundle; choose "
-            "another folder"
-        )
-    if bundle.resolve().is_mount():
-        raise BundleError(
-            f"{bundle} is a mount point and cannot be replaced; choose a folder inside it"
-        )
 
 
 class _ExportSettings(NamedTuple):

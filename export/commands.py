@@ -91,7 +91,8 @@ class VariadicCommand(click.Command):
 @click.argument("checkpoint")
 @click.option(
     "-o", "--output", "bundle", required=True, type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the bundle. An older bundle there is replaced.",
+    help="Folder of the bundle. If it holds a bundle of the same checkpoint, precisions, sizes and "
+    "engines are added to that; a bundle of another checkpoint is replaced.",
 )  # fmt: skip
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),

@@ -16,7 +16,10 @@ from ..common.timing import seconds_option
 from .runners import InferBaseline
 
 if TYPE_CHECKING:
-    from .measure import InferSettings
+    from .measure import InferFailure, InferSettings
+
+# Exit code if some engines failed and others were measured. 1: all failed. 2: usage error.
+_SOME_FAILED = 3
 
 
 @click.command(context_settings={"show_default": True})
@@ -56,7 +59,7 @@ def infer(
     which torch runs. A name of `maskrcnn weights list` is exported once into the cache folder, and
     measured as a bundle; with --peer torchvision, its weights are measured too. All models get the
     same input; its size is the first size of the first model unless --shape is given. Failed
-    engines are reported, and the others are still measured.
+    engines are reported, the others are still measured, and the exit code is 3.
     """
     from .measure import InferSettings
 
@@ -67,7 +70,11 @@ def infer(
         raise click.UsageError("--peer onnxruntime needs a bundle among MODELS")
     images = read_images(sources)
     settings = InferSettings(peers=peers, images=images, with_stages=output is not None, **values)
-    publish(_measure(models, settings), json_path, output)
+    record, failures = _measure(models, settings)
+    publish(record, json_path, output)
+    if failures:
+        click.echo(f"{len(failures)} engines failed, see above", err=True)
+        click.get_current_context().exit(_SOME_FAILED)
 
 
 def _models_from(
@@ -103,7 +110,9 @@ def _models_from(
     return models
 
 
-def _measure(models: Sequence[Path], settings: "InferSettings") -> Record:
+def _measure(
+    models: Sequence[Path], settings: "InferSettings"
+) -> "tuple[Record, Sequence[InferFailure]]":
     """Measure all models, and print each measurement to stderr when it is complete."""
     from ...serving.host import gpu_names
     from .gpu_time import StageTimes
@@ -122,4 +131,4 @@ def _measure(models: Sequence[Path], settings: "InferSettings") -> Record:
     stages = [one for one in measurements if isinstance(one, StageTimes)]
     if not results:
         raise click.ClickException(failures[0].reason)
-    return infer_record(results, failures, rooflines, stages)
+    return infer_record(results, failures, rooflines, stages), failures

@@ -1,12 +1,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from shared_exports import made_once
 from torch import Tensor
 from torch.nn import functional as F
 
+from maskrcnn_trt.model.bundle.manifest import read_manifest
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 
 SIZES = ((96, 160), (70, 160), (96, 33), (50, 50)) * 2
@@ -34,3 +36,10 @@ def strict_checkpoint(
     roi = config.roi.model_copy(update=threshold)
     strict = replace(tiny, model_config=config.model_copy(update={"roi": roi}))
     return made_once(shared_folder / "strict.pth", lambda path: save_checkpoint(path, strict))
+
+
+@pytest.fixture
+def quick_graphs(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the exporter by one that returns a finished graph."""
+    proto = onnx.load(bundle / read_manifest(bundle).artifacts[0].path)
+    monkeypatch.setattr("maskrcnn_trt.export.bundle.onnx_from_model", lambda *_: proto)

@@ -93,7 +93,7 @@ def test_failures_are_rows_and_other_engines_are_measured(
     options = ("--precision", "bf16", "--precision", "fp32", "--batch", 1, "--batch", 2)
     backend = ("--backend", "onnxruntime", "--peer", "onnxruntime")
     result = run(single_image_bundle, *options, *backend, "--output", tmp_path)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 3, result.output
     (record,) = tmp_path.glob("infer-*.json")
     content = json.loads(record.read_text())
     assert {(r["precision"], r["batch"]) for r in content["results"]} == {("fp32", 1)}

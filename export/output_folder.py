@@ -1,0 +1,124 @@
+"""Output folder of an export: checks, atomic replacement, and artifacts of an older bundle."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..model.bundle.manifest import (
+    MANIFEST_NAME,
+    SAMPLES_FOLDER,
+    Artifact,
+    BundleError,
+    Manifest,
+    read_manifest,
+)
+
+
+def check_output_folder(bundle: Path) -> None:
+    """Check that the folder is absent, empty, or a bundle.
+
+    Raises:
+        BundleError: the folder has other files, or is a mount point.
+    """
+    other_files = {path.name for path in bundle.iterdir()} if bundle.exists() else set()
+    try:
+        other_files -= {
+            MANIFEST_NAME,
+            SAMPLES_FOLDER,
+            *(n for a in read_manifest(bundle).artifacts for n in a.paths),
+        }
+    except BundleError:
+        if MANIFEST_NAME in other_files:  # a damaged bundle, which the new one replaces
+            other_files.clear()
+    if other_files:
+        raise BundleError(
+            f"{bundle} exists and holds {min(other_files)}, which is not part of a bundle; choose "
+            "another folder"
+        )
+    if bundle.resolve().is_mount():
+        raise BundleError(
+            f"{bundle} is a mount point and cannot be replaced; choose a folder inside it"
+        )
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Create a temporary folder that replaces `path` when the block ends without an exception.
+
+    Raises:
+        OSError: the folder cannot be created or written.
+    """
+    path = path.resolve()  # to replace the target of a link, not the link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        partial = Path(scratch, "new")
+        partial.mkdir()
+        try:
+            yield partial
+        except OSError as error:
+            # The error of a full disk has no file name.
+            error.filename = error.filename or str(path.parent)
+            raise
+        if path.exists():
+            path.replace(Path(scratch, "older"))
+        partial.replace(path)
+
+
+def with_older_artifacts(
+    manifest: Manifest, folder: Path, bundle: Path, report: Callable[[str], None]
+) -> Manifest:
+    """Return a manifest with the artifacts of an older bundle of the same model added to it.
+
+    Artifacts that were exported again are not added. If the older bundle is damaged, or is that of
+    another checkpoint or version, none are. Sample images are kept in any case.
+
+    Args:
+        manifest: Manifest of the new bundle.
+        folder: Folder of the new bundle. The files of the older one are linked into it.
+        bundle: Folder of the older bundle. It may be absent.
+        report: Called with one sentence if the older bundle is not kept.
+    """
+    if (bundle / SAMPLES_FOLDER).is_dir():
+        shutil.copytree(bundle / SAMPLES_FOLDER, folder / SAMPLES_FOLDER, copy_function=_link)
+    try:
+        older = read_manifest(bundle)
+    except BundleError:
+        return manifest
+    if _model_of(older) != _model_of(manifest):
+        report(f"replacing the bundle of another checkpoint, or version, in {bundle}")
+        return manifest
+    exported = {_key(artifact) for artifact in manifest.artifacts}
+    hashes = {artifact.path: artifact.sha256 for artifact in manifest.artifacts}
+    kept = []
+    for artifact in older.artifacts:
+        if _key(artifact) in exported or not all((bundle / p).is_file() for p in artifact.paths):
+            continue
+        for name in artifact.paths:
+            if not (folder / name).exists():
+                _link(bundle / name, folder / name)
+        # fp32 and tf32 share a file, which may have been exported again for one of them.
+        sha256 = hashes.get(artifact.path, artifact.sha256)
+        kept.append(artifact.model_copy(update={"sha256": sha256}))
+    return manifest.model_copy(update={"artifacts": (*kept, *manifest.artifacts)})
+
+
+def _model_of(manifest: Manifest) -> dict[str, Any]:
+    """Return the entries that bundles of one checkpoint and version have in common."""
+    own: Any = {"artifacts": True, "provenance": {"checkpoint", "exported_at"}}
+    return manifest.model_dump(exclude=own)
+
+
+def _key(artifact: Artifact) -> tuple[str, ...]:
+    return artifact.kind, artifact.precision, str(artifact.bucket)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """Create a hard link to a file, or a copy on file systems without hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

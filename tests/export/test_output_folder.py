@@ -1,0 +1,70 @@
+"""Exports into the folder of an older bundle."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from maskrcnn_trt.export.bundle import bundle_from_checkpoint
+from maskrcnn_trt.model.bundle.manifest import Manifest, Precision, read_manifest, verified_path
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
+from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
+
+pytestmark = pytest.mark.usefixtures("quick_graphs")
+WIDE, HIGH = ShapeBucket(96, 160), ShapeBucket(160, 96)
+
+
+@pytest.fixture
+def older(bundle: Path, tmp_path: Path) -> Path:
+    """Bundle of the tiny checkpoint in fp32 for both sizes, with a sample image."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    (folder / "samples").mkdir()
+    (folder / "samples" / "street.png").write_bytes(b"image")
+    return folder
+
+
+def contents(folder: Path, manifest: Manifest) -> list[tuple[Precision, ShapeBucket]]:
+    """Return precision and size of each artifact, whose files have the hashes of the manifest."""
+    assert read_manifest(folder) == manifest
+    assert all(verified_path(folder, artifact).is_file() for artifact in manifest.artifacts)
+    return [(artifact.precision, artifact.bucket) for artifact in manifest.artifacts]
+
+
+def test_artifacts_of_the_same_checkpoint_are_added(tiny_checkpoint: Path, older: Path) -> None:
+    manifest = bundle_from_checkpoint(tiny_checkpoint, older, precisions=("fp16",), buckets=(WIDE,))
+    assert contents(older, manifest) == [("fp32", WIDE), ("fp32", HIGH), ("fp16", WIDE)]
+    assert (older / "samples" / "street.png").read_bytes() == b"image"
+    assert {path.name for path in older.parent.iterdir()} == {"bundle"}
+
+
+def test_artifacts_are_replaced_by_those_of_the_same_kind(
+    tiny_checkpoint: Path, older: Path
+) -> None:
+    before = read_manifest(older)
+    manifest = bundle_from_checkpoint(tiny_checkpoint, older, precisions=("fp32",), buckets=(HIGH,))
+    assert contents(older, manifest) == [("fp32", WIDE), ("fp32", HIGH)]
+    assert manifest.artifacts[1].sha256 != before.artifacts[1].sha256
+
+
+def test_precisions_share_a_file_that_was_exported_again(
+    tiny_checkpoint: Path, older: Path
+) -> None:
+    manifest = bundle_from_checkpoint(tiny_checkpoint, older, precisions=("tf32",), buckets=(HIGH,))
+    assert contents(older, manifest) == [("fp32", WIDE), ("fp32", HIGH), ("tf32", HIGH)]
+    assert len({artifact.path for artifact in manifest.artifacts}) == 2
+
+
+def test_bundles_of_other_checkpoints_are_replaced(
+    tiny_checkpoint: Path, older: Path, tmp_path: Path
+) -> None:
+    other = replace(load_checkpoint(tiny_checkpoint), iteration=7)
+    save_checkpoint(tmp_path / "other.pth", other)
+    reports: list[str] = []
+    manifest = bundle_from_checkpoint(
+        tmp_path / "other.pth", older, precisions=("tf32",), report=reports.append
+    )
+    assert contents(older, manifest) == [("tf32", WIDE), ("tf32", HIGH)]
+    assert any("replacing" in sentence and str(older) in sentence for sentence in reports)
+    assert (older / "samples" / "street.png").read_bytes() == b"image"
