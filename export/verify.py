@@ -15,6 +15,7 @@ from ..model.bundle.compiled_program import load_artifact
 from ..model.bundle.manifest import Artifact, Manifest, Precision, verified_path
 from ..model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from ..model.checkpoint import Checkpoint
+from ..model.image_files import read_image_file
 from ..model.images import decode_image
 from ..model.mask_rcnn import BatchDetections, MaskRCNN
 from ..model.resizing import Pixels, pad_to_bucket, resize_image, resized_size, smallest_bucket
@@ -243,7 +244,7 @@ def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket,
     inputs: dict[ShapeBucket, list[_Input]] = {bucket: [] for bucket in buckets}
     preprocessing = manifest.preprocessing
     for path in paths:
-        image = decode_image(path.read_bytes())
+        image = decode_image(read_image_file(path))
         (height, width, _), rule = image.shape, preprocessing.resize
         size = resized_size(height, width, preprocessing.min_size, preprocessing.max_size, rule)
         bucket = smallest_bucket(*size, buckets)

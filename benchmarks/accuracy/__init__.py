@@ -78,8 +78,8 @@ def evaluate(
     `maskrcnn eval BUNDLE DATA` evaluates a bundle as it is served. DATA is a data set folder in the
     layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for `maskrcnn train finetune`; its split
     `val`, or its only split, is used. Use --images and --annotations for any other files. DATA can
-    also be CONFIG [KEY=VALUE]...; only its data.val, data.on_broken and section `evaluation` are
-    used.
+    also be CONFIG [KEY=VALUE]...; only its data.val, data.on_broken, data.exif_orientation and
+    section `evaluation` are used.
 
     If a data set folder, --images, --annotations, --backend, --precision or -o is given, a
     checkpoint or a name is evaluated as a bundle, too. It is exported once, into the cache folder.
@@ -194,10 +194,10 @@ def _validation_set_of_config(
     if source not in presets() and not Path(source).is_file():
         raise ConfigError(f"{source} is neither a folder nor a configuration file nor a preset")
     for key in (override.partition("=")[0] for override in overrides):
-        if not re.match(r"(data\.val|data\.on_broken|evaluation)\b", key):
+        if not re.match(r"(data\.val|data\.on_broken|data\.exif_orientation|evaluation)\b", key):
             raise ConfigError(
                 f"{key} does not apply to a bundle: its model and input sizes were fixed at "
-                "export; set keys of data.val, data.on_broken or evaluation"
+                "export; set keys of data.val, data.on_broken, data.exif_orientation or evaluation"
             )
     config = validated_config(source, (*overrides, *_overrides_from(given)))
     if config.data.val is None:
@@ -205,7 +205,9 @@ def _validation_set_of_config(
             f"{source} has no validation set; set data.val.images and data.val.annotations"
         )
     split = LayoutSplit(config.data.val.images, config.data.val.annotations)
-    return ValidationSet(split, config.evaluation, config.data.on_broken)
+    return ValidationSet(
+        split, config.evaluation, config.data.on_broken, config.data.exif_orientation
+    )
 
 
 def _overrides_from(given: Mapping[str, Any]) -> list[str]:

@@ -11,9 +11,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ...model.bundle.manifest import Manifest, Precision, read_manifest
+from ...model.bundle.manifest import Precision, read_manifest
 from ...model.images import ImageError
-from ...serving.backends.base import Backend
 from ...serving.backends.loading import load_backend, served_precision
 from ...serving.config import BackendName
 from ...serving.detections import Detections
@@ -40,6 +39,8 @@ class ValidationSet(NamedTuple):
     settings: EvaluationConfig = EvaluationConfig()
     # Unreadable images and annotations: skip and log them, or raise an error.
     on_broken: Literal["skip", "refuse"] = "skip"
+    # Rule for EXIF orientations that the annotated size does not show; see `data.exif_orientation`.
+    exif_orientation: Literal["apply", "ignore"] = "apply"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def evaluate_bundle(
 ) -> BundleEvaluation:
     """Evaluate a bundle as it is served.
 
-    The EXIF orientation of an image is ignored if only its stored pixels have the annotated size.
+    Images have the orientation in which they were annotated, as in training.
 
     Args:
         bundle: Folder of the bundle.
@@ -105,7 +106,9 @@ def evaluate_bundle(
         with closing(engine):
             engine.warm_up(max_batch)
             start = time.perf_counter()
-            with closing(_detect(dataset.records, engine, manifest, max_batch)) as outcomes:
+            detect = partial(detect_many, backend=engine, manifest=manifest, max_batch=max_batch)
+            upright_first = data.exif_orientation == "apply"
+            with closing(_detect(dataset.records, detect, upright_first)) as outcomes:
                 shown = with_progress(outcomes, len(dataset), progress, "detecting")
                 left_out = _add_detections(shown, evaluator, data.on_broken)
             seconds = time.perf_counter() - start
@@ -126,19 +129,20 @@ def evaluate_bundle(
 
 
 def _detect(
-    records: Sequence[ImageRecord], engine: Backend, manifest: Manifest, max_batch: int
+    records: Sequence[ImageRecord], detect: Callable[..., Iterator[Outcome]], upright_first: bool
 ) -> Generator[tuple[ImageRecord, Outcome], None, None]:
-    """Yield each image's record, and its detections in the annotated orientation or an error."""
-    detect = partial(detect_many, backend=engine, manifest=manifest, max_batch=max_batch)
-    as_stored = []
-    for record, outcome in _pairs(records, partial(detect, apply_orientation=True)):
+    """Yield each image's record, and its detections in the annotated orientation or an error.
+
+    `upright_first`: whether to try the EXIF orientation before the stored pixels.
+    """
+    others = []
+    for record, outcome in _pairs(records, partial(detect, apply_orientation=upright_first)):
         if isinstance(outcome, Detections) and not _has_annotated_size(outcome, record):
-            as_stored.append(record)
+            others.append(record)
         else:
             yield record, outcome
-    # Some annotation tools ignore the EXIF orientation: the annotated size is that of the stored
-    # pixels.
-    for record, outcome in _pairs(as_stored, partial(detect, apply_orientation=False)):
+    # Only some annotation tools apply the EXIF orientation, as the annotated size shows.
+    for record, outcome in _pairs(others, partial(detect, apply_orientation=not upright_first)):
         if isinstance(outcome, Detections) and not _has_annotated_size(outcome, record):
             outcome = ImageError(
                 f"the image is {outcome.height}x{outcome.width} pixels, but annotated as "

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...model.bundle.spec import ShapeBucket
+from ...model.image_files import read_image_file
 from ...model.images import decode_image
 from ...model.resizing import resize_image
 
@@ -48,7 +49,7 @@ def read_images(sources: Sequence[Path]) -> list[bytes]:
     """
     from ...serving.results.reports import image_files
 
-    return [path.read_bytes() for path in image_files(sources)] if sources else []
+    return [read_image_file(path) for path in image_files(sources)] if sources else []
 
 
 def describe_images(images: Sequence[bytes], sources: Sequence[Path], default: str) -> str:

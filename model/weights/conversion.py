@@ -217,7 +217,7 @@ def read_categories(path: Path, num_classes: int) -> tuple[Category, ...]:
         )
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}; give a COCO annotation file") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise WeightsError(
             f"{path} has no `categories` with id and name; give a COCO annotation file"
         ) from None

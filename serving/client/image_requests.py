@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ...model.image_files import read_image_file
+from ...model.images import ImageError
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import DetectionOptions, Detections, MaskFormat
 from ..errors import AccessError, ClientError, ClosedError, DeadlineError, RefusedError
@@ -37,11 +39,12 @@ def request_from_image(
     scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     request_id: str = "",
 ) -> pb.DetectRequest:
-    """Return the request message for an image. Pixel arrays are encoded as PNG.
+    """Return the request message for an image. Pixel arrays, BMP and TIFF files become PNG.
 
     Raises:
         TypeError: `image` is not an `ImageSource`.
-        RefusedError: The array is empty or not of shape [H, W, 3]; status INVALID_ARGUMENT.
+        RefusedError: The array is empty or not of shape [H, W, 3], or a BMP or TIFF file is
+            damaged; status INVALID_ARGUMENT.
         OSError: The file cannot be read.
     """
     return request_from_options(_encoded_image(image), options, scheduling, request_id)
@@ -51,7 +54,10 @@ def _encoded_image(image: ImageSource) -> bytes:
     if isinstance(image, bytes):
         return image
     if isinstance(image, Path):
-        return image.read_bytes()
+        try:
+            return read_image_file(image)
+        except ImageError as error:
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, f"{image}: {error}") from None
     _check_pixels(image)
     file = BytesIO()
     # Lowest compression level, because higher ones would slow down the client.

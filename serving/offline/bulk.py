@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ...model.bundle.manifest import Manifest
 from ...model.bundle.spec import MAX_PIXELS, ShapeBucket
+from ...model.image_files import read_image_file
 from ...model.images import ImageError
 from ..backends.base import Backend, DeviceBackend
 from ..detections import DEFAULT_OPTIONS, DetectionOptions
@@ -79,7 +80,7 @@ def _read_source(source: bytes | Path) -> bytes:
     if isinstance(source, bytes):
         return source
     try:
-        return source.read_bytes()
+        return read_image_file(source)
     except OSError as error:
         raise image_error_from_os_error(error) from None
 

@@ -16,7 +16,8 @@ import ray.data
 import ray.exceptions
 
 from ...model.bundle.manifest import Precision, read_manifest
-from ...model.images import IMAGE_SUFFIXES, ImageError
+from ...model.image_files import IMAGE_FILE_SUFFIXES, png_from_other_formats
+from ...model.images import ImageError
 from ..config import BackendName
 from ..detections import DetectionOptions, Detections
 from ..errors import ServingError, image_error_from_os_error
@@ -140,7 +141,7 @@ def stored_images(sources: Sequence[str]) -> StoredImages:
         paths |= dict.fromkeys((store, image) for image in _image_paths(files, path))
         searched.append(path)
     if not paths:
-        suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
+        suffixes = ", ".join(sorted(IMAGE_FILE_SUFFIXES))
         raise ServingError(f"no image found in {', '.join(searched)} ({suffixes})")
     return StoredImages(tuple(stores), tuple(paths))
 
@@ -161,7 +162,7 @@ def _image_paths(files: pyarrow.fs.FileSystem, path: str) -> list[str]:
         return sorted(
             info.path
             for info in files.get_file_info(pyarrow.fs.FileSelector(path, recursive=True))
-            if info.is_file and PurePosixPath(info.path).suffix.lower() in IMAGE_SUFFIXES
+            if info.is_file and PurePosixPath(info.path).suffix.lower() in IMAGE_FILE_SUFFIXES
         )
     except UnicodeDecodeError as error:
         name = error.object.decode(errors="backslashreplace")
@@ -172,7 +173,7 @@ def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
     """Return the content of an image file.
 
     Raises:
-        ImageError: The file cannot be read.
+        ImageError: The file cannot be read, or is a damaged BMP or TIFF.
     """
     try:
         # Without `compression=None` Arrow would decompress files named *.gz.
@@ -180,7 +181,7 @@ def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
             data: bytes = stream.read()
     except OSError as error:
         raise image_error_from_os_error(error) from None
-    return data
+    return png_from_other_formats(data)
 
 
 class _RayDetector:

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import track
 
 from ...model.atomic_files import atomic_write
-from ...model.images import IMAGE_SUFFIXES, ImageError
+from ...model.image_files import IMAGE_FILE_SUFFIXES, read_image_file
+from ...model.images import ImageError
 from ..config import ReportFormat
 from ..detections import Detections
 from ..errors import ClientError, image_error_from_os_error
@@ -28,10 +29,14 @@ RESULTS_NAME = "detections.json"
 
 # Maximum number of failures in the final message. Each failure is also printed when it occurs.
 _FAILURES_SHOWN = 3
+# Lower-case suffixes of image files that cannot be read.
+_OTHER_SUFFIXES = frozenset({".avif", ".gif", ".heic", ".heif", ".jp2", ".jxl"})
 
 
 def image_files(sources: Sequence[Path]) -> list[Path]:
     """Return the given files, whatever their suffix, and the image files of the given folders.
+
+    Images of folders in formats that cannot be read are named on standard error.
 
     Raises:
         click.UsageError: There are no images, or two would have the same image ID in the results.
@@ -40,7 +45,9 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
     for source in sources:
         paths = [source]
         if source.is_dir():
-            paths = sorted(p for p in source.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+            entries = sorted(source.iterdir())
+            paths = [p for p in entries if p.suffix.lower() in IMAGE_FILE_SUFFIXES]
+            _report_skipped([p.name for p in entries if p.suffix.lower() in _OTHER_SUFFIXES])
         for path in paths:
             image_id = image_id_from_path(path)
             other = files.setdefault(image_id, path)
@@ -50,10 +57,17 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
                     "to separate runs with different --output folders"
                 )
     if not files:
-        raise click.UsageError(
-            f"{', '.join(map(str, sources))}: no image found ({', '.join(sorted(IMAGE_SUFFIXES))})"
-        )
+        suffixes = ", ".join(sorted(IMAGE_FILE_SUFFIXES))
+        raise click.UsageError(f"{', '.join(map(str, sources))}: no image found ({suffixes})")
     return list(files.values())
+
+
+def _report_skipped(names: Sequence[str]) -> None:
+    """Print the first names of skipped images, and their number."""
+    if names:
+        shown = ", ".join(names[:_FAILURES_SHOWN])
+        more = ", ..." if len(names) > _FAILURES_SHOWN else ""
+        click.echo(f"skipping {len(names)} images in other formats ({shown}{more})", err=True)
 
 
 def check_folder(folder: Path, files: Sequence[Path], formats: Collection[ReportFormat]) -> None:
@@ -144,7 +158,7 @@ class _Report:
         if "pictures" in self._formats:
             try:
                 # If the file was replaced, it must not have more pixels than before.
-                annotated = annotated_png(path.read_bytes(), outcome)
+                annotated = annotated_png(read_image_file(path), outcome)
             except (OSError, ImageError) as error:  # the input file was replaced or deleted
                 return f"the annotated image was not drawn: {_failure_message(error)}"
             _write(self._folder / f"{path.stem}.png", annotated)

@@ -8,8 +8,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from ...model.images import ImageError
 
-# Formats that `decode_image` reads.
-_FORMATS = ("JPEG", "PNG", "WEBP")
+# Formats that `decode_image` reads, and those of which `read_image_file` makes PNG.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
 # EXIF orientations from this one on swap width and height.
 _FIRST_SWAPPED = 5
 
@@ -37,11 +37,12 @@ def read_header_size(path: Path) -> HeaderSize:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(path, formats=_FORMATS) as image:
                 width, height = image.size
-                # Pillow would decode a whole PNG to find metadata after its pixels.
-                has_exif = image.format != "PNG" or "exif" in image.info
+                # Pillow would decode a whole PNG to find metadata after its pixels. It opens TIFF
+                # files upright.
+                has_exif = image.format not in ("PNG", "TIFF") or "exif" in image.info
                 orientation = image.getexif().get(ExifTags.Base.Orientation) if has_exif else 1
     except UnidentifiedImageError:
-        raise ImageError("not a JPEG, PNG or WebP image") from None
+        raise ImageError("not a JPEG, PNG, WebP, BMP or TIFF image") from None
     except OSError as error:
         raise ImageError(error.strerror or str(error)) from None
     except Exception as error:  # on damaged files, codecs raise exceptions of any type

@@ -4,7 +4,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -23,7 +23,9 @@ from maskrcnn_trt.training.evaluation.config import load_evaluation_config
 from maskrcnn_trt.training.run import evaluate_checkpoint
 
 
-def _measure_checkpoint(checkpoint: Path, data: LayoutSplit, output: Path) -> dict[str, float]:
+def _measure_checkpoint(
+    checkpoint: Path, data: LayoutSplit, output: Path, *overrides: str
+) -> dict[str, float]:
     """Evaluate the eager model; the result files are in `output/inference`."""
     loaded = load_checkpoint(checkpoint)
     config = output / "config.yaml"
@@ -42,7 +44,7 @@ def _measure_checkpoint(checkpoint: Path, data: LayoutSplit, output: Path) -> di
     output.mkdir(exist_ok=True)
     config.write_text(json.dumps(values))
     own = Worker(0, 1, torch.device("cpu"))
-    return evaluate_checkpoint(loaded, load_evaluation_config(str(config), (), loaded), own)
+    return evaluate_checkpoint(loaded, load_evaluation_config(str(config), overrides, loaded), own)
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +174,15 @@ def test_other_annotations(bundle: Path, data: LayoutSplit, tmp_path: Path) -> N
         evaluate_bundle(bundle, ValidationSet(changed))
 
 
+@pytest.mark.parametrize("rule", ["apply", "ignore"])
 def test_images_have_the_annotated_orientation(
-    tiny_checkpoint: Path, bundle: Path, data: LayoutSplit, tmp_path: Path
+    tiny_checkpoint: Path,
+    bundle: Path,
+    data: LayoutSplit,
+    tmp_path: Path,
+    rule: Literal["apply", "ignore"],
 ) -> None:
-    """The EXIF orientation was applied when the first was annotated, and ignored for the second."""
+    """The size of the first shows how it was annotated; the rule decides for the second."""
     rotated = _copied(data, tmp_path)
     for name, stored, tag in (("1.jpg", Image.Transpose.ROTATE_90, 6), ("2.jpg", None, 3)):
         with Image.open(rotated.images / name) as image:
@@ -183,7 +190,8 @@ def test_images_have_the_annotated_orientation(
             exif = Image.Exif()
             exif[ExifTags.Base.Orientation] = tag
             pixels.save(rotated.images / name, exif=exif)
-    ours = evaluate_bundle(bundle, ValidationSet(rotated))
+    ours = evaluate_bundle(bundle, ValidationSet(rotated, exif_orientation=rule))
     assert ours.left_out == 0
-    expected = _measure_checkpoint(tiny_checkpoint, rotated, tmp_path / "theirs")
+    key = f"data.exif_orientation={rule}"
+    expected = _measure_checkpoint(tiny_checkpoint, rotated, tmp_path / "theirs", key)
     assert ours.metrics == pytest.approx(expected, abs=1e-6)

@@ -62,8 +62,13 @@ def test_sources_of_an_image_are_equal(
     path.write_bytes(data)
     pixels = np.array(Image.open(BytesIO(data)))
     expected = client.detect(data)
-    assert_equal(client.detect(path), expected)
-    assert_equal(client.detect(pixels), expected)
+    scan = tmp_path / "picture.tif"
+    Image.fromarray(pixels).save(scan)
+    for source in (path, scan, pixels):
+        assert_equal(client.detect(source), expected)
+    scan.write_bytes(scan.read_bytes()[:100])
+    with pytest.raises(RefusedError, match="damaged"):
+        client.detect(scan)
 
 
 def test_options_choose_detections_and_masks(client: DetectorClient, picture: Encode) -> None:

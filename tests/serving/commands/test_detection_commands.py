@@ -35,6 +35,8 @@ def pixels_of(path: Path) -> NDArray[np.uint8]:
 def test_client_and_predict_write_equal_files(
     bundle: Path, address: str, folder: Path, tmp_path: Path
 ) -> None:
+    Image.fromarray(pixels_of(folder / "012.jpg")).save(folder / "scan.tiff")
+    (folder / "film.gif").write_bytes(b"GIF89a")
     outputs = tmp_path / "client", tmp_path / "predict"
     words = (folder, "--score-threshold", 0.2)
     for result in (
@@ -42,13 +44,15 @@ def test_client_and_predict_write_equal_files(
         invoke(predict, bundle, *words, "-o", outputs[1]),
     ):
         assert result.exit_code == 0, result.output
-        assert "detections in 2 images" in result.stdout
+        assert "detections in 3 images" in result.stdout
+        assert "film.gif" in result.stderr
+        assert "notes.txt" not in result.stderr
     names = {path.name for path in outputs[0].iterdir()}
-    assert names == {"012.png", "cat.png", "detections.json"}
+    assert names == {"012.png", "cat.png", "scan.png", "detections.json"}
     for name in names:
         assert (outputs[0] / name).read_bytes() == (outputs[1] / name).read_bytes()
     records = json.loads((outputs[0] / "detections.json").read_text())
-    assert {record["image_id"] for record in records} == {12, "cat"}
+    assert {record["image_id"] for record in records} == {12, "cat", "scan"}
     assert pixels_of(outputs[0] / "cat.png").shape == (200, 120, 3)
     drawn, source = pixels_of(outputs[0] / "012.png"), pixels_of(folder / "012.jpg")
     assert drawn.shape == source.shape

@@ -79,7 +79,7 @@ def test_several_stores_and_duplicate_sources(folder: str, bucket: str) -> None:
 
 def test_missing_sources(folder: str, bucket: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ServingError, match=r"no image found in \S+/empty \(\.jpeg, \.jpg"):
+    with pytest.raises(ServingError, match=r"no image found in \S+/empty \(\.bmp, \.jpeg"):
         stored_images([str(tmp_path / "empty")])
     for missing in (f"{folder}/none.jpg", f"{bucket}/none.jpg"):
         with pytest.raises(ServingError, match=r"/none\.jpg does not exist"):

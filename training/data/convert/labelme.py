@@ -14,7 +14,8 @@ import numpy as np
 from PIL import Image
 
 from ....model.bundle.manifest import Category
-from ....model.images import IMAGE_SUFFIXES, ImageError
+from ....model.image_files import IMAGE_FILE_SUFFIXES
+from ....model.images import ImageError
 from ....model.masks import coco_from_rle, rle_from_mask
 from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError, read_json
@@ -153,7 +154,9 @@ def _image_of(path: Path, image_path: str, folder: Path) -> Path | None:
     places += [folder / "images" / path.parent.name, folder / "images", folder]
     candidates = [path.parent / written] if written else []
     candidates += [place / name for place in places if name]
-    candidates += [place / (path.stem + suffix) for place in places for suffix in IMAGE_SUFFIXES]
+    candidates += [
+        place / (path.stem + suffix) for place in places for suffix in IMAGE_FILE_SUFFIXES
+    ]
     # Not `Path.is_file`, which raises an error for a name that is too long.
     return next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
 

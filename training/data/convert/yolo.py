@@ -11,7 +11,8 @@ import yaml
 
 from ....model.bundle.manifest import Category
 from ....model.config.strict_yaml import value_from_yaml
-from ....model.images import IMAGE_SUFFIXES, ImageError
+from ....model.image_files import IMAGE_FILE_SUFFIXES
+from ....model.images import ImageError
 from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError
 from ..image_sizes import read_header_size
@@ -20,8 +21,8 @@ from .polygons import annotation_from_polygons
 
 logger = logging.getLogger(__name__)
 
-# Suffixes of image files. Those in unsupported formats, such as .bmp, are reported as unusable.
-_SUFFIXES = IMAGE_SUFFIXES | {".bmp", ".gif", ".heic", ".tif", ".tiff"}
+# Suffixes of image files. Those in unsupported formats, such as .gif, are reported as unusable.
+_SUFFIXES = IMAGE_FILE_SUFFIXES | {".gif", ".heic"}
 _SPLITS = ("train", "val", "test")
 # A label with a class and this number of values is a box without an outline.
 _BOX_VALUES = 4

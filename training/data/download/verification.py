@@ -146,7 +146,7 @@ def _image_sizes(annotations: Path) -> Mapping[str, tuple[int, int]]:
         is_complete = bool(sizes and content["annotations"] and content["categories"])
     except OSError as error:
         raise DataError(f"{annotations}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         is_complete = False
     if not is_complete:
         raise DataError(f"{annotations} is not a complete COCO instances file")

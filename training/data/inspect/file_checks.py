@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ....model.images import IMAGE_SUFFIXES, ImageError
+from ....model.image_files import IMAGE_FILE_SUFFIXES
+from ....model.images import ImageError
 from ..coco.dataset import ImageRecord
 from ..image_sizes import HeaderSize, read_header_size
 from .annotation_checks import Suspicion
@@ -118,7 +119,7 @@ def unlisted_files(folders: Iterable[Path], listed: Iterable[Path]) -> list[Path
         for folder in folders
         for parent, _, names in os.walk(folder)
         for name in names
-        if Path(name).suffix.lower() in IMAGE_SUFFIXES
+        if Path(name).suffix.lower() in IMAGE_FILE_SUFFIXES
     }
     return sorted(files.difference(listed))
 

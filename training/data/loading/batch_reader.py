@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from ....model.image_files import read_image_file
 from ....model.images import ImageError, decode_image
 from ....model.resizing import Pixels, resize_image, resized_size, smallest_bucket
 from ...config import DataConfig
@@ -224,7 +225,7 @@ def read_image(
         ImageError: The file cannot be read or decoded, or does not have the annotated size.
     """
     try:
-        data = record.path.read_bytes()
+        data = read_image_file(record.path)
         # Only some annotation tools apply the EXIF orientation: try both, and compare the sizes.
         is_applied = exif_orientation == "apply"
         for apply_orientation in (is_applied, not is_applied):

@@ -63,7 +63,7 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
     label.write_text(label.read_text() + "\n".join(lines))
     (tmp_path / "train" / "images" / "photo_001.jpg").write_bytes(b"no image")
     with Image.open(tmp_path / "train" / "images" / "photo_002.jpg") as image:
-        image.save(tmp_path / "train" / "images" / "photo_005.bmp")
+        image.save(tmp_path / "train" / "images" / "photo_005.gif")
     dataset = recognize_layout(tmp_path).splits["train"].load()
     assert {reason: names for reason, names in dataset.faults.items() if "label" in reason} == {
         "labels: box without an outline": ("photo_000.txt:2",),
@@ -72,8 +72,8 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
         "labels: coordinates far outside the image": ("photo_000.txt:8",),
         "labels: polygon of fewer than three points, or without a last y": ("photo_000.txt:6",),
     }
-    others = ("photo_001.jpg", "photo_005.bmp")
-    assert dataset.faults["images: not a JPEG, PNG or WebP image"] == others
+    others = ("photo_001.jpg", "photo_005.gif")
+    assert dataset.faults["images: not a JPEG, PNG, WebP, BMP or TIFF image"] == others
     assert len(dataset.records[0].objects) == len(TRAIN[0].objects)
 
 

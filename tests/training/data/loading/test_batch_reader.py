@@ -203,3 +203,15 @@ def test_exif_rotation_is_applied_if_annotated_so(tmp_path: Path, annotated_upri
     stored = np.asarray(Image.open(tmp_path / "5.jpg"))
     expected = np.rot90(stored, -1) if annotated_upright else stored
     np.testing.assert_array_equal(batch.images[0].permute(1, 2, 0), expected)
+
+
+@pytest.mark.parametrize("name", ["5.tiff", "5.bmp"])
+def test_bmp_and_tiff_are_read(tmp_path: Path, name: str) -> None:
+    write_image(tmp_path / name, HEIGHT, WIDTH)
+    content = valid_content()
+    next(image for image in content["images"] if image["id"] == 5)["file_name"] = name
+    content["annotations"] = content["annotations"][:1]
+    config = make_config(write_folder(tmp_path, content), keep_empty=False, flip_probability=0.0)
+    batch = next(iter(train_loader(CocoDataset(config.data.train), config)))
+    expected = np.asarray(Image.open(tmp_path / name))
+    np.testing.assert_array_equal(batch.images[0].permute(1, 2, 0), expected)

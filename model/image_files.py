@@ -1,0 +1,91 @@
+"""Image files on this machine. BMP and TIFF files are converted to PNG.
+
+Pillow's BMP and TIFF decoders are not bounded for hostile data. Therefore the server rejects these
+formats, and programs that read the user's own files convert them. Needs no torch.
+"""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.Image import Image, fromarray
+from PIL.ImageFile import ImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+
+from .bundle.spec import MAX_PIXELS
+from .images import IMAGE_SUFFIXES, ImageError, check_size
+
+# Lower-case suffixes by which image files in a folder are recognised.
+IMAGE_FILE_SUFFIXES = IMAGE_SUFFIXES | {".bmp", ".tif", ".tiff"}
+
+_PLUGINS: dict[bytes, type[ImageFile]] = {
+    b"BM": BmpImageFile,
+    b"II*\0": TiffImageFile,
+    b"MM\0*": TiffImageFile,
+}
+# Pillow's modes that PNG stores without loss, and those that are converted to RGB first.
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+_COLOUR_MODES = ("CMYK", "YCbCr", "LAB", "RGBX", "RGBa", "PA")
+# High byte of the largest value that a 16-bit colour image must exceed, so as not to turn dark.
+_DARK = 0x3F
+
+
+def read_image_file(path: Path) -> bytes:
+    """Return the content of an image file; see `png_from_other_formats`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ImageError: as `png_from_other_formats`.
+    """
+    return png_from_other_formats(path.read_bytes())
+
+
+def png_from_other_formats(data: bytes) -> bytes:
+    """Convert a BMP or TIFF image to PNG without loss. Return other data unchanged.
+
+    A TIFF yields its first page, upright.
+
+    Raises:
+        ImageError: the BMP or TIFF image is damaged, has more than `MAX_PIXELS`, or has pixels that
+            are neither 8-bit nor 16-bit grey.
+    """
+    plugin = next((own for start, own in _PLUGINS.items() if data.startswith(start)), None)
+    if plugin is None:
+        return data
+    try:
+        # PIL.Image.open has a global limit of pixels, so the format's plugin is called directly.
+        image = plugin(BytesIO(data))
+        check_size(image.height, image.width, MAX_PIXELS)
+        has_deep_colours = ";16" in str(image.tile) and not image.mode.startswith("I;16")
+        image.load()  # Pillow applies the orientation of a TIFF
+        file = BytesIO()
+        # Lowest compression level, because the result is decoded soon.
+        _png_compatible(image, has_deep_colours).save(file, "PNG", compress_level=1)
+    except ImageError:
+        raise
+    except Exception as error:  # on damaged files, codecs raise exceptions of any type
+        raise ImageError(f"the image is truncated or damaged: {error}") from error
+    return file.getvalue()
+
+
+def _png_compatible(image: Image, has_deep_colours: bool) -> Image:
+    """Convert a loaded image to a mode of PNG."""
+    if has_deep_colours:
+        extrema: Any = image.getextrema()
+        if max(high for _, high in extrema[:3]) <= _DARK:
+            raise ImageError(
+                "the image has 16 bits per channel, but its colours fit in fewer and would turn "
+                "dark; convert it to 8 bits per channel"
+            )
+    if image.mode == "I;16B":
+        return fromarray(np.asarray(image).astype(np.uint16))
+    if image.mode in _COLOUR_MODES:
+        return image.convert("RGB")
+    if image.mode not in _PNG_MODES:
+        raise ImageError(
+            f"the image has pixels of type {image.mode} in Pillow's terms; convert it to 8-bit "
+            "colours, or 8-bit or 16-bit grey"
+        )
+    return image

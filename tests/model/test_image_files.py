@@ -1,0 +1,84 @@
+"""BMP and TIFF files become PNG without loss."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from PIL.ExifTags import Base
+
+from maskrcnn_trt.model.image_files import read_image_file
+from maskrcnn_trt.model.images import ImageError, decode_image
+from maskrcnn_trt.training.data.image_sizes import read_header_size
+
+HEIGHT, WIDTH = 12, 20
+PIXELS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+GREY = PIXELS[:, :, 0]
+BIG_ENDIAN = (GREY.astype(np.uint16) << 4).astype(">u2").tobytes()
+
+
+def encoded(pixels: NDArray[Any] | Image.Image, image_format: str, **options: Any) -> bytes:
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    file = BytesIO()
+    image.save(file, image_format, **options)
+    return file.getvalue()
+
+
+def decoded(data: bytes, folder: Path) -> NDArray[np.uint8]:
+    (folder / "image").write_bytes(data)
+    return decode_image(read_image_file(folder / "image"))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (encoded(PIXELS, "BMP"), PIXELS),
+        (encoded(GREY, "BMP"), GREY[..., None]),
+        (encoded(PIXELS, "TIFF"), PIXELS),
+        (encoded(PIXELS, "TIFF", compression="tiff_lzw"), PIXELS),
+        (encoded(PIXELS, "TIFF", compression="tiff_adobe_deflate"), PIXELS),
+        (encoded(GREY, "TIFF"), GREY[..., None]),
+        (encoded(GREY > 127, "TIFF"), 255 * (GREY > 127)[..., None]),
+        (encoded(np.dstack([PIXELS, GREY]), "TIFF"), PIXELS),
+        # 12 of 16 bits, in both byte orders.
+        (encoded(GREY.astype(np.uint16) << 4, "TIFF"), GREY[..., None]),
+        (encoded(Image.frombytes("I;16B", (WIDTH, HEIGHT), BIG_ENDIAN), "TIFF"), GREY[..., None]),
+        (encoded(PIXELS, "PNG"), PIXELS),
+    ],
+)
+def test_pixels(data: bytes, expected: NDArray[Any], tmp_path: Path) -> None:
+    assert (decoded(data, tmp_path) == np.broadcast_to(expected, PIXELS.shape)).all()
+
+
+def test_first_page_is_read(tmp_path: Path) -> None:
+    pages = {"save_all": True, "append_images": [Image.new("L", (30, 30))]}
+    assert (decoded(encoded(PIXELS, "TIFF", **pages), tmp_path) == PIXELS).all()
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_tiff_is_upright(orientation: int, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[Base.Orientation] = orientation
+    pixels = decoded(encoded(PIXELS, "TIFF", exif=exif), tmp_path)
+    quarter_turns = {1: 0, 3: 2, 6: 3}[orientation]
+    assert (pixels == np.rot90(PIXELS, quarter_turns)).all()
+    assert read_header_size(tmp_path / "image").upright == pixels.shape[:2]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (encoded(PIXELS, "TIFF")[:200], "damaged"),
+        (encoded(PIXELS, "BMP")[:100], "damaged"),
+        (b"BM, a text", "damaged"),
+        (encoded(PIXELS[:4], "BMP"), "at least 8"),
+        (encoded(GREY.astype(np.float32), "TIFF"), "pixels of type F"),
+        (b"GIF89a", "not a JPEG"),
+    ],
+)
+def test_unusable_files(data: bytes, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match=reason):
+        decoded(data, tmp_path)
