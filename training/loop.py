@@ -140,6 +140,7 @@ class TrainingLoop:
         elif self._validation is not None and self._validation.drawing_is_due(trainer.iteration):
             with report.evaluating():
                 self._validation.draw(trainer.evaluated_model, trainer.iteration)
+            report.record_drawing(trainer.iteration, self._validation.drawing(trainer.iteration))
         if best:
             score = self._metrics[BEST_BY]
             logger.info("%s %.4f is the best of this run so far", BEST_BY, score)
@@ -156,7 +157,9 @@ class TrainingLoop:
             )
         self._interruption.immediate = False
         log_metrics(metrics)
-        report.record_metrics(self._trainer.iteration, metrics)
+        iteration = self._trainer.iteration
+        report.record_metrics(iteration, metrics)
+        report.record_drawing(iteration, validation.drawing(iteration))
         return metrics
 
     def _stop_if_interrupted(self) -> None:

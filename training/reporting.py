@@ -129,6 +129,12 @@ class TrainingReport:
         for tracker in self._trackers:
             tracker.log(metrics, iteration)
 
+    def record_drawing(self, iteration: int, path: Path) -> None:
+        """Send the trackers drawn images after `iteration` iterations, if the PNG file exists."""
+        if path.is_file():
+            for tracker in self._trackers:
+                tracker.log_drawing(path, iteration)
+
     def _report(self) -> None:
         done, rate = self._done, self._rate
         losses = torch.stack(self._losses).double().cpu()

@@ -4,9 +4,12 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
 
 from ..model.atomic_files import atomic_write
 from .config import ConfigError, TrainConfig
@@ -23,6 +26,9 @@ class Tracker(Protocol):
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
         """Record values after an iteration, counted from 1."""
+
+    def log_drawing(self, path: Path, iteration: int) -> None:
+        """Record a PNG file with validation images after an iteration, counted from 1."""
 
     def close(self, *, failed: bool) -> None:
         """Send pending values and end the run."""
@@ -90,6 +96,11 @@ class _TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, iteration)
 
+    def log_drawing(self, path: Path, iteration: int) -> None:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB"))
+        self._writer.add_image(path.parent.name, pixels, iteration, dataformats="HWC")
+
     def close(self, *, failed: bool) -> None:
         self._writer.close()
 
@@ -105,6 +116,9 @@ class _MLflow:
         # MLflow rejects other characters in metric names. Class names may contain them.
         named = {re.sub(r"[^\w./ -]", "_", name): value for name, value in values.items()}
         self._mlflow.log_metrics(named, step=iteration, run_id=self.id)
+
+    def log_drawing(self, path: Path, iteration: int) -> None:
+        self._mlflow.log_artifact(str(path), path.parent.name, run_id=self.id)
 
     def close(self, *, failed: bool) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
@@ -126,6 +140,10 @@ class _WandB:
     def log(self, values: Mapping[str, float], iteration: int) -> None:
         self._run.log({"iteration": iteration, **values})
 
+    def log_drawing(self, path: Path, iteration: int) -> None:
+        image = importlib.import_module("wandb").Image(str(path))
+        self._run.log({"iteration": iteration, path.parent.name: image})
+
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
@@ -138,10 +156,16 @@ class _Tolerant:
         self._name = name
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
+        self._try(lambda tracker: tracker.log(values, iteration))
+
+    def log_drawing(self, path: Path, iteration: int) -> None:
+        self._try(lambda tracker: tracker.log_drawing(path, iteration))
+
+    def _try(self, send: Callable[[Tracker], None]) -> None:
         if self._tracker is None:
             return
         try:
-            self._tracker.log(values, iteration)
+            send(self._tracker)
         except Exception as error:
             logger.warning("the run continues without the tracker %s: %s", self._name, error)
             self._tracker = None

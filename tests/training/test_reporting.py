@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from rich.progress import Progress
 from tiny_run import LoadTiny
 
@@ -46,6 +47,25 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
+
+
+def _drawing(folder: Path) -> Path:
+    path = folder / "validation_images" / "0000001.png"
+    path.parent.mkdir(exist_ok=True)
+    Image.new("RGB", (30, 20), (255, 0, 0)).save(path)
+    return path
+
+
+def test_tensorboard_shows_drawings(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with _report(tmp_path, 1, range(1), "tensorboard") as report:
+        report.record_drawing(1, _drawing(tmp_path))
+        report.record_drawing(1, tmp_path / "none.png")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (shown,) = events.Images("validation_images")
+    assert (shown.step, shown.width, shown.height) == (1, 30, 20)
 
 
 def test_losses_are_reported_once_a_period(
@@ -160,6 +180,7 @@ def test_mlflow_continues_the_run_of_a_resumed_training(
     monkeypatch.chdir(tmp_path)
     with _report(tmp_path, 1, range(1), "mlflow") as report:
         report.record_metrics(1, {"segm/AP/<a:b>": 0.5})
+        report.record_drawing(1, _drawing(tmp_path))
     with _report(tmp_path, 1, range(1, 2), "mlflow") as report:
         report.record_metrics(2, {"segm/AP/<a:b>": 0.75})
     (run,) = mlflow.search_runs(output_format="list")
@@ -169,6 +190,8 @@ def test_mlflow_continues_the_run_of_a_resumed_training(
         (1, 0.5), (2, 0.75),
     ]  # fmt: skip
     assert run.info.status == "FINISHED"
+    (drawing,) = client.list_artifacts(run.info.run_id, "validation_images")
+    assert drawing.path == "validation_images/0000001.png"
     # A failing server is logged once, and training continues.
     with _report(tmp_path, 1, range(1, 3), "mlflow") as report:
         client.delete_run(run.info.run_id)
@@ -186,4 +209,6 @@ def test_wandb_receives_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with _report(tmp_path, 1, range(1), "wandb") as report:
         report.record_metrics(1, {"loss": 2.5})
         assert wandb.run.summary["loss"] == 2.5
+        report.record_drawing(1, _drawing(tmp_path))
+        assert wandb.run.summary["validation_images"]["width"] == 30
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

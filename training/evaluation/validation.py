@@ -119,16 +119,17 @@ class Validation:
             model, batches, evaluator, worker.device, AUTOCAST_DTYPES.get(config.precision)
         )
         title = f"detected after {iteration} iterations" if iteration else "detected"
-        draw_detections(chosen, evaluator.mask_results(), title, self._drawing(iteration))
+        draw_detections(chosen, evaluator.mask_results(), title, self.drawing(iteration))
         iterations = self._drawing_iterations()
         if iteration in iterations:
-            join_drawings(map(self._drawing, iterations), config.output_dir / PROGRESS_FILE)
+            join_drawings(map(self.drawing, iterations), config.output_dir / PROGRESS_FILE)
 
     def _drawing_iterations(self) -> list[int]:
         length = self._config.solver.max_iterations
         return sorted({max(1, round(share * length)) for share in _DRAWN_AFTER})
 
-    def _drawing(self, iteration: int) -> Path:
+    def drawing(self, iteration: int) -> Path:
+        """Return the path of the images that `draw` has drawn after a number of iterations."""
         return self._config.output_dir / _DRAWINGS_FOLDER / f"{iteration:07d}.png"
 
     def _loader(self, *, ground_truth: bool = False) -> BatchLoader:
