@@ -111,6 +111,10 @@ class VariadicCommand(click.Command):
     "--calibration", metavar="IMAGES",
     help="Folder of images, from which the ranges of values for int8 are measured.",
 )  # fmt: skip
+@click.option(
+    "--samples", metavar="IMAGES",
+    help="Folder of images, of which the first six become samples on the server's web page.",
+)  # fmt: skip
 @engine_options
 @click.option(
     "--triton-repository", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
@@ -131,6 +135,7 @@ def export(
     triton_repository: Path | None,
     images: str | None,
     calibration: str | None,
+    samples: str | None,
     kinds: tuple[Literal["torch"] | EngineKind, ...],
     **engines: Any,
 ) -> None:
@@ -143,9 +148,11 @@ def export(
     """
     from .bundle import bundle_from_checkpoint
     from .engines.build import builders_from_options
+    from .output_folder import copy_samples
     from .triton_repository import triton_repository_from_bundle
 
     image_paths = [] if not images else _images_in(Path(images), "--verify")
+    sample_paths = _images_in(Path(samples), "--samples") if samples else []
     manifest = bundle_from_checkpoint(
         checkpoint,
         bundle,
@@ -162,6 +169,8 @@ def export(
         calibration=_images_in(Path(calibration), "--calibration") if calibration else (),
         report=click.echo,
     )
+    if sample_paths:
+        copy_samples(sample_paths, bundle)
     click.echo(f"the bundle is {bundle}")
     if images is not None:
         _verify(checkpoint, bundle, manifest, image_paths)

@@ -1,10 +1,11 @@
-"""Output folder of an export: checks, atomic replacement, and artifacts of an older bundle."""
+"""Output folder of an export: checks, atomic replacement, an older bundle, sample images."""
 
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from ..model.bundle.manifest import (
     Manifest,
     read_manifest,
 )
+from ..model.images import IMAGE_SUFFIXES
+
+# Number of sample images in a bundle.
+_SAMPLES = 6
 
 
 def check_output_folder(bundle: Path) -> None:
@@ -104,6 +109,21 @@ def with_older_artifacts(
         sha256 = hashes.get(artifact.path, artifact.sha256)
         kept.append(artifact.model_copy(update={"sha256": sha256}))
     return manifest.model_copy(update={"artifacts": (*kept, *manifest.artifacts)})
+
+
+def copy_samples(images: Iterable[Path], bundle: Path) -> None:
+    """Replace the sample images of a bundle, which the server's web page offers.
+
+    Args:
+        images: Image files, of which the first ones in a format of browsers are copied.
+        bundle: Folder of the bundle.
+    """
+    folder = bundle / SAMPLES_FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    shown = (path for path in images if path.suffix.lower() in IMAGE_SUFFIXES)
+    for path in islice(shown, _SAMPLES):
+        shutil.copy(path, folder)
 
 
 def _model_of(manifest: Manifest) -> dict[str, Any]:

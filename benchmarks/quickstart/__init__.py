@@ -31,8 +31,6 @@ _BENCH_IMAGES = 32
 _CLIENTS = (1, 8)
 # Validation images that are drawn during training.
 _DRAWN_IMAGES = 4
-# Validation images that are copied into the bundle as samples for the server's web page.
-_SAMPLES = 6
 _SHOWN_METRICS = [
     f"{kind}/{metric}" for kind in ("bbox", "segm") for metric in ("AP", "AP50", "AP75", "AR100")
 ]
@@ -76,7 +74,7 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
     import torch
 
     from ...export.bundle import bundle_from_checkpoint
-    from ...model.bundle.manifest import SAMPLES_FOLDER
+    from ...export.output_folder import copy_samples
     from ...training.curves import draw_curves
     from ...training.data.synthetic.dataset import draw_dataset
     from ...training.evaluation.validation import PROGRESS_FILE
@@ -102,7 +100,7 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
         bundle_from_checkpoint(checkpoint, bundle, precisions=precisions, report=console.print)
     with step(console, steps, 4):
         _verify(console, bundle, checkpoint, output / "data" / "val")
-    _copy_samples(output / "data" / "val", bundle / SAMPLES_FOLDER)
+    copy_samples(sorted((output / "data" / "val").iterdir()), bundle)
     with step(console, steps, 5):
         _serve_and_compare(console, bundle, config, output / "predictions.png")
     with step(console, steps, 6):
@@ -157,13 +155,6 @@ def _configure(
     if iterations is not None:
         overrides.append(f"solver.max_iterations={iterations}")
     return synthetic, load_config("quick", overrides)
-
-
-def _copy_samples(images: Path, samples: Path) -> None:
-    """Copy images into the bundle as samples for the server's web page."""
-    samples.mkdir()
-    for path in sorted(images.iterdir())[:_SAMPLES]:
-        shutil.copy(path, samples)
 
 
 def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
+from maskrcnn_trt.export.output_folder import copy_samples
 from maskrcnn_trt.model.bundle.manifest import Manifest, Precision, read_manifest, verified_path
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
@@ -54,6 +55,14 @@ def test_precisions_share_a_file_that_was_exported_again(
     manifest = bundle_from_checkpoint(tiny_checkpoint, older, precisions=("tf32",), buckets=(HIGH,))
     assert contents(older, manifest) == [("fp32", WIDE), ("fp32", HIGH), ("tf32", HIGH)]
     assert len({artifact.path for artifact in manifest.artifacts}) == 2
+
+
+def test_samples_are_images_that_browsers_show(older: Path, tmp_path: Path) -> None:
+    images = [tmp_path / f"{number}.jpg" for number in range(8)]
+    for path in (scan := tmp_path / "0.tiff", *images):
+        path.write_bytes(path.name.encode())
+    copy_samples([scan, *images], older)
+    assert {path.name for path in (older / "samples").iterdir()} == {p.name for p in images[:6]}
 
 
 def test_bundles_of_other_checkpoints_are_replaced(
