@@ -135,7 +135,7 @@ needs_rtx = pytest.mark.skipif(
 def test_engines_are_written_beside_their_onnx_files(
     tiny_checkpoint: Path, half_bundle: Path, tmp_path: Path
 ) -> None:
-    """The export replaces an older bundle and verifies the files on noise."""
+    """The export adds to an older bundle and verifies all files on noise."""
     bundle = shutil.copytree(half_bundle, tmp_path / "bundle")
     result = export(
         "--engine", "tensorrt-rtx", "--precision", "fp32", "tf32", "--batch", "4", "1",
@@ -143,9 +143,10 @@ def test_engines_are_written_beside_their_onnx_files(
         "-o", bundle, "--", tiny_checkpoint,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert result.output.count("passed") == 2
+    assert result.output.count("passed") == 3
     manifest = read_manifest(bundle)
-    single, tf32, *engines = manifest.artifacts
+    half, single, tf32, *engines = manifest.artifacts
+    assert (half,) == read_manifest(half_bundle).artifacts
     assert (single.kind, single.precision) == ("onnx", "fp32")
     assert tf32 == single.model_copy(update={"precision": "tf32"})
     assert [(e.kind, e.precision, e.path) for e in engines] == [
@@ -158,7 +159,7 @@ def test_engines_are_written_beside_their_onnx_files(
         assert engine.engine.compute_capabilities == ("8.9", "12.0")
         assert [(p.min, p.max) for p in engine.engine.profiles] == [(1, 1), (2, 4)]
     assert {path.name for path in bundle.iterdir()} == {
-        "manifest.json", "model-fp32-96x160.onnx", *(engine.path for engine in engines),
+        "manifest.json", half.path, "model-fp32-96x160.onnx", *(e.path for e in engines),
     }  # fmt: skip
     assert {path.name for path in tmp_path.iterdir()} == {"bundle", "bundle.build.log"}
 
