@@ -136,7 +136,7 @@ def _measure_steps(
     with worker(config.device) as own:
         set_arithmetic(config)
         trainer: Trainer | TorchvisionTrainer = (
-            Trainer(config, own) if engine == "this" else TorchvisionTrainer(config, own)
+            TorchvisionTrainer(config, own) if engine == "torchvision" else Trainer(config, own)
         )
         loader = train_loader(
             dataset,

@@ -67,13 +67,16 @@ def first_batch(config: TrainConfig) -> Batch:
 @pytest.mark.slow
 def test_losses_are_those_of_a_training_run(config_path: Path, tmp_path: Path):
     lengths = ["--iterations", "3", "--warmup", "1", "--output", str(tmp_path / "new")]
-    options = ["--precision", "fp32", "--peer", "torchvision", "--evaluate", *lengths]
+    peers = ["--peer", "eager", "--peer", "torchvision"]
+    options = ["--precision", "fp32", *peers, "--evaluate", *lengths]
     result = CliRunner().invoke(train, [str(config_path), "seed=5", *options])
     assert result.exit_code == 0, result.output
     (record,) = (tmp_path / "new").glob("train-*.json")
-    own, peer = json.loads(record.read_text())["results"]
-    assert (own["engine"], peer["engine"]) == ("this", "torchvision")
-    for run in (own, peer):
+    own, eager, peer = json.loads(record.read_text())["results"]
+    assert (own["engine"], eager["engine"], peer["engine"]) == ("this", "eager", "torchvision")
+    # Nothing is compiled on a CPU, so both are the same model.
+    assert eager["losses"] == own["losses"] != peer["losses"]
+    for run in (own, eager, peer):
         assert torch.tensor(run["losses"]).shape == (3, 5)
         assert torch.tensor(run["losses"]).isfinite().all()
         assert run["images_per_second"] == pytest.approx(2 / (run["latency"]["mean"] / 1000))
