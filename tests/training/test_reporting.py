@@ -109,6 +109,9 @@ def test_a_resumed_run_replaces_later_lines(tmp_path: Path) -> None:
             report.record(iteration, torch.ones(5), rate=0.1)
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"iteration": 4, "lo')
+    # TensorBoard reads files in the order of their names, which contain the second of creation.
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    events.rename(events.with_name("events.out.tfevents.1000000000"))
     with _report(tmp_path, 1, range(2, 4), "tensorboard") as report:
         for iteration in range(2, 4):
             report.record(iteration, torch.full((5,), 2.0), rate=0.1)

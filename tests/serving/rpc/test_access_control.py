@@ -250,9 +250,11 @@ async def test_public_calls_need_no_token_and_are_limited_per_connection(address
         reflected = ServerReflectionStub(channel).ServerReflectionInfo(requests)
         (response,) = [response async for response in reflected]
         assert response.list_services_response.service
-        watches = [health.Watch(HealthCheckRequest()) for _ in range(8)]
-        for watch in watches:
-            assert (await watch.read()).status
+        watches = []
+        # One after the other, since this server waits for few requests to arrive at a time.
+        for _ in range(8):
+            watches.append(health.Watch(HealthCheckRequest()))
+            assert (await watches[-1].read()).status
         status, message = await status_of(health.Check(HealthCheckRequest()))
         assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "8 open calls for health and reflection" in message
