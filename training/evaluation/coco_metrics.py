@@ -3,7 +3,9 @@
 import contextlib
 import io
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -51,6 +53,8 @@ _SUMMARY = (
 _AREAS = ("all", "small", "medium", "large")
 # Maximum number of detections per image.
 _LIMITS = (1, 10, 100)
+# With fewer detections, a second process does not pay.
+_PARALLEL_FROM = 10_000
 
 
 class _Curves(NamedTuple):
@@ -60,6 +64,48 @@ class _Curves(NamedTuple):
     precision: NDArray[np.float64]
     # Final recall. Axes: IoU, class, area, limit.
     recall: NDArray[np.float64]
+
+
+def box_and_mask_metrics(
+    ground_truth: dict[str, Any],
+    results: Mapping[IouType, list[dict[str, Any]]],
+    categories: Sequence[Category],
+    evaluator: EvaluatorName = "faster-coco-eval",
+) -> dict[str, float]:
+    """Compute COCO metrics of boxes and masks, at the same time if there are many detections.
+
+    Args:
+        ground_truth: Parsed COCO annotation file.
+        results: Detections in COCO's results format, "bbox" with boxes and "segm" with masks.
+        categories: Categories of the ground truth by ascending id.
+        evaluator: Library that computes the metrics.
+
+    Returns:
+        Metrics of `coco_metrics` for "bbox" and then for "segm".
+    """
+
+    def metrics(iou_type: IouType) -> dict[str, float]:
+        return coco_metrics(ground_truth, results[iou_type], iou_type, categories, evaluator)
+
+    def send_box_metrics(connection: Connection) -> None:
+        connection.send(metrics("bbox"))
+
+    if len(results["bbox"]) < _PARALLEL_FROM:
+        return metrics("bbox") | metrics("segm")
+    # The libraries hold the GIL. A forked process inherits the detections; it uses no GPU.
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_box_metrics, args=(sender,), daemon=True)
+    process.start()
+    sender.close()
+    mask_metrics = metrics("segm")
+    try:
+        box_metrics: dict[str, float] = receiver.recv()
+    except EOFError:
+        # The process has printed its error, or was killed for its memory.
+        box_metrics = metrics("bbox")
+    process.join()
+    return box_metrics | mask_metrics
 
 
 def coco_metrics(

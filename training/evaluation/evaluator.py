@@ -19,7 +19,8 @@ from ..data.coco.dataset import CocoDataset
 from ..data.loading.batches import Batch, EncodedBatch
 from ..data.loading.device_batches import prefetch_batches
 from ..distributed import Worker
-from .coco_metrics import IOU_TYPES, IouType, coco_metrics
+from .candidate_limit import LimitedImages
+from .coco_metrics import IouType, box_and_mask_metrics
 from .detections import ImageDetections, image_detections_from
 from .result_files import coco_results_from, write_detections, write_metrics
 
@@ -50,6 +51,8 @@ class CocoEvaluator:
         self._worker = worker
         self._evaluator = evaluator
         self._detections: list[tuple[int, ImageDetections]] = []
+        # Images of this rank for which `roi.nms_candidates` may have left out detections.
+        self.limited_images = 0
 
     def add(self, image_id: int, detections: ImageDetections) -> None:
         """Add the detections of one image. Images that are never added are not evaluated."""
@@ -77,8 +80,16 @@ class CocoEvaluator:
             Box and mask metrics by name, the same on all ranks. Empty if `measure` is False.
         """
         gathered = self._worker.gather(self._detections)
+        limited_images = sum(self._worker.gather(self.limited_images))
         metrics: dict[str, float] = {}
         if self._worker.is_main:
+            if limited_images:
+                logger.warning(
+                    "in %d images, more pairs of box and class exceeded roi.score_threshold than "
+                    "roi.nms_candidates allows; those with the lowest scores were left out before "
+                    "NMS; raise model.roi.nms_candidates (at most 16384)",
+                    limited_images,
+                )
             # Sorted by image id, so that the files do not depend on the number of ranks.
             detections = sorted(
                 (pair for part in gathered for pair in part), key=lambda pair: pair[0]
@@ -114,11 +125,9 @@ class CocoEvaluator:
         metrics: dict[str, float] = {}
         if measure:
             ground_truth = self._dataset.ground_truth(image_ids)
-            categories = self._dataset.categories
-            for iou_type in IOU_TYPES:
-                metrics |= coco_metrics(
-                    ground_truth, results[iou_type], iou_type, categories, self._evaluator
-                )
+            metrics = box_and_mask_metrics(
+                ground_truth, results, self._dataset.categories, self._evaluator
+            )
             if folder is not None:
                 write_metrics(folder, metrics)
         return metrics
@@ -145,15 +154,17 @@ def evaluate_model(
     pending: deque[Future[list[tuple[int, ImageDetections]]]] = deque()
     # Threads paste the masks of a batch while the model computes the next ones. The number of
     # pending batches is limited, because the outputs of a fast model would fill the memory.
-    with _evaluating(model), ThreadPoolExecutor(threads) as pool:
+    with _evaluating(model), LimitedImages(model) as limited, ThreadPoolExecutor(threads) as pool:
         for batch in prefetch_batches(device, batches):
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 detections = model(batch.images, batch.image_sizes)
+            limited.add(detections.num_detections)
             pending.append(pool.submit(image_detections_from, detections, batch, paste))
             while len(pending) > 2 * threads:
                 _add(evaluator, pending.popleft())
         while pending:
             _add(evaluator, pending.popleft())
+    evaluator.limited_images += limited.count()
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.evaluation.coco_metrics import (
     IOU_TYPES,
     IouType,
+    box_and_mask_metrics,
     class_table,
     coco_metrics,
     summary_lines,
@@ -151,6 +152,17 @@ def test_both_evaluators_give_equal_metrics(
     assert len(ours) == 12 + len(CATEGORIES)
     if crowds < 1 and detected == 1:
         assert 0.01 < ours[f"{iou_type}/AP"] < ours[f"{iou_type}/AP50"] < 0.9
+
+
+def test_boxes_and_masks_of_many_detections_are_evaluated_at_once() -> None:
+    truth, results = _scene(seed=4, crowds=0.2)
+    copies = 10_000 // len(results["bbox"]) + 1
+    many: dict[IouType, list[dict[str, Any]]] = {t: results[t] * copies for t in IOU_TYPES}
+    separate = [coco_metrics(truth, many[t], t, CATEGORIES) for t in IOU_TYPES]
+    assert box_and_mask_metrics(truth, many, CATEGORIES) == separate[0] | separate[1]
+    few = {t: results[t][:50] for t in IOU_TYPES}
+    separate = [coco_metrics(truth, few[t], t, CATEGORIES) for t in IOU_TYPES]
+    assert box_and_mask_metrics(truth, few, CATEGORIES) == separate[0] | separate[1]
 
 
 def test_the_curves_of_the_report_give_the_same_ap50(tmp_path: Path) -> None:

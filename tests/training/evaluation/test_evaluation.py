@@ -169,6 +169,27 @@ def test_model_is_evaluated_in_source_pixels(
         assert overlap > 0.999 or not areas.any()
 
 
+@pytest.mark.parametrize("limited", [False, True])
+def test_warns_if_the_candidate_limit_may_have_left_out_detections(
+    folder: Path,
+    dataset: CocoDataset,
+    model: MaskRCNN,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    limited: bool,
+) -> None:
+    roi = model.config.roi.model_copy(update={"max_detections": 100})
+    if limited:
+        roi = roi.model_copy(update={"nms_candidates": 5})
+    own = MaskRCNN(model.config.model_copy(update={"roi": roi}))
+    own.load_state_dict(model.state_dict())
+    evaluator = _evaluator(dataset)
+    evaluate_model(own, eval_loader(dataset, _train_config(folder)), evaluator, CPU)
+    evaluator.evaluate(measure=False)
+    assert (f"in {len(dataset)} images" in caplog.text) == limited
+    assert ("roi.nms_candidates" in caplog.text) == limited
+
+
 @torch.inference_mode()
 def _results_by_torchvision(model: MaskRCNN, batches: Any) -> list[tuple[Any, ...]]:
     results = []

@@ -1,0 +1,53 @@
+"""Count images for which `roi.nms_candidates` may have left out detections."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ...model.mask_rcnn import MaskRCNN
+
+
+class LimitedImages:
+    """Counts images with more candidates than `roi.nms_candidates` and a free row of detections.
+
+    A candidate is a proposal and a class with a score above `roi.score_threshold`. Those with the
+    lowest scores are left out before NMS. Where `roi.max_detections` better ones remain after NMS,
+    that changes nothing. Use it as a context manager around the model's calls.
+    """
+
+    def __init__(self, model: MaskRCNN) -> None:
+        """Create a counter of 0 for the calls of one model."""
+        self._roi_heads = model.roi_heads
+        self._config = model.config.roi
+        # [B * R]: candidates of each RoI in the model's last call.
+        self._candidates = torch.zeros(0)
+        # Stays on the model's device, so that evaluation does not wait for copies.
+        self._count = torch.zeros((), dtype=torch.int64)
+
+    def __enter__(self) -> Self:
+        self._hook = self._roi_heads.box_predictor.register_forward_hook(self._keep_candidates)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _keep_candidates(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        logits: Tensor = outputs[0]
+        scores = logits.float().softmax(dim=-1)[:, 1:]
+        self._candidates = (scores > self._config.score_threshold).sum(dim=1)
+
+    def add(self, num_detections: Tensor) -> None:
+        """Count the images of the model's last call.
+
+        Args:
+            num_detections: [B] int64: detections of each image in that call.
+        """
+        candidates = self._candidates.view(len(num_detections), -1).sum(dim=1)
+        limited = candidates > self._config.nms_candidates
+        limited &= num_detections < self._config.max_detections
+        self._count = self._count.to(limited.device) + limited.sum()
+
+    def count(self) -> int:
+        """Return the number of such images so far."""
+        return int(self._count)
