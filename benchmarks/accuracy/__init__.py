@@ -234,12 +234,8 @@ def _describe_evaluation(evaluation: "BundleEvaluation") -> str:
 def _print_metrics(metrics: dict[str, float]) -> None:
     from rich.console import Console
 
-    from ...training.evaluation.coco_metrics import (
-        IOU_TITLES,
-        IOU_TYPES,
-        class_table,
-        summary_lines,
-    )
+    from ...training.evaluation.coco_curves import IOU_TYPES
+    from ...training.evaluation.coco_metrics import IOU_TITLES, class_table, summary_lines
 
     if not metrics:
         return

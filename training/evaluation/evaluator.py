@@ -20,7 +20,8 @@ from ..data.loading.batches import Batch, EncodedBatch
 from ..data.loading.device_batches import prefetch_batches
 from ..distributed import Worker
 from .candidate_limit import LimitedImages
-from .coco_metrics import IouType, box_and_mask_metrics
+from .coco_curves import IouType
+from .coco_metrics import coco_metrics
 from .detections import ImageDetections, image_detections_from
 from .result_files import coco_results_from, write_detections, write_metrics
 
@@ -125,9 +126,7 @@ class CocoEvaluator:
         metrics: dict[str, float] = {}
         if measure:
             ground_truth = self._dataset.ground_truth(image_ids)
-            metrics = box_and_mask_metrics(
-                ground_truth, results, self._dataset.categories, self._evaluator
-            )
+            metrics = coco_metrics(ground_truth, results, self._dataset.categories, self._evaluator)
             if folder is not None:
                 write_metrics(folder, metrics)
         return metrics

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from ...model.atomic_files import atomic_write
 from ..data.coco.dataset import CocoDataset
-from .coco_metrics import IOU_TITLES, IOU_TYPES
+from .coco_curves import IOU_TYPES
+from .coco_metrics import IOU_TITLES
 from .matching import ClassCurve, class_curves, confusion_matrix, matched_images
 from .worst_images import draw_worst_images
 

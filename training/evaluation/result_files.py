@@ -9,7 +9,7 @@ import torch
 
 from ...model.bundle.manifest import Category
 from ...model.masks import coco_from_rle
-from .coco_metrics import IOU_TYPES, IouType
+from .coco_curves import IOU_TYPES, IouType
 from .detections import ImageDetections
 
 # Folder in `output_dir` for files with detections and metrics.

@@ -15,7 +15,8 @@ from ..data.loading.loader import BatchLoader, eval_loader
 from ..distributed import Worker
 from ..reporting import with_progress
 from ..trainer import AUTOCAST_DTYPES
-from .coco_metrics import IOU_TITLES, IOU_TYPES, summary_lines
+from .coco_curves import IOU_TYPES
+from .coco_metrics import IOU_TITLES, summary_lines
 from .evaluator import CocoEvaluator, evaluate_model, validation_losses
 from .result_files import RESULTS_FOLDER
 

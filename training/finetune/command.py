@@ -91,7 +91,8 @@ def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
     from ...model.checkpoint import load_checkpoint
     from ..curves import draw_curves
     from ..data.coco.dataset import CocoDataset
-    from ..evaluation.coco_metrics import IOU_TITLES, IOU_TYPES, class_table
+    from ..evaluation.coco_curves import IOU_TYPES
+    from ..evaluation.coco_metrics import IOU_TITLES, class_table
     from ..evaluation.matching import DEFAULT_THRESHOLD, matched_images
     from ..evaluation.result_files import RESULTS_FOLDER
     from ..evaluation.worst_images import draw_worst_images

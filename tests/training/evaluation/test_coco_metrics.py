@@ -13,14 +13,8 @@ from rich.console import Console
 from maskrcnn_trt.model.bundle.manifest import Category
 from maskrcnn_trt.training.config import DatasetConfig, EvaluatorName
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
-from maskrcnn_trt.training.evaluation.coco_metrics import (
-    IOU_TYPES,
-    IouType,
-    box_and_mask_metrics,
-    class_table,
-    coco_metrics,
-    summary_lines,
-)
+from maskrcnn_trt.training.evaluation.coco_curves import IOU_TYPES, IouType
+from maskrcnn_trt.training.evaluation.coco_metrics import class_table, coco_metrics, summary_lines
 from maskrcnn_trt.training.evaluation.matching import class_curves, matched_images
 
 CATEGORIES = (Category(id=4, name="disc"), Category(id=9, name="ring"), Category(id=11, name="bar"))
@@ -44,7 +38,7 @@ def _detection(category: int, box: list[float] = SQUARE) -> dict[str, object]:
 def test_metrics_of_an_example_computed_by_hand() -> None:
     """The disc is detected exactly, the ring with IoU 0.7, and a bar where there is none."""
     results = [_detection(4), _detection(9, [10.0, 10.0, 28.0, 40.0]), _detection(11)]
-    metrics = coco_metrics(TRUTH, results, "bbox", CATEGORIES)
+    metrics = coco_metrics(TRUTH, {"bbox": results}, CATEGORIES)
     # The ring counts at 0.50, 0.55, ..., 0.70: half of the thresholds.
     expected = {
         "AP": 0.75, "AP50": 1, "AP75": 0.5, "APs": -1, "APm": 0.75, "APl": -1,
@@ -58,15 +52,16 @@ def test_metrics_of_an_example_computed_by_hand() -> None:
 def test_metrics_without_ground_truth_or_detections(evaluator: EvaluatorName) -> None:
     for missing in ("annotations", "images"):
         for results in ([], [_detection(4)]):
-            metrics = coco_metrics({**TRUTH, missing: []}, results, "bbox", CATEGORIES, evaluator)
+            truth = {**TRUTH, missing: []}
+            metrics = coco_metrics(truth, {"bbox": results}, CATEGORIES, evaluator)
             assert set(metrics.values()) == {-1}
-    metrics = coco_metrics(TRUTH, [], "bbox", CATEGORIES, evaluator)
+    metrics = coco_metrics(TRUTH, {"bbox": []}, CATEGORIES, evaluator)
     assert metrics["bbox/AP"] == metrics["bbox/AR100"] == metrics["bbox/AP/disc"] == 0
     assert metrics["bbox/APl"] == metrics["bbox/AP/bar"] == -1
 
 
 def test_the_summary_has_twelve_lines() -> None:
-    lines = summary_lines(coco_metrics(TRUTH, [_detection(4)], "bbox", CATEGORIES), "bbox")
+    lines = summary_lines(coco_metrics(TRUTH, {"bbox": [_detection(4)]}, CATEGORIES), "bbox")
     assert len(lines) == 12
     assert lines[0] == (
         " Average Precision  (AP) @[ IoU=0.50:0.95 | area=   all | maxDets=100 ] = 0.500"
@@ -84,7 +79,7 @@ def _printed(metrics: dict[str, float]) -> str:
 
 def test_classes_are_listed() -> None:
     """Their names are not parsed as markup."""
-    boxes = coco_metrics(TRUTH, [_detection(4)], "bbox", CATEGORIES)
+    boxes = coco_metrics(TRUTH, {"bbox": [_detection(4)]}, CATEGORIES)
     masks = {name.replace("bbox", "segm"): value / 2 for name, value in boxes.items()}
     rows = [line.replace("│", " ").split() for line in _printed(boxes | masks).splitlines()]
     assert ["disc", "1.000", "0.500"] in rows
@@ -144,7 +139,7 @@ def test_both_evaluators_give_equal_metrics(
     truth, results = _scene(seed=1, crowds=crowds)
     detections = results[iou_type][: round(detected * len(results[iou_type]))]
     ours, theirs = (
-        coco_metrics(deepcopy(truth), detections, iou_type, CATEGORIES, evaluator)
+        coco_metrics(deepcopy(truth), {iou_type: detections}, CATEGORIES, evaluator)
         for evaluator in get_args(EvaluatorName)
     )
     assert ours.keys() == theirs.keys()
@@ -154,15 +149,12 @@ def test_both_evaluators_give_equal_metrics(
         assert 0.01 < ours[f"{iou_type}/AP"] < ours[f"{iou_type}/AP50"] < 0.9
 
 
-def test_boxes_and_masks_of_many_detections_are_evaluated_at_once() -> None:
+def test_processes_give_the_metrics_of_one() -> None:
     truth, results = _scene(seed=4, crowds=0.2)
     copies = 10_000 // len(results["bbox"]) + 1
-    many: dict[IouType, list[dict[str, Any]]] = {t: results[t] * copies for t in IOU_TYPES}
-    separate = [coco_metrics(truth, many[t], t, CATEGORIES) for t in IOU_TYPES]
-    assert box_and_mask_metrics(truth, many, CATEGORIES) == separate[0] | separate[1]
-    few = {t: results[t][:50] for t in IOU_TYPES}
-    separate = [coco_metrics(truth, few[t], t, CATEGORIES) for t in IOU_TYPES]
-    assert box_and_mask_metrics(truth, few, CATEGORIES) == separate[0] | separate[1]
+    many: dict[IouType, list[Any]] = {t: results[t] * copies for t in IOU_TYPES}
+    one = coco_metrics(deepcopy(truth), many, CATEGORIES, "pycocotools")
+    assert coco_metrics(truth, many, CATEGORIES) == pytest.approx(one, abs=1e-12, rel=0)
 
 
 def test_the_curves_of_the_report_give_the_same_ap50(tmp_path: Path) -> None:
@@ -184,7 +176,7 @@ def test_the_curves_of_the_report_give_the_same_ap50(tmp_path: Path) -> None:
         f1 = curve.f1.tolist()
         threshold = curve.scores[f1.index(max(f1))]
         assert curve.best_threshold == threshold
-    metrics = coco_metrics(truth, results["segm"], "segm", CATEGORIES, "pycocotools")
+    metrics = coco_metrics(truth, {"segm": results["segm"]}, CATEGORIES, "pycocotools")
     assert np.mean(means) == pytest.approx(metrics["segm/AP50"], abs=1e-9)
     assert 0.01 < metrics["segm/AP50"] < 0.9
 
@@ -195,7 +187,7 @@ def test_the_faster_evaluator_can_reuse_its_ground_truth() -> None:
     for iou_type in (*IOU_TYPES, "bbox"):
         fresh, _ = _scene(seed=2, crowds=0.2)
         used, unused = (
-            coco_metrics(content, results[iou_type], iou_type, CATEGORIES, "faster-coco-eval")
+            coco_metrics(content, {iou_type: results[iou_type]}, CATEGORIES)
             for content in (truth, fresh)
         )
         assert used == unused

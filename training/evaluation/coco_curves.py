@@ -1,0 +1,178 @@
+"""Compute COCO's precision-recall curves with pycocotools or faster-coco-eval."""
+
+import contextlib
+import io
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import EvaluatorName
+from ..garbage_collection import no_garbage_collection
+
+# "bbox": IoU of boxes. "segm": IoU of masks.
+IouType = Literal["bbox", "segm"]
+IOU_TYPES: tuple[IouType, IouType] = ("bbox", "segm")
+AREAS = ("all", "small", "medium", "large")
+# Maximum number of detections per image.
+LIMITS = (1, 10, 100)
+# With fewer detections, further processes take longer to start than they save.
+_PARALLEL_FROM = 10_000
+_MAX_PROCESSES = 8
+
+
+class Curves(NamedTuple):
+    """Precision and recall of an evaluation; -1 for classes and areas without ground truth."""
+
+    # Precision at recall 0, 0.01, ..., 1. Axes: IoU 0.50, 0.55, ..., 0.95; recall; class in
+    # ascending order of id; `AREAS`; `LIMITS`.
+    precision: NDArray[np.float64]
+    # Final recall. Axes: IoU, class, area, limit.
+    recall: NDArray[np.float64]
+
+
+class _ClassTask(NamedTuple):
+    """Detections and ground truth of one class, to compare by one kind of IoU."""
+
+    iou_type: IouType
+    # Index of the class among all classes.
+    number: int
+    images: list[dict[str, Any]]
+    truth: list[dict[str, Any]]
+    detections: list[dict[str, Any]]
+
+
+def coco_curves(
+    ground_truth: dict[str, Any],
+    results: Mapping[IouType, list[dict[str, Any]]],
+    evaluator: EvaluatorName,
+) -> dict[IouType, Curves]:
+    """Compute the curves of detections.
+
+    Args:
+        ground_truth: Parsed COCO annotation file with at least one image.
+        results: Detections in COCO's results format, by the kind of IoU to compare.
+        evaluator: Library that computes the curves. All give equal curves.
+
+    Returns:
+        Curves by the kind of IoU.
+    """
+    with no_garbage_collection():
+        if evaluator == "pycocotools":
+            return {t: _curves_of_pycocotools(ground_truth, results[t], t) for t in results}
+        return _curves_by_class(ground_truth, results)
+
+
+def _curves_of_pycocotools(
+    ground_truth: dict[str, Any], results: list[dict[str, Any]], iou_type: IouType
+) -> Curves:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    # Hide the progress that the library prints to standard output.
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = _load(COCO(), ground_truth)
+        if results:
+            detections = truth.loadRes([dict(result) for result in results])
+        else:
+            # `loadRes` fails on an empty list.
+            detections = _load(COCO(), {**ground_truth, "annotations": []})
+        evaluation = COCOeval(truth, detections, iou_type)
+        evaluation.evaluate()
+        evaluation.accumulate()
+    return Curves(evaluation.eval["precision"], evaluation.eval["recall"])
+
+
+def _curves_by_class(
+    ground_truth: dict[str, Any], results: Mapping[IouType, list[dict[str, Any]]]
+) -> dict[IouType, Curves]:
+    """Compute the curves of each class with faster-coco-eval, from this class's images only.
+
+    The library's time is proportional to images x classes, but a class is in few images.
+    """
+    classes = len(ground_truth["categories"])
+    shape = (10, 101, classes, len(AREAS), len(LIMITS))
+    curves = {t: Curves(np.full(shape, -1.0), np.full((10, *shape[2:]), -1.0)) for t in results}
+    tasks = list(_class_tasks(ground_truth, results))
+    # The largest first, so that all processes end at about the same time.
+    tasks.sort(key=lambda task: len(task.detections), reverse=True)
+    for task, (precision, recall) in zip(tasks, _class_curves(tasks), strict=True):
+        curves[task.iou_type].precision[:, :, task.number] = precision
+        curves[task.iou_type].recall[:, task.number] = recall
+    return curves
+
+
+def _class_tasks(
+    ground_truth: dict[str, Any], results: Mapping[IouType, list[dict[str, Any]]]
+) -> Iterable[_ClassTask]:
+    truth = _by_class(ground_truth["annotations"])
+    images = {image["id"]: image for image in ground_truth["images"]}
+    for iou_type, detections in ((t, _by_class(entries)) for t, entries in results.items()):
+        for number, id_ in enumerate(sorted(c["id"] for c in ground_truth["categories"])):
+            if truth[id_]:
+                used = sorted({entry["image_id"] for entry in (*truth[id_], *detections[id_])})
+                yield _ClassTask(
+                    iou_type, number, [images[n] for n in used], truth[id_], detections[id_]
+                )
+
+
+def _class_curves(tasks: list[_ClassTask]) -> Iterable[Curves]:
+    """Compute the curves of each class, without axes for classes."""
+    processes = min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
+    if processes == 1 or sum(len(task.detections) for task in tasks) < _PARALLEL_FROM:
+        return map(_curves_of_class, tasks)
+    # Threads would wait for the GIL. Forked processes inherit the tasks and use no GPU.
+    with ProcessPoolExecutor(
+        processes, get_context("fork"), initializer=_inherit_tasks, initargs=(tasks,)
+    ) as pool:
+        return list(pool.map(_curves_of_inherited_task, range(len(tasks))))
+
+
+# Set in forked processes only, where it saves a copy of all detections through a pipe.
+_inherited_tasks: list[_ClassTask] = []
+
+
+def _inherit_tasks(tasks: list[_ClassTask]) -> None:
+    _inherited_tasks.extend(tasks)
+
+
+def _curves_of_inherited_task(index: int) -> Curves:
+    return _curves_of_class(_inherited_tasks[index])
+
+
+def _curves_of_class(task: _ClassTask) -> Curves:
+    from faster_coco_eval import COCO, COCOeval_faster
+    from faster_coco_eval.core import mask as coco_mask
+
+    if task.iou_type == "bbox":
+        areas = [result["bbox"][2] * result["bbox"][3] for result in task.detections]
+    else:
+        areas = coco_mask.area([result["segmentation"] for result in task.detections]).tolist()
+    detected = [
+        {**result, "id": n, "area": area, "iscrowd": 0}
+        for n, (result, area) in enumerate(zip(task.detections, areas, strict=True), start=1)
+    ]
+    content = {"images": task.images, "categories": [{"id": task.truth[0]["category_id"]}]}
+    both = (_load(COCO(), {**content, "annotations": part}) for part in (task.truth, detected))
+    evaluation = COCOeval_faster(*both, task.iou_type, rle_iou_max_workers=1)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    return Curves(evaluation.eval["precision"][:, :, 0], evaluation.eval["recall"][:, 0])
+
+
+def _by_class(entries: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    groups = defaultdict(list)
+    for entry in entries:
+        groups[entry["category_id"]].append(entry)
+    return groups
+
+
+def _load(coco: Any, content: dict[str, Any]) -> Any:
+    coco.dataset = content
+    coco.createIndex()
+    return coco
