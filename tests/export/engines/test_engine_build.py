@@ -31,7 +31,7 @@ from maskrcnn_trt.model.bundle.manifest import BatchProfile, EngineKind, Precisi
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
-from maskrcnn_trt.plugins.tensorrt.plugins import kernels_digest
+from maskrcnn_trt.plugins.tensorrt.plugins import _signed, kernels_digest
 
 trt = pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
 
@@ -211,6 +211,41 @@ def test_timing_cache_is_written(
     # The build ran in another thread, on the GPU that was selected in this one.
     assert as_tensorrt[1] is not threading.current_thread()
     assert not (tmp_path / "x.plan").exists()
+
+
+@pytest.mark.usefixtures("as_tensorrt")
+def test_options_of_portable_and_stripped_plans_are_set(tmp_path: Path) -> None:
+    """TensorRT-RTX has the same configuration object, but it ignores hardware compatibility."""
+    choices: dict[str, Any] = {
+        "hardware_compatibility": "ampere-plus",
+        "version_compatible": True,
+        "strip_weights": True,
+    }
+    flags = trt.BuilderFlag.VERSION_COMPATIBLE, trt.BuilderFlag.STRIP_PLAN
+    # A configuration is valid while its builder and their logger exist.
+    logger = trt.Logger(trt.Logger.ERROR)
+    maker = trt.Builder(logger)
+    for options, is_set in ((EngineOptions(), False), (EngineOptions(**choices), True)):
+        builder = builder_for("tensorrt", options, BuildLog(tmp_path / "build.log"))
+        config = maker.create_builder_config()
+        builder._set_options(config)
+        assert [config.get_flag(flag) for flag in flags] == [is_set, is_set]
+        # Kernels of plugins must run on the oldest GPU, too.
+        assert builder._architecture == (80 if is_set else 89)
+
+
+@pytest.mark.usefixtures("as_tensorrt")
+def test_errors_of_plugins_are_reported(tmp_path: Path) -> None:
+    """TensorRT prints them, and then fails without a reason."""
+
+    def describe() -> None:
+        raise ValueError("4 feature maps have 2 spatial_scales")
+
+    with pytest.raises(ValueError, match="spatial_scales"):
+        _signed(describe, {}, None)()
+    builder = builder_for("tensorrt", OPTIONS, BuildLog(tmp_path / "build.log"))
+    assert "cannot build x.plan: 4 feature maps have" in builder._builder_error("x.plan")
+    assert "it gives no reason" in builder._builder_error("x.plan")
 
 
 @pytest.mark.usefixtures("as_tensorrt")
