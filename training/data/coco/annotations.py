@@ -171,10 +171,10 @@ def _ring_from(points: Any, limit: float) -> Ring:
     # A ring of one or two points covers nothing, and pycocotools reads four numbers as a box.
     if ring.ndim != 1 or ring.size < 6 or ring.size % 2:
         raise InvalidAnnotationError("polygon of fewer than three points")
-    low, high = ring.min(), ring.max()
-    if np.isnan(low):
+    extent = np.abs(ring).max()
+    if np.isnan(extent):
         raise InvalidAnnotationError("polygon is not a list of numbers")
-    if low < -limit or high > limit:
+    if extent > limit:
         raise InvalidAnnotationError(FAR_OUTSIDE)
     return ring
 

@@ -11,11 +11,12 @@ def integer_from(value: Any) -> int | None:
 
     None: any other value, or one that does not fit in signed 64 bits.
     """
+    if type(value) is int:  # the common case
+        return value if -_LIMIT <= value < _LIMIT else None
     is_digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20
     if is_digits or (isinstance(value, float) and value.is_integer()):
-        value = int(value)
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_integer and -_LIMIT <= value < _LIMIT else None
+        return integer_from(int(value))
+    return None
 
 
 def id_from(value: Any) -> int | str | None:
