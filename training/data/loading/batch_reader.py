@@ -19,7 +19,8 @@ from ..coco.mask_targets import Region, mask_from_segmentation
 from .augmentation import Augmentation, paste_objects, random_numbers, with_cropped_masks
 from .batches import Batch, EncodedBatch, Sample, batch_from_samples
 from .encoded_images import EncodedImage, encoded_image
-from .sampling import BatchPlan
+from .packed_records import PackedRecords
+from .sampling import BatchPlan, repeat_factors
 
 
 class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
@@ -31,6 +32,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     Attributes:
         records: Images that `BatchPlan.indices` refers to.
         buckets: Index of each image's shape bucket in `data.buckets`.
+        repeat_factors: Average number of times that an epoch shows each image.
     """
 
     def __init__(
@@ -65,13 +67,15 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         if training and config.transforms:
             self._augmentation = Augmentation(config.transforms)
         keep_empty = config.keep_empty or not training
-        self.records = tuple(r for r in dataset.records if keep_empty or r.objects)
-        if not self.records:
+        records = [r for r in dataset.records if keep_empty or r.objects]
+        if not records:
             raise DataError(
                 f"{dataset.name} has no image with an annotated object; to train on images without "
                 "objects, set data.keep_empty=true"
             )
-        self.buckets = tuple(map(self._bucket_of, self.records))
+        self.records: Sequence[ImageRecord] = PackedRecords(records)
+        self.buckets = tuple(map(self._bucket_of, records))
+        self.repeat_factors = repeat_factors(records, config.repeat_threshold)
 
     def __getitem__(self, plan: BatchPlan) -> Batch | EncodedBatch | DataError:
         """Read the images of a batch. Return the batch, or an error for the caller to raise."""

@@ -11,7 +11,7 @@ from ...config import DataConfig, TrainConfig
 from ..coco.dataset import CocoDataset, DataError
 from .batch_reader import BatchReader
 from .batches import Batch, EncodedBatch
-from .sampling import BatchPlan, GlobalBatches, TrainSampler, eval_plans, repeat_factors
+from .sampling import BatchPlan, GlobalBatches, TrainSampler, eval_plans
 
 logger = logging.getLogger(__name__)
 
@@ -124,13 +124,12 @@ def train_loader(
         training=True,
         mask_crop_size=config.model.roi.mask_crop_size,
     )
-    factors = repeat_factors(reader.records, config.data.repeat_threshold)
     batches = GlobalBatches(
         reader.buckets,
         solver.images_per_batch,
         config.seed,
         # None: each image occurs once per epoch.
-        None if (factors == 1).all() else factors,
+        None if (reader.repeat_factors == 1).all() else reader.repeat_factors,
     )
     sampler = TrainSampler(
         batches,
