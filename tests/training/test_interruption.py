@@ -18,9 +18,13 @@ from maskrcnn_trt.training.run import run_training
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(
+    ("number", "processes", "to_group"),
+    # A terminal sends SIGINT to the group, and `timeout`, systemd and Slurm send SIGTERM to it.
+    [(signal.SIGINT, 1, True), (signal.SIGTERM, 1, True), (signal.SIGTERM, 2, False)],
+)
 def test_signals_end_a_run_after_a_checkpoint(
-    tiny_config: Path, tmp_path: Path, number: signal.Signals, processes: int
+    tiny_config: Path, tmp_path: Path, *, number: signal.Signals, processes: int, to_group: bool
 ) -> None:
     settings = ("log_period=1", "data.workers=1", "solver.max_iterations=100000", "solver.steps=[]")
     log = tmp_path / "run" / "log.txt"
@@ -34,8 +38,8 @@ def test_signals_end_a_run_after_a_checkpoint(
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGHUP)  # ignored under `nohup`
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does
+    if to_group:
+        os.killpg(process.pid, number)
     else:
         process.send_signal(number)
     _, errors = process.communicate()

@@ -153,12 +153,18 @@ def _curves_of_class(task: _ClassTask) -> Curves:
         areas = [result["bbox"][2] * result["bbox"][3] for result in task.detections]
     else:
         areas = coco_mask.area([result["segmentation"] for result in task.detections]).tolist()
+    # The library cannot read negative image ids, and adds keys to the ground truth.
+    numbers = {image["id"]: number for number, image in enumerate(task.images)}
+    truth = [{**entry, "image_id": numbers[entry["image_id"]]} for entry in task.truth]
     detected = [
-        {**result, "id": n, "area": area, "iscrowd": 0}
+        {**result, "image_id": numbers[result["image_id"]], "id": n, "area": area, "iscrowd": 0}
         for n, (result, area) in enumerate(zip(task.detections, areas, strict=True), start=1)
     ]
-    content = {"images": task.images, "categories": [{"id": task.truth[0]["category_id"]}]}
-    both = (_load(COCO(), {**content, "annotations": part}) for part in (task.truth, detected))
+    content = {
+        "images": [{**image, "id": numbers[image["id"]]} for image in task.images],
+        "categories": [{"id": task.truth[0]["category_id"]}],
+    }
+    both = (_load(COCO(), {**content, "annotations": part}) for part in (truth, detected))
     evaluation = COCOeval_faster(*both, task.iou_type, rle_iou_max_workers=1)
     evaluation.evaluate()
     evaluation.accumulate()

@@ -114,5 +114,5 @@ def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
         drawn = draw_worst_images(images, dataset.categories, thresholds, worst)
         click.echo(f"validation images with the most errors: {worst if drawn else 'no errors'}")
     click.echo("next:")
-    for command in next_commands(checkpoint):
+    for command in next_commands(checkpoint, (config.data.val or config.data.train).images):
         click.echo(f"  {command}")

@@ -121,13 +121,15 @@ def prepare_finetuning(
     return Finetuning(layout, splits, config, reasons, train, unusable, start)
 
 
-def next_commands(checkpoint: Path) -> tuple[str, ...]:
-    """Return commands that export, run and serve the trained model."""
-    bundle = shlex.quote(str(checkpoint.parent / "bundle"))
+def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:
+    """Return commands that export, run and serve the trained model, with samples of a folder."""
+    model, bundle, samples = (
+        shlex.quote(str(path)) for path in (checkpoint, checkpoint.parent / "bundle", images)
+    )
     return (
-        f"maskrcnn export {shlex.quote(str(checkpoint))} -o {bundle}",
+        f"maskrcnn export {model} -o {bundle} --samples {samples}",
         f"maskrcnn predict {bundle} IMAGE_OR_FOLDER -o predicted",
-        f"maskrcnn serve {bundle} --port 8500",
+        f"maskrcnn serve {bundle} --port 8500 --http-port 8080",
     )
 
 

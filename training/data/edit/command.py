@@ -51,6 +51,8 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
     paths = prepare_files(out, parts, overwrite=overwrite)
     for name, content in parts.items():
         _report(write_coco_file(paths[name], SourceContent(content, {})))
+        if not content["annotations"]:
+            click.echo(f"{paths[name]} has no annotations: {file} has too few images", err=True)
 
 
 @click.command()

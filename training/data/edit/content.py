@@ -26,15 +26,18 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 
     Args:
         content: The data set.
-        shares: Share of the images by name of the part, such as `val`. If there are enough images,
-            each part gets at least one. `train` gets the others.
+        shares: Share of the images by name of the part, such as `val`. If there are enough images
+            with annotations, each part gets at least one. `train` gets the others.
 
     Returns:
         Content by name of the part, with `train` first.
     """
     images = content["images"]
     hashes = [_hash_of(str(image.get("file_name"))) for image in images]
-    distinct = sorted(set(hashes))
+    annotated = {id_from(annotation.get("image_id")) for annotation in content["annotations"]}
+    pairs = zip(images, hashes, strict=True)
+    distinct = sorted({value for i, value in pairs if id_from(i.get("id")) in annotated})
+    distinct = distinct or sorted(set(hashes))
     bounds, low, total = {}, 0.0, 0.0
     for name, share in shares.items():
         total += share
@@ -137,8 +140,8 @@ def filter_content(
 
 
 def _hash_of(file_name: str) -> float:
-    """Return a number in [0, 1) that depends on the name of the source image only."""
-    name = _COPY_SUFFIX.sub("", file_name.replace("\\", "/").rpartition("/")[2])
+    """Return a number in [0, 1) that depends on the path of the source image only."""
+    name = _COPY_SUFFIX.sub("", file_name.replace("\\", "/"))
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) / 2**48
 
 

@@ -1,8 +1,10 @@
 """Data loaders for training and evaluation."""
 
 import logging
+import os
 import signal
 from collections.abc import Iterator, Sequence
+from threading import Thread
 
 import torch
 from torch.utils.data import DataLoader
@@ -169,5 +171,15 @@ def eval_loader(
 def _initialise_worker(_: int) -> None:
     # Threads in the worker processes would compete for cores, which the processes already use.
     torch.set_num_threads(1)
-    # Ctrl+C reaches all processes of a terminal. The main process needs batches until it stops.
+    # Ctrl+C reaches all processes of a terminal; SIGTERM of `timeout`, systemd or Slurm, all of a
+    # group. The main process needs batches until it stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    Thread(target=_end_with_sigterm_of, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_sigterm_of(parent: int) -> None:
+    """End this process at a SIGTERM of its parent, which ends its workers so."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
