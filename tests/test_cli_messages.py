@@ -121,7 +121,7 @@ FAILURES = {
         "IMAGES"
     ),
     "serve no-such-bundle": (
-        "{cwd}/no-such-bundle is not a bundle: it has no manifest.json; make one with "
+        "{cwd}/no-such-bundle does not exist; make a bundle with "
         "`maskrcnn export CHECKPOINT -o BUNDLE`"
     ),
     "train no-such-preset": (

@@ -40,7 +40,7 @@ class RunFolder:
             raise ConfigError(
                 f"output_dir: {error.filename} is a file; choose a folder with output_dir=FOLDER"
             ) from None
-        if not (self.path / _LAST).is_file():
+        if not self.contains_run():
             return None
         if not resume:
             raise ConfigError(
@@ -51,6 +51,10 @@ class RunFolder:
             return load_checkpoint(self.last())
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {self._advice_after_damage()}") from error
+
+    def contains_run(self) -> bool:
+        """Whether the folder contains a run with a checkpoint."""
+        return (self.path / _LAST).is_file()
 
     def remove_partial_files(self) -> None:
         """Remove the incomplete files that a killed run left in the folder."""

@@ -99,7 +99,7 @@ def evaluate_bundle(
     max_batch = data.settings.images_per_batch
     worker = Worker(0, 1, torch.device("cpu"))
     with terminal_progress(worker) as progress:
-        dataset = data.split.load(data.on_broken)
+        dataset = data.split.load(data.on_broken, manifest.categories)
         check_categories(dataset, manifest.categories)
         evaluator = CocoEvaluator(dataset, manifest.categories, worker, data.settings.evaluator)
         engine = load_backend(bundle, manifest, precision, backend, max_batch)

@@ -259,9 +259,11 @@ def read_manifest(bundle: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
+        fault = (
+            f"is not a bundle: it has no {MANIFEST_NAME}" if bundle.exists() else "does not exist"
+        )
         raise BundleError(
-            f"{bundle} is not a bundle: it has no {MANIFEST_NAME}; "
-            "make one with `maskrcnn export CHECKPOINT -o BUNDLE`"
+            f"{bundle} {fault}; make a bundle with `maskrcnn export CHECKPOINT -o BUNDLE`"
         ) from None
     except OSError as error:
         raise BundleError(

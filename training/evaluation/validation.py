@@ -52,6 +52,8 @@ class Validation:
             raise ConfigError("no validation set; set data.val.images and data.val.annotations")
         self._dataset = CocoDataset(config.data.val, config.data.on_broken)
         check_categories(self._dataset, categories)
+        if worker.is_main and not any(record.objects for record in self._dataset.records):
+            logger.warning("%s has no objects, so AP cannot be measured", self._dataset.name)
         self._config = config
         self._categories = categories
         self._worker = worker

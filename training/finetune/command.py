@@ -41,10 +41,13 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     from ..config import CONFIG_FILE, load_config
     from ..devices import device_from
     from ..launcher import launch_processes
+    from ..run_folder import RunFolder
+    from .preparation import check_resumed_data, prepare_finetuning
 
     config = None
-    if resume and (output / CONFIG_FILE).is_file():
+    if resume and RunFolder(output).contains_run():
         config = load_config(str(output / CONFIG_FILE), overrides)
+        check_resumed_data(data, config)
         launch_processes(config.device, config.processes)
     else:
         launch_processes(device_from(given.get("device", "auto")), given.get("processes"))
@@ -52,7 +55,6 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     from ..distributed import is_main_process
     from ..run import run_training
     from ..terminal import errors_of_main_process
-    from .preparation import prepare_finetuning
 
     if config is None:
         prepared = prepare_finetuning(data, overrides, given, output)

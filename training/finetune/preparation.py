@@ -17,8 +17,9 @@ from ...model.config.error_messages import validation_message
 from ...model.config.overrides import value_at, with_overrides
 from ...model.config.reference import text_from_value
 from ...model.weights.layouts import CLASS_ROWS
+from ..classes import check_categories
 from ..config import ConfigError, TrainConfig, check_length
-from ..data.coco.dataset import CocoDataset, DataError, ImageRecord
+from ..data.coco.dataset import CocoDataset, DataError, ImageRecord, summary_of
 from ..data.convert.layouts import DataLayout, recognize_layout
 from ..data.inspect.file_checks import misfit_files
 from ..devices import device_from
@@ -104,10 +105,17 @@ def prepare_finetuning(
     layout = recognize_layout(path)
     RunFolder(output).open(resume=False)
     splits = choose_splits(layout, output / "data")
-    with _no_warnings():
-        # Training reads the annotations again, and then logs the invalid ones.
-        train = CocoDataset(splits.train)
-    records, unusable = _usable_records(train)
+    try:
+        with _no_warnings():
+            # Training reads the annotations again, and then logs the invalid ones.
+            train = CocoDataset(splits.train)
+            if splits.val is not None:
+                check_categories(CocoDataset(splits.val), train.categories)
+        records, unusable = _usable_records(train)
+    except DataError as error:
+        left_out = f"; left out: {summary_of(splits.faults)}" if splits.faults else ""
+        inspect = f"maskrcnn data inspect {shlex.quote(str(path))}"
+        raise DataError(f"{path}: {error}{left_out}; `{inspect}` shows more") from None
     weights = given.get("weights", DEFAULT_WEIGHTS)
     start = initial_checkpoint(None if weights is None else str(weights))
     machine = this_machine(device_from(given.get("device", "auto")))
@@ -119,6 +127,21 @@ def prepare_finetuning(
     reasons = plan.reasons | dict.fromkeys(given, "as set")
     config = _config(values, overrides)
     return Finetuning(layout, splits, config, reasons, train, unusable, start)
+
+
+def check_resumed_data(path: Path, config: TrainConfig) -> None:
+    """Check that a run was trained on a data set.
+
+    Raises:
+        ConfigError: The run was trained on other images.
+        DataError: The layout of the data set is unknown.
+    """
+    folders = {split.images.resolve() for split in recognize_layout(path).splits.values()}
+    if config.data.train.images.resolve() not in folders:
+        raise ConfigError(
+            f"{config.output_dir} is a run on the images in {config.data.train.images}, and not on "
+            f"{path}; resume it with its own data set, or choose another output_dir=FOLDER"
+        )
 
 
 def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:
@@ -141,7 +164,8 @@ def _usable_records(dataset: CocoDataset) -> tuple[list[ImageRecord], tuple[str,
     """
     records = [record for record in dataset.records if record.objects]
     if not records:
-        raise DataError(f"{dataset.name} has no image with an annotated object")
+        faults = f": {summary_of(dataset.faults)}" if dataset.faults else ""
+        raise DataError(f"{dataset.name} has no image with an annotated object{faults}")
     misfits = {misfit.record.id: misfit.subject for misfit in misfit_files(records)}
     usable = [record for record in records if record.id not in misfits]
     if not usable:

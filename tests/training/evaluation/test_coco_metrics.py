@@ -92,9 +92,9 @@ def _scene(seed: int, *, crowds: float) -> tuple[dict[str, Any], dict[IouType, l
     """Return ellipses on eight images, and 120 detections per image. Class "bar" has no objects."""
     rng = np.random.default_rng(seed)
     truth: dict[str, Any] = {**TRUTH, "annotations": []}
-    truth["images"] = [{"id": n, "height": 240, "width": 320} for n in range(1, 9)]
+    truth["images"] = [{"id": n, "height": 240, "width": 320} for n in range(-3, 5)]
     results: dict[IouType, list[Any]] = {"bbox": [], "segm": []}
-    for image_id in range(2, 9):  # the first image has no objects
+    for image_id in range(-2, 5):  # the first image has no objects
         shapes = [(rng.uniform((0, 0, 4, 4), (320, 240, 90, 90)), n % 2) for n in range(5)]
         for shape, label in shapes:
             rle = _ellipse(shape)

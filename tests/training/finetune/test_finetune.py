@@ -108,6 +108,9 @@ def test_a_run_is_not_overwritten_but_can_be_resumed(run: Run, tiny_checkpoint: 
     before = (run.folder / "config.yaml").read_text()
     assert "final checkpoint" in call(data, run.folder, "--resume")
     assert (run.folder / "config.yaml").read_text() == before
+    WRITERS["YOLO"](run.folder.parent / "others", SCENES, [])
+    with pytest.raises(ConfigError, match=r"others.*output_dir"):
+        call(run.folder.parent / "others", run.folder, "--resume")
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -140,3 +143,16 @@ def test_mistyped_keys_and_unknown_folders_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none of the known layouts"):
         call(tmp_path, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_reasons_are_named_if_no_image_can_be_used(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """Names differ in their case, or all labels are boxes."""
+    WRITERS["COCO"](tmp_path / "coco", SCENES[:4], [])
+    for image in (tmp_path / "coco" / "train2017").iterdir():
+        image.rename(image.with_suffix(".JPG"))
+    WRITERS["YOLO"](tmp_path / "yolo", SCENES[:4], [])
+    for labels in (tmp_path / "yolo").rglob("photo*.txt"):
+        labels.write_text("0 .5 .5 .2 .2\n")
+    for name, reason in (("coco", "file missing"), ("yolo", "box without an outline")):
+        with pytest.raises(DataError, match=rf"{name}: .*{reason}.*data inspect"):
+            call(tmp_path / name, tmp_path / "run", f"weights={tiny_checkpoint}", "--dry-run")

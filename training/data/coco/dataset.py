@@ -103,7 +103,8 @@ class CocoDataset:
         self.repairs: Mapping[str, tuple[str, ...]] = {r: tuple(ids) for r, ids in repairs.items()}
         self._report(on_broken)
         if not images.valid:
-            raise DataError(f"{self.name} lists no valid image")
+            reasons = f": {summary_of(self.faults)}" if self.faults else ""
+            raise DataError(f"{self.name} lists no valid image in {config.images}{reasons}")
         self.records = tuple(
             ImageRecord(image.id, image.path, image.height, image.width, tuple(instances[image.id]))
             for image in sorted(images.valid.values(), key=lambda image: image.id)

@@ -36,7 +36,7 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     splits = {}
     for file in files:
         split = file.stem.removeprefix(_PREFIX)
-        images = _image_folder(folder, split, file)
+        images = image_folder(folder, split, file)
         if images is not None:
             splits[split] = DatasetConfig(images=images, annotations=file)
     if not splits:
@@ -55,8 +55,8 @@ def annotation_files(folder: Path) -> list[Path]:
     return [file for file in files if file.name.startswith(_PREFIX)] or files
 
 
-def _image_folder(folder: Path, split: str, file: Path) -> Path | None:
-    """Return the image folder of a split. None: there is none."""
+def image_folder(folder: Path, split: str, file: Path) -> Path | None:
+    """Return the image folder of a split in a data set's folder. None: there is none."""
     common = folder / "images"
     places = [*_subfolders(folder), *_subfolders(common)]
     named = [place for place in places if split.lower().endswith(place.name.lower())]

@@ -1,5 +1,6 @@
 """Commands `maskrcnn data convert ...`."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,7 +101,10 @@ def _convert(
 
 def _report(name: str, file: "WrittenSplit", images: Path) -> None:
     """Print path and counts of a written file, and `maskrcnn train` arguments that use it."""
+    key = "data.val" if "val" in name.lower() else "data.train"
+    paths = {"annotations": file.path, "images": images}
+    arguments = " ".join(shlex.quote(f"{key}.{part}={path}") for part, path in paths.items())
     click.echo(
         f"{file.path}: {file.images} images, {file.objects} objects, {file.crowds} crowds; "
-        f"use it with data.{name}.annotations={file.path} data.{name}.images={images}"
+        f"use it with {arguments}"
     )

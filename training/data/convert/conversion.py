@@ -1,5 +1,6 @@
 """Write COCO annotation files for a data set of another format."""
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -153,3 +154,23 @@ def source_content(
         "categories": [category.model_dump() for category in dataset.categories],
     }
     return SourceContent(content, faults)
+
+
+def with_ids_of(known: Sequence[Category], source: SourceContent) -> SourceContent:
+    """Replace category ids by those of known categories with the same names.
+
+    Categories with other names get new ids.
+    """
+    ids = {category.name: category.id for category in known}
+    free = itertools.count(max(ids.values(), default=0) + 1)
+    old = source.content["categories"]
+    new = {c["id"]: ids[c["name"]] if c["name"] in ids else next(free) for c in old}
+    content = {
+        **source.content,
+        "categories": [{**entry, "id": new[entry["id"]]} for entry in old],
+        "annotations": [
+            {**entry, "category_id": new[entry["category_id"]]}
+            for entry in source.content["annotations"]
+        ],
+    }
+    return SourceContent(content, source.faults)

@@ -34,6 +34,8 @@ _SPLIT_BY_FOLDER = {
     "test": "test",
 }  # fmt: skip
 _ONLY_SPLIT = "all"
+# Types of shapes that have an area.
+_AREA_TYPES = frozenset({"polygon", "rectangle", "oriented_rectangle", "circle", "mask"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,10 @@ def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
         for file in parsed.values()
         if not isinstance(file, str)
         for shape in file.shapes
-        if shape.get("label")
+        if shape.get("label") and _type_of(shape) in _AREA_TYPES
     } - _NO_OBJECTS
     if not labels:
-        raise DataError(f"{folder} has LabelMe files without any label")
+        raise DataError(f"{folder} has LabelMe files without any labelled area")
     categories = tuple(Category(id=n, name=name) for n, name in enumerate(sorted(labels), start=1))
     ids = {category.name: category.id for category in categories}
     by_split: dict[str, list[Path]] = defaultdict(list)
@@ -96,8 +98,8 @@ def _parsed(path: Path) -> _LabelmeFile | str:
     return _LabelmeFile(
         shapes=[shape for shape in content["shapes"] if isinstance(shape, Mapping)],
         image_path=str(content.get("imagePath") or ""),
-        height=integer_from(content.get("imageHeight")),
-        width=integer_from(content.get("imageWidth")),
+        height=integer_from(content.get("imageHeight")) or None,
+        width=integer_from(content.get("imageWidth")) or None,
     )
 
 
@@ -123,6 +125,8 @@ def _convert(
         if label in _NO_OBJECTS:
             continue
         try:
+            if _type_of(shape) not in _AREA_TYPES:
+                raise _InvalidShapeError(f"shape_type {_type_of(shape)} has no area")
             if label not in ids:
                 raise _InvalidShapeError("no label")
             if shape.get("shape_type") == "mask":
@@ -165,6 +169,10 @@ class _InvalidShapeError(Exception):
     """Invalid shape. The message has no details, so that equal reasons can be counted."""
 
 
+def _type_of(shape: Mapping[str, Any]) -> str:
+    return str(shape.get("shape_type") or "polygon")
+
+
 def _polygon_from(shape: Mapping[str, Any]) -> Points:
     try:
         points = np.array(shape.get("points"), np.float64).reshape(-1, 2)
@@ -172,7 +180,7 @@ def _polygon_from(shape: Mapping[str, Any]) -> Points:
         raise _InvalidShapeError("points are not pairs of numbers") from None
     if not np.isfinite(points).all():
         raise _InvalidShapeError("points are not pairs of numbers")
-    kind = shape.get("shape_type") or "polygon"
+    kind = _type_of(shape)
     if kind == "rectangle" and len(points) == 2:
         (left, top), (right, bottom) = points
         return np.array([[left, top], [right, top], [right, bottom], [left, bottom]])
@@ -182,8 +190,6 @@ def _polygon_from(shape: Mapping[str, Any]) -> Points:
         circle = np.stack([np.cos(angles), np.sin(angles)], axis=1)
         polygon: Points = centre + np.hypot(*(edge - centre)) * circle
         return polygon
-    if kind not in ("polygon", "rectangle", "oriented_rectangle"):
-        raise _InvalidShapeError(f"shape_type {kind} has no area")
     if len(points) < 3:
         raise _InvalidShapeError("polygon of fewer than three points")
     return points

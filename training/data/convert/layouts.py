@@ -7,16 +7,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from ....model.bundle.manifest import Category
 from ...config import DatasetConfig
 from ..coco.dataset import CocoDataset, DataError, SourceContent, read_coco_file, read_json
 from ..coco.numbers import id_from
-from ..coco.splits import annotation_files, find_splits
-from .conversion import ForeignDataset, source_content
+from ..coco.splits import annotation_files, find_splits, image_folder
+from .conversion import ForeignDataset, source_content, with_ids_of
 from .labelme import is_labelme, labelme
 from .yolo import yolo, yolo_file
 
 _ROBOFLOW_FILE = "_annotations.coco.json"
-# Maximum number of JSON files that are read to recognise the layout of a folder.
+# Maximum numbers of JSON files that are read to recognise the layout of a folder: of its own, and
+# of those in it and its subfolders.
+_OWN_SAMPLES = 20
 _SAMPLES = 5
 
 
@@ -30,6 +33,8 @@ class LayoutSplit:
     # Returns the annotations as the content of a COCO file. None: `annotations` is a COCO file that
     # can be used unchanged.
     convert: Callable[[], SourceContent] | None = None
+    # Whether the classes have ids in the data set. False: `convert` numbers their names.
+    has_ids: bool = True
 
     @property
     def config(self) -> DatasetConfig:
@@ -42,9 +47,20 @@ class LayoutSplit:
             return self.convert()
         return SourceContent(read_coco_file(self.annotations), {})
 
-    def load(self, on_broken: Literal["skip", "refuse"] = "skip") -> CocoDataset:
-        """Read and validate the annotations. Errors are those of `CocoDataset`."""
+    def load(
+        self,
+        on_broken: Literal["skip", "refuse"] = "skip",
+        known: Sequence[Category] = (),
+    ) -> CocoDataset:
+        """Read and validate the annotations. Errors are those of `CocoDataset`.
+
+        Args:
+            on_broken: See `CocoDataset`.
+            known: Classes of a model. If the data set has only names, they get the ids of these.
+        """
         source = None if self.convert is None else self.convert()
+        if source is not None and not self.has_ids:
+            source = with_ids_of(known, source)
         return CocoDataset(self.config, on_broken, source)
 
 
@@ -75,12 +91,18 @@ def recognize_layout(path: Path) -> DataLayout:
         return _coco_layout(path)
     if (file := yolo_file(path)) is not None:
         return _foreign("YOLO", yolo(file), file)
-    samples = {file: _content_of(file) for file in islice(_json_files(path), _SAMPLES)}
+    own = (file for file in _json_files(path) if file.parent == path)
+    chosen = {*islice(own, _OWN_SAMPLES), *islice(_json_files(path), _SAMPLES)}
+    samples = {json_file: _content_of(json_file) for json_file in sorted(chosen)}
     if any(map(is_labelme, samples.values())):
-        return _foreign("LabelMe", labelme(path, _json_files(path)), path)
-    for file, content in samples.items():
-        if file.parent == path and isinstance(content, dict) and "annotations" in content:
-            return DataLayout("COCO", {file.stem: LayoutSplit(_images_beside(file), file)})
+        return _foreign("LabelMe", labelme(path, _json_files(path)), path, has_ids=False)
+    splits = {
+        one.stem: LayoutSplit(image_folder(path, one.stem, one) or path, one)
+        for one, content in samples.items()
+        if one.parent == path and isinstance(content, dict) and "annotations" in content
+    }
+    if splits:
+        return DataLayout("COCO", splits)
     folders = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))]
     if len(folders) == 1:
         # Archives often contain a single folder, with the data set inside.
@@ -108,12 +130,15 @@ def find_validation_split(path: Path) -> LayoutSplit:
     return splits[names[0]]
 
 
-def _foreign(name: str, dataset: ForeignDataset, annotations: Path) -> DataLayout:
+def _foreign(
+    name: str, dataset: ForeignDataset, annotations: Path, *, has_ids: bool = True
+) -> DataLayout:
+    converters = {s: partial(source_content, dataset, files) for s, files in dataset.splits.items()}
     return DataLayout(
         name,
         {
-            split: LayoutSplit(source.images, annotations, partial(source_content, dataset, source))
-            for split, source in dataset.splits.items()
+            split: LayoutSplit(files.images, annotations, converters[split], has_ids)
+            for split, files in dataset.splits.items()
         },
     )
 
@@ -172,9 +197,3 @@ def _content_of(path: Path) -> Any:
         return read_json(path)
     except DataError:
         return None
-
-
-def _images_beside(file: Path) -> Path:
-    """Return the folder `images` or `data` beside a COCO file, else the file's own folder."""
-    candidates = (file.parent / name for name in ("images", "data"))
-    return next((path for path in candidates if path.is_dir()), file.parent)

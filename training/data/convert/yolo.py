@@ -56,10 +56,10 @@ def yolo(file: Path) -> ForeignDataset:
             splits[name] = SourceSplit(root, images)
         else:
             missing.append(f"{name}: {content[name]}")
-    if not splits:
+    if not splits or any(entry.startswith("train:") for entry in missing):
         raise DataError(
-            f"{file} has no split with images ({'; '.join(missing) or 'no train, val or test'}); "
-            "give paths relative to its own folder"
+            f"{file}: no images found for {'; '.join(missing) or 'train, val or test'}; give "
+            "folders, or text files that list images, relative to the folder of this file"
         )
     if missing:
         logger.warning("%s: no images found for %s", file, "; ".join(missing))
@@ -75,7 +75,7 @@ def _is_yolo(path: Path) -> bool:
     except DataError:
         # An invalid `data.yaml` counts, so that `yolo` raises the error.
         return path.stem == "data"
-    return "names" in content and any(name in content for name in _SPLITS)
+    return ("names" in content or path.stem == "data") and any(s in content for s in _SPLITS)
 
 
 def _read_yaml(path: Path) -> dict[Any, Any]:
@@ -146,7 +146,8 @@ def _convert(image: Path, root: Path, known: set[int]) -> ConvertedImage:
         raise UnusableSourceError(f"images: {error}", name) from None
     annotations, faults = [], []
     labels = _label_file(image)
-    lines = labels.read_text(errors="replace").splitlines() if labels else []
+    # Programs on Windows write a byte order mark.
+    lines = labels.read_text("utf-8-sig", errors="replace").splitlines() if labels else []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

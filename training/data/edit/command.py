@@ -1,5 +1,6 @@
 """Commands `maskrcnn data split`, `merge` and `filter`."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,8 @@ def merge(
     _report(written)
     if written.faults:
         click.echo(f"left out: {summary_of(written.faults)}", err=True)
-    click.echo(f"use it with data.train.annotations={out} data.train.images={root}")
+    arguments = f"data.train.annotations={out}", f"data.train.images={root}"
+    click.echo(f"use it with {shlex.join(arguments)}")
 
 
 @click.command(name="filter")

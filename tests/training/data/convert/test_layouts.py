@@ -76,6 +76,21 @@ def test_one_coco_file_beside_its_images_is_a_data_set(tmp_path: Path) -> None:
     assert_same(recognize_layout(tmp_path).splits["labels"].load("refuse"), TRAIN)
 
 
+@pytest.mark.parametrize("folders", [("images", "images"), ("train", "val")])
+def test_coco_files_beside_the_image_folders_are_splits(
+    tmp_path: Path, folders: tuple[str, str]
+) -> None:
+    for number in range(7):
+        write_json(tmp_path / f"a{number}.json", {"notes": []})
+    for split, folder, scenes in zip(("train", "val"), folders, (TRAIN, VAL), strict=True):
+        save_images(tmp_path / folder, scenes)
+        write_json(tmp_path / f"{split}.json", coco_content(scenes))
+    splits = recognize_layout(tmp_path).splits
+    assert splits.keys() == {"train", "val"}
+    assert_same(splits["train"].load("refuse"), TRAIN)
+    assert_same(splits["val"].load("refuse"), VAL)
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_converted_files_hold_the_same(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / "data", TRAIN, VAL)

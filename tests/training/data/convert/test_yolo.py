@@ -60,7 +60,8 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
         "1 nan 0" * 3,
         "0 0 0 1e9 0 1 1",
     ]
-    label.write_text(label.read_text() + "\n".join(lines))
+    # A byte order mark, as Notepad writes it.
+    label.write_text(label.read_text() + "\n".join(lines), "utf-8-sig")
     (tmp_path / "train" / "images" / "photo_001.jpg").write_bytes(b"no image")
     with Image.open(tmp_path / "train" / "images" / "photo_002.jpg") as image:
         image.save(tmp_path / "train" / "images" / "photo_005.gif")
@@ -98,10 +99,13 @@ def test_labels_of_yolo_refer_to_the_upright_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train: nowhere\nnames: [a]\n", "no split with images.*nowhere"),
+        ("train: nowhere\nnames: [a]\n", "no images found for train: nowhere"),
+        # The validation images must not become the training images.
+        ("train: nowhere\nval: val/images\nnames: [a]\n", "no images found for train: nowhere"),
         ("train: train/images\nnames: 3\n", "`names` must be"),
+        ("train: train/images\n", "`names` must be"),
         ("names: [a\n", "is not YAML"),
-        (f"train: {'x' * 5000}\nnames: [a]\n", "no split with images"),
+        (f"train: {'x' * 5000}\nnames: [a]\n", "no images found for train: xxx"),
     ],
 )
 def test_incomplete_yaml_files_are_errors(tmp_path: Path, text: str, message: str) -> None:

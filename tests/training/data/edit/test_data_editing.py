@@ -124,3 +124,22 @@ def test_parts_are_disjoint_and_have_their_shares(tmp_path: Path) -> None:
     file.write_text(json.dumps(small))
     output = call("split", file, tmp_path / "parts", "--test", 0.1, "--overwrite")
     assert output.count(" 1 images") == 3
+
+
+def test_images_of_equal_names_and_images_with_objects_are_divided(tmp_path: Path) -> None:
+    """Only two images have objects: one for each part."""
+    images = [
+        {"id": n, "file_name": f"case{n:02}/image.png", "height": 9, "width": 9} for n in range(30)
+    ]
+    content = {**valid_content(), "images": images}
+    content["annotations"] = [{"id": n, "image_id": n, "category_id": 7} for n in (3, 4)]
+    source = tmp_path / "all.json"
+    source.write_text(json.dumps(content))
+    call("split", source, tmp_path / "out", "--val", "0.2")
+    parts = [json.loads((tmp_path / "out" / f"{p}.json").read_text()) for p in ("train", "val")]
+    assert [len(part["annotations"]) for part in parts] == [1, 1]
+    assert all(len(part["images"]) > 1 for part in parts)
+    content["annotations"].pop()
+    source.write_text(json.dumps(content))
+    output = call("split", source, tmp_path / "out", "--overwrite")
+    assert "val.json has no annotations" in output
