@@ -151,7 +151,7 @@ def test_classes_of_labelme_get_the_ids_of_a_model_by_their_names(tmp_path: Path
     """LabelMe numbers no classes, and a folder may lack some of them."""
     known = (
         Category(id=7, name="unused"),
-        *(Category(id=n + 8, name=m) for n, m in enumerate(NAMES)),
+        *(Category(id=n, name=m) for n, m in enumerate(NAMES)),
     )
     write_labelme(tmp_path, TRAIN, [])
     (split,) = recognize_layout(tmp_path).splits.values()
