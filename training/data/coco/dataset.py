@@ -1,5 +1,6 @@
 """Read and validate a COCO annotation file, and index its images."""
 
+import gc
 import json
 import logging
 from collections import Counter, defaultdict
@@ -109,6 +110,8 @@ class CocoDataset:
             ImageRecord(image.id, image.path, image.height, image.width, tuple(instances[image.id]))
             for image in sorted(images.valid.values(), key=lambda image: image.id)
         )
+        # Later collections would take seconds to traverse these objects, and free none.
+        gc.freeze()
 
     def __len__(self) -> int:
         return len(self.records)
