@@ -60,7 +60,7 @@ class HttpCall:
             starlette.requests.ClientDisconnect: the client disconnected.
         """
         headers = self.request.headers
-        if headers.get("content-encoding", "identity") != "identity":
+        if headers.get("content-encoding", "identity").lower() != "identity":
             raise HTTPException(415, "the body is compressed; send it without Content-Encoding")
         size, chunks = int(headers.get("content-length", 0)), []
         self._check_size(size)

@@ -86,7 +86,7 @@ class DetectionRoutes:
 
     async def _detect(self, call: HttpCall) -> Response:
         headers = call.request.headers
-        if headers.get("content-type", "").startswith("multipart/"):
+        if headers.get("content-type", "").lower().startswith("multipart/"):
             raise HTTPException(
                 415,
                 "send the image file itself as the body, as in curl --data-binary @street.jpg; "
@@ -131,8 +131,22 @@ class DetectionRoutes:
         folder = pipeline.lifecycle.source.resolved().bundle / SAMPLES_FOLDER
         if not folder.is_dir():
             return {}
-        files = (path for path in folder.iterdir() if path.is_file())
-        return {path.name: path for path in files if path.suffix.lower() in IMAGE_SUFFIXES}
+        root = folder.resolve()
+        files = (path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+        return {
+            path.name: path
+            for path in files
+            # A link must not lead out of the folder, and JSON has no names that are not UTF-8.
+            if path.is_file() and path.resolve().is_relative_to(root) and _is_text(path.name)
+        }
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _model_name(call: HttpCall) -> str:

@@ -5,13 +5,15 @@ import contextlib
 import logging
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
 
+import httptools
 import uvicorn
 from pydantic_core import to_json
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
@@ -139,10 +141,12 @@ class _Connection(HttpToolsProtocol):
         super().__init__(server.config, server.server_state, app_state={})
         self._settings = settings
         self._max_connections = max_connections
-        # Size of the head that is being received. None: the head is complete.
+        # Size of the head that is being received. None: the client need not send one now.
         self._head_bytes: int | None = 0
+        self._received = b""
         self._is_body_complete = True
-        self._chunk_bytes = 0
+        # Request that is being answered. `cycle` is the newest one, of which the head was received.
+        self._answered: RequestResponseCycle | None = None
         self._opened_at = self.loop.time()
         # Closes the connection if the next head does not arrive in time.
         self._head_timer: asyncio.TimerHandle | None = None
@@ -159,6 +163,10 @@ class _Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.pipeline.clear()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         # A timer would keep the connection and its request in memory.
         self._unset_head_timer()
         self._unset_keepalive_if_required()
@@ -166,8 +174,10 @@ class _Connection(HttpToolsProtocol):
             self._slow_timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        self._chunk_bytes = len(data)
+        self._received = data
         super().data_received(data)
+        if self._head_bytes is None and self._is_idle():
+            self._head_bytes = 0  # empty lines, which may precede a head
         if self._head_bytes is None or self.transport.is_closing():
             return
         self._expect_head()
@@ -177,21 +187,45 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = -self._chunk_bytes  # `data_received` adds the chunk
+        self._head_bytes = -len(self._received)  # `data_received` adds it
         self._is_body_complete = False
 
     def on_headers_complete(self) -> None:
         self._head_bytes = None
         self._unset_head_timer()
+        if self.parser.should_upgrade():
+            return  # `_unsupported_upgrade_warning` parses the request again
         super().on_headers_complete()
         age_s, limit_s = self.loop.time() - self._opened_at, self._settings.max_connection_age_s
         if limit_s is not None and age_s > limit_s:
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._is_body_complete = True
-        self._head_bytes = -self._chunk_bytes
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Ignore the header Upgrade, as clients expect of servers that speak only HTTP/1.1.
+
+        The parser would skip the body. So a new one parses the request without the header.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("CONNECT is not supported.")
+            return
+        _, error, _ = sys.exc_info()
+        assert isinstance(error, httptools.HttpParserUpgrade)
+        rest = self._received[error.args[0] :]
+        kept = [pair for pair in self.headers if pair[0] not in (b"upgrade", b"http2-settings")]
+        lines = [b"%s %s HTTP/1.1" % (method, self.url), *(b"%s: %s" % pair for pair in kept)]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -210,6 +244,12 @@ class _Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Respond to a request that cannot be parsed, and close the connection."""
+        if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
+            # The responses to the requests before it come first. The last one closes.
+            self.cycle.keep_alive = False
+            self._head_bytes = None
+            self._unset_head_timer()
+            return
         body = to_json({"error": msg})
         self.transport.write(
             b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
@@ -217,6 +257,11 @@ class _Connection(HttpToolsProtocol):
         )
         self.transport.close()
         self._set_slow_timer(_STALL_S, self.transport.abort)
+
+    def _is_idle(self) -> bool:
+        """Whether no request is being received or answered."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return is_answered and self._is_body_complete
 
     def _expect_head(self) -> None:
         if self._head_timer is None:

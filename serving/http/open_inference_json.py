@@ -18,6 +18,7 @@ from ..open_inference.responses import serialised_strings
 
 # Maximum number of values in the JSON part of a request. Parsing them takes about 50 ms.
 _MAX_VALUES: Final = 1 << 20
+_MAX_DIGITS: Final = 20
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "UINT8": np.dtype("u1"),
     "FP32": np.dtype("<f4"),
@@ -143,7 +144,9 @@ def infer_request_from_http(
 
 
 def _length_from_header(text: str, body_size: int) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text) > body_size:
+    # Python refuses to parse thousands of digits.
+    is_number = text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
+    if not is_number or int(text) > body_size:
         raise InvalidRequestError(
             f"Inference-Header-Content-Length is {text[:20]!r}; it must be the size in bytes of "
             f"the JSON at the beginning of the body, which has {body_size} bytes"
@@ -161,7 +164,7 @@ def _raw_contents(inputs: Sequence[InputTensor], binary: memoryview) -> list[byt
             continue
         if tensor.data is not None:
             raise InvalidRequestError(f"input {tensor.name!r} has both data and {_SIZE}")
-        if not isinstance(size, int) or not 0 <= size <= len(binary) - start:
+        if type(size) is not int or not 0 <= size <= len(binary) - start:
             raise InvalidRequestError(
                 f"input {tensor.name!r} has the {_SIZE} {size!r}; {len(binary) - start} bytes "
                 "remain after the JSON, whose size is in Inference-Header-Content-Length"
@@ -213,13 +216,20 @@ def _bytes_from_base64(name: str, text: Any) -> bytes:
 
 
 def _binary_outputs(request: InferRequest) -> BinaryOutputs:
-    is_default = request.parameters.pop(_ALL_BINARY, False) is True
+    is_default = _flag_from(request.parameters, _ALL_BINARY, default=False)
     exceptions = frozenset(
         output.name
         for output in request.outputs
-        if output.parameters.pop(_IS_BINARY, is_default) is not is_default
+        if _flag_from(output.parameters, _IS_BINARY, default=is_default) != is_default
     )
     return BinaryOutputs(is_default, exceptions)
+
+
+def _flag_from(parameters: Parameters, name: str, *, default: bool) -> bool:
+    value = parameters.pop(name, default)
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} is {value!r}; it must be true or false")
+    return value
 
 
 def _infer_message(
@@ -292,6 +302,6 @@ def http_from_infer_response(
 def _values_from_raw(output: pb.ModelInferResponse.InferOutputTensor, raw: bytes) -> list[Any]:
     if output.datatype == "BYTES":
         strings = split_raw(output.name, raw, math.prod(output.shape))
-        return [text.decode("ascii") for text in strings]
+        return [text.decode() for text in strings]
     values: list[Any] = np.frombuffer(raw, _DTYPES[output.datatype]).tolist()
     return values

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from ...model.bundle.manifest import BundleError
 from ...model.bundle.spec import ShapeBucket
 from ..engines.worker_pool import WorkerProcess
-from ..errors import BackendDownError
+from ..errors import BackendDownError, ServingError
 from ..host import name_thread
 from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
 from .scheduling import BatchPolicy, Schedule, Ticket
@@ -267,8 +268,13 @@ class Batcher(Generic[Item, Result]):
                 self._workers[index] = worker = _WorkerState(process, is_up=False)
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await loop.run_in_executor(self._threads, self._load, process)
-            except Exception:
-                _log.exception("cannot start the worker process; next attempt in %g s", pause_s)
+            except Exception as error:
+                is_known = isinstance(error, BundleError | ServingError)
+                _log.error(
+                    "cannot start the worker process; next attempt in %g s: %s",
+                    *(pause_s, error),
+                    exc_info=not is_known,
+                )
                 self._workers[index].process.kill()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextvars import Context
 
 from ..config import ServeConfig
@@ -40,6 +40,8 @@ class ModelLifecycle:
         self.source = source
         self._config = config
         self._metrics = metrics
+        # Raises an error if a reloaded model must not be served, such as for its name.
+        self.check_reloaded: Callable[[ServedModel], None] = lambda _: None
         # Held during `reload` and `unload`.
         self._changing = asyncio.Lock()
 
@@ -64,6 +66,7 @@ class ModelLifecycle:
             BundleError: the bundle is missing, damaged or lacks a precision.
             BackendError: a backend does not run on this machine, memory does not suffice for the
                 old and the new model, or loading exceeds START_TIMEOUT_S per precision.
+            ReloadError: another model has the new name of this one.
         """
         async with self._changing:
             try:
@@ -111,6 +114,7 @@ class ModelLifecycle:
         model = await in_daemon_thread(ServedModel, self.source, self._config)
         try:
             await model.load()
+            self.check_reloaded(model)
             await model.warm_up()
         except BaseException:
             await in_daemon_thread(model.close)

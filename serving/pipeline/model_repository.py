@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 from ...model.bundle.manifest import BundleError
 from ..config import ServeConfig
-from ..errors import ModelNotFoundError, QueueFullError, ServingError
+from ..errors import ModelNotFoundError, QueueFullError, ReloadError, ServingError
 from ..monitoring.telemetry import Telemetry
 from .pipeline import Pipeline
-from .served_model import ModelSource
+from .served_model import ModelSource, ServedModel
 from .shared_resources import SharedResources
 from .threads import in_daemon_thread
 
@@ -38,6 +39,8 @@ class ModelRepository:
         self.resources = SharedResources(config, telemetry, len(sources))
         self.pipelines = [Pipeline(source, config, self.resources) for source in sources]
         self._check_names([pipeline.model.manifest.model_name for pipeline in self.pipelines])
+        for pipeline in self.pipelines:
+            pipeline.lifecycle.check_reloaded = partial(self._check_reloaded, pipeline)
 
     @property
     def first(self) -> Pipeline:
@@ -154,6 +157,14 @@ class ModelRepository:
         self.resources.threads.close()
         for pipeline in self.pipelines:
             pipeline.model.close()
+
+    def _check_reloaded(self, reloaded: Pipeline, model: ServedModel) -> None:
+        """Raise ReloadError if the names of a pipeline's new model are those of another one."""
+        models = (model if own is reloaded else own.model for own in self.pipelines)
+        try:
+            self._check_names([name for own in models for name in own.names])
+        except ServingError as error:
+            raise ReloadError(str(error)) from None
 
     @staticmethod
     def _check_names(names: Sequence[str]) -> None:

@@ -41,7 +41,8 @@ def annotated_png(data: bytes, detections: Detections) -> bytes:
     """
     image = decode_image(data, max_pixels=detections.height * detections.width)
     file = BytesIO()
-    Image.fromarray(draw_detections(image, detections)).save(file, "PNG")
+    # The default level takes four times as long, for a file that is a sixth smaller.
+    Image.fromarray(draw_detections(image, detections)).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 

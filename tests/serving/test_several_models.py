@@ -136,6 +136,24 @@ async def test_models_have_queues_and_states_of_their_own(
         await until(lambda: all(f"is reloaded: {own.name}" in caplog.text for own in models))
 
 
+async def test_reloads_cannot_give_a_model_the_name_of_another(
+    wide_bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = linked_copy(wide_bundle, tmp_path / "own")
+    manifest = json.loads((own / "manifest.json").read_text())
+    (own / "manifest.json").unlink()
+
+    def rename(name: str) -> None:
+        (own / "manifest.json").write_text(json.dumps({**manifest, "model_name": name}))
+
+    rename("indoor")
+    async with serving([ModelSource(wide_bundle, "street"), ModelSource(own)], caplog) as server:
+        rename("street")
+        with pytest.raises(InferenceServerException, match="two models have the name 'street'"):
+            await server.triton.load_model("indoor")
+        assert await index_of(server) == {"street": "READY", "indoor": "READY"}
+
+
 async def test_a_repository_serves_the_newest_version_of_each_model(
     wide_bundle: Path, tmp_path: Path, picture: Encode, caplog: pytest.LogCaptureFixture
 ) -> None:

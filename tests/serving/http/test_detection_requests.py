@@ -1,6 +1,7 @@
 """`/v1/detect`: JSON and annotated images, compared with the gRPC service."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -37,6 +38,8 @@ def server(
     (own / "samples").mkdir()
     (own / "samples" / "one.png").write_bytes(picture(codec="PNG"))
     (own / "samples" / "notes.txt").write_text("not an image")
+    (own / "samples" / os.fsdecode(b"bad\xff.jpg")).write_bytes(picture())
+    (own / "samples" / "secret.jpg").symlink_to(own / "manifest.json")
     with served_over_http(own, max_batch=4, max_message_mb=1) as server:
         yield server
 
@@ -136,7 +139,7 @@ def test_model_and_samples(http: httpx.Client, picture: Encode) -> None:
     sample = http.get("/v1/samples/one.png")
     assert sample.content == picture(codec="PNG")
     assert sample.headers["content-type"] == "image/png"
-    for name in ("notes.txt", "..%2Fmanifest.json", "one.png%00"):
+    for name in ("notes.txt", "..%2Fmanifest.json", "one.png%00", "secret.jpg", "bad%FF.jpg"):
         assert http.get(f"/v1/samples/{name}").status_code == 404
 
 

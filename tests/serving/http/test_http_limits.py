@@ -112,15 +112,17 @@ def test_body_of_a_response_does_not_wait_for_the_acknowledgement_of_its_head(
         wait_until(sends_without_delay)
 
 
+@pytest.mark.parametrize("requests", [1, 3])
 def test_vanished_client_frees_its_slot(
-    http: httpx.Client, server: HttpAddress, gate: Gate, picture: Encode
+    http: httpx.Client, server: HttpAddress, gate: Gate, picture: Encode, requests: int
 ) -> None:
+    """The client may have sent further requests before it vanished."""
     count = gate.count
     gate.close()
     with connect(server) as client:
         body = picture()
         length = b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n" % len(body)
-        client.sendall(HEAD + length + body)
+        client.sendall((HEAD + length + body) * requests)
         wait_until(lambda: gate.count > count)
 
     def is_admitted() -> bool:
@@ -139,6 +141,50 @@ def test_slow_bodies_and_heads(server: HttpAddress) -> None:
         assert response.startswith(b"HTTP/1.1 504")
         assert b"did not arrive" in response
         assert response_of(head) == response_of(silent) == b""
+
+
+def test_time_limit_of_receiving_ends_with_the_request(
+    http: httpx.Client, gate: Gate, picture: Encode
+) -> None:
+    """The limit is 1 s. Computing may take longer, and so may the pause to the next request."""
+    with ThreadPoolExecutor() as threads:
+        for _ in range(2):
+            gate.close()
+            sent = threads.submit(http.post, "/v1/detect", content=picture(), headers=USER)
+            time.sleep(1.2)
+            gate.open()
+            assert sent.result().status_code == 200
+
+
+@pytest.mark.parametrize("pause_s", [0, 0.1])
+def test_upgrades_to_other_protocols_are_ignored(
+    server: HttpAddress, picture: Encode, pause_s: float
+) -> None:
+    """curl --http2 and Java's client offer an upgrade with each request that is not encrypted."""
+    body = picture() + b"GET /v2 HTTP/1.1\r\n\r\n"  # must not be read as a request of its own
+    head = HEAD + b"Authorization: Bearer user\r\nConnection: Upgrade, HTTP2-Settings, close\r\n"
+    head += b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with connect(server) as client:
+        client.sendall(head + body[: 0 if pause_s else None])
+        if pause_s:
+            time.sleep(pause_s)
+            client.sendall(body)
+        response = response_of(client)
+    assert response.startswith(b"HTTP/1.1 200")
+    assert response.count(b"HTTP/1.1 ") == 1
+    with connect(server) as client:
+        client.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert response_of(client).startswith(b"HTTP/1.1 400")
+
+
+def test_responses_come_before_the_end_of_a_malformed_connection(
+    server: HttpAddress, picture: Encode
+) -> None:
+    body = picture()
+    head = HEAD + b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with connect(server) as client:
+        client.sendall((head + body) * 2 + b"garbage\r\n\r\n")
+        assert response_of(client).count(b"HTTP/1.1 200") == 2
 
 
 @pytest.mark.parametrize("is_chunked", [True, False])

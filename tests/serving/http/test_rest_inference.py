@@ -16,7 +16,9 @@ from triton_requests import MODEL
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
+from maskrcnn_trt.protos.inference import open_inference_pb2 as pb
 from maskrcnn_trt.serving.detections import Detections
+from maskrcnn_trt.serving.http.open_inference_json import BinaryOutputs, http_from_infer_response
 from maskrcnn_trt.serving.offline.detector import Detector
 
 Encode = Callable[..., bytes]
@@ -219,6 +221,14 @@ def tensor(**changes: Any) -> dict[str, Any]:
             {"inputs": [tensor()], "outputs": [{"name": "masks", "parameters": {"top": 1}}]},
             "top",
         ),
+        ({"inputs": [tensor()], "parameters": {"binary_data_output": 1}}, "binary_data_output"),
+        (
+            {
+                "inputs": [tensor()],
+                "outputs": [{"name": "masks", "parameters": {"binary_data": 0}}],
+            },
+            "binary_data",
+        ),
         (b'{"id": "\\ud800", "inputs": []}', "JSON"),
         (b"[[" * (1 << 20), "values"),
     ],
@@ -230,7 +240,7 @@ def test_invalid_bodies_are_rejected(http: httpx.Client, body: Any, word: str) -
     assert word in response.json()["error"]
 
 
-@pytest.mark.parametrize("length", ["x", "-1", "1.5", "10000000", "²"])
+@pytest.mark.parametrize("length", ["x", "-1", "1.5", "10000000", "²", "1" * 5000])
 def test_invalid_json_lengths_are_rejected(http: httpx.Client, length: str) -> None:
     headers = {"Inference-Header-Content-Length": length.encode()}
     response = http.post(INFER, content=b"{}", headers=headers)
@@ -264,3 +274,17 @@ def test_unknown_paths_and_methods(http: httpx.Client, verb: str, path: str, sta
     response = http.request(verb, path, json=body)
     assert response.status_code == status
     assert response.json()["error"]
+
+
+def test_class_names_of_any_language_are_json_values() -> None:
+    name = "Straße".encode()
+    output = pb.ModelInferResponse.InferOutputTensor(
+        name="class_names", datatype="BYTES", shape=[1]
+    )
+    response = pb.ModelInferResponse(
+        outputs=[output], raw_output_contents=[len(name).to_bytes(4, "little") + name]
+    )
+    text, _ = http_from_infer_response(
+        response, BinaryOutputs(is_default=False, exceptions=frozenset())
+    )
+    assert json.loads(text)["outputs"][0]["data"] == ["Straße"]
