@@ -52,17 +52,18 @@ def http_app(
         models: Models of both services.
         transport: Access control, tracing and settings.
     """
-    return _SecurityHeaders(
-        Starlette(
-            routes=[
-                *DetectionRoutes(detector, models, transport).routes(),
-                *OpenInferenceRoutes(inference, models, transport).routes(),
-                _file_route("/openapi.json", JsonResponse(openapi_document())),
-                *(_file_route(path, _page_file(*file)) for path, file in _PAGE_FILES.items()),
-            ],
-            exception_handlers={HTTPException: _handle_http_error},
-        )
+    app = Starlette(
+        routes=[
+            *DetectionRoutes(detector, models, transport).routes(),
+            *OpenInferenceRoutes(inference, models, transport).routes(),
+            _file_route("/openapi.json", JsonResponse(openapi_document())),
+            *(_file_route(path, _page_file(*file)) for path, file in _PAGE_FILES.items()),
+        ],
+        exception_handlers={HTTPException: _handle_http_error},
     )
+    # A redirect would lead to the host that the request names.
+    app.router.redirect_slashes = False
+    return _SecurityHeaders(app)
 
 
 def _page_file(name: str, media_type: str) -> Response:

@@ -176,7 +176,8 @@ def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
 
 def _prefers_png(accept: str) -> bool:
     """Return whether the Accept header names image/png, and does not name JSON before it."""
-    kinds = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
+    parts = (part.replace(" ", "").lower().partition(";") for part in accept.split(","))
+    kinds = [kind for kind, _, quality in parts if quality not in ("q=0", "q=0.0")]
     named = [kind for kind in kinds if kind in ("image/png", "application/json")]
     return named[:1] == ["image/png"]
 

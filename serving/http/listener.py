@@ -193,6 +193,9 @@ class _Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_bytes = None
         self._unset_head_timer()
+        hosts = [name for name, _ in self.headers if name == b"host"]
+        if len(hosts) != 1 and self.parser.get_http_version() == "1.1":
+            raise ValueError("a request needs one Host header")  # the parser reports an error
         if self.parser.should_upgrade():
             return  # `_unsupported_upgrade_warning` parses the request again
         super().on_headers_complete()

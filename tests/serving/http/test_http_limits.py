@@ -172,8 +172,19 @@ def test_upgrades_to_other_protocols_are_ignored(
         response = response_of(client)
     assert response.startswith(b"HTTP/1.1 200")
     assert response.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /v2/health/live HTTP/1.1\r\n\r\n",
+        b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    ],
+)
+def test_requests_that_http_forbids_are_rejected(server: HttpAddress, request_: bytes) -> None:
     with connect(server) as client:
-        client.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.sendall(request_)
         assert response_of(client).startswith(b"HTTP/1.1 400")
 
 

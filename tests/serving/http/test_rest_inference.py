@@ -267,6 +267,7 @@ def test_binary_data_beyond_the_sizes_of_the_inputs_is_rejected(http: httpx.Clie
         ("GET", "/v2/models/a%2F..%2Fb", 404),
         ("GET", INFER, 405),
         ("DELETE", "/v1/detect", 405),
+        ("POST", "/v1/detect/", 404),
     ],
 )
 def test_unknown_paths_and_methods(http: httpx.Client, verb: str, path: str, status: int) -> None:
