@@ -34,10 +34,12 @@ def mask_targets_from_crops(masks: Tensor, boxes: Tensor, matched: Tensor, side:
         [B, K, M, M] float32.
     """
     targets = torch.zeros(*matched.shape, side, side)
-    for image in range(len(masks)):
-        for owner, members in rois_by_owner(boxes[image], matched[image], masks.shape[1]):
-            averages = _averages(masks[image, owner], boxes[image, members], side)
-            targets[image, members] = averages
+    instances = masks.shape[1]
+    chosen = (matched >= 0) & (matched < instances) & _measurable(boxes, side)
+    if masks.numel() > 0:
+        owners = torch.arange(len(masks))[:, None] * instances + matched
+        rois = torch.cat([owners[chosen][:, None].float(), boxes[chosen]], dim=1)
+        targets[chosen] = roi_align(masks.flatten(0, 1)[:, None].float(), rois, side)[:, 0]
     return targets
 
 
@@ -124,11 +126,17 @@ def rois_by_owner(boxes: Tensor, matched: Tensor, instances: int) -> Iterator[tu
         yield owner, (owned & (matched == owner)).nonzero()[:, 0]
 
 
+def _measurable(boxes: Tensor, side: int) -> Tensor:
+    """Return whether the cells of each box [..., 4] can be sampled: [...] bool."""
+    cells = (boxes[..., 2:] - boxes[..., :2]) / side
+    return boxes.isfinite().all(dim=-1) & (cells < _TOO_LARGE).all(dim=-1)
+
+
 def _averages(mask: Tensor, boxes: Tensor, side: int) -> Tensor:
     """Average a mask [H, W] within M x M cells of each of K boxes [K, 4]: [K, M, M]."""
     averages = torch.zeros(len(boxes), side, side)
     if mask.numel() > 0:
-        measurable = ((boxes[:, 2:] - boxes[:, :2]) / side < _TOO_LARGE).all(dim=1)
+        measurable = _measurable(boxes, side)
         pixels = mask[None, None].float()
         averages[measurable] = roi_align(pixels, [boxes[measurable]], side)[:, 0]
     return averages
