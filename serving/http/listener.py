@@ -143,6 +143,7 @@ class _Connection(HttpToolsProtocol):
         self._max_connections = max_connections
         # Size of the head that is being received. None: the client need not send one now.
         self._head_bytes: int | None = 0
+        # Bytes that are being parsed.
         self._received = b""
         self._is_body_complete = True
         # Request that is being answered. `cycle` is the newest one, of which the head was received.

@@ -101,7 +101,8 @@ def _convert(
 
 def _report(name: str, file: "WrittenSplit", images: Path) -> None:
     """Print path and counts of a written file, and `maskrcnn train` arguments that use it."""
-    key = "data.val" if "val" in name.lower() else "data.train"
+    is_held_out = any(word in name.lower() for word in ("val", "test"))
+    key = "data.val" if is_held_out else "data.train"
     paths = {"annotations": file.path, "images": images}
     arguments = " ".join(shlex.quote(f"{key}.{part}={path}") for part, path in paths.items())
     click.echo(

@@ -179,7 +179,7 @@ def _initialise_worker(_: int) -> None:
 
 
 def _end_with_sigterm_of(parent: int) -> None:
-    """End this process at a SIGTERM of its parent, which ends its workers so."""
+    """End this process when its parent sends SIGTERM. Ignore SIGTERM of other processes."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
