@@ -45,7 +45,7 @@ def yolo(file: Path) -> ForeignDataset:
         DataError: The file has no classes, or no split has images.
     """
     content = _read_yaml(file)
-    splits, missing = {}, []
+    splits, missing = {}, {}
     for name in _SPLITS:
         if not content.get(name):
             continue
@@ -55,14 +55,15 @@ def yolo(file: Path) -> ForeignDataset:
             root = Path(os.path.commonpath([image.parent for image in images]))
             splits[name] = SourceSplit(root, images)
         else:
-            missing.append(f"{name}: {content[name]}")
-    if not splits or any(entry.startswith("train:") for entry in missing):
+            missing[name] = content[name]
+    missing_text = "; ".join(f"{name}: {value}" for name, value in missing.items())
+    if not splits or "train" in missing:
         raise DataError(
-            f"{file}: no images found for {'; '.join(missing) or 'train, val or test'}; give "
-            "folders, or text files that list images, relative to the folder of this file"
+            f"{file}: no images found for {missing_text or 'train, val or test'}; give folders, or "
+            "text files that list images, relative to the folder of this file"
         )
     if missing:
-        logger.warning("%s: no images found for %s", file, "; ".join(missing))
+        logger.warning("%s: no images found for %s", file, missing_text)
     categories = _categories_from(content.get("names"), file)
     roots = {image: split.images for split in splits.values() for image in split.sources}
     known = {category.id for category in categories}

@@ -122,8 +122,9 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         flip = bool(rng.random() < self._config.flip_probability) and self._training
         seed = int(rng.integers(2**31))
         if self._augmentation is None:
-            size = self._input_size(self.records[index])
-            return self._sample(index, size, self._mask_crop_size, seed, flip=flip)
+            record = self.records[index]
+            size = self._input_size(record)
+            return self._sample(record, size, self._mask_crop_size, seed, flip=flip)
         with random_numbers(int(rng.integers(2**62))):
             return self._augmented(self._augmentation, index, seed, flip=flip)
 
@@ -132,8 +133,9 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     ) -> Sample:
         side = self._mask_crop_size
         if not augmentation.changes_outlines:
-            size = self._input_size(self.records[index])
-            plain = self._sample(index, size, side, seed, flip=flip)
+            record = self.records[index]
+            size = self._input_size(record)
+            plain = self._sample(record, size, side, seed, flip=flip)
             return augmentation.transform(plain, size)
         sample = self._transformed(augmentation, index, seed, flip=flip)
         if augmentation.pastes():
@@ -153,16 +155,22 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         self, augmentation: Augmentation, index: int, seed: int, *, flip: bool
     ) -> Sample:
         """Return an augmented sample with masks of the whole image, no larger than its bucket."""
+        record = self.records[index]
         min_size = augmentation.min_size(self._config.min_size)
-        size = augmentation.input_size(self._input_size(self.records[index], min_size))
-        sample = self._sample(index, size, None, seed, flip=flip)
+        size = augmentation.input_size(self._input_size(record, min_size))
+        sample = self._sample(record, size, None, seed, flip=flip)
         return augmentation.transform(sample, self._config.buckets[self.buckets[index]])
 
     def _sample(
-        self, index: int, size: tuple[int, int], mask_side: int | None, seed: int, *, flip: bool
+        self,
+        record: ImageRecord,
+        size: tuple[int, int],
+        mask_side: int | None,
+        seed: int,
+        *,
+        flip: bool,
     ) -> Sample:
         """Return an image resized to a height and width, with its ground truth."""
-        record = self.records[index]
         height, width = size
         image = self._image_of(record, size, flip=flip)
         objects = record.objects if self._training else ()
