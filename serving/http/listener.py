@@ -141,12 +141,12 @@ class _Connection(HttpToolsProtocol):
         super().__init__(server.config, server.server_state, app_state={})
         self._settings = settings
         self._max_connections = max_connections
-        # Size of the head that is being received. None: the client need not send one now.
+        # Size of the head that is being received. None: no head is expected.
         self._head_bytes: int | None = 0
         # Bytes that are being parsed.
         self._received = b""
         self._is_body_complete = True
-        # Request that is being answered. `cycle` is the newest one, of which the head was received.
+        # Request that is being answered. `cycle` is the last request whose head was received.
         self._answered: RequestResponseCycle | None = None
         self._opened_at = self.loop.time()
         # Closes the connection if the next head does not arrive in time.

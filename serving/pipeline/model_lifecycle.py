@@ -40,7 +40,7 @@ class ModelLifecycle:
         self.source = source
         self._config = config
         self._metrics = metrics
-        # Raises an error if a reloaded model must not be served, such as for its name.
+        # Called with each reloaded model before it is served. Raises an error to reject the model.
         self.check_reloaded: Callable[[ServedModel], None] = lambda _: None
         # Held during `reload` and `unload`.
         self._changing = asyncio.Lock()

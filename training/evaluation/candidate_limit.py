@@ -9,11 +9,12 @@ from ...model.mask_rcnn import MaskRCNN
 
 
 class LimitedImages:
-    """Counts images with more candidates than `roi.nms_candidates` and a free row of detections.
+    """Counts images in which `roi.nms_candidates` may have left out detections.
 
-    A candidate is a proposal and a class with a score above `roi.score_threshold`. Those with the
-    lowest scores are left out before NMS. Where `roi.max_detections` better ones remain after NMS,
-    that changes nothing. Use it as a context manager around the model's calls.
+    A candidate is a pair of proposal and class with a score above `roi.score_threshold`. If an
+    image has more than `roi.nms_candidates`, the model drops those with the lowest scores before
+    NMS. This can change the result only if fewer than `roi.max_detections` detections remain. Use
+    the counter as a context manager around the model's calls.
     """
 
     def __init__(self, model: MaskRCNN) -> None:
