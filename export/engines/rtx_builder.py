@@ -17,9 +17,11 @@ class RtxEngineBuilder(EngineBuilder):
     product = "TensorRT-RTX"
 
     def _target(self) -> tuple[str, ...]:
-        available = tuple(self._members())
         # Turing (7.5) lacks the fp32 matrix product that the function body of NMS uses.
-        chosen = self._options.compute_capabilities or tuple(c for c in available if c != "7.5")
+        # Such a build must not even begin: after it fails, the next one in this process, for any
+        # GPU, computes convolutions in fp32 instead of int8 (TensorRT-RTX 1.7).
+        available = tuple(c for c in self._members() if c != "7.5")
+        chosen = self._options.compute_capabilities or available
         unknown = [c for c in chosen if c not in available]
         if unknown:
             raise EngineError(

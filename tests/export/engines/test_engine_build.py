@@ -121,9 +121,10 @@ def test_parser_reads_function_bodies_like_inlined_ones(
     assert sum(np.array_equal(constant, scales) for constant in found) >= 2
 
 
-def test_unsupported_gpu_raises(tmp_path: Path) -> None:
-    options = EngineOptions(compute_capabilities=("8.9", "9.0"))
-    with pytest.raises(EngineError, match=r"12\.0.*, not 9\.0; .* --engine tensorrt"):
+@pytest.mark.parametrize("capability", ["7.5", "9.0"])
+def test_unsupported_gpu_raises(tmp_path: Path, capability: str) -> None:
+    options = EngineOptions(compute_capabilities=("8.9", capability))
+    with pytest.raises(EngineError, match=rf"12\.0.*, not {capability}; .* --engine tensorrt"):
         builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
 
 

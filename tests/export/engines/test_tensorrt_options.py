@@ -107,7 +107,8 @@ def test_errors_of_plugins_are_reported(tmp_path: Path) -> None:
         _signed(describe, {}, None)()
     builder = builder_for("tensorrt", EngineOptions(), BuildLog(tmp_path / "build.log"))
     assert "cannot build x.plan: 4 feature maps have" in builder._builder_error("x.plan")
-    assert "it gives no reason" in builder._builder_error("x.plan")
+    message = builder._builder_error("x.plan")
+    assert f"it gives no reason; the build log is {tmp_path}" in message
 
 
 @pytest.mark.usefixtures("as_tensorrt")
