@@ -37,8 +37,13 @@ def gradients(model: MaskRCNN, autocast: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (1, 3, 64, 96), dtype=torch.uint8, generator=generator)
     sizes = torch.tensor([[60, 96]])
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        maps = model._features(images.to(device), sizes.to(device))
-        logits, _ = model.rpn.head(maps)
-    loss = sum(x.float().square().mean() for x in (*maps, *logits))
-    return torch.autograd.grad(loss, [p for p in model.backbone.parameters() if p.requires_grad])
+    # By default, cuDNN rounds the inputs of float32 convolutions to TF32.
+    exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+    rounded = torch.autocast(device.type, torch.bfloat16, enabled=autocast)
+    with exact:
+        with rounded:
+            maps = model._features(images.to(device), sizes.to(device))
+            logits, _ = model.rpn.head(maps)
+        loss = sum(x.float().square().mean() for x in (*maps, *logits))
+        trained = [p for p in model.backbone.parameters() if p.requires_grad]
+        return torch.autograd.grad(loss, trained)

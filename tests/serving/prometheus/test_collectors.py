@@ -124,7 +124,8 @@ def test_real_driver(picture: Callable[..., bytes]) -> None:
     for line in listed.splitlines():
         uuid, mebibytes, watts = line.split(", ")
         limits[uuid] = int(mebibytes) << 20, float(watts)
-    visible = [f"GPU-{torch.cuda.get_device_properties(n).uuid}" for n in range(len(limits))]
+    count = torch.cuda.device_count()
+    visible = [f"GPU-{torch.cuda.get_device_properties(n).uuid}" for n in range(count)]
     found = gpus_seen(dict(os.environ))
     assert set(found) == set(visible)
     for uuid, values in found.items():
