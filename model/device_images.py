@@ -20,6 +20,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from ..plugins.resize_pad import resize_pad
 from .bundle.spec import ResizeRule
+from .hardware_jpegs import hardware_jpeg_decoder
 from .images import ImageError
 
 # EXIF orientations that need a transposition, or mirrored rows or columns.
@@ -37,15 +38,25 @@ def tensor_from_bytes(data: bytes | memoryview) -> Tensor:
 def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor | ImageError]:
     """Decode plain JPEGs (`ImageHeader.is_plain_jpeg`).
 
-    On a GPU, this waits for the current stream before it decodes.
-
     Args:
         files: contents as [N] uint8 tensors on the CPU.
         device: device that decodes.
 
     Returns:
         Per file, pixels [3, h, w] uint8 RGB without EXIF rotation, or the error of a damaged file.
+        On a GPU, the pixels are valid once the current stream has run the queued work.
     """
+    hardware = hardware_jpeg_decoder(device) if device.type == "cuda" else None
+    decoded = hardware.decode(files) if hardware else [None] * len(files)
+    others = [file for file, own in zip(files, decoded, strict=True) if own is None]
+    remaining = iter(_decode_with_torchvision(others, device))
+    return [next(remaining) if own is None else own for own in decoded]
+
+
+def _decode_with_torchvision(
+    files: Sequence[Tensor], device: torch.device
+) -> list[Tensor | ImageError]:
+    """Decode plain JPEGs, on a GPU after a wait for the current stream."""
     if not files:
         return []
     if device.type == "cuda":
@@ -58,7 +69,7 @@ def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor |
         raise
     except RuntimeError as error:
         if len(files) > 1:  # decode one by one to find the damaged file
-            return [outcome for file in files for outcome in decode_jpegs([file], device)]
+            return [own for file in files for own in _decode_with_torchvision([file], device)]
         return [ImageError(f"the image is damaged: {str(error).splitlines()[0]}")]
 
 

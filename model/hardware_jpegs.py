@@ -1,0 +1,186 @@
+"""JPEG decoding by the decoder hardware of NVIDIA GPUs (NVJPG), through the library nvJPEG."""
+
+import ctypes
+import functools
+import threading
+from collections.abc import Sequence
+from ctypes import c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torchvision.io  # noqa: F401, loads nvJPEG
+from torch import Tensor
+
+# Constants of nvjpeg.h.
+_SUCCESS: Final = 0
+_BACKEND_HARDWARE: Final = 3
+_OUTPUT_RGB: Final = 3
+_MAX_COMPONENTS: Final = 4
+
+
+class _Image(ctypes.Structure):
+    """`nvjpegImage_t`: addresses of the channels, and bytes per row."""
+
+    _fields_ = (("channel", c_void_p * _MAX_COMPONENTS), ("pitch", c_size_t * _MAX_COMPONENTS))
+
+
+class _Library:
+    """Functions of nvJPEG."""
+
+    def __init__(self, path: str) -> None:
+        # PyDLL keeps the GIL. To release it for some microseconds would cost more than it gives
+        # other threads.
+        short, long = ctypes.PyDLL(path), ctypes.CDLL(path)
+        self.create = long.nvjpegCreateEx
+        self.create.argtypes = (c_int, c_void_p, c_void_p, c_uint, c_void_p)
+        self.create_state = long.nvjpegJpegStateCreate
+        self.create_state.argtypes = (c_void_p, c_void_p)
+        self.create_header = short.nvjpegJpegStreamCreate
+        self.create_header.argtypes = (c_void_p, c_void_p)
+        self.parse_header = short.nvjpegJpegStreamParseHeader
+        self.parse_header.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p)
+        self.frame_size = short.nvjpegJpegStreamGetFrameDimensions
+        self.frame_size.argtypes = (c_void_p, c_void_p, c_void_p)
+        self.is_supported = short.nvjpegDecodeBatchedSupported
+        self.is_supported.argtypes = (c_void_p, c_void_p, c_void_p)
+        self.set_batch_size = long.nvjpegDecodeBatchedInitialize
+        self.set_batch_size.argtypes = (c_void_p, c_void_p, c_int, c_int, c_int)
+        self.decode = long.nvjpegDecodeBatched
+        self.decode.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
+
+
+class _Slot:
+    """Decoder state of one batch, and the event after which it can be used again."""
+
+    def __init__(self, state: c_void_p) -> None:
+        self.state = state
+        self.batch_size = 0
+        # The files that the GPU reads until the event.
+        self.files: Sequence[Tensor] = ()
+        self.decoded: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class HardwareJpegDecoder:
+    """Decoder of baseline JPEGs on one GPU. It never waits for the GPU."""
+
+    # torchvision's decoder uses the same hardware, but waits for the previous batch and occupies a
+    # CPU core meanwhile: 0.77 ms per image of a busy server, where this one takes 0.05 ms.
+
+    def __init__(self, library: _Library, handle: c_void_p, device: torch.device) -> None:
+        """Take ownership of an nvJPEG handle of the device; see `hardware_jpeg_decoder`."""
+        self._library = library
+        self._handle = handle
+        self._device = device
+        self._lock = threading.Lock()
+        # Slots that no thread is using. Their batches may still be decoding.
+        self._slots: list[_Slot] = []
+        self._header = c_void_p()
+        _check(library.create_header(handle, ctypes.byref(self._header)))
+
+    def decode(self, files: Sequence[Tensor]) -> list[Tensor | None]:
+        """Queue the decoding of JPEGs in the current stream.
+
+        Args:
+            files: contents as [N] uint8 tensors on the CPU.
+
+        Returns:
+            Per file, pixels [3, h, w] uint8 RGB without EXIF rotation, valid once the stream has
+            run the queued work. None: the hardware does not support the file. All are None if one
+            of those that it supports is damaged.
+        """
+        with torch.cuda.device(self._device):
+            with self._lock:
+                sizes = [self._supported_size(file) for file in files]
+            images = [
+                None
+                if size is None
+                else torch.empty((3, *size), dtype=torch.uint8, device=self._device)
+                for size in sizes
+            ]
+            supported = [f for f, size in zip(files, sizes, strict=True) if size is not None]
+            outputs = [image for image in images if image is not None]
+            decoded = not outputs or self._queue(supported, outputs)
+            return list(images) if decoded else [None] * len(files)
+
+    def _supported_size(self, file: Tensor) -> tuple[int, int] | None:
+        """Return height and width of a JPEG. None: the hardware does not support it."""
+        library, handle, header = self._library, self._handle, self._header
+        width, height, unsupported = c_uint(), c_uint(), c_int(1)
+        references = ctypes.byref(width), ctypes.byref(height)
+        if library.parse_header(handle, file.data_ptr(), len(file), header) != _SUCCESS:
+            return None
+        if library.is_supported(handle, header, ctypes.byref(unsupported)) != _SUCCESS:
+            return None
+        if unsupported.value or library.frame_size(header, *references) != _SUCCESS:
+            return None
+        return height.value, width.value
+
+    def _queue(self, files: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+        """Queue the decoding of supported files. Return False if one is damaged."""
+        slot = self._take_slot()
+        try:
+            library, count = self._library, len(files)
+            if slot.batch_size != count:
+                _check(library.set_batch_size(self._handle, slot.state, count, 1, _OUTPUT_RGB))
+                slot.batch_size = count
+            stream = torch.cuda.current_stream(self._device)
+            slot.files = files
+            status = library.decode(
+                self._handle,
+                slot.state,
+                (c_void_p * count)(*[file.data_ptr() for file in files]),
+                (c_size_t * count)(*[len(file) for file in files]),
+                (_Image * count)(*map(_image_of, outputs)),
+                stream.cuda_stream,
+            )
+            slot.decoded.record(stream)
+            return bool(status == _SUCCESS)
+        finally:
+            with self._lock:
+                self._slots.append(slot)
+
+    def _take_slot(self) -> _Slot:
+        """Return a slot whose batch is decoded, or a new one."""
+        with self._lock:
+            for index, slot in enumerate(self._slots):
+                if slot.decoded.query():
+                    return self._slots.pop(index)
+        state = c_void_p()
+        _check(self._library.create_state(self._handle, ctypes.byref(state)))
+        return _Slot(state)
+
+
+def hardware_jpeg_decoder(device: torch.device) -> HardwareJpegDecoder | None:
+    """Return the decoder of a GPU. None: the GPU has no decoder hardware."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _decoder_of(torch.device("cuda", index))
+
+
+@functools.cache
+def _decoder_of(device: torch.device) -> HardwareJpegDecoder | None:
+    path = _path_of_nvjpeg()
+    if path is None:
+        return None
+    library, handle = _Library(path), c_void_p()
+    with torch.cuda.device(device):
+        status = library.create(_BACKEND_HARDWARE, None, None, 0, ctypes.byref(handle))
+    return HardwareJpegDecoder(library, handle, device) if status == _SUCCESS else None
+
+
+def _path_of_nvjpeg() -> str | None:
+    """Return the path of the nvJPEG that this process has loaded, if any."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    return next((line.split(maxsplit=5)[-1] for line in lines if "/libnvjpeg" in line), None)
+
+
+def _image_of(output: Tensor) -> _Image:
+    start, rows, columns = output.data_ptr(), *output.shape[1:]
+    channels = [start + channel * rows * columns for channel in range(len(output))]
+    return _Image((*channels, None), (*[columns] * len(output), 0))
+
+
+def _check(status: int) -> None:
+    if status != _SUCCESS:
+        raise RuntimeError(f"nvJPEG failed with status {status}; see nvjpegStatus_t in nvjpeg.h")

@@ -1,0 +1,97 @@
+"""The decoder hardware of a GPU gives the pixels of torchvision's decoder."""
+
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
+
+from maskrcnn_trt.model.device_images import decode_jpegs, tensor_from_bytes
+from maskrcnn_trt.model.hardware_jpegs import HardwareJpegDecoder, hardware_jpeg_decoder
+from maskrcnn_trt.model.images import ImageError
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+
+
+def jpeg(height: int, width: int, mode: str = "RGB", **options: object) -> Tensor:
+    tiles = np.random.default_rng(height * width).integers(0, 256, (5, 7, 3), np.uint8)
+    image = Image.fromarray(tiles).resize((width, height)).convert(mode)
+    file = BytesIO()
+    image.save(file, "JPEG", quality=90, **options)
+    return tensor_from_bytes(file.getvalue())
+
+
+def by_torchvision(file: Tensor) -> Tensor:
+    decoded: Tensor = decode_jpeg(file, ImageReadMode.RGB, DEVICE)
+    return decoded
+
+
+@pytest.fixture
+def decoder() -> HardwareJpegDecoder:
+    found = hardware_jpeg_decoder(DEVICE)
+    if found is None:
+        pytest.skip("this GPU has no decoder hardware")
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"mode": "L"}]
+)
+def test_pixels_equal_those_of_torchvision(
+    decoder: HardwareJpegDecoder, options: dict[str, Any]
+) -> None:
+    files = [jpeg(*size, **options) for size in ((48, 64), (131, 77), (480, 640), (65, 1025))]
+    for file, own in zip(files, decoder.decode(files), strict=True):
+        assert own is not None
+        assert torch.equal(own, by_torchvision(file))
+
+
+def test_unsupported_files_do_not_affect_others(decoder: HardwareJpegDecoder) -> None:
+    usual, progressive = jpeg(48, 64), jpeg(64, 48, progressive=True)
+    first, second, third = decoder.decode([usual, progressive, usual])
+    assert second is None
+    assert first is not None
+    assert third is not None
+    assert torch.equal(first, third)
+    for own, file in zip(
+        decode_jpegs([usual, progressive], DEVICE), (usual, progressive), strict=True
+    ):
+        assert isinstance(own, Tensor)
+        assert torch.equal(own, by_torchvision(file))
+
+
+@pytest.mark.parametrize("length", [0, 20, 400])
+def test_damaged_files_are_reported(decoder: HardwareJpegDecoder, length: int) -> None:
+    usual = jpeg(48, 64)
+    damaged = usual[:length].clone()
+    first, second, third = decode_jpegs([usual, damaged, usual], DEVICE)
+    assert isinstance(second, ImageError)
+    for own in (first, third):
+        assert isinstance(own, Tensor)
+        assert torch.equal(own, by_torchvision(usual))
+
+
+def test_threads_decode_at_the_same_time(decoder: HardwareJpegDecoder) -> None:
+    batches = [[jpeg(90 + n, 100 + m) for n in range(1 + m % 3)] for m in range(60)]
+    wanted = [[by_torchvision(file) for file in files] for files in batches]
+
+    def decode(files: list[Tensor]) -> list[Tensor | None]:
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            decoded = decoder.decode(files)
+            # The stream waits for the pixels; no thread does.
+            return [None if own is None else own.clone() for own in decoded]
+
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(decode, batches))
+    torch.cuda.synchronize()
+    for own, expected in zip(results, wanted, strict=True):
+        for pixels, exact in zip(own, expected, strict=True):
+            assert pixels is not None
+            assert torch.equal(pixels, exact)
