@@ -65,7 +65,7 @@ class HardwareJpegDecoder:
     """Decoder of baseline JPEGs on one GPU. It never waits for the GPU."""
 
     # torchvision's decoder uses the same hardware, but waits for the previous batch and occupies a
-    # CPU core meanwhile: 0.77 ms per image of a busy server, where this one takes 0.05 ms.
+    # CPU core meanwhile (benchmarks/results/jpeg-decoder-h100-202611.md).
 
     def __init__(self, library: _Library, handle: c_void_p, device: torch.device) -> None:
         """Take ownership of an nvJPEG handle of the device; see `hardware_jpeg_decoder`."""
@@ -86,22 +86,21 @@ class HardwareJpegDecoder:
 
         Returns:
             Per file, pixels [3, h, w] uint8 RGB without EXIF rotation, valid once the stream has
-            run the queued work. None: the hardware does not support the file. All are None if one
-            of those that it supports is damaged.
+            run the queued work. None: the hardware does not support the file. All are None if
+            nvJPEG reports an error, for example because one of the files is damaged.
         """
         with torch.cuda.device(self._device):
             with self._lock:
                 sizes = [self._supported_size(file) for file in files]
-            images = [
-                None
-                if size is None
-                else torch.empty((3, *size), dtype=torch.uint8, device=self._device)
-                for size in sizes
-            ]
-            supported = [f for f, size in zip(files, sizes, strict=True) if size is not None]
-            outputs = [image for image in images if image is not None]
-            decoded = not outputs or self._queue(supported, outputs)
-            return list(images) if decoded else [None] * len(files)
+            outputs = {
+                index: torch.empty((3, *size), dtype=torch.uint8, device=self._device)
+                for index, size in enumerate(sizes)
+                if size is not None
+            }
+            supported = [files[index] for index in outputs]
+            if outputs and not self._queue(supported, list(outputs.values())):
+                return [None] * len(files)
+            return [outputs.get(index) for index in range(len(files))]
 
     def _supported_size(self, file: Tensor) -> tuple[int, int] | None:
         """Return height and width of a JPEG. None: the hardware does not support it."""
@@ -117,12 +116,13 @@ class HardwareJpegDecoder:
         return height.value, width.value
 
     def _queue(self, files: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-        """Queue the decoding of supported files. Return False if one is damaged."""
+        """Queue the decoding of supported files. Return False if nvJPEG reports an error."""
         slot = self._take_slot()
         try:
             library, count = self._library, len(files)
             if slot.batch_size != count:
-                _check(library.set_batch_size(self._handle, slot.state, count, 1, _OUTPUT_RGB))
+                if library.set_batch_size(self._handle, slot.state, count, 1, _OUTPUT_RGB):
+                    return False
                 slot.batch_size = count
             stream = torch.cuda.current_stream(self._device)
             slot.files = files

@@ -1,6 +1,5 @@
 """Decoding on the model's device gives the pixels of Pillow."""
 
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from smooth_jpegs import jpeg, pixels
 from torch import Tensor
 
 from maskrcnn_trt.model import device_images
@@ -21,18 +21,6 @@ from maskrcnn_trt.model.images import ImageError, decode_image, read_header
 from maskrcnn_trt.model.resizing import resize_image
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def pixels(height: int = 48, width: int = 64, seed: int = 0) -> NDArray[np.uint8]:
-    """Return a smooth image, for which decoders upsample colours almost alike."""
-    tiles = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), np.uint8)
-    return np.array(Image.fromarray(tiles).resize((width, height), Image.Resampling.BICUBIC))
-
-
-def jpeg(image: NDArray[np.uint8], mode: str = "RGB", **options: object) -> bytes:
-    file = BytesIO()
-    Image.fromarray(image).convert(mode).save(file, "JPEG", quality=95, **options)
-    return file.getvalue()
 
 
 def chw(image: NDArray[np.uint8]) -> Tensor:

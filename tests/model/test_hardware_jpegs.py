@@ -1,13 +1,11 @@
 """The decoder hardware of a GPU gives the pixels of torchvision's decoder."""
 
 from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from smooth_jpegs import jpeg, pixels
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
@@ -20,12 +18,8 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 
 
-def jpeg(height: int, width: int, mode: str = "RGB", **options: object) -> Tensor:
-    tiles = np.random.default_rng(height * width).integers(0, 256, (5, 7, 3), np.uint8)
-    image = Image.fromarray(tiles).resize((width, height)).convert(mode)
-    file = BytesIO()
-    image.save(file, "JPEG", quality=90, **options)
-    return tensor_from_bytes(file.getvalue())
+def encoded(height: int, width: int, **options: Any) -> Tensor:
+    return tensor_from_bytes(jpeg(pixels(height, width, height * width), **options))
 
 
 def by_torchvision(file: Tensor) -> Tensor:
@@ -47,14 +41,14 @@ def decoder() -> HardwareJpegDecoder:
 def test_pixels_equal_those_of_torchvision(
     decoder: HardwareJpegDecoder, options: dict[str, Any]
 ) -> None:
-    files = [jpeg(*size, **options) for size in ((48, 64), (131, 77), (480, 640), (65, 1025))]
+    files = [encoded(*size, **options) for size in ((48, 64), (131, 77), (480, 640), (65, 1025))]
     for file, own in zip(files, decoder.decode(files), strict=True):
         assert own is not None
         assert torch.equal(own, by_torchvision(file))
 
 
 def test_unsupported_files_do_not_affect_others(decoder: HardwareJpegDecoder) -> None:
-    usual, progressive = jpeg(48, 64), jpeg(64, 48, progressive=True)
+    usual, progressive = encoded(48, 64), encoded(64, 48, progressive=True)
     first, second, third = decoder.decode([usual, progressive, usual])
     assert second is None
     assert first is not None
@@ -69,7 +63,7 @@ def test_unsupported_files_do_not_affect_others(decoder: HardwareJpegDecoder) ->
 
 @pytest.mark.parametrize("length", [0, 20, 400])
 def test_damaged_files_are_reported(decoder: HardwareJpegDecoder, length: int) -> None:
-    usual = jpeg(48, 64)
+    usual = encoded(48, 64)
     damaged = usual[:length].clone()
     first, second, third = decode_jpegs([usual, damaged, usual], DEVICE)
     assert isinstance(second, ImageError)
@@ -79,7 +73,7 @@ def test_damaged_files_are_reported(decoder: HardwareJpegDecoder, length: int) -
 
 
 def test_threads_decode_at_the_same_time(decoder: HardwareJpegDecoder) -> None:
-    batches = [[jpeg(90 + n, 100 + m) for n in range(1 + m % 3)] for m in range(60)]
+    batches = [[encoded(90 + n, 100 + m) for n in range(1 + m % 3)] for m in range(60)]
     wanted = [[by_torchvision(file) for file in files] for files in batches]
 
     def decode(files: list[Tensor]) -> list[Tensor | None]:
@@ -92,6 +86,6 @@ def test_threads_decode_at_the_same_time(decoder: HardwareJpegDecoder) -> None:
         results = list(threads.map(decode, batches))
     torch.cuda.synchronize()
     for own, expected in zip(results, wanted, strict=True):
-        for pixels, exact in zip(own, expected, strict=True):
-            assert pixels is not None
-            assert torch.equal(pixels, exact)
+        for image, exact in zip(own, expected, strict=True):
+            assert image is not None
+            assert torch.equal(image, exact)
