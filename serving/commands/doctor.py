@@ -125,7 +125,7 @@ def doctor(tensorrt: bool, first: int) -> None:
     After a failed step the others do not run, and the exit code is 1. `maskrcnn serve MODEL
     --doctor` checks a bundle and the settings of a server.
     """
-    from .server_checks import machine_section, show
+    from .machine_checks import machine_section, show
 
     show([machine_section()])
     if tensorrt and not run_steps(STEPS, REPORT, first):

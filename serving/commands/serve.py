@@ -192,7 +192,8 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
     config = config_from_options(values)
     sources = model_sources(models, config)
     if doctor:
-        from .server_checks import diagnose, show
+        from .machine_checks import show
+        from .server_checks import diagnose
 
         healthy = show(diagnose(sources, config, setting_sources()))
         click.get_current_context().exit(0 if healthy else 1)

@@ -1,79 +1,29 @@
-"""Checks of `serve --doctor`: machine, settings, limits, bundle, backends, and a trial start."""
+"""Checks of `serve --doctor`: settings, limits, bundle, backends, and a trial start."""
 
 import asyncio
 import contextlib
 import logging
-import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import Final
 
 from ...model.bundle.manifest import BundleError, Manifest, Precision, read_manifest, verified_path
 from .. import LOGGER
 from ..backends.loading import BACKENDS, check_backend, choose_backend, served_precision
-from ..backends.onnxruntime_packages import check_onnxruntime
 from ..config import ServeConfig, address_of
-from ..errors import BackendError, ServingError
-from ..host import available_cores, available_memory, gpu_names, installed_versions
+from ..errors import ServingError
+from ..host import available_cores, available_memory
 from ..pipeline.decode_memory import decode_memory_limit
 from ..pipeline.served_model import ModelSource
 from ..rpc.certificates import server_certificate
 from ..rpc.listener import check_port
 from ..rpc.message_reader import MESSAGES_PER_SLOT
 from ..server import detection_server
-
-_DISTRIBUTIONS: Final = (
-    "maskrcnn-trt",
-    "grpcio",
-    "protobuf",
-    "numpy",
-    "pillow",
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "torch",
-    "tensorrt",
-    "tensorrt-rtx",
-    "pycuda",
-)
+from .machine_checks import CheckResult, CheckSection, State, machine_section
 
 # Remaining days of validity below which a certificate gets a warning.
 _MIN_CERTIFICATE_DAYS: Final = 14
-
-State = Literal["ok", "note", "warning", "fault"]
-
-_STYLES: Final[Mapping[State, str]] = {
-    "ok": "green",
-    "note": "dim",
-    "warning": "yellow",
-    "fault": "bold red",
-}
-
-
-class CheckResult(NamedTuple):
-    """Result of one check: the item checked and its outcome."""
-
-    subject: str
-    text: str
-    # "fault": the server would not start, or clients would reject it.
-    state: State = "ok"
-
-
-class CheckSection(NamedTuple):
-    """Results of related checks, under a title."""
-
-    title: str
-    results: list[CheckResult]
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether no check found a fault."""
-        return all(result.state != "fault" for result in self.results)
 
 
 def diagnose(
@@ -103,31 +53,6 @@ def diagnose(
         yield CheckSection("Trial", _trial_results(models, config))
 
 
-def machine_section() -> CheckSection:
-    """Return versions of packages, GPUs, and problems of ONNX Runtime."""
-    versions = {"Python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)}
-    gpus = gpu_names() or ("nvidia-smi reports none",)
-    results = [
-        *(CheckResult(name, version) for name, version in versions.items()),
-        *(CheckResult("GPU", gpu) for gpu in gpus),
-        *_onnxruntime_results(),
-    ]
-    return CheckSection("Machine", results)
-
-
-def show(sections: Iterable[CheckSection]) -> bool:
-    """Print each section as it arrives. Return True if no check found a fault."""
-    healthy = True
-    for section in sections:
-        table = Table(title=section.title, title_justify="left", box=SIMPLE_HEAD, show_header=False)
-        for result in section.results:
-            state = Text(result.state, _STYLES[result.state])
-            table.add_row(state, Text(result.subject), Text(result.text))
-        Console(markup=False, emoji=False).print(table)
-        healthy = healthy and section.is_healthy
-    return healthy
-
-
 def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
     """Return the maximum total size in bytes of the request messages that a server holds at once.
 
@@ -153,14 +78,6 @@ def _model_sections(model: ModelSource, config: ServeConfig) -> Iterator[CheckSe
         for precision in config.precision or (served_precision(manifest, config.backend),):
             results = _backend_results(bundle, manifest, precision, config)
             yield CheckSection(f"Backends in {precision}", results)
-
-
-def _onnxruntime_results() -> list[CheckResult]:
-    try:
-        problem = check_onnxruntime()
-    except BackendError as error:  # no fault: other backends do not need it
-        return [CheckResult("ONNX Runtime", str(error), "note")]
-    return [CheckResult("ONNX Runtime", problem, "warning")] if problem else []
 
 
 def _setting_results(config: ServeConfig, sources: Mapping[str, str]) -> list[CheckResult]:
