@@ -46,6 +46,9 @@ class CompiledLosses:
             required: Fail if torch cannot compile. False: warn, and compute without compilation.
         """
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor")))
+        # Do not split the program where DistributedDataParallel's buckets end: the parts would
+        # compile slower, and not be in the cache of a run with one GPU.
+        torch._dynamo.config.optimize_ddp = False
         options: dict[str, Any] | None = None
         if graphs:
             options = {"triton.cudagraphs": True, "triton.cudagraph_dynamic_shape_warn_limit": 1000}
