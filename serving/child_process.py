@@ -13,11 +13,19 @@ from logging.handlers import QueueHandler
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVarTuple
+from typing import Any, Final, TypeVarTuple
 
 from . import LOGGER
 
 _Arguments = TypeVarTuple("_Arguments")
+
+# IDs of the running child processes.
+_running: Final = set[int]()
+
+
+def child_process_ids() -> set[int]:
+    """Return the IDs of the running child processes of this process."""
+    return set(_running)
 
 
 class ChildProcess:
@@ -66,6 +74,7 @@ class ChildProcess:
                 stdout=2,  # stderr: libraries must not print to the server's stdout
             )
         log.close()
+        _running.add(self.pid)
         # Completes when the process ends. The result is a message with its exit status or signal.
         self.exited: Future[str] = Future()
         self.exited.set_running_or_notify_cancel()  # a cancelled waiter must not cancel the future
@@ -91,6 +100,7 @@ class ChildProcess:
             self._log.close()
         finally:
             status = self._process.wait()
+            _running.discard(self.pid)
             how = f"exit status {status}" if status >= 0 else signal.strsignal(-status)
             self.exited.set_result(f"{self._name} {self.pid} ended: {how}")
 

@@ -22,6 +22,8 @@ from .process import run_front_end
 
 _log = logging.getLogger(__name__)
 
+# Name of the front-end processes in top, ps and messages.
+FRONT_END_NAME: Final = "front end"
 # Time in seconds for a stopped front end to end, after the time limit of its calls.
 _END_S: Final = 5.0
 # A front end that ends earlier than this after its start, in seconds, is restarted after a pause.
@@ -156,7 +158,7 @@ class _FrontEnd:
         with there:
             handle = there.fileno()
             self._process = ChildProcess(
-                "front end", run_front_end, (handle, *arguments), handles=[handle]
+                FRONT_END_NAME, run_front_end, (handle, *arguments), handles=[handle]
             )
         self._link: Link | None = None
 
