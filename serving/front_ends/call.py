@@ -111,7 +111,10 @@ class ForwardedCall:
         """Return the client's next message in bytes, or `grpc.aio.EOF`."""
         self._reading = asyncio.get_running_loop().create_future()
         self._link.send(Frame.READ, self._number)
-        return await self._reading
+        try:
+            return await self._reading
+        finally:
+            self._reading = None  # it holds the message, which can be large
 
     async def write(self, message: Any) -> None:
         """Send a message to the client, and wait until the front end has written it."""
