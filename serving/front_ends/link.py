@@ -120,7 +120,7 @@ class Link(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Complete `closed`."""
-        if not self.closed.done():
+        if not self.closed.done():  # a cancelled waiter has cancelled it
             self.closed.set_result(None)
 
     def _flush(self) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import itertools
+import logging
 import pickle
 import socket
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +16,10 @@ import grpc
 from ..rpc.fault_filter import drop_client_faults
 from .link import Frame, Link
 
+_log = logging.getLogger(__name__)
+
 # Status codes by number.
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
-
 
 # Maximum number of calls that the server's process has not answered yet, not even by READ.
 _MAX_PENDING_CALLS: Final = 8192
@@ -47,14 +50,18 @@ async def _serve(
     options: Sequence[tuple[str, int]],
 ) -> None:
     server = grpc.aio.server(options=options)
-    front_end = _FrontEnd(server)
-    link = await front_end.connect(socket.socket(fileno=handle))
-    server.add_generic_rpc_handlers([front_end])
+    forwarder = _CallForwarder(server)
+    link = await forwarder.connect(socket.socket(fileno=handle))
+    server.add_generic_rpc_handlers([forwarder])
     credentials = _credentials(certificate_files)
-    if credentials:
-        server.add_secure_port(address, credentials)
-    else:
-        server.add_insecure_port(address)
+    try:
+        if credentials:
+            server.add_secure_port(address, credentials)
+        else:
+            server.add_insecure_port(address)
+    except RuntimeError:
+        _log.error("cannot listen on %s", address)
+        sys.exit(1)
     await server.start()
     link.send(Frame.READY)
     await server.wait_for_termination()
@@ -73,7 +80,7 @@ def _credentials(files: Sequence[str | None]) -> grpc.ServerCredentials | None:
     return ServerCertificate(certificate, key, client_ca).grpc_credentials()
 
 
-class _FrontEnd(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
+class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
     """Handler of all methods. It passes the calls to the server's process."""
 
     def __init__(self, server: grpc.aio.Server) -> None:

@@ -152,8 +152,9 @@ class _FrontEnd:
         """
         self._find_handler = find_handler
         self._calls: dict[int, ForwardedCall] = {}
-        # Whether the process accepts connections. False: it ended before.
-        self._ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._is_ready = False
+        # Set when the process accepts connections, or ends before.
+        self._started = asyncio.Event()
         self._socket, there = socket.socketpair()
         with there:
             handle = there.fileno()
@@ -170,7 +171,8 @@ class _FrontEnd:
         """
         self._link = await Link.connect(self._socket, self._receive)
         self._link.closed.add_done_callback(self._close_calls)
-        if not await self._ready:
+        await self._started.wait()
+        if not self._is_ready:
             raise ServingError(f"{await self.ended()}; see the log for the reason")
 
     async def ended(self) -> str:
@@ -179,7 +181,7 @@ class _FrontEnd:
 
     async def stop(self, grace: float | None) -> None:
         """End the process and its calls; see `FrontEndServer.stop`."""
-        if self._link and self._ready.done():
+        if self._link and self._is_ready:
             self._link.send(Frame.STOP, payload=pickle.dumps(grace))
         else:
             self._process.kill()
@@ -197,7 +199,8 @@ class _FrontEnd:
         if kind == Frame.OPEN:
             self._open_call(number, payload)
         elif kind == Frame.READY:
-            self._ready.set_result(True)
+            self._is_ready = True
+            self._started.set()
         else:
             call = self._calls[number]
             if kind == Frame.MESSAGE:
@@ -219,8 +222,7 @@ class _FrontEnd:
         call.start(self._find_handler)
 
     def _close_calls(self, _: object) -> None:
-        if not self._ready.done():
-            self._ready.set_result(False)
+        self._started.set()
         for call in list(self._calls.values()):
             call.close()
 

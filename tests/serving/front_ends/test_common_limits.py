@@ -33,7 +33,8 @@ async def clients(address: str) -> AsyncIterator[list[Any]]:
     """Connect clients with connections of their own."""
     async with contextlib.AsyncExitStack() as stack:
         stubs = [await stack.enter_async_context(connected(address)) for _ in range(CLIENTS)]
-        await asyncio.gather(*(stub.GetModel(pb.GetModelRequest()) for stub in stubs))
+        for stub in stubs:
+            await stub.GetModel(pb.GetModelRequest())
         yield stubs
 
 
