@@ -207,7 +207,7 @@ def _http_server(
     config: ServeConfig,
     ports: int,
 ) -> "HttpServer | None":
-    """Return the HTTP server. `ports` is the number of ports that this process listens on."""
+    """Return the HTTP server. `ports`: number of ports at which this process accepts clients."""
     if config.http_port is None:
         return None
     from .http.app import http_app
