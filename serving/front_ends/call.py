@@ -148,7 +148,9 @@ class ForwardedCall:
 
     def _call_back(self, _: object = None) -> None:
         if self._is_closed:
-            for callback in self._callbacks:
+            # Once only: `close` can come between the end of the task and the task's callback.
+            callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
                 callback(self)
 
     async def _handle(self, find_handler: FindHandler) -> None:

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
 from ..rpc.fault_filter import drop_client_faults
 from .link import Frame, Link
+
+if TYPE_CHECKING:
+    from ..rpc.certificates import ServerCertificate  # slow to import, and not needed without TLS
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +26,8 @@ _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 # Maximum number of calls that the server's process has not answered yet, not even by READ.
 _MAX_PENDING_CALLS: Final = 8192
+# Interval in seconds at which the files of the certificate are checked.
+_REFRESH_S: Final = 1.0
 
 
 def run_front_end(
@@ -53,31 +58,34 @@ async def _serve(
     forwarder = _CallForwarder(server)
     link = await forwarder.connect(socket.socket(fileno=handle))
     server.add_generic_rpc_handlers([forwarder])
-    credentials = _credentials(certificate_files)
+    certificate = _certificate(certificate_files)
     try:
-        if credentials:
-            server.add_secure_port(address, credentials)
-        else:
+        if certificate is None:
             server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, certificate.grpc_credentials())
     except RuntimeError:
         _log.error("cannot listen on %s", address)
         sys.exit(1)
     await server.start()
     link.send(Frame.READY)
-    await server.wait_for_termination()
+    # A front end without new connections would not load valid files that invalid ones replace.
+    while await server.wait_for_termination(_REFRESH_S if certificate else None):
+        if certificate:
+            certificate.refresh()
     link.close()
     await link.closed
 
 
-def _credentials(files: Sequence[str | None]) -> grpc.ServerCredentials | None:
+def _certificate(files: Sequence[str | None]) -> "ServerCertificate | None":
     if not files:
         return None
-    from ..rpc.certificates import ServerCertificate  # slow to import, and not needed without TLS
+    from ..rpc.certificates import ServerCertificate
 
     certificate, key, client_ca = (Path(path) if path else None for path in files)
     assert certificate is not None
     assert key is not None
-    return ServerCertificate(certificate, key, client_ca).grpc_credentials()
+    return ServerCertificate(certificate, key, client_ca)
 
 
 class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
