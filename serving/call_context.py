@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 class CallContext(Protocol):
     """Context of one request: methods of `grpc.aio.ServicerContext` that HTTP requests have too.
 
-    gRPC's own context implements it, and so does `http.call.HttpCall`.
+    gRPC's own context implements it, and so do `front_ends.call.ForwardedCall` and
+    `http.call.HttpCall`.
     """
 
     def peer(self) -> str:

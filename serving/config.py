@@ -48,6 +48,10 @@ class ServeFields(FrozenConfig):
     workers: int | None = Field(None, ge=1)
     """Worker processes per precision, distributed over the GPUs. None: one per GPU, or one if the
     machine has no GPU."""
+    front_ends: int | None = Field(None, ge=0, le=64)
+    """Processes that accept the gRPC connections and pass the calls to the server's process, which
+    then has more CPU time for requests. 0: the server's process accepts them itself. None: one per
+    GPU if there are several GPUs, else 0."""
     hang_timeout_s: float = Field(60.0, gt=0, le=DAY_S)
     """Seconds until a batch counts as hung and its worker process is restarted."""
     max_batch: int = Field(8, ge=1)

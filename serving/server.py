@@ -18,6 +18,7 @@ from ..protos.maskrcnn.v1 import detector_pb2
 from .config import ServeConfig, address_of
 from .engines.worker_process import freeze_garbage_collector
 from .errors import ServingError
+from .front_ends.server import FrontEndServer, front_end_count
 from .host import notify_service_manager
 from .monitoring.telemetry import Telemetry
 from .monitoring.tracing import load_tracer
@@ -25,13 +26,21 @@ from .open_inference.service import InferenceService
 from .open_inference.unsupported import UnsupportedMethods
 from .pipeline.model_repository import ModelRepository
 from .pipeline.served_model import ModelSource
+from .pipeline.threads import in_daemon_thread
 from .prometheus.collectors import CpuCollector, LoopLag
 from .prometheus.endpoint import add_certificate_metric, add_server_metrics, metrics_server
 from .rpc.access_control import AccessInterceptor, AccessPolicy
 from .rpc.certificates import ServerCertificate, server_certificate
 from .rpc.detector_service import DetectorService, add_detector_service
 from .rpc.health import HealthService
-from .rpc.listener import add_reflection, allowed_connections, check_ports, listening_server
+from .rpc.listener import (
+    GrpcServer,
+    RequestIdInterceptor,
+    add_reflection,
+    allowed_connections,
+    check_ports,
+    listening_server,
+)
 
 if TYPE_CHECKING:
     from .http.listener import HttpServer  # needs the extra `http`
@@ -124,9 +133,12 @@ async def detection_server(
     ):
         await repository.load()
         access = AccessInterceptor(policy, config, repository)
-        server, port = listening_server(config, certificate, telemetry.tracer, access)
+        front_ends = await in_daemon_thread(front_end_count, config)
+        interceptors = [RequestIdInterceptor(telemetry.tracer), access]
+        server, port = _grpc_server(front_ends, config, certificate, interceptors)
         detector, inference, health = _add_services(server, repository, config)
-        http = _http_server(detector, inference, repository, access, config)
+        ports = 1 if front_ends else 2
+        http = _http_server(detector, inference, repository, access, config, ports)
         async with _accepting(server, http, certificate) as stop:
             # Warm up before the task groups below, which would wrap an error in an ExceptionGroup.
             await repository.warm_up()
@@ -149,9 +161,22 @@ async def detection_server(
                     await stop(config.stop_grace_s)
 
 
+def _grpc_server(
+    front_ends: int,
+    config: ServeConfig,
+    certificate: ServerCertificate | None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # see AccessInterceptor
+) -> tuple[GrpcServer, int]:
+    """Return a gRPC server that is not started, and its port."""
+    if not front_ends:
+        return listening_server(config, certificate, interceptors)
+    server = FrontEndServer(front_ends, config, interceptors)
+    return server, server.port
+
+
 @contextlib.asynccontextmanager
 async def _accepting(
-    server: grpc.aio.Server, http: "HttpServer | None", certificate: ServerCertificate | None
+    server: GrpcServer, http: "HttpServer | None", certificate: ServerCertificate | None
 ) -> AsyncIterator[Callable[[float], Coroutine[Any, Any, None]]]:
     """Accept requests over gRPC and, if there is an HTTP server, over HTTP within the context.
 
@@ -167,8 +192,8 @@ async def _accepting(
         if http:
             context = certificate.ssl_context() if certificate else None
             await running.enter_async_context(http.running(context))
-        await server.start()
         try:
+            await server.start()
             yield stop
         finally:
             await server.stop(None)
@@ -180,7 +205,9 @@ def _http_server(
     models: ModelRepository,
     access: AccessInterceptor,
     config: ServeConfig,
+    ports: int,
 ) -> "HttpServer | None":
+    """Return the HTTP server. `ports`: number of ports at which this process accepts clients."""
     if config.http_port is None:
         return None
     from .http.app import http_app
@@ -189,7 +216,7 @@ def _http_server(
 
     transport = Transport(access, models.resources.telemetry.tracer, config)
     app = http_app(detector, inference, models, transport)
-    return HttpServer(app, config, allowed_connections(config))
+    return HttpServer(app, config, allowed_connections(config.max_connections, ports))
 
 
 def _check_http_packages(config: ServeConfig) -> None:
@@ -206,7 +233,7 @@ def _check_http_packages(config: ServeConfig) -> None:
 
 
 def _add_services(
-    server: grpc.aio.Server, models: ModelRepository, config: ServeConfig
+    server: GrpcServer, models: ModelRepository, config: ServeConfig
 ) -> tuple[DetectorService, InferenceService, HealthService]:
     detector = DetectorService(models, config)
     add_detector_service(detector, server)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -38,6 +38,8 @@ class ThreadUsage:
 
     # Number of the process. 0: the measured one. Its descendants are numbered by ascending PID.
     process: int
+    # Name of the process in top and ps.
+    process_name: str
     # Name without the number that some thread pools append. `main`: the process's first thread.
     name: str
     threads: int
@@ -187,17 +189,17 @@ def measure_process_usage(pid: int, start: float, end: float) -> ProcessUsage:
     Both are times of `time.monotonic`.
     """
     _sleep_until(start)
-    before, ticks, memory_mib = _thread_ticks(pid), _ticks(_process_tree_stats(pid)), []
+    before, ticks, memory_mib = _thread_ticks(pid), _tree_ticks(pid), []
     for sample in range(1, _SAMPLES + 1):
         _sleep_until(start + (end - start) * sample / _SAMPLES)
         memory_mib.append(_resident_mib(pid))
-    ticks = _ticks(_process_tree_stats(pid)) - ticks
+    ticks = _tree_ticks(pid) - ticks
     ticks_of_core = (end - start) * _TICKS_PER_S
     after = _thread_ticks(pid)
     members = sorted({thread.pid for thread in after}, key=lambda member: (member != pid, member))
-    used: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    used: defaultdict[tuple[int, str, str], list[int]] = defaultdict(list)
     for thread, own in after.items():
-        key = members.index(thread.pid), thread.name
+        key = members.index(thread.pid), thread.process_name, thread.name
         used[key].append(own - before.get(thread, 0))
     threads = [
         ThreadUsage(*key, len(own), sum(own) / ticks_of_core)
@@ -213,6 +215,7 @@ def _sleep_until(moment: float) -> None:
 
 class _Thread(NamedTuple):
     pid: int
+    process_name: str
     number: int
     name: str
 
@@ -220,39 +223,43 @@ class _Thread(NamedTuple):
 def _thread_ticks(pid: int) -> dict[_Thread, int]:
     """Return the ticks of each thread of a process and its descendants."""
     ticks = {}
-    for member in _process_tree_stats(pid):
+    for member, (process_name, _) in _process_tree_stats(pid).items():
         for folder in Path(f"/proc/{member}/task").glob("*"):
             with contextlib.suppress(OSError):  # the thread has ended
                 name, fields = _parse_stat((folder / "stat").read_text())
                 number = int(folder.name)
                 name = "main" if number == member else re.sub(r"[-_:]?\d+$", "", name)
-                ticks[_Thread(member, number, name)] = _ticks({member: fields})
+                ticks[_Thread(member, process_name, number, name)] = _ticks([fields])
     return ticks
 
 
-def _ticks(stats: Mapping[int, Sequence[str]]) -> int:
+def _tree_ticks(pid: int) -> int:
+    return _ticks(fields for _, fields in _process_tree_stats(pid).values())
+
+
+def _ticks(stats: Iterable[Sequence[str]]) -> int:
     """Return the total CPU time in ticks, in user and system mode."""
-    return sum(int(stat[11]) + int(stat[12]) for stat in stats.values())
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats)
 
 
 def _resident_mib(pid: int) -> float:
     stats = _process_tree_stats(pid).values()
-    return sum(int(stat[21]) for stat in stats) * _PAGE_BYTES / 2**20
+    return sum(int(stat[21]) for _, stat in stats) * _PAGE_BYTES / 2**20
 
 
-def _process_tree_stats(pid: int) -> dict[int, list[str]]:
-    """Return the fields of `/proc/PID/stat` after the name, for a process and its descendants.
+def _process_tree_stats(pid: int) -> dict[int, tuple[str, list[str]]]:
+    """Return name and further fields of `/proc/PID/stat`, for a process and its descendants.
 
-    They begin with field 3 of proc_pid_stat(5): [1] is the parent's PID, [11] and [12] are ticks
-    in user and system mode, and [21] is the number of resident pages.
+    The fields begin with field 3 of proc_pid_stat(5): [1] is the parent's PID, [11] and [12] are
+    ticks in user and system mode, and [21] is the number of resident pages.
     """
-    stats: dict[int, list[str]] = {}
+    stats: dict[int, tuple[str, list[str]]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):  # the process has ended
-                _, stats[int(folder.name)] = _parse_stat((folder / "stat").read_text())
+                stats[int(folder.name)] = _parse_stat((folder / "stat").read_text())
     tree = {pid} & stats.keys()
-    while added := {p for p, stat in stats.items() if int(stat[1]) in tree} - tree:
+    while added := {p for p, (_, stat) in stats.items() if int(stat[1]) in tree} - tree:
         tree |= added
     return {member: stats[member] for member in tree}
 

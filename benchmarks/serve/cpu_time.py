@@ -1,12 +1,14 @@
-"""CPU time per image: of server, workers and clients, and by thread of the server."""
+"""CPU time per image: of server, front ends, workers and clients, and by thread of the server."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from ...serving.front_ends.server import FRONT_END_NAME
+from ..common.processes import ThreadUsage
 from ..common.record import ResultTable
 from .results import ServeResult, load_name
 
-CPU_COLUMNS: Final = ("cores", "server", "workers", "clients")
+CPU_COLUMNS: Final = ("cores", "server", "front ends", "workers", "clients")
 
 # Threads with a smaller share of the CPU time are left out.
 _MIN_SHARE: Final = 0.005
@@ -16,11 +18,13 @@ def cpu_cells(result: ServeResult) -> tuple[str, ...]:
     """Return cells for `CPU_COLUMNS`: cores of the server, and CPU milliseconds per image."""
     clients = _milliseconds(result.client.total_cores, result)
     if result.server is None:
-        return "", "", "", clients
-    own = sum(thread.cores for thread in result.server.threads if thread.process == 0)
-    workers = max(0.0, result.server.cores - own)
-    cores = f"{result.server.cores:.2f}"
-    return cores, _milliseconds(own, result), _milliseconds(workers, result), clients
+        return "", "", "", "", clients
+    threads = result.server.threads
+    own = sum(thread.cores for thread in threads if thread.process == 0)
+    front_ends = sum(thread.cores for thread in threads if _is_of_front_end(thread))
+    workers = max(0.0, result.server.cores - own - front_ends)
+    shares = (_milliseconds(share, result) for share in (own, front_ends, workers))
+    return f"{result.server.cores:.2f}", *shares, clients
 
 
 def thread_table(results: Sequence[ServeResult]) -> ResultTable:
@@ -37,9 +41,14 @@ def _rows(result: ServeResult) -> Iterator[tuple[str, ...]]:
         return
     for thread in result.server.threads:
         if thread.cores >= _MIN_SHARE * result.server.cores:
-            process = f"worker {thread.process}" if thread.process else "server"
+            kind = "front end" if _is_of_front_end(thread) else "worker"
+            process = f"{kind} {thread.process}" if thread.process else "server"
             milliseconds = _milliseconds(thread.cores, result)
             yield load_name(result.load), process, thread.name, str(thread.threads), milliseconds
+
+
+def _is_of_front_end(thread: ThreadUsage) -> bool:
+    return thread.process_name == FRONT_END_NAME
 
 
 def _milliseconds(cores: float, result: ServeResult) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from .. import LOGGER
 from ..backends.loading import BACKENDS, check_backend, choose_backend, served_precision
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
+from ..front_ends.server import front_end_count
 from ..host import available_cores, available_memory
 from ..pipeline.decode_memory import decode_memory_limit
 from ..pipeline.served_model import ModelSource
@@ -87,6 +89,7 @@ def _setting_results(config: ServeConfig, sources: Mapping[str, str]) -> list[Ch
 def _limit_results(config: ServeConfig, models: int) -> list[CheckResult]:
     results = [_port_result(name, config.host, port) for name, port in config.ports.items()]
     results += _certificate_results(config)
+    results.append(_front_end_result(config))
     cores = available_cores()
     memory, requests = available_memory(), most_request_bytes(config, models)
     messages = f"{_messages_per_slot(models)} x queue_size x max_message_mb"
@@ -133,6 +136,18 @@ def _certificate_results(config: ServeConfig) -> list[CheckResult]:
     days = certificate.days_left
     state: State = "warning" if days < _MIN_CERTIFICATE_DAYS else "ok"
     return [CheckResult(name, f"valid for another {days:.1f} days", state)]
+
+
+def _front_end_result(config: ServeConfig) -> CheckResult:
+    try:
+        count = front_end_count(config)
+    except ServingError as error:
+        return CheckResult("front_ends", str(error), "fault")
+    if not count:
+        return CheckResult("front_ends", "0: the server's process accepts the gRPC connections")
+    share = math.ceil(config.max_connections / count)
+    text = f"{count} processes accept the gRPC connections, each at most {share}"
+    return CheckResult("front_ends", text)
 
 
 def _bundle_results(model: ModelSource) -> list[CheckResult]:

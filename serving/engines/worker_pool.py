@@ -4,17 +4,11 @@ import contextlib
 import logging
 import os
 import queue
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence, Set
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from .. import LOGGER
+from ..child_process import ChildProcess
 from ..errors import BackendDownError, BackendError
 from ..host import CUDA_VISIBLE_DEVICES, visible_gpus
 from ..steps.base import EngineInfo, EngineLoader
@@ -70,11 +64,7 @@ def assign_resources(workers: int | None) -> list[WorkerResources]:
 
 
 class WorkerProcess(Generic[Item, Result]):
-    """Handle of a worker process, which runs one engine.
-
-    The process ends with the server, even if the server is killed. It blocks SIGINT, SIGTERM and
-    SIGHUP, because Ctrl+C in a terminal reaches the server's child processes too.
-    """
+    """Handle of a worker process, which runs one engine. See `ChildProcess`."""
 
     def __init__(
         self,
@@ -97,16 +87,21 @@ class WorkerProcess(Generic[Item, Result]):
         # Idle channels to the process, one per concurrent batch.
         self._channels: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._control, control = Pipe()
-        self._log, log = Pipe()
-        self._process = _start_process((control, log), resources)
-        level = logging.getLogger(LOGGER).getEffectiveLevel()
+        with control:
+            handle = control.fileno()
+            self._process = ChildProcess(
+                "worker process",
+                run_worker,
+                (handle,),
+                handles=[handle],
+                environment=resources.environment,
+                cores=resources.cores,
+            )
         with contextlib.suppress(OSError):  # if the process has ended already, `load` reports that
-            self._control.send(level)
             self._control.send(loader)
         # Completes when the process ends. The result is a message with its exit status or signal.
-        self.exited: Future[str] = Future()
-        self.exited.set_running_or_notify_cancel()  # a cancelled waiter must not cancel the future
-        threading.Thread(target=self._forward_log, name="engine log", daemon=True).start()
+        self.exited = self._process.exited
+        self.exited.add_done_callback(lambda _: self._close_channels())
 
     def successor(self) -> Self:
         """Start a new process with the same engine and resources."""
@@ -194,21 +189,6 @@ class WorkerProcess(Generic[Item, Result]):
             raise reply
         return reply
 
-    def _forward_log(self) -> None:
-        """Log the worker's log records in this process until the worker ends; then set `exited`."""
-        try:
-            while record := self._log.recv():
-                logger = logging.getLogger(record.name)
-                if logger.isEnabledFor(record.levelno):
-                    logger.handle(record)
-        except (EOFError, OSError):
-            self._log.close()
-        finally:
-            status = self._process.wait()
-            how = f"exit status {status}" if status >= 0 else signal.strsignal(-status)
-            self.exited.set_result(f"worker process {self._process.pid} ended: {how}")
-            self._close_channels()
-
     def _close_channels(self) -> None:
         # Frees their shared memory, although a logged exception may keep this object alive.
         with contextlib.suppress(queue.Empty):  # other threads take channels too
@@ -229,39 +209,3 @@ def start_workers(
             started.callback(processes[-1].kill)
         started.pop_all()
     return processes
-
-
-def _start_process(
-    connections: Sequence[Connection], resources: WorkerResources
-) -> subprocess.Popen[bytes]:
-    """Start a Python process that runs `run_worker`. It inherits the connections."""
-    handles = [connection.fileno() for connection in connections]
-    program = (
-        # The affinity comes first, because libraries count cores and start threads on import.
-        f"import os; os.sched_setaffinity(0, {sorted(resources.cores)}); "
-        f"import sys; sys.path[:] = {sys.path}; "
-        f"from {run_worker.__module__} import run_worker; run_worker(*{handles})"
-    )
-    with _block_stop_signals():
-        process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**os.environ, **resources.environment},
-            pass_fds=handles,
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # stderr: libraries must not print to the server's stdout
-        )
-    for connection in connections:
-        connection.close()
-    return process
-
-
-@contextlib.contextmanager
-def _block_stop_signals() -> Iterator[None]:
-    """Block SIGINT, SIGTERM and SIGHUP within the context, also in processes started there."""
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    )
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,8 +1,7 @@
 """Main program of a worker process, and its channels to the server.
 
-The server passes two pipe connections. Over the control connection the worker receives the engine's
-loader, and replies with the engine's properties and one channel per concurrent batch. Over the log
-connection the worker sends log records; if the server ends, that connection closes.
+Over its control connection the worker receives the engine's loader, and replies with the engine's
+properties and one channel per concurrent batch.
 
 Channels pass arrays through shared memory. A message is written to memory that both processes map,
 then a pipe carries the sizes of its parts. The memory has no name: it is freed when the processes
@@ -19,7 +18,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from logging.handlers import QueueHandler
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -29,7 +27,6 @@ import numpy as np
 
 from ...model.bundle.manifest import BundleError
 from ...model.images import ImageError
-from .. import LOGGER
 from ..errors import BackendError, ServingError
 from ..host import name_thread
 
@@ -162,21 +159,15 @@ def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
     return starts, end
 
 
-def run_worker(control_handle: int, log_handle: int) -> None:
+def run_worker(control_handle: int) -> None:
     """Run an engine until the server closes it or ends.
 
     Args:
         control_handle: File descriptor of the control connection.
-        log_handle: File descriptor of the log connection.
     """
+    sys.setswitchinterval(_SWITCH_S)
     with contextlib.suppress(*_SERVER_GONE):
-        control, log = Connection(control_handle), Connection(log_handle)
-        level = control.recv()
-        sys.setswitchinterval(_SWITCH_S)
-        logging.root.addHandler(_LogSender(log))
-        logging.getLogger(LOGGER).setLevel(level)
-        threading.Thread(target=_exit_with_server, args=(log,), daemon=True).start()
-        _run_engine(control)
+        _run_engine(Connection(control_handle))
 
 
 def _run_engine(control: Connection) -> None:
@@ -195,20 +186,6 @@ def _run_engine(control: Connection) -> None:
     for thread in threads:
         thread.join()
     engine.close()
-
-
-class _LogSender(QueueHandler):
-    def __init__(self, log: Any) -> None:  # a connection in place of the handler's queue
-        super().__init__(log)
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(*_SERVER_GONE):
-            self.queue.send(record)  # type: ignore[attr-defined]
-
-
-def _exit_with_server(log: Connection) -> None:
-    log.poll(None)  # the server sends nothing, so this returns only when the server ends
-    os._exit(1)
 
 
 def _open_channel(control: Connection) -> Channel:

@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..child_process import child_process_ids
+
 # States in /proc/net/tcp.
 _ESTABLISHED: Final = "01"
 _LISTEN: Final = "0A"
@@ -24,7 +26,7 @@ class _Socket(NamedTuple):
 
 
 class ConnectionCollector(Collector):
-    """Collector of the process's open TCP connections by listening port."""
+    """Collector of the open TCP connections of the server and its front ends, by listening port."""
 
     # Read from the kernel's tables, because gRPC does not report its connections to Python.
 
@@ -41,8 +43,9 @@ class ConnectionCollector(Collector):
 
 
 def _own_sockets() -> Iterator[_Socket]:
-    """Yield the TCP sockets of this process."""
-    inodes = set(_socket_inodes())
+    """Yield the TCP sockets of this process and its child processes."""
+    processes = os.getpid(), *child_process_ids()
+    inodes = {inode for process in processes for inode in _socket_inodes(process)}
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
             for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
@@ -51,9 +54,10 @@ def _own_sockets() -> Iterator[_Socket]:
                     yield _Socket(int(local.rpartition(":")[2], 16), state)
 
 
-def _socket_inodes() -> Iterator[str]:
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed since the folder was listed
-            match = _SOCKET.fullmatch(os.readlink(f"/proc/self/fd/{descriptor}"))
-            if match:
-                yield match[1]
+def _socket_inodes(process: int) -> Iterator[str]:
+    folder = Path("/proc", str(process), "fd")
+    with contextlib.suppress(FileNotFoundError):  # the process has ended
+        for descriptor in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):  # closed since the folder was listed
+                if match := _SOCKET.fullmatch(os.readlink(folder / descriptor)):
+                    yield match[1]

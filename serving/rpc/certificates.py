@@ -82,6 +82,10 @@ class ServerCertificate:
         loaded = self._reloaded.current()
         return None if loaded.is_valid else self._validity_error(loaded)
 
+    def refresh(self) -> None:
+        """Load the files again if they have changed, as at each new connection."""
+        self._reloaded.current()
+
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Return the credentials for a gRPC server."""
         current = self._reloaded.current()

@@ -24,6 +24,7 @@ from ..pipeline.deadlines import request_deadline
 from ..pipeline.model_repository import ModelRepository
 from ..pipeline.pipeline import InferenceRequest, Pipeline
 from ..pipeline.served_model import ServedModel
+from .listener import GrpcServer
 from .streams import Admission, Streams
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
@@ -179,7 +180,7 @@ async def _finished(
     return TimedResponse(timed.value, replace(timing, encode_us=timing.encode_us + elapsed_us))
 
 
-def add_detector_service(service: DetectorService, server: grpc.aio.Server) -> None:
+def add_detector_service(service: DetectorService, server: GrpcServer) -> None:
     """Register the service with a gRPC server that is not started yet."""
     # The generated `add_DetectorServicer_to_server` expects methods that return messages. Without
     # a response serializer, gRPC sends the returned bytes unchanged.

@@ -1,24 +1,26 @@
 """gRPC server setup: port, connection limits, request IDs, reflection."""
 
 import logging
+import math
 import resource
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
 from ..messages import REQUEST_ID_KEY
 from ..monitoring.logs import name_call
 from ..monitoring.tracing import Tracer
-from .access_control import AccessInterceptor
 from .certificates import ServerCertificate
+from .fault_filter import drop_client_faults
 
 _log = logging.getLogger(__name__)
 
@@ -45,16 +47,14 @@ _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 def listening_server(
     config: ServeConfig,
     certificate: ServerCertificate | None,
-    tracer: Tracer,
-    access: AccessInterceptor,
+    interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # see AccessInterceptor
 ) -> tuple[grpc.aio.Server, int]:
     """Create a gRPC server and bind it to its port. It has no services and is not started.
 
     Args:
         config: Server settings.
         certificate: TLS certificate. None: connections are not encrypted.
-        tracer: Records a span per call.
-        access: Interceptor that checks and limits the calls.
+        interceptors: Interceptors of all calls, the outermost first.
 
     Returns:
         The server and its port.
@@ -62,19 +62,23 @@ def listening_server(
     Raises:
         ServingError: the server cannot listen on the address.
     """
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_server_fault)
-    interceptors = [RequestIdInterceptor(tracer), access]
-    server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+    drop_client_faults()
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(config))
     address = address_of(config.host, config.port)
     try:
         if certificate is None:
             return server, server.add_insecure_port(address)
         return server, server.add_secure_port(address, certificate.grpc_credentials())
     except RuntimeError:
-        raise ServingError(
-            f"cannot listen on {address}; "
-            "choose an address of this machine and a free port; port 0 selects one"
-        ) from None
+        raise listen_error(address) from None
+
+
+def listen_error(address: str) -> ServingError:
+    """Return the error of a server that cannot listen on `address`."""
+    return ServingError(
+        f"cannot listen on {address}; "
+        "choose an address of this machine and a free port; port 0 selects one"
+    )
 
 
 def check_ports(config: ServeConfig) -> None:
@@ -97,12 +101,32 @@ def check_ports(config: ServeConfig) -> None:
 
 def check_port(host: str, port: int) -> None:
     """Raise OSError if this process cannot listen on a port. 0: any free port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()  # gRPC too listens on both
-    socket.create_server((host, port), family=family, dualstack_ipv6=both).close()
+    socket.create_server((host, port), family=family_of(host), dualstack_ipv6=both).close()
 
 
-def add_reflection(services: Iterable[ServiceDescriptor], server: grpc.aio.Server) -> None:
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the address family of a host to listen on. A name counts as IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class GrpcServer(Protocol):
+    """Interface of a gRPC server that runs in this process or in front ends.
+
+    `grpc.aio.Server` implements it, and so does `front_ends.server.FrontEndServer`.
+    """
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Any) -> None:
+        """Add handlers of services."""
+
+    async def start(self) -> None:
+        """Accept calls."""
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Reject new calls, and wait up to `grace` seconds for open ones. None: cancel them."""
+
+
+def add_reflection(services: Iterable[ServiceDescriptor], server: GrpcServer) -> None:
     """Add gRPC server reflection, with which clients such as grpcurl discover the services.
 
     Args:
@@ -115,7 +139,8 @@ def add_reflection(services: Iterable[ServiceDescriptor], server: grpc.aio.Serve
     for service in all_services:
         pool.AddSerializedFile(service.file.serialized_pb)
     names = [service.full_name for service in all_services]
-    reflection.enable_server_reflection(names, server, pool)
+    servicer = reflection.aio.ReflectionServicer(names, pool=pool)  # type: ignore[attr-defined]
+    add_ServerReflectionServicer_to_server(servicer, server)
 
 
 class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # see AccessInterceptor
@@ -156,19 +181,20 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
         return traced
 
 
-def _is_server_fault(record: logging.LogRecord) -> bool:
-    """Log filter that drops gRPC's records of disconnected clients and undecodable metadata."""
-    # The message of UnicodeDecodeError would quote the metadata, which can be a token.
-    client_faults = grpc.aio.InternalError, UnicodeDecodeError
-    return record.exc_info is None or not isinstance(record.exc_info[1], client_faults)
+def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, int]]:
+    """Return the gRPC options of the server or, if there are any, of each of its front ends.
 
-
-def _options(config: ServeConfig) -> list[tuple[str, int]]:
+    Each front end accepts an equal share of `max_connections`. The other limits apply to each
+    connection.
+    """
+    connections = math.ceil(config.max_connections / max(1, front_ends))
+    ports = 1 if front_ends or config.http_port is None else 2
     options = {
         "grpc.max_receive_message_length": config.max_message_mb << 20,
         "grpc.max_send_message_length": -1,
-        "grpc.so_reuseport": 0,  # otherwise two servers could share a port unnoticed
-        "grpc.max_allowed_incoming_connections": allowed_connections(config),
+        # Without front ends, two servers could otherwise share a port unnoticed.
+        "grpc.so_reuseport": int(front_ends > 0),
+        "grpc.max_allowed_incoming_connections": allowed_connections(connections, ports),
         "grpc.max_concurrent_streams": _MAX_STREAMS,
         "grpc.server.max_pending_requests": _MAX_PENDING_CALLS,
         "grpc.server.max_pending_requests_hard_limit": 2 * _MAX_PENDING_CALLS,
@@ -186,12 +212,16 @@ def _options(config: ServeConfig) -> list[tuple[str, int]]:
     return list(options.items())
 
 
-def allowed_connections(config: ServeConfig) -> int:
-    """Return `max_connections`, or fewer per port if the limit on open files requires it.
+def allowed_connections(wanted: int, ports: int) -> int:
+    """Return `wanted` connections, or fewer if the limit on open files requires it.
 
-    First, the process's soft limit on open files is raised as far as needed and allowed.
+    First, the process's soft limit on open files is raised as far as needed and allowed. Front ends
+    inherit it.
+
+    Args:
+        wanted: Maximum number of connections per port.
+        ports: Number of ports on which a process accepts connections.
     """
-    wanted, ports = config.max_connections, 1 if config.http_port is None else 2
     needed = ports * wanted + _OTHER_FILES
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in limits)
@@ -202,8 +232,8 @@ def allowed_connections(config: ServeConfig) -> int:
         return wanted
     allowed = max(soft - _OTHER_FILES, soft // 2) // ports
     _log.warning(
-        "the process may open %d files, so the server allows %d connections per port instead of "
-        "%d; set a lower max_connections, or raise the limit with ulimit -n",
+        "the process may open %d files, so it accepts %d connections per port instead of %d; set a "
+        "lower max_connections, or raise the limit with ulimit -n",
         soft,
         allowed,
         wanted,

@@ -62,6 +62,12 @@ def test_worker_processes_do_not_import_grpc() -> None:
     assert "grpc" not in loaded_by(*(f"maskrcnn_trt.serving.engines.{name}" for name in names))
 
 
+def test_front_ends_import_little() -> None:
+    loaded = loaded_by("maskrcnn_trt.serving.front_ends.process")
+    assert "grpc" in loaded
+    assert not loaded & {"numpy", "PIL", "pydantic", "onnxruntime"}
+
+
 def test_serving_does_not_import_the_training_stack() -> None:
     stack = {"torch", "torchvision", "onnx", "onnxscript", "pycocotools"}
     assert not loaded_by(*MODULES) & stack

@@ -83,8 +83,9 @@ async def silent_clients(address: str) -> AsyncIterator[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("front_ends", ["0", "2"])
 async def test_stopping_server_completes_accepted_requests_and_ignores_silent_clients(
-    wide_bundle: Path, tmp_path: Path, picture: Encode
+    wide_bundle: Path, tmp_path: Path, picture: Encode, front_ends: str
 ) -> None:
     log, request = tmp_path / "log", pb.DetectRequest(image=picture())
 
@@ -96,7 +97,8 @@ async def test_stopping_server_completes_accepted_requests_and_ignores_silent_cl
         return status, REQUEST_ID_KEY in dict(metadata or ())
 
     async with contextlib.AsyncExitStack() as stack:
-        running = server_process(wide_bundle, log, *OPTIONS, "--stop-grace-s", "3600")
+        options = *OPTIONS, "--stop-grace-s", "3600", "--front-ends", front_ends
+        running = server_process(wide_bundle, log, *options)
         process, address = stack.enter_context(running)
         reflection = await stack.enter_async_context(silent_clients(address))
         sends = []
@@ -121,13 +123,16 @@ async def test_no_call_fails_when_two_of_three_servers_stop(
     wide_bundle: Path, tmp_path: Path, picture: Encode
 ) -> None:
     image, delays = picture(), ("0.25", "0", "0")
+    front_ends = "2", "0", "0"
     logs = [tmp_path / str(number) for number in range(len(delays))]
     async with contextlib.AsyncExitStack() as stack:
         servers = [
             stack.enter_context(
-                server_process(wide_bundle, log, *OPTIONS, "--drain-delay-s", delay)
+                server_process(
+                    wide_bundle, log, *OPTIONS, "--drain-delay-s", delay, "--front-ends", count
+                )
             )
-            for log, delay in zip(logs, delays, strict=True)
+            for log, delay, count in zip(logs, delays, front_ends, strict=True)
         ]
         addresses = ",".join(address for _, address in servers)
         sends = []

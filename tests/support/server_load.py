@@ -60,16 +60,25 @@ def peak_memory_of(pid: int) -> int:
 
 def worker_pids(server: int) -> set[int]:
     """Return the process IDs of a server's workers."""
+    return _child_pids(server, b"run_worker")
+
+
+def front_end_pids(server: int) -> set[int]:
+    """Return the process IDs of a server's front ends."""
+    return _child_pids(server, b"run_front_end")
+
+
+def _child_pids(parent: int, function: bytes) -> set[int]:
     return {
         int(folder.name)
         for folder in Path("/proc").glob("[0-9]*")
-        if _is_worker(folder) and _parent_of(folder) == server
+        if _runs(folder, function) and _parent_of(folder) == parent
     }
 
 
-def _is_worker(folder: Path) -> bool:
+def _runs(folder: Path, function: bytes) -> bool:
     with contextlib.suppress(OSError):
-        return b"run_worker" in (folder / "cmdline").read_bytes()
+        return function in (folder / "cmdline").read_bytes()
     return False
 
 

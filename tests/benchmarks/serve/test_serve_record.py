@@ -38,7 +38,11 @@ def make_result(load: Load, rate: float, milliseconds: float, max_batch: int = 8
         server=ProcessUsage(
             3.5,
             [100.0] * 10 + [105.0] * 10,
-            [ThreadUsage(1, "batch", 5, 2.5), ThreadUsage(0, "main", 1, 1.0)],
+            [
+                ThreadUsage(1, "front end", "main", 1, 0.5),
+                ThreadUsage(2, "worker process", "batch", 5, 2.0),
+                ThreadUsage(0, "maskrcnn", "main", 1, 1.0),
+            ],
         ),
     )
 
@@ -64,8 +68,12 @@ def test_page_and_plots(tmp_path: Path) -> None:
     assert "| 64 clients streamed | 8 | 700.0 |" in text
     assert "| poisson 900.0/s (150%) | 8 | 590.0 |" in text
     assert "| 1 client | 8 | 7.5 | 1.0 | 2.0 | 5.0 | 1.0 | 1.0 | 30.0% |" in text
-    assert "| 1 client | 8 | 0.90 | 3.50 | 10.00 | 25.00 | 7.50 | 100 to 105 | 0.25 | 0.5 |" in text
-    assert "| 1 client | worker 1 | batch | 5 | 25.00 |" in text
+    assert (
+        "| 1 client | 8 | 0.90 | 3.50 | 10.00 | 5.00 | 20.00 | 7.50 | 100 to 105 | 0.25 | 0.5 |"
+        in text
+    )
+    assert "| 1 client | front end 1 | main | 1 | 5.00 |" in text
+    assert "| 1 client | worker 2 | batch | 5 | 20.00 |" in text
     assert "- poisson 900.0/s: 300 of 1200 requests ended with RESOURCE_EXHAUSTED, p50 2.0" in text
     with Image.open(page.with_suffix(".png")) as image:
         assert min(image.size) > 500

@@ -58,6 +58,7 @@ def test_each_setting_from_each_source(tmp_path: Path) -> None:
         "preferred_batch": (4,),
         "timeout_s": 5,
         "workers": 2,
+        "front_ends": 3,
         "max_connection_age_s": 600,
         "max_requests_per_s": 100,
         "max_images_per_s": 200,

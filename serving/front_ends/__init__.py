@@ -1,0 +1,1 @@
+"""Front-end processes, which share the gRPC port and pass calls to the server's process."""

@@ -1,0 +1,188 @@
+"""Context of one gRPC call that a front end received, with the interface of gRPC's context."""
+
+import asyncio
+import logging
+import pickle
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import grpc
+
+from .link import Frame, Link
+
+_log = logging.getLogger(__name__)
+
+_Metadata = Sequence[tuple[str, str | bytes]]
+
+
+class CallDetails(NamedTuple):
+    """Method and metadata of a call, as gRPC's interceptors and generic handlers expect them."""
+
+    # Full method name, as `/package.Service/Method`.
+    method: str
+    # Metadata that the client sent.
+    invocation_metadata: _Metadata
+
+
+FindHandler = Callable[[CallDetails], Awaitable[Any]]
+
+
+class ForwardedCall:
+    """Context of a gRPC call that services and interceptors use like gRPC's context.
+
+    Like gRPC's, it sends at most one message at a time in each direction: the front end reads a
+    message of the client when `read` is called, and `write` waits until a message has been written.
+    """
+
+    def __init__(self, link: Link, number: int, opening: bytes) -> None:
+        """Create the context.
+
+        Args:
+            link: Link to the front end that received the call.
+            number: Number of the call on the link.
+            opening: Payload of the OPEN frame.
+        """
+        method, peer, metadata = pickle.loads(opening)
+        self._peer: str = peer
+        self._details_of_call = CallDetails(method, metadata)
+        self._link = link
+        self._number = number
+        self._serialize: Callable[[Any], bytes] | None = None
+        self._code: grpc.StatusCode | None = None
+        self._details = ""
+        self._trailing_metadata: _Metadata = ()
+        # Pending `read` and `write`. None: there is none.
+        self._reading: asyncio.Future[Any] | None = None
+        self._writing: asyncio.Future[None] | None = None
+        self._callbacks: list[Callable[[Any], None]] = []
+        self._is_status_sent = False
+        # Whether the front end has ended the call.
+        self._is_closed = False
+        # Task that handles the call; see `start`.
+        self.task: asyncio.Task[None]
+
+    def start(self, find_handler: FindHandler) -> None:
+        """Create the task that handles the call.
+
+        Args:
+            find_handler: Returns the method's handler, wrapped by the interceptors. None: the
+                method is unknown.
+        """
+        self.task = asyncio.get_running_loop().create_task(self._handle(find_handler))
+        self.task.add_done_callback(self._call_back)
+
+    def receive(self, message: Any) -> None:
+        """Let `read` return a message of the client, or `grpc.aio.EOF`."""
+        # A cancelled `read` loses its message, as in gRPC.
+        if self._reading and not self._reading.done():
+            self._reading.set_result(message)
+
+    def confirm_write(self) -> None:
+        """Let `write` return: the front end has written the message."""
+        if self._writing and not self._writing.done():
+            self._writing.set_result(None)
+
+    def close(self) -> None:
+        """Cancel the task, unless it has sent the status. Idempotent.
+
+        Call it when the front end has ended the call, or has itself ended.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.task.done():
+            self._call_back()
+        elif not self._is_status_sent:
+            self.task.cancel()
+
+    def peer(self) -> str:
+        """Return the client's address."""
+        return self._peer
+
+    def invocation_metadata(self) -> _Metadata:
+        """Return the metadata that the client sent."""
+        return self._details_of_call.invocation_metadata
+
+    def set_trailing_metadata(self, metadata: _Metadata) -> None:
+        """Set the metadata that is sent with the status."""
+        self._trailing_metadata = metadata
+
+    async def read(self) -> Any:
+        """Return the client's next message in bytes, or `grpc.aio.EOF`."""
+        self._reading = asyncio.get_running_loop().create_future()
+        self._link.send(Frame.READ, self._number)
+        try:
+            return await self._reading
+        finally:
+            self._reading = None  # it holds the message, which can be large
+
+    async def write(self, message: Any) -> None:
+        """Send a message to the client, and wait until the front end has written it."""
+        if self._is_status_sent:
+            raise grpc.aio.AbortError("the call has ended")
+        self._writing = asyncio.get_running_loop().create_future()
+        self._send_message(Frame.MESSAGE, message)
+        await self._writing
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        """End the call with an error status.
+
+        Raises:
+            grpc.aio.AbortError: always.
+        """
+        self._code, self._details = code, details
+        self._send_status(code, details)
+        raise grpc.aio.AbortError(details)
+
+    def code(self) -> grpc.StatusCode | None:
+        """Return the status code of `abort`. None: the call was not aborted."""
+        return self._code
+
+    def details(self) -> str:
+        """Return the message of `abort`. Empty: the call was not aborted."""
+        return self._details
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call a function with one argument when the task and the front end have ended the call."""
+        self._callbacks.append(callback)
+
+    def _call_back(self, _: object = None) -> None:
+        if self._is_closed:
+            # Once only: `close` can come between the end of the task and the task's callback.
+            callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                callback(self)
+
+    async def _handle(self, find_handler: FindHandler) -> None:
+        try:
+            await self._run(await find_handler(self._details_of_call))
+        except grpc.aio.AbortError:
+            pass
+        except asyncio.CancelledError:
+            self._send_status(grpc.StatusCode.CANCELLED, "")
+            raise
+        except Exception as error:
+            _log.exception("%s failed", self._details_of_call.method)
+            self._send_status(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
+
+    async def _run(self, handler: Any) -> None:
+        if handler is None:
+            self._send_status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            return
+        self._serialize = handler.response_serializer
+        # The access interceptor registers all methods as request-streaming.
+        if handler.response_streaming:
+            await handler.stream_stream(None, self)
+        else:
+            self._send_message(Frame.RESPONSE, await handler.stream_unary(None, self))
+        self._send_status(grpc.StatusCode.OK, "")
+
+    def _send_message(self, kind: Frame, message: Any) -> None:
+        data = self._serialize(message) if self._serialize else message
+        self._link.send(kind, self._number, data)
+
+    def _send_status(self, code: grpc.StatusCode, details: str) -> None:
+        if not self._is_status_sent:
+            self._is_status_sent = True
+            status = code.value[0], details, self._trailing_metadata
+            self._link.send(Frame.STATUS, self._number, pickle.dumps(status))

@@ -1,0 +1,139 @@
+"""Link between the server's process and a front end: frames over a Unix socket.
+
+A frame is a header (payload size, kind, call number) and a payload. The messages of calls are not
+parsed.
+"""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Final, Self
+
+# Initial size of the receive buffer in bytes. A larger frame enlarges it until it has been read.
+_BUFFER_BYTES: Final = 256 << 10
+# Size of the socket's send buffer in bytes. The kernel may grant less.
+_SOCKET_BYTES: Final = 4 << 20
+
+# Size of the payload, kind, call number.
+_HEADER: Final = struct.Struct("<QBQ")
+
+
+class Frame(IntEnum):
+    """Kinds of frames. The comments name the sender and the payload, if any."""
+
+    # Front end: it accepts connections.
+    READY = 1
+    # Front end: a client opened a call; pickled method, peer and metadata.
+    OPEN = 2
+    # Server: send the next message of the client.
+    READ = 3
+    # Front end: the next message of the client. Server: a message of a stream to the client.
+    MESSAGE = 4
+    # Front end: the client sends no more messages.
+    END = 5
+    # Front end: the latest message of the stream has been written.
+    WRITTEN = 6
+    # Server: the only message to the client. The front end does not reply with WRITTEN.
+    RESPONSE = 7
+    # Server: end the call; pickled status code, details and trailing metadata.
+    STATUS = 8
+    # Front end: the call has ended, or the client cancelled it or disconnected.
+    CLOSED = 9
+    # Server: stop accepting, and end when all calls have ended; pickled time limit in seconds.
+    STOP = 10
+
+
+class Link(asyncio.BufferedProtocol):
+    """One end of a link. Sends frames, and calls a function for each received frame."""
+
+    def __init__(self, receive: Callable[[int, int, bytes], None]) -> None:
+        """Create an end that is not connected; see `connect`.
+
+        Args:
+            receive: Function of kind, call number and payload.
+        """
+        self._receive = receive
+        self._transport: asyncio.Transport
+        # Parts of frames that are sent at the end of the event loop's iteration.
+        self._outgoing: list[bytes] = []
+        # Received bytes are those of `_buffer` from `_start` to `_end`.
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0
+        self._loop = asyncio.get_running_loop()
+        # Completes when either end is closed.
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+
+    @classmethod
+    async def connect(
+        cls, connection: socket.socket, receive: Callable[[int, int, bytes], None]
+    ) -> Self:
+        """Return the end of a link over a connected Unix socket, which it closes in the end.
+
+        Args:
+            connection: The socket.
+            receive: Function of kind, call number and payload; called for each received frame.
+        """
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        loop = asyncio.get_running_loop()
+        _, link = await loop.create_unix_connection(lambda: cls(receive), sock=connection)
+        return link
+
+    def send(self, kind: Frame, call: int = 0, payload: bytes = b"") -> None:
+        """Send a frame. A closed link drops it."""
+        # All frames of an iteration of the event loop are written at once.
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append(_HEADER.pack(len(payload), kind, call))
+        if payload:
+            self._outgoing.append(payload)
+
+    def close(self) -> None:
+        """Send the remaining frames, then close the link."""
+        self._flush()
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Store the transport; called by asyncio, as are the following methods."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the free part of the receive buffer."""
+        return self._buffer[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Pass on the complete frames in the receive buffer."""
+        self._end += nbytes
+        needed = _HEADER.size
+        while self._end - self._start >= _HEADER.size:
+            size, kind, call = _HEADER.unpack_from(self._buffer, self._start)
+            needed = _HEADER.size + size
+            if self._end - self._start < needed:
+                break
+            payload = bytes(self._buffer[self._start + _HEADER.size : self._start + needed])
+            self._start += needed
+            needed = _HEADER.size
+            self._receive(kind, call, payload)
+        self._make_room(needed)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Complete `closed`."""
+        if not self.closed.done():  # a cancelled waiter has cancelled it
+            self.closed.set_result(None)
+
+    def _flush(self) -> None:
+        if self._outgoing and not self._transport.is_closing():
+            self._transport.writelines(self._outgoing)
+        self._outgoing = []
+
+    def _make_room(self, needed: int) -> None:
+        """Move an incomplete frame of `needed` bytes to the front of a buffer that can hold it."""
+        size, rest = max(_BUFFER_BYTES, needed), self._buffer[self._start : self._end]
+        if len(self._buffer) != size:
+            self._buffer = memoryview(bytearray(size))
+        elif rest and self._start + needed <= size:
+            return
+        self._buffer[: len(rest)] = rest
+        self._start, self._end = 0, len(rest)

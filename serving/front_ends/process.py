@@ -1,0 +1,163 @@
+"""Main program of a front end: a gRPC server that passes all calls to the server's process."""
+
+import asyncio
+import itertools
+import logging
+import pickle
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+
+from ..rpc.fault_filter import drop_client_faults
+from .link import Frame, Link
+
+if TYPE_CHECKING:
+    from ..rpc.certificates import ServerCertificate  # slow to import, and not needed without TLS
+
+_log = logging.getLogger(__name__)
+
+# Status codes by number.
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+# Maximum number of calls that the server's process has not answered yet, not even by READ.
+_MAX_PENDING_CALLS: Final = 8192
+# Interval in seconds at which the files of the certificate are checked.
+_REFRESH_S: Final = 1.0
+
+
+def run_front_end(
+    handle: int,
+    address: str,
+    certificate_files: Sequence[str | None],
+    options: Sequence[tuple[str, int]],
+) -> None:
+    """Accept calls and pass them to the server's process, until it sends STOP or ends.
+
+    Args:
+        handle: File descriptor of the socket of the link.
+        address: Address to listen on, as `host:port`.
+        certificate_files: Certificate, key and client CA; see `ServerCertificate`. Empty: no TLS.
+        options: Options of the gRPC server.
+    """
+    drop_client_faults()
+    asyncio.run(_serve(handle, address, certificate_files, options))
+
+
+async def _serve(
+    handle: int,
+    address: str,
+    certificate_files: Sequence[str | None],
+    options: Sequence[tuple[str, int]],
+) -> None:
+    server = grpc.aio.server(options=options)
+    forwarder = _CallForwarder(server)
+    link = await forwarder.connect(socket.socket(fileno=handle))
+    server.add_generic_rpc_handlers([forwarder])
+    certificate = _certificate(certificate_files)
+    try:
+        if certificate is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, certificate.grpc_credentials())
+    except RuntimeError:
+        _log.error("cannot listen on %s", address)
+        sys.exit(1)
+    await server.start()
+    link.send(Frame.READY)
+    # A front end without new connections would not load valid files that invalid ones replace.
+    while await server.wait_for_termination(_REFRESH_S if certificate else None):
+        if certificate:
+            certificate.refresh()
+    link.close()
+    await link.closed
+
+
+def _certificate(files: Sequence[str | None]) -> "ServerCertificate | None":
+    if not files:
+        return None
+    from ..rpc.certificates import ServerCertificate
+
+    certificate, key, client_ca = (Path(path) if path else None for path in files)
+    assert certificate is not None
+    assert key is not None
+    return ServerCertificate(certificate, key, client_ca)
+
+
+class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
+    """Handler of all methods. It passes the calls to the server's process."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+        self._link: Link
+        self._numbers = itertools.count()
+        # Frames of the server's process that are to be processed, by call.
+        self._frames: dict[int, asyncio.Queue[tuple[int, bytes]]] = {}
+        self._pending = asyncio.Semaphore(_MAX_PENDING_CALLS)
+        # Tasks that stop the gRPC server.
+        self._stopping: list[asyncio.Task[None]] = []
+
+    async def connect(self, connection: socket.socket) -> Link:
+        """Connect to the server's process, and return the link. Call this before a call arrives."""
+        self._link = await Link.connect(connection, self._receive)
+        return self._link
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """Return the handler of a call."""
+        forward = partial(self._forward, handler_call_details.method)
+        return grpc.stream_stream_rpc_method_handler(forward)
+
+    def _receive(self, kind: int, number: int, payload: bytes) -> None:
+        if kind == Frame.STOP:
+            stopping = self._server.stop(pickle.loads(payload))
+            self._stopping.append(asyncio.create_task(stopping))
+        elif frames := self._frames.get(number):
+            frames.put_nowait((kind, payload))
+
+    async def _forward(self, method: str, _: object, context: Any) -> None:
+        if self._pending.locked():
+            message = "too many calls wait for the server's process; try again later"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        number, reading = next(self._numbers), None
+        frames = self._frames[number] = asyncio.Queue[tuple[int, bytes]]()
+        try:
+            async with self._pending:
+                metadata = [tuple(item) for item in context.invocation_metadata()]
+                opening = pickle.dumps((method, context.peer(), metadata))
+                self._link.send(Frame.OPEN, number, opening)
+                kind, payload = await frames.get()
+            while kind != Frame.STATUS:
+                if kind == Frame.READ:
+                    # In a task, because a call can end while a message is being received.
+                    reading = asyncio.create_task(self._read(number, context))
+                else:
+                    await context.write(payload)
+                    if kind == Frame.MESSAGE:
+                        self._link.send(Frame.WRITTEN, number)
+                kind, payload = await frames.get()
+            _set_status(context, *pickle.loads(payload))
+        finally:
+            if reading:
+                reading.cancel()
+            del self._frames[number]
+            self._link.send(Frame.CLOSED, number)
+
+    async def _read(self, number: int, context: Any) -> None:
+        try:
+            message = await context.read()
+        except grpc.aio.BaseError:
+            return  # the call has ended, and `_forward` sends CLOSED
+        if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # grpc's stubs lack EOF
+            self._link.send(Frame.END, number)
+        else:
+            self._link.send(Frame.MESSAGE, number, message)
+
+
+def _set_status(context: Any, code: int, details: str, trailing_metadata: Any) -> None:
+    context.set_code(_CODES[code])
+    context.set_details(details)
+    context.set_trailing_metadata(trailing_metadata)

@@ -1,0 +1,249 @@
+"""gRPC server whose connections are accepted by front-end processes."""
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import socket
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import grpc
+
+from ..child_process import ChildProcess
+from ..config import ServeConfig, address_of
+from ..errors import ServingError
+from ..host import visible_gpus
+from ..rpc.listener import family_of, listen_error, server_options
+from .call import CallDetails, FindHandler, ForwardedCall
+from .link import Frame, Link
+from .process import run_front_end
+
+_log = logging.getLogger(__name__)
+
+# Name of the front-end processes in top, ps and messages.
+FRONT_END_NAME: Final = "front end"
+# Time in seconds for a stopped front end to end, after the time limit of its calls.
+_END_S: Final = 5.0
+# A front end that ends earlier than this after its start, in seconds, is restarted after a pause.
+# The pause doubles each time, between these limits in seconds.
+_MIN_UPTIME_S: Final = 10.0
+_MIN_PAUSE_S: Final = 0.5
+_MAX_PAUSE_S: Final = 30.0
+
+
+def front_end_count(config: ServeConfig) -> int:
+    """Return the number of front ends. 0: the server's process accepts the connections.
+
+    Raises:
+        BackendError: the GPU driver does not respond.
+    """
+    if config.front_ends is not None:
+        return config.front_ends
+    gpus = len(visible_gpus())
+    return gpus if gpus > 1 else 0
+
+
+class FrontEndServer:
+    """gRPC server with front ends. Its services run in this process.
+
+    The front ends share the port through SO_REUSEPORT: the kernel distributes the connections. A
+    front end that ends is restarted.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        config: ServeConfig,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # see AccessInterceptor
+    ) -> None:
+        """Reserve the port. The front ends are not started.
+
+        Args:
+            count: Number of front ends.
+            config: Server settings.
+            interceptors: Interceptors of all calls, the outermost first.
+
+        Raises:
+            ServingError: the server cannot listen on the address.
+        """
+        self._reserved = _reserved_port(config.host, config.port)
+        self.port: int = self._reserved.getsockname()[1]
+        files = config.tls_certificate, config.tls_key, config.tls_client_ca
+        self._arguments = (
+            address_of(config.host, self.port),
+            [path and str(path) for path in files] if config.tls_certificate else [],
+            server_options(config, count),
+        )
+        self._generic_handlers: list[Any] = []
+        self._handlers: dict[str, Any] = {}
+        self._find_handler: FindHandler = self._own_handler
+        for interceptor in reversed(interceptors):
+            self._find_handler = partial(interceptor.intercept_service, self._find_handler)
+        self._count = count
+        self._front_ends: list[_FrontEnd] = []
+        self._restarting: list[asyncio.Task[None]] = []
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
+        """Add handlers of services, like `grpc.aio.Server`."""
+        self._generic_handlers += generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Add the handlers of a service by method name, like `grpc.aio.Server`."""
+        self._handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
+
+    async def start(self) -> None:
+        """Start the front ends, and wait until all accept connections.
+
+        Raises:
+            ServingError: a front end ended.
+        """
+        self._front_ends = [self._new_front_end() for _ in range(self._count)]
+        await asyncio.gather(*(front_end.start() for front_end in self._front_ends))
+        self._restarting = [
+            asyncio.create_task(self._restart_when_ended(index)) for index in range(self._count)
+        ]
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Reject new calls, wait for open ones, and end the front ends. Idempotent.
+
+        Args:
+            grace: Time limit of the open calls in seconds. None: cancel them.
+        """
+        for task in self._restarting:
+            task.cancel()
+        await asyncio.gather(*(front_end.stop(grace) for front_end in self._front_ends))
+        self._reserved.close()
+
+    async def _own_handler(self, details: CallDetails) -> Any:
+        if handler := self._handlers.get(details.method):
+            return handler
+        found = (own.service(details) for own in self._generic_handlers)
+        return next((handler for handler in found if handler is not None), None)
+
+    def _new_front_end(self) -> "_FrontEnd":
+        return _FrontEnd(self._arguments, self._find_handler)
+
+    async def _restart_when_ended(self, index: int) -> None:
+        """Restart the front end at this index whenever it ends."""
+        loop, pause_s = asyncio.get_running_loop(), 0.0
+        while True:
+            started = loop.time()
+            reason = await self._front_ends[index].ended()
+            is_short = loop.time() - started < _MIN_UPTIME_S
+            pause_s = min(max(2 * pause_s, _MIN_PAUSE_S), _MAX_PAUSE_S) if is_short else 0.0
+            _log.error("%s; its connections are lost, and it restarts in %g s", reason, pause_s)
+            await asyncio.sleep(pause_s)
+            self._front_ends[index] = self._new_front_end()
+            with contextlib.suppress(ServingError):  # it has ended, which `ended` reports
+                await self._front_ends[index].start()
+
+
+class _FrontEnd:
+    """Handle of a front-end process, and its calls."""
+
+    def __init__(self, arguments: tuple[Any, ...], find_handler: FindHandler) -> None:
+        """Start the process.
+
+        Args:
+            arguments: Arguments of `run_front_end` after the first.
+            find_handler: Returns the handler of a call.
+        """
+        self._find_handler = find_handler
+        self._calls: dict[int, ForwardedCall] = {}
+        self._is_ready = False
+        # Set when the process accepts connections, or ends before.
+        self._started = asyncio.Event()
+        self._socket, there = socket.socketpair()
+        with there:
+            handle = there.fileno()
+            self._process = ChildProcess(
+                FRONT_END_NAME, run_front_end, (handle, *arguments), handles=[handle]
+            )
+        self._link: Link | None = None
+
+    async def start(self) -> None:
+        """Wait until the process accepts connections.
+
+        Raises:
+            ServingError: it ended.
+        """
+        self._link = await Link.connect(self._socket, self._receive)
+        self._link.closed.add_done_callback(self._close_calls)
+        await self._started.wait()
+        if not self._is_ready:
+            raise ServingError(f"{await self.ended()}; see the log for the reason")
+
+    async def ended(self) -> str:
+        """Wait until the process has ended. Return a message with its exit status or signal."""
+        return await asyncio.wrap_future(self._process.exited)
+
+    async def stop(self, grace: float | None) -> None:
+        """End the process and its calls; see `FrontEndServer.stop`."""
+        if self._link and self._is_ready:
+            self._link.send(Frame.STOP, payload=pickle.dumps(grace))
+        else:
+            self._process.kill()
+        try:
+            async with asyncio.timeout((grace or 0) + _END_S):
+                await self.ended()
+        except TimeoutError:
+            self._process.kill()
+        if self._link:
+            await self._link.closed
+        if tasks := [call.task for call in self._calls.values()]:
+            await asyncio.wait(tasks)
+
+    def _receive(self, kind: int, number: int, payload: bytes) -> None:
+        if kind == Frame.OPEN:
+            self._open_call(number, payload)
+        elif kind == Frame.READY:
+            self._is_ready = True
+            self._started.set()
+        else:
+            call = self._calls[number]
+            if kind == Frame.MESSAGE:
+                call.receive(payload)
+            elif kind == Frame.END:
+                call.receive(grpc.aio.EOF)  # type: ignore[attr-defined]  # grpc's stubs lack EOF
+            elif kind == Frame.WRITTEN:
+                call.confirm_write()
+            else:
+                call.close()
+
+    def _open_call(self, number: int, opening: bytes) -> None:
+        def forget(_: object) -> None:
+            del self._calls[number]
+
+        assert self._link is not None
+        call = self._calls[number] = ForwardedCall(self._link, number, opening)
+        call.add_done_callback(forget)
+        call.start(self._find_handler)
+
+    def _close_calls(self, _: object) -> None:
+        self._started.set()
+        for call in list(self._calls.values()):
+            call.close()
+
+
+def _reserved_port(host: str, port: int) -> socket.socket:
+    """Return a socket that reserves a port for this process and its front ends. It does not listen.
+
+    Raises:
+        ServingError: the port is in use, or the host is not an address of this machine.
+    """
+    reserved = socket.socket(family_of(host))
+    try:
+        # SO_REUSEADDR only while binding, because old connections may still use the port.
+        # SO_REUSEPORT only afterwards. Otherwise two servers could reserve the same port.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reserved.family == socket.AF_INET6:
+            reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+        reserved.bind((host, port))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError:
+        reserved.close()
+        raise listen_error(address_of(host, port)) from None
+    return reserved
