@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as autograd_config
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.nn import functional as F
 
 from ..model.losses import LossTerms
@@ -45,7 +46,9 @@ class CompiledLosses:
                 the next call only.
             required: Fail if torch cannot compile. False: warn, and compute without compilation.
         """
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor")))
+        # Torch has set the variable when it was imported, unless the user had: to a folder in /tmp.
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))
         # Do not split the program where DistributedDataParallel's buckets end: the parts would
         # compile slower, and not be in the cache of a run with one GPU.
         torch._dynamo.config.optimize_ddp = False

@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_run import LoadTiny
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 from maskrcnn_trt.training.compiled_losses import CompiledLosses
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.data.loading.loader import train_loader
@@ -28,6 +32,21 @@ def test_traced_steps_equal_eager_ones(tiny: LoadTiny) -> None:
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_programs_are_in_the_user_cache(
+    tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also if torch has set its own default, as it does when it is imported."""
+    model = MaskRCNN(tiny(*FROZEN).model)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert not Path(cache_dir()).is_relative_to(tmp_path)
+    CompiledLosses(model)
+    assert Path(cache_dir()).is_relative_to(tmp_path / "maskrcnn-trt")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "chosen"))
+    CompiledLosses(model)
+    assert Path(cache_dir()) == tmp_path / "chosen"
 
 
 BODIES = {
