@@ -46,12 +46,9 @@ class CompiledLosses:
                 the next call only.
             required: Fail if torch cannot compile. False: warn, and compute without compilation.
         """
-        # Torch has set the variable when it was imported, unless the user had: to a folder in /tmp.
+        # When torch is imported, it sets the variable to a folder in /tmp, unless the user has set it.
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))
-        # Do not split the program where DistributedDataParallel's buckets end: the parts would
-        # compile slower, and not be in the cache of a run with one GPU.
-        torch._dynamo.config.optimize_ddp = False
         options: dict[str, Any] | None = None
         if graphs:
             options = {"triton.cudagraphs": True, "triton.cudagraph_dynamic_shape_warn_limit": 1000}

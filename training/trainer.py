@@ -97,7 +97,8 @@ class Trainer:
                 self.model,
                 # A CUDA graph overwrites the gradients of its last replay, so they cannot be
                 # accumulated.
-                graphs=worker.device.type == "cuda" and config.solver.accumulate == 1,
+                graphs=worker.device.type == "cuda"
+                and worker.world_size == config.solver.accumulate == 1,
                 required=config.compile is True,
             )
         self._parallel = self._over_ranks()
@@ -111,13 +112,7 @@ class Trainer:
     def _over_ranks(self) -> nn.Module:
         if self.worker.world_size == 1:
             return self.model
-        return DistributedDataParallel(
-            self.model,
-            # Only batch norm changes buffers.
-            broadcast_buffers=any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules()),
-            # Else the gradients would be copied into the buckets and back.
-            gradient_as_bucket_view=True,
-        )
+        return DistributedDataParallel(self.model)
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Restore model, optimiser, loss scaler and random generators from a checkpoint.

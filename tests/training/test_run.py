@@ -45,26 +45,6 @@ def test_two_processes_equal_one(tiny_config: Path, tmp_path: Path) -> None:
         assert first == pytest.approx(second, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_equal_one(tiny_config: Path, tmp_path: Path) -> None:
-    """Compiled steps; those of one GPU are replayed as CUDA graphs."""
-    settings = (
-        "compile=true", "channels_last=true", "solver.max_iterations=10", "solver.base_lr=0.001",
-        "log_period=1",
-    )  # fmt: skip
-    for device in ("0", "0,1"):
-        output = f"output_dir={tmp_path / device}"
-        command = [sys.executable, "-m", "maskrcnn_trt", "train", str(tiny_config), output]
-        subprocess.run([*command, f"device={device}", *settings], check=True, timeout=300)
-    alone, both = (load_checkpoint(tmp_path / name / "model_final.pth") for name in ("0", "0,1"))
-    assert len(both.training_state["generators"]) == 2
-    assert largest_difference(both.weights, alone.weights) < 1e-3
-    for first, second in zip(_losses(tmp_path / "0,1"), _losses(tmp_path / "0"), strict=True):
-        assert first == pytest.approx(second, rel=1e-2, abs=1e-3)
-
-
 def _losses(folder: Path) -> list[dict[str, float]]:
     lines = (folder / METRICS_FILE).read_text().splitlines()
     return [
