@@ -49,9 +49,9 @@ async def test_messages_that_cannot_be_parsed_are_rejected_without_a_log(
     caplog.set_level(logging.WARNING, "grpc")
     async with grpc.aio.insecure_channel(address) as channel:
         unary = channel.unary_unary(http2.DETECT)
-        for _ in range(25):
-            # The server waits for at most eight messages of such methods at a time.
-            for call in [unary(GARBAGE) for _ in range(8)]:
+        for _ in range(20):
+            # The server waits for at most 16 messages at a time.
+            for call in [unary(GARBAGE) for _ in range(10)]:
                 status, message = await status_of(call)
                 assert status is BAD
                 assert "another .proto" in message
