@@ -108,8 +108,6 @@ class PluginExecutor:
         self, node: onnx.NodeProto, attributes: dict[str, Any], inputs: list[Tensor]
     ) -> Tensor:
         map_format = "HWC8" if inputs[0].dtype == torch.float16 else "HWC"
-        if node.op_type == "NmsKeep":  # it has no maps
-            map_format = "LINEAR"
         if node.output[0] not in self._loaded:
             plugin = captured_plugin(
                 node.op_type, attributes, inputs, map_format, own_architecture()

@@ -54,9 +54,10 @@ def captured_plugin(
     }
     is_pooling = name != "NmsKeep"
     shapes: list[Shape] = [(-1, *tensor.shape[1:]) for tensor in inputs]
+    formats = ["LINEAR"] * (len(inputs) + 1)
     if is_pooling:
         shapes = [*((-1, tensor.shape[1], -1, -1) for tensor in inputs[:-1]), (-1, -1, 4)]
-    formats = [map_format] * (len(inputs) - 1) + ["LINEAR"] * 2
+        formats = [map_format] * (len(inputs) - 1) + ["LINEAR"] * 2
     with pytest.MonkeyPatch.context() as patch:
         builder = builder_of_plugin(trt, patch, name, attributes)
         input_types = [types[tensor.dtype] for tensor in inputs]
