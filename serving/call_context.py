@@ -34,3 +34,30 @@ class CallContext(Protocol):
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call a function with one argument when the response has been sent or the call failed."""
+
+
+class CallOutcome:
+    """Status and done callbacks of a call: what contexts other than gRPC's own have in common."""
+
+    def __init__(self) -> None:
+        self._code: grpc.StatusCode | None = None
+        self._details = ""
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def code(self) -> "grpc.StatusCode | None":
+        """Return the status code of `abort`. None: the call was not aborted."""
+        return self._code
+
+    def details(self) -> str:
+        """Return the message of `abort`. Empty: the call was not aborted."""
+        return self._details
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call a function with this context when `end` is called."""
+        self._callbacks.append(callback)
+
+    def end(self) -> None:
+        """Call the done callbacks. Idempotent."""
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import grpc
 
+from ..call_context import CallOutcome
 from .link import Frame, Link
 
 _log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class CallDetails(NamedTuple):
 FindHandler = Callable[[CallDetails], Awaitable[Any]]
 
 
-class ForwardedCall:
+class ForwardedCall(CallOutcome):
     """Context of a gRPC call that services and interceptors use like gRPC's context.
 
     Like gRPC's, it sends at most one message at a time in each direction: the front end reads a
@@ -42,19 +43,17 @@ class ForwardedCall:
             number: Number of the call on the link.
             opening: Payload of the OPEN frame.
         """
+        super().__init__()
         method, peer, metadata = pickle.loads(opening)
         self._peer: str = peer
         self._details_of_call = CallDetails(method, metadata)
         self._link = link
         self._number = number
         self._serialize: Callable[[Any], bytes] | None = None
-        self._code: grpc.StatusCode | None = None
-        self._details = ""
         self._trailing_metadata: _Metadata = ()
         # Pending `read` and `write`. None: there is none.
         self._reading: asyncio.Future[Any] | None = None
         self._writing: asyncio.Future[None] | None = None
-        self._callbacks: list[Callable[[Any], None]] = []
         self._is_status_sent = False
         # Whether the front end has ended the call.
         self._is_closed = False
@@ -69,7 +68,7 @@ class ForwardedCall:
                 method is unknown.
         """
         self.task = asyncio.get_running_loop().create_task(self._handle(find_handler))
-        self.task.add_done_callback(self._call_back)
+        self.task.add_done_callback(self._end_if_closed)
 
     def receive(self, message: Any) -> None:
         """Let `read` return a message of the client, or `grpc.aio.EOF`."""
@@ -91,7 +90,7 @@ class ForwardedCall:
             return
         self._is_closed = True
         if self.task.done():
-            self._call_back()
+            self.end()
         elif not self._is_status_sent:
             self.task.cancel()
 
@@ -134,24 +133,9 @@ class ForwardedCall:
         self._send_status(code, details)
         raise grpc.aio.AbortError(details)
 
-    def code(self) -> grpc.StatusCode | None:
-        """Return the status code of `abort`. None: the call was not aborted."""
-        return self._code
-
-    def details(self) -> str:
-        """Return the message of `abort`. Empty: the call was not aborted."""
-        return self._details
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call a function with one argument when the task and the front end have ended the call."""
-        self._callbacks.append(callback)
-
-    def _call_back(self, _: object = None) -> None:
+    def _end_if_closed(self, _: object = None) -> None:
         if self._is_closed:
-            # Once only: `close` can come between the end of the task and the task's callback.
-            callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                callback(self)
+            self.end()
 
     async def _handle(self, find_handler: FindHandler) -> None:
         try:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import ipaddress
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from ..call_context import CallOutcome
 from ..config import address_of
 
 
@@ -18,8 +19,11 @@ class AbortedCallError(Exception):
     """The call was aborted; its context has the status and the message."""
 
 
-class HttpCall:
-    """Context of an HTTP request that services and access control use like gRPC's context."""
+class HttpCall(CallOutcome):
+    """Context of an HTTP request that services and access control use like gRPC's context.
+
+    Call `end` after the response has been sent or the client has disconnected.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
         """Create the context of an ASGI request.
@@ -30,12 +34,10 @@ class HttpCall:
             send: Function that sends a message to the client.
             max_bytes: Maximum size of the body.
         """
+        super().__init__()
         self.request = Request(scope, receive, send)
         self._max_bytes = max_bytes
         self._body = b""
-        self._code: grpc.StatusCode | None = None
-        self._details = ""
-        self._callbacks: list[Callable[[Any], None]] = []
         # Whether the client has disconnected before the response was complete.
         self.is_disconnected = False
 
@@ -92,23 +94,6 @@ class HttpCall:
         """Raise AbortedCallError."""
         self._code, self._details = code, details
         raise AbortedCallError(details)
-
-    def code(self) -> grpc.StatusCode | None:
-        """Return the status of `abort`."""
-        return self._code
-
-    def details(self) -> str:
-        """Return the message of `abort`."""
-        return self._details
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call a function when `end` is called."""
-        self._callbacks.append(callback)
-
-    def end(self) -> None:
-        """Call the callbacks, after the response has been sent or the client disconnected."""
-        for callback in self._callbacks:
-            callback(self)
 
     @contextlib.asynccontextmanager
     async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
