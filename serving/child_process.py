@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from logging.handlers import QueueHandler
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final, TypeVarTuple
 
 from . import LOGGER
+from .host import name_thread
 
 _Arguments = TypeVarTuple("_Arguments")
 
@@ -29,7 +29,7 @@ def child_process_ids() -> set[int]:
 
 
 class ChildProcess:
-    """Handle of a Python process that runs one function. This process logs its log records.
+    """Handle of a Python process that runs one function. Its log records are logged by the parent.
 
     The child ends with this process, even if this process is killed. It blocks SIGINT, SIGTERM and
     SIGHUP, because Ctrl+C in a terminal reaches the server's child processes too.
@@ -125,8 +125,7 @@ def attach_to_parent(log_handle: int, level: int, name: str) -> None:
         level: Minimum level of serving's log records.
         name: Name of the process in top and ps.
     """
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(name)
+    name_thread(name)
     log = Connection(log_handle)
     logging.root.addHandler(_LogSender(log))
     logging.getLogger(LOGGER).setLevel(level)
