@@ -24,16 +24,18 @@ _log = logging.getLogger(__name__)
 # Status codes by number.
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
-# Maximum number of calls that the server's process has not answered yet, not even by READ.
-_MAX_PENDING_CALLS: Final = 8192
 # Interval in seconds at which the files of the certificate are checked.
 _REFRESH_S: Final = 1.0
+
+
+# Paths of certificate, key and client CA; see `ServerCertificate`.
+CertificateFiles = tuple[str, str, str | None]
 
 
 def run_front_end(
     handle: int,
     address: str,
-    certificate_files: Sequence[str | None],
+    certificate_files: CertificateFiles | None,
     options: Sequence[tuple[str, int]],
 ) -> None:
     """Accept calls and pass them to the server's process, until it sends STOP or ends.
@@ -41,7 +43,7 @@ def run_front_end(
     Args:
         handle: File descriptor of the socket of the link.
         address: Address to listen on, as `host:port`.
-        certificate_files: Certificate, key and client CA; see `ServerCertificate`. Empty: no TLS.
+        certificate_files: Files of the certificate. None: no TLS.
         options: Options of the gRPC server.
     """
     drop_client_faults()
@@ -51,11 +53,12 @@ def run_front_end(
 async def _serve(
     handle: int,
     address: str,
-    certificate_files: Sequence[str | None],
+    certificate_files: CertificateFiles | None,
     options: Sequence[tuple[str, int]],
 ) -> None:
     server = grpc.aio.server(options=options)
-    forwarder = _CallForwarder(server)
+    # gRPC itself counts only the calls that it has not passed to Python yet.
+    forwarder = _CallForwarder(server, dict(options)["grpc.server.max_pending_requests"])
     link = await forwarder.connect(socket.socket(fileno=handle))
     server.add_generic_rpc_handlers([forwarder])
     certificate = _certificate(certificate_files)
@@ -77,27 +80,26 @@ async def _serve(
     await link.closed
 
 
-def _certificate(files: Sequence[str | None]) -> "ServerCertificate | None":
-    if not files:
+def _certificate(files: CertificateFiles | None) -> "ServerCertificate | None":
+    if files is None:
         return None
     from ..rpc.certificates import ServerCertificate
 
-    certificate, key, client_ca = (Path(path) if path else None for path in files)
-    assert certificate is not None
-    assert key is not None
-    return ServerCertificate(certificate, key, client_ca)
+    certificate, key, client_ca = files
+    return ServerCertificate(Path(certificate), Path(key), Path(client_ca) if client_ca else None)
 
 
 class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
     """Handler of all methods. It passes the calls to the server's process."""
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    def __init__(self, server: grpc.aio.Server, max_pending_calls: int) -> None:
         self._server = server
         self._link: Link
         self._numbers = itertools.count()
         # Frames of the server's process that are to be processed, by call.
         self._frames: dict[int, asyncio.Queue[tuple[int, bytes]]] = {}
-        self._pending = asyncio.Semaphore(_MAX_PENDING_CALLS)
+        # Calls that the server's process has not answered yet, not even by READ.
+        self._pending = asyncio.Semaphore(max_pending_calls)
         # Tasks that stop the gRPC server.
         self._stopping: list[asyncio.Task[None]] = []
 

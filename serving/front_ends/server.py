@@ -18,7 +18,7 @@ from ..host import visible_gpus
 from ..rpc.listener import family_of, listen_error, server_options
 from .call import CallDetails, FindHandler, ForwardedCall
 from .link import Frame, Link
-from .process import run_front_end
+from .process import CertificateFiles, run_front_end
 
 _log = logging.getLogger(__name__)
 
@@ -70,10 +70,9 @@ class FrontEndServer:
         """
         self._reserved = _reserved_port(config.host, config.port)
         self.port: int = self._reserved.getsockname()[1]
-        files = config.tls_certificate, config.tls_key, config.tls_client_ca
         self._arguments = (
             address_of(config.host, self.port),
-            [path and str(path) for path in files] if config.tls_certificate else [],
+            _certificate_files(config),
             server_options(config, count),
         )
         self._generic_handlers: list[Any] = []
@@ -225,6 +224,13 @@ class _FrontEnd:
         self._started.set()
         for call in list(self._calls.values()):
             call.close()
+
+
+def _certificate_files(config: ServeConfig) -> CertificateFiles | None:
+    if config.tls_certificate is None:
+        return None
+    client_ca = config.tls_client_ca
+    return str(config.tls_certificate), str(config.tls_key), str(client_ca) if client_ca else None
 
 
 def _reserved_port(host: str, port: int) -> socket.socket:

@@ -192,7 +192,7 @@ def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, 
     options = {
         "grpc.max_receive_message_length": config.max_message_mb << 20,
         "grpc.max_send_message_length": -1,
-        # Without front ends, two servers could otherwise share a port unnoticed.
+        # 0 without front ends: otherwise two servers could share a port unnoticed.
         "grpc.so_reuseport": int(front_ends > 0),
         "grpc.max_allowed_incoming_connections": allowed_connections(connections, ports),
         "grpc.max_concurrent_streams": _MAX_STREAMS,
