@@ -46,7 +46,7 @@ class CompiledLosses:
                 the next call only.
             required: Fail if torch cannot compile. False: warn, and compute without compilation.
         """
-        # When torch is imported, it sets the variable to a folder in /tmp, unless the user has set it.
+        # On import, torch sets the variable to a folder in /tmp, unless the user has set it.
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))
         options: dict[str, Any] | None = None
