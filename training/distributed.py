@@ -1,7 +1,8 @@
 """Process group, ranks and devices of distributed training under `torchrun`."""
 
+import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -38,6 +39,12 @@ class Worker(NamedTuple):
             values = values.clone()
             distributed.all_reduce(values)
         return values
+
+    def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
+        """All-reduce many tensors in one operation: replace them by their sums over all ranks."""
+        with distributed._coalescing_manager():
+            for tensor in tensors:
+                distributed.all_reduce(tensor)
 
     def gather(self, value: Any) -> list[Any]:
         """Gather: return all ranks' values in rank order on rank 0, and `[]` on the other ranks."""
@@ -117,6 +124,11 @@ def worker(device: Device) -> Iterator[Worker]:
             "continue from the last checkpoint with --resume"
         ) from error
     finally:
+        # Keep a reference to the group until the process exits. Otherwise the destructor of
+        # DistributedDataParallel's reducer may be what joins Gloo's threads. torch runs it with the
+        # GIL held, for which one of these threads may be waiting (pytorch/pytorch#56297).
+        ended = [distributed.group.WORLD]
+        atexit.register(ended.clear)
         distributed.destroy_process_group()
 
 
