@@ -36,6 +36,9 @@ class BatchLoader:
             sampler=plans,
             batch_size=None,
             num_workers=config.workers,
+            # The workers share the data set's memory, and need not import torch. The default varies
+            # with the version of Python, and with how this process was started.
+            multiprocessing_context="fork" if config.workers else None,
             pin_memory=pin_memory,
             worker_init_fn=_initialise_worker,
             # DataLoader draws a number from this generator at each start. Drawing it from the
