@@ -49,6 +49,9 @@ class CompiledLosses:
         # On import, torch sets the variable to a folder in /tmp, unless the user has set it.
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))
+        # Do not split the program where DistributedDataParallel's buckets end: the parts would
+        # compile slower, and not be in the cache of a run with one GPU.
+        torch._dynamo.config.optimize_ddp = False
         options: dict[str, Any] | None = None
         if graphs:
             options = {"triton.cudagraphs": True, "triton.cudagraph_dynamic_shape_warn_limit": 1000}

@@ -42,7 +42,7 @@ class Worker(NamedTuple):
 
     def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
         """All-reduce many tensors in one operation: replace them by their sums over all ranks."""
-        with distributed._coalescing_manager():
+        with distributed._coalescing_manager():  # type: ignore[attr-defined]
             for tensor in tensors:
                 distributed.all_reduce(tensor)
 

@@ -92,13 +92,12 @@ class Trainer:
                 # Only if compiled: in eager mode, launching the fused operations takes as long as
                 # they save.
                 fuse_layers(self.model)
-            # Compiled inside DistributedDataParallel, which works as without compilation.
+            # Compiled inside DistributedDataParallel, if there is one.
             self.model.losses = CompiledLosses(  # type: ignore[method-assign]
                 self.model,
                 # A CUDA graph overwrites the gradients of its last replay, so they cannot be
                 # accumulated.
-                graphs=worker.device.type == "cuda"
-                and worker.world_size == config.solver.accumulate == 1,
+                graphs=worker.device.type == "cuda" and config.solver.accumulate == 1,
                 required=config.compile is True,
             )
         self._parallel = self._over_ranks()
@@ -110,9 +109,14 @@ class Trainer:
         return long and self.worker.device.type == "cuda"
 
     def _over_ranks(self) -> nn.Module:
-        if self.worker.world_size == 1:
+        """Wrap the model in DistributedDataParallel, unless `_step` sums the gradients itself."""
+        # Only batch norm changes buffers.
+        buffers = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
+        # A compiled backward pass returns all gradients at its end. DistributedDataParallel could
+        # not send one sooner, and would copy each into its buckets.
+        if self.worker.world_size == 1 or (self._compiles() and not buffers):
             return self.model
-        return DistributedDataParallel(self.model)
+        return DistributedDataParallel(self.model, broadcast_buffers=buffers)
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Restore model, optimiser, loss scaler and random generators from a checkpoint.
@@ -214,23 +218,30 @@ class Trainer:
         # several passes, extra forward passes without gradients compute the denominators first.
         counts = self._counts(batches) if len(batches) > 1 else None
         sums = torch.zeros(5, device=self.worker.device)
+        averages = self._parallel is not self.model
         for part, batch in enumerate(batches, start=1):
             with ExitStack() as stack:
-                if world_size > 1 and part < len(batches):
+                if averages and part < len(batches):
                     stack.enter_context(self._parallel.no_sync())  # type: ignore[operator]
                 terms = self._losses(self._parallel, batch)
+                sums += terms.sums.detach()
                 if counts is None:
-                    counts = self.worker.sum_over_ranks(terms.counts)
-                # DistributedDataParallel averages gradients over ranks. Multiplying by the number
-                # of ranks gives their sum, because `counts` covers all ranks.
-                self.scaler.scale(terms.means(counts).sum() * world_size).backward()  # type: ignore[no-untyped-call]
-            sums += terms.sums.detach()
+                    counts, sums = self.worker.sum_over_ranks(torch.stack([terms.counts, sums]))
+                loss = terms.means(counts).sum()
+                # `counts` covers all ranks, so the gradients of the ranks must be summed.
+                # DistributedDataParallel averages them.
+                self.scaler.scale(loss * world_size if averages else loss).backward()  # type: ignore[no-untyped-call]
+        if len(batches) > 1:
+            sums = self.worker.sum_over_ranks(sums)
+        if world_size > 1 and not averages:
+            gradients = (parameter.grad for parameter in self.model.parameters())
+            self.worker.sum_in_place([x for x in gradients if x is not None])
         apply_gradients(self.model, self.optimizer, self.scaler, config)
         self.iteration += 1
         if self.average is not None:
             self.average.update(self.model, self.iteration)
         assert counts is not None
-        return LossTerms(self.worker.sum_over_ranks(sums), counts).means()
+        return LossTerms(sums, counts).means()
 
     def _losses(self, model: Callable[..., LossTerms], batch: Batch) -> LossTerms:
         with self.autocast():

@@ -23,15 +23,25 @@ def _train_in_two_processes(*args: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(tiny_config: Path, tmp_path: Path) -> None:
-    """Compare weights and losses with float tolerance. The backbone is frozen after one epoch."""
-    settings = (
-        "solver.max_iterations=6", "solver.accumulate=2", "solver.base_lr=0.001",
-        "solver.freeze_backbone_after_epoch=1", "log_period=1",
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # DistributedDataParallel. The backbone is frozen after one epoch.
+        ("solver.accumulate=2", "solver.freeze_backbone_after_epoch=1"),
+        ("compile=true", "solver.freeze_backbone_after_epoch=1"),
+    ],
+    ids=["accumulated", "compiled"],
+)
+def test_two_processes_equal_one(
+    settings: tuple[str, ...], tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare weights and losses with float tolerance."""
+    # Compilation itself takes minutes on a CPU.
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    settings += ("solver.max_iterations=6", "solver.base_lr=0.001", "log_period=1")
     output = f"output_dir={tmp_path / 'together'}"
     with _train_in_two_processes(str(tiny_config), output, *settings) as together:
-        alone = train(load_tiny(tiny_config, tmp_path / "alone", *settings))
+        alone = train(load_tiny(tiny_config, tmp_path / "alone", *settings, "compile=false"))
         printed, _ = together.communicate()
     assert together.returncode == 0
     path = tmp_path / "together" / "model_final.pth"
@@ -43,6 +53,26 @@ def test_two_processes_equal_one(tiny_config: Path, tmp_path: Path) -> None:
     assert len(ours) == alone.iteration
     for first, second in zip(ours, theirs, strict=True):
         assert first == pytest.approx(second, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_one(tiny_config: Path, tmp_path: Path) -> None:
+    """Compiled steps; those of one GPU are replayed as CUDA graphs."""
+    settings = (
+        "compile=true", "channels_last=true", "solver.max_iterations=10", "solver.base_lr=0.001",
+        "log_period=1",
+    )  # fmt: skip
+    for device in ("0", "0,1"):
+        output = f"output_dir={tmp_path / device}"
+        command = [sys.executable, "-m", "maskrcnn_trt", "train", str(tiny_config), output]
+        subprocess.run([*command, f"device={device}", *settings], check=True, timeout=300)
+    alone, both = (load_checkpoint(tmp_path / name / "model_final.pth") for name in ("0", "0,1"))
+    assert len(both.training_state["generators"]) == 2
+    assert largest_difference(both.weights, alone.weights) < 1e-3
+    for first, second in zip(_losses(tmp_path / "0,1"), _losses(tmp_path / "0"), strict=True):
+        assert first == pytest.approx(second, rel=1e-2, abs=1e-3)
 
 
 def _losses(folder: Path) -> list[dict[str, float]]:
