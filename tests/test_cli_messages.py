@@ -112,6 +112,7 @@ USAGE_ERRORS = {
     "kernels build --compute-capability 89": (
         "Invalid value for '--compute-capability': '89' is not a compute capability such as 8.9"
     ),
+    "train finetun .": "'finetun' is unknown; did you mean `train finetune`?",
     "quickstart --images 1": "Invalid value for '--images': 1 is not in the range x>=8.",
 }
 # Exit code 1, by command line.
@@ -126,6 +127,10 @@ FAILURES = {
     ),
     "train no-such-preset": (
         f"'no-such-preset' is neither a file nor a preset; presets: {PRESETS}"
+    ),
+    "train .": (
+        "'.' is a folder, neither a file nor a preset; to train on the data set in it, run "
+        "`maskrcnn train finetune .`"
     ),
     "train quick solver.base_rl=0.1": (
         "quick: unknown key solver.base_rl (did you mean solver.base_lr?); allowed here: "

@@ -1,5 +1,7 @@
 """Command `maskrcnn train`."""
 
+import difflib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,8 +26,11 @@ class _TrainCommand(ConfiguredCommand):
         **extra: Any,
     ) -> click.Context:
         """Return the context of `maskrcnn train finetune` or `maskrcnn train CONFIG`."""
-        if args[:1] == ["finetune"]:
+        first = next(iter(args), "")
+        if first == "finetune":
             return finetune.make_context(f"{info_name} finetune", args[1:], parent, **extra)
+        if difflib.get_close_matches(first, ["finetune"]) and not Path(first).exists():
+            raise click.UsageError(f"{first!r} is unknown; did you mean `train finetune`?")
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:

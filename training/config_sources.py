@@ -73,6 +73,11 @@ def _read(source: str, path: Path) -> Values:
         text = preset_text(source)
     elif path.is_file():
         text = path.read_bytes()
+    elif path.is_dir():
+        raise SourceError(
+            f"'{path}' is a folder, neither a file nor a preset; to train on the data set in it, "
+            f"run `maskrcnn train finetune {path}`"
+        )
     else:
         close = difflib.get_close_matches(source, presets(), n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""

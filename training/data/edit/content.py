@@ -74,7 +74,7 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
     annotations: list[dict[str, Any]] = []
     faults: dict[str, list[str]] = defaultdict(list)
     for folder, content in sources:
-        labels = _merge_categories(content["categories"], categories)
+        labels = _merge_categories(content["categories"], categories, folder)
         numbers: dict[int | str | None, int] = {}
         for image in content["images"]:
             path = folder.resolve() / str(image.get("file_name")).replace("\\", "/")
@@ -152,15 +152,24 @@ def _with_images(content: Content, images: list[dict[str, Any]]) -> Content:
 
 
 def _merge_categories(
-    entries: Sequence[dict[str, Any]], categories: dict[str, dict[str, Any]]
+    entries: Sequence[dict[str, Any]], categories: dict[str, dict[str, Any]], folder: Path
 ) -> dict[int | str | None, int]:
-    """Add categories with new names, with their ids if these are free. Return new ids by old."""
+    """Add categories with new names, with their ids if these are free. Return new ids by old.
+
+    Args:
+        entries: Categories of the data set to add.
+        categories: Categories so far, by name. Extended.
+        folder: Image folder of the data set to add, for errors.
+    """
     taken = {category["id"] for category in categories.values()}
     labels: dict[int | str | None, int] = {}
     for entry in entries:
         name, old = entry.get("name"), id_from(entry.get("id"))
         if not isinstance(name, str):
-            raise DataError(f"category {old} has no name; merging joins categories by their names")
+            raise DataError(
+                f"category {old} of the data set with the images {folder} has no name; merging "
+                "joins categories by their names"
+            )
         if name not in categories:
             is_free = isinstance(old, int) and old not in taken
             categories[name] = {**entry, "id": old if is_free else max(taken, default=0) + 1}
