@@ -13,7 +13,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..config import ServeConfig
-from ..errors import ForbiddenError, StoppingError
+from ..errors import (
+    ExpiredError,
+    ForbiddenError,
+    InvalidRequestError,
+    ServingError,
+    StoppingError,
+)
 from ..grpc_status import http_status_from_status, status_and_message
 from ..messages import REQUEST_ID_KEY
 from ..monitoring.logs import name_call
@@ -96,6 +102,10 @@ class Endpoint:
         except AbortedCallError:
             return error_response(call.code() or grpc.StatusCode.UNKNOWN, call.details())
         except HTTPException as error:
+            reason = error.__cause__
+            if not isinstance(reason, ServingError):
+                reason = InvalidRequestError(error.detail)
+            self._transport.access.record_rejection(self._method, call.peer(), reason)
             return http_error_response(error)
         except ClientDisconnect:
             call.is_disconnected = True
@@ -113,7 +123,12 @@ class Endpoint:
         if not self._reads_body:
             return await self._respond(call)
         pending = self._transport.access.pending_messages(self._method)
-        call.keep_body(await pending.next(call, self._transport.config.receive_timeout_s) or b"")
+        try:
+            body = await pending.next(call, self._transport.config.receive_timeout_s)
+        except ExpiredError as error:
+            raise HTTPException(408, str(error)) from error  # 504 would blame the server
+        call.keep_body(body or b"")
+        del body  # so that it is freed once it is decoded
         async with call.cancelled_on_disconnect():
             return await self._respond(call)
 

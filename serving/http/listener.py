@@ -29,8 +29,11 @@ _STALL_S: Final = 20.0
 # Seconds for which the rest of a body is read and dropped after the response was sent. Without
 # this, a client that is still sending would get a reset instead of the response.
 _LINGER_S: Final = 2.0
-# Maximum size of a request's head in bytes, in addition to its first chunk.
+# Maximum size of a request's head in bytes, in addition to its first chunk. Also the maximum number
+# of bytes between two parts of a body, and after it.
 _MAX_HEAD: Final = 64 << 10
+# Maximum number of pipelined requests, which wait for the response to the one before them.
+_MAX_PIPELINED: Final = 128
 
 
 class HttpServer:
@@ -143,6 +146,8 @@ class _Connection(HttpToolsProtocol):
         self._max_connections = max_connections
         # Size of the head that is being received. None: no head is expected.
         self._head_bytes: int | None = 0
+        # Number of bytes received since the head or since the last part of the body.
+        self._bytes_since_body = 0
         # Bytes that are being parsed.
         self._received = b""
         self._is_body_complete = True
@@ -176,7 +181,10 @@ class _Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received = data
+        self._bytes_since_body += len(data)
         super().data_received(data)
+        if self._is_in_body() and self._bytes_since_body > _MAX_HEAD:
+            self.send_400_response("The trailers or chunk extensions of the body are too large.")
         if self._head_bytes is None and self._is_idle():
             self._head_bytes = 0  # empty lines, which may precede a head
         if self._head_bytes is None or self.transport.is_closing():
@@ -191,12 +199,23 @@ class _Connection(HttpToolsProtocol):
         self._head_bytes = -len(self._received)  # `data_received` adds it
         self._is_body_complete = False
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_bytes is not None:  # else it is a trailer, which nothing reads
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._bytes_since_body = 0
+
     def on_headers_complete(self) -> None:
         self._head_bytes = None
+        self._bytes_since_body = 0
         self._unset_head_timer()
         hosts = [name for name, _ in self.headers if name == b"host"]
         if len(hosts) != 1 and self.parser.get_http_version() == "1.1":
             raise ValueError("a request needs one Host header")  # the parser reports an error
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise ValueError(f"more than {_MAX_PIPELINED} requests wait for a response")
         if self.parser.should_upgrade():
             return  # `_unsupported_upgrade_warning` parses the request again
         super().on_headers_complete()
@@ -223,7 +242,9 @@ class _Connection(HttpToolsProtocol):
         assert isinstance(error, httptools.HttpParserUpgrade)
         rest = self._received[error.args[0] :]
         kept = [pair for pair in self.headers if pair[0] not in (b"upgrade", b"http2-settings")]
-        lines = [b"%s %s HTTP/1.1" % (method, self.url), *(b"%s: %s" % pair for pair in kept)]
+        version = self.parser.get_http_version().encode()
+        first = b"%s %s HTTP/%s" % (method, self.url, version)
+        lines = [first, *(b"%s: %s" % pair for pair in kept)]
         self.parser = httptools.HttpRequestParser(self)
         self.data_received(b"\r\n".join([*lines, b"", rest]))
 
@@ -233,6 +254,8 @@ class _Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.pipeline:  # receive no further requests before these have been answered
+            self.flow.pause_reading()
         if self.transport.is_closing():  # it closes when the client has received the response
             self._set_slow_timer(_STALL_S, self.transport.abort)
         elif not self._is_body_complete:
@@ -248,12 +271,22 @@ class _Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Respond to a request that cannot be parsed, and close the connection."""
+        if self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()  # the invalid request
+            assert self._answered is not None
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._answered
+        elif self._is_in_body() and self.cycle.response_complete:
+            self.transport.close()
+            return
         if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
             # The responses to the requests before it come first. The last one closes.
             self.cycle.keep_alive = False
             self._head_bytes = None
             self._unset_head_timer()
             return
+        if isinstance(problem := sys.exception(), httptools.HttpParserError):
+            # The context is the error of a method of this class that the parser called.
+            msg = f"The HTTP request is invalid: {problem.__context__ or problem}"
         body = to_json({"error": msg})
         self.transport.write(
             b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
@@ -261,6 +294,12 @@ class _Connection(HttpToolsProtocol):
         )
         self.transport.close()
         self._set_slow_timer(_STALL_S, self.transport.abort)
+
+    def _is_in_body(self) -> bool:
+        """Whether the rest of the request `cycle` is expected."""
+        if self.cycle is None or self.cycle.scope is not self.scope:
+            return False  # a new request has begun
+        return not self._is_body_complete
 
     def _is_idle(self) -> bool:
         """Whether no request is being received or answered."""
@@ -270,7 +309,15 @@ class _Connection(HttpToolsProtocol):
     def _expect_head(self) -> None:
         if self._head_timer is None:
             timeout_s = self._settings.receive_timeout_s
-            self._head_timer = self.loop.call_later(timeout_s, self.transport.close)
+            self._head_timer = self.loop.call_later(timeout_s, self._close_late)
+
+    def _close_late(self) -> None:
+        """Close the connection, because its next head has not arrived in time."""
+        self._head_timer = None
+        if self.pipeline:  # reading has been paused
+            self._expect_head()
+        else:
+            self.transport.close()
 
     def _unset_head_timer(self) -> None:
         if self._head_timer is not None:

@@ -118,6 +118,9 @@ class _TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         line = super().formatMessage(record)
+        if error := getattr(record, "error", ""):
+            # A message may quote the request. Line breaks could forge log lines.
+            line += f": {error!r}" if not str(error).isprintable() else f": {error}"
         request = getattr(record, "request_id", "")
         return f"{line} [{request}]" if request else line
 

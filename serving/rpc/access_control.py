@@ -217,8 +217,12 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             await self._admit(method, context)
             return await handle(context)
         except ServingError as error:
-            self._models.resources.telemetry.reject_call(method, context.peer(), error)
+            self.record_rejection(method, context.peer(), error)
             await context.abort(*status_and_message(error))
+
+    def record_rejection(self, method: str, peer: str, error: ServingError) -> None:
+        """Record in metrics and log that a call was rejected before its request was read."""
+        self._models.resources.telemetry.reject_call(method, peer, error)
 
     async def _admit(self, method: str, context: CallContext) -> None:
         """Count the call as open until it ends. Raise QueueFullError if too many are open."""
@@ -264,7 +268,8 @@ def _bearer_token(metadata: Metadata) -> str:
 
 def _unauthenticated() -> UnauthenticatedError:
     return UnauthenticatedError(
-        "the call has no valid token; send one in the metadata as `authorization: Bearer TOKEN`"
+        "the call has no valid token; send one as `authorization: Bearer TOKEN`, in the metadata "
+        "or, over HTTP, in a header"
     )
 
 

@@ -4,9 +4,10 @@ import base64
 import logging
 import re
 import ssl
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -46,6 +47,17 @@ class _Loaded(NamedTuple):
     @property
     def is_valid(self) -> bool:
         return self.start <= datetime.now(UTC) < self.end
+
+
+class _CurrentContext(ssl.SSLContext):
+    """TLS context that delegates each new connection to the current context."""
+
+    # A callback for the client's server name could replace the context, too. But Python prints a
+    # traceback if that name is invalid.
+    current: Callable[[], ssl.SSLContext]
+
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        return self.current().wrap_bio(*arguments, **options)
 
 
 class ServerCertificate:
@@ -103,12 +115,8 @@ class ServerCertificate:
 
     def ssl_context(self) -> ssl.SSLContext:
         """Return the TLS context for an HTTP server."""
-        context = self._reloaded.current().context
-
-        def use_current(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-            connection.context = self._reloaded.current().context
-
-        context.sni_callback = use_current  # called at each handshake
+        context = _CurrentContext(ssl.PROTOCOL_TLS_SERVER)
+        context.current = lambda: self._reloaded.current().context
         return context
 
     def _load(self) -> _Loaded:

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trustme
-from http_server import served_over_http
+from http_server import HttpAddress, connect, served_over_http
 
 
 def write_identity(authority: trustme.CA, certificate: Path, key: Path) -> None:
@@ -50,3 +50,17 @@ def test_client_certificates_and_reloaded_files(
         assert status(second) == 200
         with pytest.raises(httpx.TransportError):
             httpx.get(server.url)
+        _send_invalid_server_name(server)
+        assert status(second) == 200
+
+
+def _send_invalid_server_name(server: HttpAddress) -> None:
+    """Begin a handshake with a server name that is not ASCII. pytest reports ignored exceptions."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context()
+    handshake = context.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        handshake.do_handshake()
+    with connect(server) as client:
+        client.sendall(outgoing.read().replace(b"localhost", b"localhos\x8b"))
+        assert client.recv(1)
