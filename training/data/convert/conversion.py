@@ -28,8 +28,8 @@ class UnusableSourceError(Exception):
 class ConvertedImage:
     """Image with its converted annotations."""
 
-    # Relative to `SourceSplit.images`.
-    file_name: str
+    # Relative to `SourceSplit.images`. None: the source is the image file.
+    file_name: str | None
     height: int
     width: int
     # COCO annotations without `id` and `image_id`.
@@ -141,8 +141,10 @@ def source_content(
         except UnusableSourceError as error:
             faults[error.reason].append(error.name)
             continue
+        # The reader of an image that is in several splits does not know the image folder.
+        file_name = image.file_name or source.relative_to(split.images).as_posix()
         size = {"height": image.height, "width": image.width}
-        images.append({"id": image_id, "file_name": image.file_name, **size})
+        images.append({"id": image_id, "file_name": file_name, **size})
         for annotation in image.annotations:
             annotations.append({"id": len(annotations) + 1, "image_id": image_id, **annotation})
         for reason, name in image.faults:

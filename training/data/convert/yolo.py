@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,16 @@ import yaml
 
 from ....model.bundle.manifest import Category
 from ....model.config.strict_yaml import value_from_yaml
-from ....model.image_files import IMAGE_FILE_SUFFIXES
 from ....model.images import ImageError
 from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError
 from ..image_sizes import read_header_size
 from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
 from .polygons import annotation_from_polygons
+from .yolo_files import images_of, label_file, relative_name
 
 logger = logging.getLogger(__name__)
 
-# Suffixes of image files. Those in unsupported formats, such as .gif, are reported as unusable.
-_SUFFIXES = IMAGE_FILE_SUFFIXES | {".gif", ".heic"}
 _SPLITS = ("train", "val", "test")
 # A label with a class and this number of values is a box without an outline.
 _BOX_VALUES = 4
@@ -49,11 +48,12 @@ def yolo(file: Path) -> ForeignDataset:
     for name in _SPLITS:
         if not content.get(name):
             continue
-        images = tuple(sorted(set(_images_of(file, content, content[name]))))
+        root = str(content.get("path") or "")
+        images = tuple(sorted(set(images_of(file.parent, root, content[name]))))
         if images:
             # The image folder is the deepest folder that contains all images of the split.
-            root = Path(os.path.commonpath([image.parent for image in images]))
-            splits[name] = SourceSplit(root, images)
+            common = Path(os.path.commonpath([image.parent for image in images]))
+            splits[name] = SourceSplit(common, images)
         else:
             missing[name] = content[name]
     missing_text = "; ".join(f"{name}: {value}" for name, value in missing.items())
@@ -64,10 +64,18 @@ def yolo(file: Path) -> ForeignDataset:
         )
     if missing:
         logger.warning("%s: no images found for %s", file, missing_text)
+    _warn_of_shared_images(file, splits)
     categories = _categories_from(content.get("names"), file)
-    roots = {image: split.images for split in splits.values() for image in split.sources}
     known = {category.id for category in categories}
-    return ForeignDataset(categories, splits, lambda image: _convert(image, roots[image], known))
+    return ForeignDataset(categories, splits, lambda image: _convert(image, file.parent, known))
+
+
+def _warn_of_shared_images(file: Path, splits: Mapping[str, SourceSplit]) -> None:
+    for (name, one), (other_name, other) in combinations(splits.items(), 2):
+        if shared := sorted({*one.sources}.intersection(other.sources)):
+            first = relative_name(shared[0], file.parent)
+            text = f"{name} and {other_name} share {len(shared)} images, such as {first}"
+            logger.warning("%s: %s", file, text)
 
 
 def _is_yolo(path: Path) -> bool:
@@ -98,66 +106,27 @@ def _categories_from(names: Any, file: Path) -> tuple[Category, ...]:
     return tuple(Category(id=number, name=str(pairs[number])) for number in sorted(pairs))
 
 
-def _images_of(file: Path, content: Mapping[Any, Any], value: Any) -> Iterator[Path]:
-    """Yield the image files of a split."""
-    for text in value if isinstance(value, list) else [value]:
-        path = _resolve(file.parent, str(content.get("path") or ""), str(text))
-        if path is None:
-            continue
-        if path.is_dir():
-            yield from (p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES)
-        else:
-            lines = (line.strip() for line in path.read_text(errors="replace").splitlines())
-            listed = (_resolve(path.parent, str(file.parent), line) for line in lines if line)
-            yield from (p for p in listed if p is not None and p.is_file())
-
-
-def _resolve(folder: Path, root: str, text: str) -> Path | None:
-    """Return the first existing path to which `text` may refer. None: there is none."""
-    text = text.replace("\\", "/")
-    parts = [part for part in text.split("/") if part not in ("", ".", "..")]
-    candidates = [folder / root / text, folder / text]
-    # Programs write paths relative to other folders, such as `../train/images`, and absolute paths
-    # of the machine that exported the data. The name `images` alone could refer to another split.
-    ends = (parts[start:] for start in range(len(parts)))
-    candidates += [folder.joinpath(*end) for end in ends if end != ["images"] or len(parts) == 1]
-    # Not `Path.exists`, which raises an error for a name that is too long.
-    return next((Path(os.path.normpath(p)) for p in candidates if os.path.exists(p)), None)
-
-
-def _label_file(image: Path) -> Path | None:
-    """Return the existing label file of an image. None: there is none."""
-    file = image.with_suffix(".txt")
-    parts = file.parts[:-1]
-    candidates = [
-        Path(*parts[:index], "labels", *parts[index + 1 :], file.name)
-        for index in reversed(range(len(parts)))
-        if parts[index] == "images"
-    ]
-    candidates += [file, image.parent / "labels" / file.name]
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def _convert(image: Path, root: Path, known: set[int]) -> ConvertedImage:
-    name = image.relative_to(root).as_posix()
+def _convert(image: Path, folder: Path, known: set[int]) -> ConvertedImage:
+    """Read the labels of an image. Faults are named by paths relative to `folder`."""
     try:
         # Label files refer to the upright image.
         height, width = read_header_size(image).upright
     except ImageError as error:
-        raise UnusableSourceError(f"images: {error}", name) from None
+        raise UnusableSourceError(f"images: {error}", relative_name(image, folder)) from None
     annotations, faults = [], []
-    labels = _label_file(image)
+    labels = label_file(image)
     # Programs on Windows write a byte order mark.
     lines = labels.read_text("utf-8-sig", errors="replace").splitlines() if labels else []
+    name = relative_name(labels or image, folder)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         result = _annotation_from(line, height, width, known)
         if isinstance(result, str):
-            faults.append((f"labels: {result}", f"{labels.name if labels else name}:{number}"))
+            faults.append((f"labels: {result}", f"{name}:{number}"))
         else:
             annotations.append(result)
-    return ConvertedImage(name, height, width, annotations, faults)
+    return ConvertedImage(None, height, width, annotations, faults)
 
 
 def _annotation_from(line: str, height: int, width: int, known: set[int]) -> dict[str, Any] | str:

@@ -1,9 +1,10 @@
 """YOLO folders: paths in data.yaml, label files and their errors."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from layout_folders import NAMES, TRAIN, VAL, assert_same, write_yolo
+from layout_folders import NAMES, TRAIN, VAL, Scene, assert_same, write_yolo
 from PIL import Image
 
 from maskrcnn_trt.training.data.coco.dataset import DataError
@@ -16,6 +17,17 @@ def yolo_folder(folder: Path, text: str) -> Path:
     write_yolo(folder, TRAIN, VAL)
     (folder / "data.yaml").write_text(text)
     return folder
+
+
+def write_by_kind(folder: Path, splits: dict[str, list[Scene]]) -> None:
+    """Write `images/SPLIT` and `labels/SPLIT`, without a YAML file."""
+    for name, scenes in splits.items():
+        write_yolo(folder / "new", scenes, [])
+        for kind in ("images", "labels"):
+            (folder / kind / name).mkdir(parents=True, exist_ok=True)
+            for path in (folder / "new" / "train" / kind).iterdir():
+                path.rename(folder / kind / name / path.name)
+        shutil.rmtree(folder / "new")
 
 
 @pytest.mark.parametrize(
@@ -38,14 +50,51 @@ def test_paths_of_yolo_are_found(tmp_path: Path, text: str) -> None:
 
 
 def test_folders_by_kind_are_found(tmp_path: Path) -> None:
-    write_yolo(tmp_path / "old", TRAIN, VAL)
-    for kind in ("images", "labels"):
-        for split in ("train", "valid"):
-            (tmp_path / kind).mkdir(exist_ok=True)
-            (tmp_path / "old" / split / kind).rename(tmp_path / kind / split)
+    write_by_kind(tmp_path, {"train": TRAIN, "valid": VAL})
     text = "train: images/train\nval: images/valid\n" + NAMES_LINE
     (tmp_path / "mine.yml").write_text(text)
     assert_same(recognize_layout(tmp_path).splits["train"].load("refuse"), TRAIN)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train: [images/train, images/val]\nval: images/val\n",
+        "train: images\nval: images/val\n",
+        "train: train.txt\nval: val.txt\n",
+        # Absolute and relative paths of the same images.
+        "train: [{folder}/images/val, images/train, images/val]\nval: {folder}/images/val\n",
+    ],
+)
+def test_images_of_two_splits_keep_their_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    write_by_kind(tmp_path / "data", {"train": TRAIN, "val": VAL})
+    (tmp_path / "data" / "data.yaml").write_text(text.format(folder=tmp_path / "data") + NAMES_LINE)
+    for name, parts in (("train", {"train": TRAIN, "val": VAL}), ("val", {"val": VAL})):
+        lines = [f"images/{part}/{one.name}\n" for part, scenes in parts.items() for one in scenes]
+        (tmp_path / "data" / f"{name}.txt").write_text("".join(lines))
+    monkeypatch.chdir(tmp_path)
+    splits = recognize_layout(Path("data")).splits
+    assert_same(splits["train"].load("refuse"), [*TRAIN, *VAL])
+    assert_same(splits["val"].load("refuse"), VAL)
+    assert "train and val share 2 images" in caplog.text
+
+
+def test_equal_names_in_nested_folders_keep_their_labels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nested = [scene._replace(name=outer.name) for scene, outer in zip(VAL, TRAIN[:2], strict=True)]
+    write_by_kind(tmp_path, {"": TRAIN[:2], "val": nested})
+    (tmp_path / "data.yaml").write_text("train: images\nval: images/val\n" + NAMES_LINE)
+    splits = recognize_layout(tmp_path).splits
+    records = splits["train"].load("refuse").records
+    names = [record.path.relative_to(tmp_path / "images").as_posix() for record in records]
+    inner = [f"val/{scene.name}" for scene in nested]
+    assert names == [*(scene.name for scene in TRAIN[:2]), *inner]
+    expected = [len(scene.objects) for scene in (*TRAIN[:2], *nested)]
+    assert [len(record.objects) for record in records] == expected
+    assert_same(splits["val"].load("refuse"), nested)
 
 
 def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
@@ -67,13 +116,18 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
         image.save(tmp_path / "train" / "images" / "photo_005.gif")
     dataset = recognize_layout(tmp_path).splits["train"].load()
     assert {reason: names for reason, names in dataset.faults.items() if "label" in reason} == {
-        "labels: box without an outline": ("photo_000.txt:2",),
-        "labels: unknown class": ("photo_000.txt:3",),
-        "labels: not a class and numbers": ("photo_000.txt:4", "photo_000.txt:7"),
-        "labels: coordinates far outside the image": ("photo_000.txt:8",),
-        "labels: polygon of fewer than three points, or without a last y": ("photo_000.txt:6",),
+        "labels: box without an outline": ("train/labels/photo_000.txt:2",),
+        "labels: unknown class": ("train/labels/photo_000.txt:3",),
+        "labels: not a class and numbers": (
+            "train/labels/photo_000.txt:4",
+            "train/labels/photo_000.txt:7",
+        ),
+        "labels: coordinates far outside the image": ("train/labels/photo_000.txt:8",),
+        "labels: polygon of fewer than three points, or without a last y": (
+            "train/labels/photo_000.txt:6",
+        ),
     }
-    others = ("photo_001.jpg", "photo_005.gif")
+    others = ("train/images/photo_001.jpg", "train/images/photo_005.gif")
     assert dataset.faults["images: not a JPEG, PNG, WebP, BMP or TIFF image"] == others
     assert len(dataset.records[0].objects) == len(TRAIN[0].objects)
 
