@@ -4,7 +4,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class SourceSplit:
     images: Path
     # Annotation file of each image (in YOLO, the image file), in the order of the future image ids.
     sources: tuple[Path, ...]
+    # Names of missing files by reason.
+    faults: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ def source_content(
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     faults: dict[str, list[str]] = defaultdict(list)
+    faults.update({reason: [*names] for reason, names in split.faults.items()})
     for image_id, source in enumerate(split.sources, start=1):
         on_image()
         try:

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..coco.dataset import DataError
 from ..image_sizes import read_header_size
 from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
 from .polygons import annotation_from_polygons
-from .yolo_files import images_of, label_file, relative_name
+from .yolo_files import FoundImages, find_images, label_file, labels_without_image, relative_name
 
 logger = logging.getLogger(__name__)
 
@@ -44,30 +45,49 @@ def yolo(file: Path) -> ForeignDataset:
         DataError: The file has no classes, or no split has images.
     """
     content = _read_yaml(file)
-    splits, missing = {}, {}
-    for name in _SPLITS:
-        if not content.get(name):
-            continue
-        root = str(content.get("path") or "")
-        images = tuple(sorted(set(images_of(file.parent, root, content[name]))))
-        if images:
-            # The image folder is the deepest folder that contains all images of the split.
-            common = Path(os.path.commonpath([image.parent for image in images]))
-            splits[name] = SourceSplit(common, images)
-        else:
-            missing[name] = content[name]
+    found = _find_splits(file, content)
+    images = (image for one in found.values() for image in one.files)
+    labels = {image: path for image in images if (path := label_file(image)) is not None}
+    splits = _source_splits(file, found, labels)
+    _warn_of_shared_images(file, splits)
+    categories = _categories_from(content.get("names"), file)
+    known = {category.id for category in categories}
+    read = partial(_convert, labels=labels, folder=file.parent, known=known)
+    return ForeignDataset(categories, splits, read)
+
+
+def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImages]:
+    root = str(content.get("path") or "")
+    given = {name: content[name] for name in _SPLITS if content.get(name)}
+    found = {name: find_images(file.parent, root, value) for name, value in given.items()}
+    missing = {name: value for name, value in given.items() if not found[name].files}
     missing_text = "; ".join(f"{name}: {value}" for name, value in missing.items())
-    if not splits or "train" in missing:
+    if len(missing) == len(given) or "train" in missing:
         raise DataError(
             f"{file}: no images found for {missing_text or 'train, val or test'}; give folders, or "
             "text files that list images, relative to the folder of this file"
         )
     if missing:
         logger.warning("%s: no images found for %s", file, missing_text)
-    _warn_of_shared_images(file, splits)
-    categories = _categories_from(content.get("names"), file)
-    known = {category.id for category in categories}
-    return ForeignDataset(categories, splits, lambda image: _convert(image, file.parent, known))
+    return {name: images for name, images in found.items() if name not in missing}
+
+
+def _source_splits(
+    file: Path, found: Mapping[str, FoundImages], labels: Mapping[Path, Path]
+) -> dict[str, SourceSplit]:
+    """Return the splits. `labels` is the label file by image."""
+    splits = {}
+    reported: set[Path] = set()
+    for name, (images, faults) in found.items():
+        # The image folder is the deepest folder that contains all images of the split.
+        root = Path(os.path.commonpath([image.parent for image in images]))
+        alone = labels_without_image({image: labels[image] for image in images if image in labels})
+        # Splits that text files define can have the same folders.
+        if new := [path for path in alone if path not in reported]:
+            reported.update(new)
+            faults["labels: image file missing"] = [relative_name(p, file.parent) for p in new]
+        splits[name] = SourceSplit(root, images, faults)
+    return splits
 
 
 def _warn_of_shared_images(file: Path, splits: Mapping[str, SourceSplit]) -> None:
@@ -106,7 +126,9 @@ def _categories_from(names: Any, file: Path) -> tuple[Category, ...]:
     return tuple(Category(id=number, name=str(pairs[number])) for number in sorted(pairs))
 
 
-def _convert(image: Path, folder: Path, known: set[int]) -> ConvertedImage:
+def _convert(
+    image: Path, labels: Mapping[Path, Path], folder: Path, known: set[int]
+) -> ConvertedImage:
     """Read the labels of an image. Faults are named by paths relative to `folder`."""
     try:
         # Label files refer to the upright image.
@@ -114,10 +136,10 @@ def _convert(image: Path, folder: Path, known: set[int]) -> ConvertedImage:
     except ImageError as error:
         raise UnusableSourceError(f"images: {error}", relative_name(image, folder)) from None
     annotations, faults = [], []
-    labels = label_file(image)
+    path = labels.get(image)
     # Programs on Windows write a byte order mark.
-    lines = labels.read_text("utf-8-sig", errors="replace").splitlines() if labels else []
-    name = relative_name(labels or image, folder)
+    lines = path.read_text("utf-8-sig", errors="replace").splitlines() if path else []
+    name = relative_name(path or image, folder)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

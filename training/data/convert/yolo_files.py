@@ -1,34 +1,85 @@
 """Find the image and label files of a data set in YOLO's format."""
 
 import os
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....model.image_files import IMAGE_FILE_SUFFIXES
+from ..coco.entries import Findings
 
 # Suffixes of image files. Those in unsupported formats, such as .gif, are reported as unusable.
 _SUFFIXES = IMAGE_FILE_SUFFIXES | {".gif", ".heic"}
 
 
-def images_of(folder: Path, root: str, value: Any) -> Iterator[Path]:
-    """Yield the absolute paths of the image files of a split.
+class FoundImages(NamedTuple):
+    """Image files of a split, and the names of missing ones by reason."""
+
+    # Absolute paths in ascending order.
+    files: tuple[Path, ...]
+    faults: Findings
+
+
+def find_images(folder: Path, root: str, value: Any) -> FoundImages:
+    """Find the image files of a split.
 
     Args:
         folder: Folder of the YAML file.
         root: Its key `path`. The empty string: it has none.
         value: A folder, a text file that lists images, or a list of these.
     """
-    for text in value if isinstance(value, list) else [value]:
-        path = _resolve(folder, root, str(text))
-        if path is None:
+    images: set[Path] = set()
+    faults: Findings = defaultdict(list)
+    for text in map(str, value if isinstance(value, list) else [value]):
+        path = _resolve(folder, root, text)
+        if path is not None and path.is_file():
+            for line in filter(None, map(str.strip, _lines_of(path))):
+                image = _resolve(path.parent, str(folder.absolute()), line)
+                if image is not None and image.is_file():
+                    images.add(image)
+                else:
+                    faults["images: file missing"].append(line)
             continue
-        if path.is_dir():
-            yield from (p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES)
-        else:
-            lines = (line.strip() for line in path.read_text(errors="replace").splitlines())
-            listed = (_resolve(path.parent, str(folder.absolute()), line) for line in lines if line)
-            yield from (p for p in listed if p is not None and p.is_file())
+        files = _image_files(path.rglob("*")) if path is not None else []
+        images.update(files)
+        if not files:
+            faults["images: folder or list missing or empty"].append(text)
+    return FoundImages(tuple(sorted(images)), faults)
+
+
+def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
+    """Return the label files that have no image, in the folders of those that have one.
+
+    Args:
+        label_files: Label file by image.
+    """
+    image_folders: dict[Path, set[Path]] = defaultdict(set)
+    for image, labels in label_files.items():
+        image_folders[labels.parent].add(image.parent)
+    alone = []
+    for folder, others in image_folders.items():
+        stems = {image.stem for other in others for image in _image_files(other.iterdir())}
+        alone += [p for p in folder.glob("*.txt") if p.stem not in stems and _has_labels(p)]
+    return sorted(alone)
+
+
+def _image_files(paths: Iterable[Path]) -> list[Path]:
+    return [path for path in paths if path.suffix.lower() in _SUFFIXES]
+
+
+def _lines_of(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()
+
+
+def _has_labels(path: Path) -> bool:
+    """Return whether each line of a file has a class and coordinates, unlike `classes.txt`."""
+    rows = [line.split() for line in _lines_of(path) if line.strip()]
+    try:
+        return all(len(row) > 4 and isfinite(sum(map(float, row))) for row in rows)
+    except ValueError:
+        return False
 
 
 def _resolve(folder: Path, root: str, text: str) -> Path | None:

@@ -97,6 +97,50 @@ def test_equal_names_in_nested_folders_keep_their_labels(
     assert_same(splits["val"].load("refuse"), nested)
 
 
+def test_missing_folders_and_listed_images_are_left_out(tmp_path: Path) -> None:
+    write_by_kind(tmp_path, {"train": TRAIN, "val": VAL})
+    (tmp_path / "data.yaml").write_text(
+        "train: [images/train, images/extra, images/void]\nval: val.txt\n" + NAMES_LINE
+    )
+    (tmp_path / "images" / "void").mkdir()
+    names = ("images/val/gone_0.jpg", "images/val/gone_1.jpg")
+    listed = (*(f"images/val/{scene.name}" for scene in VAL), "", *names)
+    (tmp_path / "val.txt").write_text("\n".join(listed))
+    splits = recognize_layout(tmp_path).splits
+    train, val = splits["train"].load(), splits["val"].load()
+    assert_same(train, TRAIN)
+    assert_same(val, VAL)
+    assert train.faults == {
+        "images: folder or list missing or empty": ("images/extra", "images/void")
+    }
+    assert val.faults == {"images: file missing": names}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_labels_without_image_are_left_out(tmp_path: Path, flat: bool) -> None:
+    write_by_kind(tmp_path, {"train": TRAIN, "val": VAL})
+    kinds = ("images", "images") if flat else ("images", "labels")
+    if flat:
+        for path in (tmp_path / "labels" / "train").iterdir():
+            path.rename(tmp_path / "images" / "train" / path.name)
+    folders = [tmp_path / kind / "train" for kind in kinds]
+    for scene in TRAIN[:2]:
+        (folders[0] / scene.name).unlink()
+    (folders[1] / "classes.txt").write_text("\n".join(NAMES))
+    (folders[1] / "digits.txt").write_text("0\n1\n")
+    # The labels of an image of no split.
+    Image.new("RGB", (8, 8)).save(folders[0] / "unused.png")
+    (folders[1] / "unused.txt").write_text("0 0 0 1 0 1 1\n")
+    for name, scenes in (("train", TRAIN[2:4]), ("val", TRAIN[4:])):
+        lines = (f"images/train/{scene.name}\n" for scene in scenes)
+        (tmp_path / f"{name}.txt").write_text("".join(lines))
+    (tmp_path / "data.yaml").write_text("train: train.txt\nval: val.txt\n" + NAMES_LINE)
+    splits = recognize_layout(tmp_path).splits
+    names = tuple(f"{kinds[1]}/train/{Path(scene.name).stem}.txt" for scene in TRAIN[:2])
+    assert splits["train"].load().faults == {"labels: image file missing": names}
+    assert not splits["val"].load().faults
+
+
 def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
     write_yolo(tmp_path, TRAIN, VAL)
     label = tmp_path / "train" / "labels" / "photo_000.txt"
