@@ -19,7 +19,7 @@ from ..coco.dataset import DataError
 from ..image_sizes import read_header_size
 from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
 from .polygons import annotation_from_polygons
-from .yolo_files import FoundImages, find_images, label_file, labels_without_image, relative_name
+from .yolo_files import FoundImages, find_images, label_paths, labels_without_image, relative_name
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,16 @@ def yolo(file: Path) -> ForeignDataset:
     labels of `images/a.jpg` are in `labels/a.txt`, or beside the image.
 
     Raises:
-        DataError: The file has no classes, or no split has images.
+        DataError: The file has no classes, no split has images, or no training image has labels.
     """
     content = _read_yaml(file)
     found = _find_splits(file, content)
-    images = (image for one in found.values() for image in one.files)
-    labels = {image: path for image in images if (path := label_file(image)) is not None}
+    images = {image for one in found.values() for image in one.files}
+    paths = {image: next(filter(Path.is_file, label_paths(image)), None) for image in images}
+    labels = {image: path for image, path in paths.items() if path is not None}
     splits = _source_splits(file, found, labels)
+    for name, split in splits.items():
+        _check_labels(file, name, split, labels)
     _warn_of_shared_images(file, splits)
     categories = _categories_from(content.get("names"), file)
     known = {category.id for category in categories}
@@ -88,6 +91,23 @@ def _source_splits(
             faults["labels: image file missing"] = [relative_name(p, file.parent) for p in new]
         splits[name] = SourceSplit(root, images, faults)
     return splits
+
+
+def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Path, Path]) -> None:
+    """Report the number of images without a label file: background images, or misplaced labels.
+
+    Raises:
+        DataError: No image of the split `train` has a label file.
+    """
+    without = [image for image in split.sources if image not in labels]
+    if not without:
+        return
+    looked_for = relative_name(label_paths(without[0])[0], file.parent)
+    counts = f"no label file for {len(without)} of {len(split.sources)} images of {name}"
+    text = f"{counts}; looked for {looked_for}"
+    if name == "train" and len(without) == len(split.sources):
+        raise DataError(f"{file}: {text}")
+    logger.warning("%s: %s; images without labels are used without objects", file, text)
 
 
 def _warn_of_shared_images(file: Path, splits: Mapping[str, SourceSplit]) -> None:

@@ -95,17 +95,16 @@ def _resolve(folder: Path, root: str, text: str) -> Path | None:
     return next((Path(os.path.abspath(p)) for p in candidates if os.path.exists(p)), None)
 
 
-def label_file(image: Path) -> Path | None:
-    """Return the existing label file of an image. None: there is none."""
+def label_paths(image: Path) -> list[Path]:
+    """Return the paths at which the label file of an image may be, the usual one first."""
     file = image.with_suffix(".txt")
     parts = file.parts[:-1]
-    candidates = [
+    paths = [
         Path(*parts[:index], "labels", *parts[index + 1 :], file.name)
         for index in reversed(range(len(parts)))
-        if parts[index] == "images"
+        if parts[index].lower() == "images"
     ]
-    candidates += [file, image.parent / "labels" / file.name]
-    return next((path for path in candidates if path.is_file()), None)
+    return [*paths, file, image.parent / "labels" / file.name]
 
 
 def relative_name(path: Path, folder: Path) -> str:

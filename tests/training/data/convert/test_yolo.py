@@ -176,10 +176,43 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
     assert len(dataset.records[0].objects) == len(TRAIN[0].objects)
 
 
-def test_images_without_labels_have_no_objects(tmp_path: Path) -> None:
+def test_images_without_labels_have_no_objects(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_yolo(tmp_path, TRAIN, VAL)
+    recognize_layout(tmp_path)
+    assert not caplog.text
     (tmp_path / "train" / "labels" / "photo_000.txt").unlink()
+    shutil.rmtree(tmp_path / "valid" / "labels")
+    recognize_layout(tmp_path)
+    assert "1 of 5 images of train; looked for train/labels/photo_000.txt" in caplog.text
+    assert "2 of 2 images of val; looked for valid/labels/val_photo_000.txt" in caplog.text
     assert not recognize_layout(tmp_path).splits["train"].load("refuse").records[0].objects
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "suffix"),
+    [
+        ("images", None, ""),
+        ("images", "annots", ".txt"),
+        ("Images", "Labels", ".txt"),
+        ("images", "labels", ".TXT"),
+    ],
+)
+def test_training_images_without_any_label_file_are_an_error(
+    tmp_path: Path, images: str, labels: str | None, suffix: str
+) -> None:
+    write_by_kind(tmp_path, {"train": TRAIN, "val": VAL})
+    (tmp_path / "images").rename(tmp_path / images)
+    if labels is None:
+        shutil.rmtree(tmp_path / "labels")
+    else:
+        (tmp_path / "labels").rename(tmp_path / labels)
+        for path in (tmp_path / labels / "train").iterdir():
+            path.rename(path.with_suffix(suffix))
+    (tmp_path / "data.yaml").write_text(f"train: {images}/train\nval: {images}/val\n{NAMES_LINE}")
+    with pytest.raises(DataError, match=r"5 of 5 images.*looked for labels/train/photo_000\.txt"):
+        recognize_layout(tmp_path)
 
 
 def test_labels_of_yolo_refer_to_the_upright_image(tmp_path: Path) -> None:
