@@ -2,6 +2,7 @@
 
 import logging
 import os
+import reprlib
 from collections.abc import Mapping
 from functools import partial
 from itertools import combinations
@@ -26,6 +27,13 @@ logger = logging.getLogger(__name__)
 _SPLITS = ("train", "val", "test")
 # A label with a class and this number of values is a box without an outline.
 _BOX_VALUES = 4
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Safe loader that keeps the text of scalars."""
+
+    # Only the merge key `<<` is resolved.
+    yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # noqa: RUF012
 
 
 def yolo_file(folder: Path) -> Path | None:
@@ -129,7 +137,11 @@ def _is_yolo(path: Path) -> bool:
 
 def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
-        content = value_from_yaml(path.read_bytes())
+        text = path.read_bytes()
+        content = value_from_yaml(text)
+        if isinstance(content, dict) and "names" in content:
+            # As text, because `no` would become the class False, and `1e3` the class 1000.0.
+            content["names"] = yaml.load(text, _TextLoader)["names"]
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, RecursionError) as error:
@@ -140,10 +152,19 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def _categories_from(names: Any, file: Path) -> tuple[Category, ...]:
-    pairs = dict(enumerate(names)) if isinstance(names, list) else names
-    if not isinstance(pairs, Mapping) or not pairs or not all(isinstance(i, int) for i in pairs):
-        raise DataError(f"{file}: `names` must be a list of names, or map class numbers to names")
-    return tuple(Category(id=number, name=str(pairs[number])) for number in sorted(pairs))
+    """Return the categories. `names` are texts: a list, or a mapping with class numbers as keys."""
+    pairs = {str(n): name for n, name in enumerate(names)} if isinstance(names, list) else names
+    if (
+        not isinstance(pairs, dict)
+        or not pairs
+        or not all(str(n).isdecimal() and isinstance(name, str) for n, name in pairs.items())
+    ):
+        given = "missing" if names is None else reprlib.repr(names)
+        raise DataError(
+            f"{file}: `names` must be a list of names, or map class numbers to names; it is {given}"
+        )
+    by_id = {int(number): name for number, name in pairs.items()}
+    return tuple(Category(id=number, name=by_id[number]) for number in sorted(by_id))
 
 
 def _convert(

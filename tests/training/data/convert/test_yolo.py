@@ -49,6 +49,22 @@ def test_paths_of_yolo_are_found(tmp_path: Path, text: str) -> None:
         assert_same(splits["val"].load("refuse"), VAL)
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("[no, yes]", ["no", "yes"]),
+        ("[off, 'on', 1e3, 2024-01-01, null]", ["off", "on", "1e3", "2024-01-01", "null"]),
+        ("{1: y, 0: n}", ["n", "y"]),
+        ("{<<: {!!int 0: no}, 1: yes}", ["no", "yes"]),
+        ("{'0': bolt, \"10\": gear, 2: nut}", ["bolt", "nut", "gear"]),
+    ],
+)
+def test_names_are_text(tmp_path: Path, names: str, expected: list[str]) -> None:
+    folder = yolo_folder(tmp_path, f"train: train/images\nnames: {names}\n")
+    categories = recognize_layout(folder).splits["train"].load().categories
+    assert [category.name for category in categories] == expected
+
+
 def test_folders_by_kind_are_found(tmp_path: Path) -> None:
     write_by_kind(tmp_path, {"train": TRAIN, "valid": VAL})
     text = "train: images/train\nval: images/valid\n" + NAMES_LINE
@@ -233,8 +249,13 @@ def test_labels_of_yolo_refer_to_the_upright_image(tmp_path: Path) -> None:
         ("train: nowhere\nnames: [a]\n", "no images found for train: nowhere"),
         # The validation images must not become the training images.
         ("train: nowhere\nval: val/images\nnames: [a]\n", "no images found for train: nowhere"),
-        ("train: train/images\nnames: 3\n", "`names` must be"),
-        ("train: train/images\n", "`names` must be"),
+        ("train: train/images\nnames: 3\n", "`names` must be.*'3'"),
+        ("train: train/images\nnames: bolt\n", "`names` must be.*'bolt'"),
+        ("train: train/images\nnames: []\n", r"`names` must be.*\[\]"),
+        ("train: train/images\nnames: {a: bolt}\n", "`names` must be.*'a': 'bolt'"),
+        ("train: train/images\nnames: [[bolt]]\n", r"`names` must be.*\[\['bolt'\]\]"),
+        ("train: train/images\nnames: {0: a, [1]: b}\n", "YAML"),
+        ("train: train/images\n", "`names` must be.*missing"),
         ("names: [a\n", "is not YAML"),
         (f"train: {'x' * 5000}\nnames: [a]\n", "no images found for train: xxx"),
     ],
