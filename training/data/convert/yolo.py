@@ -62,6 +62,9 @@ def yolo(file: Path) -> ForeignDataset:
         _check_labels(file, name, split, labels)
     _warn_of_shared_images(file, splits)
     categories = _categories_from(content.get("names"), file)
+    if (count := content.get("nc", len(categories))) != len(categories):
+        text = f"nc is {count}, but `names` has {len(categories)} names; nc is ignored"
+        logger.warning("%s: %s", file, text)
     known = {category.id for category in categories}
     read = partial(_convert, labels=labels, folder=file.parent, known=known)
     return ForeignDataset(categories, splits, read)

@@ -65,6 +65,18 @@ def test_names_are_text(tmp_path: Path, names: str, expected: list[str]) -> None
     assert [category.name for category in categories] == expected
 
 
+def test_another_number_of_classes_than_names_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = yolo_folder(tmp_path, f"train: train/images\nnc: 4\n{NAMES_LINE}")
+    recognize_layout(folder)
+    assert not caplog.text
+    (folder / "data.yaml").write_text(f"train: train/images\nnc: 5\n{NAMES_LINE}")
+    assert_same(recognize_layout(folder).splits["train"].load(), TRAIN)
+    assert "nc is 5" in caplog.text
+    assert "4 names" in caplog.text
+
+
 def test_folders_by_kind_are_found(tmp_path: Path) -> None:
     write_by_kind(tmp_path, {"train": TRAIN, "valid": VAL})
     text = "train: images/train\nval: images/valid\n" + NAMES_LINE
