@@ -126,12 +126,7 @@ def prepare_finetuning(
     RunFolder(output).open(resume=False)
     splits = choose_splits(layout, output / "data")
     try:
-        with _no_warnings():
-            # The plan describes the invalid entries.
-            train = CocoDataset(splits.train)
-            val = CocoDataset(splits.val) if splits.val is not None else None
-            if val is not None:
-                check_categories(val, train.categories)
+        train, val = _read_splits(splits)
         records, unusable = _usable_records(train)
     except DataError as error:
         left_out = f"; left out: {summary_of(splits.faults)}" if splits.faults else ""
@@ -175,6 +170,16 @@ def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:
         f"maskrcnn predict {bundle} IMAGE_OR_FOLDER -o predicted",
         f"maskrcnn serve {bundle} --port 8500 --http-port 8080",
     )
+
+
+def _read_splits(splits: ChosenSplits) -> tuple[CocoDataset, CocoDataset | None]:
+    # The plan describes the invalid entries.
+    with _no_warnings():
+        train = CocoDataset(splits.train)
+        val = CocoDataset(splits.val) if splits.val is not None else None
+    if val is not None:
+        check_categories(val, train.categories)
+    return train, val
 
 
 def _usable_records(dataset: CocoDataset) -> tuple[list[ImageRecord], tuple[str, ...]]:
