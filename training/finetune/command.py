@@ -70,16 +70,12 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
 
 
 def _print_plan(data: Path, prepared: "Finetuning") -> None:
-    from ..data.coco.dataset import summary_of
-
     click.echo(f"{data}: {prepared.layout.name}")
     click.echo(prepared.splits.description)
-    if prepared.splits.faults:
-        click.echo(f"left out: {summary_of(prepared.splits.faults)}", err=True)
-    if prepared.unusable:
-        click.echo(f"left out: {summary_of({'image files': prepared.unusable})}", err=True)
+    for text in prepared.left_out:
+        click.echo(text, err=True)
     names = [category.name for category in prepared.train.categories]
-    click.echo(f"{len(prepared.train)} training images; {len(names)} classes: {', '.join(names)}")
+    click.echo(f"{prepared.train_description}; {len(names)} classes: {', '.join(names)}")
     if prepared.replaced_predictors:
         classes = prepared.start.model_config.num_classes
         click.echo(

@@ -57,10 +57,30 @@ class Finetuning:
     # Reason for the value of a key, by dotted key.
     reasons: Mapping[str, str]
     train: CocoDataset
+    # None: there is only one image.
+    val: CocoDataset | None
     # Training images with objects whose file cannot be used, each with the reason.
     unusable: tuple[str, ...]
     # Model of the initial weights.
     start: Checkpoint
+
+    @property
+    def train_description(self) -> str:
+        """Number of usable training images, and of those without objects among them."""
+        empty = sum(not record.objects for record in self.train.records)
+        without = f", {empty} of them without objects" if empty else ""
+        return f"{len(self.train) - len(self.unusable)} training images{without}"
+
+    @property
+    def left_out(self) -> list[str]:
+        """Descriptions of the entries that are left out."""
+        unusable = {"image files": self.unusable} if self.unusable else {}
+        findings = {
+            "left out": self.splits.faults,
+            "left out of training": {**self.train.faults, **unusable},
+            "left out of validation": self.val.faults if self.val else {},
+        }
+        return [f"{where}: {summary_of(faults)}" for where, faults in findings.items() if faults]
 
     @property
     def replaced_predictors(self) -> tuple[str, ...]:
@@ -106,11 +126,7 @@ def prepare_finetuning(
     RunFolder(output).open(resume=False)
     splits = choose_splits(layout, output / "data")
     try:
-        with _no_warnings():
-            # Training reads the annotations again, and then logs the invalid ones.
-            train = CocoDataset(splits.train)
-            if splits.val is not None:
-                check_categories(CocoDataset(splits.val), train.categories)
+        train, val = _read_splits(splits)
         records, unusable = _usable_records(train)
     except DataError as error:
         left_out = f"; left out: {summary_of(splits.faults)}" if splits.faults else ""
@@ -126,7 +142,7 @@ def prepare_finetuning(
     values["data"] |= {k: v and v.model_dump(mode="json") for k, v in paths.items()}
     reasons = plan.reasons | dict.fromkeys(given, "as set")
     config = _config(values, overrides)
-    return Finetuning(layout, splits, config, reasons, train, unusable, start)
+    return Finetuning(layout, splits, config, reasons, train, val, unusable, start)
 
 
 def check_resumed_data(path: Path, config: TrainConfig) -> None:
@@ -154,6 +170,16 @@ def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:
         f"maskrcnn predict {bundle} IMAGE_OR_FOLDER -o predicted",
         f"maskrcnn serve {bundle} --port 8500 --http-port 8080",
     )
+
+
+def _read_splits(splits: ChosenSplits) -> tuple[CocoDataset, CocoDataset | None]:
+    # The plan describes the invalid entries.
+    with _no_warnings():
+        train = CocoDataset(splits.train)
+        val = CocoDataset(splits.val) if splits.val is not None else None
+    if val is not None:
+        check_categories(val, train.categories)
+    return train, val
 
 
 def _usable_records(dataset: CocoDataset) -> tuple[list[ImageRecord], tuple[str, ...]]:

@@ -129,11 +129,37 @@ def test_images_of_another_size_than_annotated_are_named(
     images = sorted((tmp_path / "data" / "train2017").iterdir())
     arguments = (tmp_path / "data", tmp_path / "run", f"weights={tiny_checkpoint}", "--dry-run")
     Image.new("RGB", (90, 50)).save(images[0])
-    assert f"{images[0]}: 50x90 pixels" in call(*arguments)
+    output = call(*arguments)
+    assert f"{images[0]}: 50x90 pixels" in output
+    assert "3 training images" in output
     for image in images:
         Image.new("RGB", (90, 50)).save(image)
     with pytest.raises(DataError, match=r"usable image.*50x90 pixels"):
         call(*arguments)
+
+
+def test_invalid_entries_of_coco_files_are_left_out_of_the_plan(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    WRITERS["COCO"](tmp_path / "data", SCENES[:5], SCENES[5:8])
+    arguments = (tmp_path / "data", tmp_path / "run", f"weights={tiny_checkpoint}", "--dry-run")
+    output = call(*arguments)
+    assert "5 training images;" in output
+    assert "left out" not in output
+    (tmp_path / "data" / "train2017" / SCENES[0].name).unlink()
+    file = tmp_path / "data" / "annotations" / "instances_train2017.json"
+    content = json.loads(file.read_text())
+    broken = [a["id"] for a in content["annotations"] if a["image_id"] == 2]
+    for annotation in content["annotations"]:
+        if annotation["id"] in broken:
+            annotation["segmentation"] = [[1, 2]]
+    file.write_text(json.dumps(content))
+    (tmp_path / "data" / "val2017" / SCENES[5].name).unlink()
+    output = call(*arguments)
+    assert "4 training images, 1 of them without objects;" in output
+    assert re.search(rf"training: 1 images: file missing \({SCENES[0].name}\)", output)
+    assert re.search(rf"training:.*\({', '.join(map(str, broken))}\)", output)
+    assert re.search(rf"validation: 1 images: file missing \({SCENES[5].name}\)", output)
 
 
 def test_mistyped_keys_and_unknown_folders_are_errors(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ class UnusableSourceError(Exception):
 class ConvertedImage:
     """Image with its converted annotations."""
 
-    # Relative to `SourceSplit.images`.
-    file_name: str
+    # Relative to `SourceSplit.images`. None: the source is the image file.
+    file_name: str | None
     height: int
     width: int
     # COCO annotations without `id` and `image_id`.
@@ -46,6 +46,8 @@ class SourceSplit:
     images: Path
     # Annotation file of each image (in YOLO, the image file), in the order of the future image ids.
     sources: tuple[Path, ...]
+    # Names of missing files by reason.
+    faults: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ def source_content(
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     faults: dict[str, list[str]] = defaultdict(list)
+    faults.update({reason: [*names] for reason, names in split.faults.items()})
     for image_id, source in enumerate(split.sources, start=1):
         on_image()
         try:
@@ -141,8 +144,10 @@ def source_content(
         except UnusableSourceError as error:
             faults[error.reason].append(error.name)
             continue
+        # The reader of an image that is in several splits does not know the image folder.
+        file_name = image.file_name or source.relative_to(split.images).as_posix()
         size = {"height": image.height, "width": image.width}
-        images.append({"id": image_id, "file_name": image.file_name, **size})
+        images.append({"id": image_id, "file_name": file_name, **size})
         for annotation in image.annotations:
             annotations.append({"id": len(annotations) + 1, "image_id": image_id, **annotation})
         for reason, name in image.faults:

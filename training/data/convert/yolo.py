@@ -2,7 +2,10 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Mapping
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +14,26 @@ import yaml
 
 from ....model.bundle.manifest import Category
 from ....model.config.strict_yaml import value_from_yaml
-from ....model.image_files import IMAGE_FILE_SUFFIXES
 from ....model.images import ImageError
 from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError
 from ..image_sizes import read_header_size
 from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
 from .polygons import annotation_from_polygons
+from .yolo_files import FoundImages, find_images, label_paths, labels_without_image, relative_name
 
 logger = logging.getLogger(__name__)
 
-# Suffixes of image files. Those in unsupported formats, such as .gif, are reported as unusable.
-_SUFFIXES = IMAGE_FILE_SUFFIXES | {".gif", ".heic"}
 _SPLITS = ("train", "val", "test")
 # A label with a class and this number of values is a box without an outline.
 _BOX_VALUES = 4
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Safe loader that keeps the text of scalars."""
+
+    # Only the merge key `<<` is resolved.
+    yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # noqa: RUF012
 
 
 def yolo_file(folder: Path) -> Path | None:
@@ -42,32 +50,83 @@ def yolo(file: Path) -> ForeignDataset:
     labels of `images/a.jpg` are in `labels/a.txt`, or beside the image.
 
     Raises:
-        DataError: The file has no classes, or no split has images.
+        DataError: The file has no classes, no split has images, or no training image has labels.
     """
     content = _read_yaml(file)
-    splits, missing = {}, {}
-    for name in _SPLITS:
-        if not content.get(name):
-            continue
-        images = tuple(sorted(set(_images_of(file, content, content[name]))))
-        if images:
-            # The image folder is the deepest folder that contains all images of the split.
-            root = Path(os.path.commonpath([image.parent for image in images]))
-            splits[name] = SourceSplit(root, images)
-        else:
-            missing[name] = content[name]
+    found = _find_splits(file, content)
+    images = {image for one in found.values() for image in one.files}
+    paths = {image: next(filter(Path.is_file, label_paths(image)), None) for image in images}
+    labels = {image: path for image, path in paths.items() if path is not None}
+    splits = _source_splits(file, found, labels)
+    for name, split in splits.items():
+        _check_labels(file, name, split, labels)
+    _warn_of_shared_images(file, splits)
+    categories = _categories_from(content.get("names"), file)
+    if (count := content.get("nc", len(categories))) != len(categories):
+        text = f"nc is {count}, but `names` has {len(categories)} names; nc is ignored"
+        logger.warning("%s: %s", file, text)
+    known = {category.id for category in categories}
+    read = partial(_convert, labels=labels, folder=file.parent, known=known)
+    return ForeignDataset(categories, splits, read)
+
+
+def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImages]:
+    root = str(content.get("path") or "")
+    given = {name: content[name] for name in _SPLITS if content.get(name)}
+    found = {name: find_images(file.parent, root, value) for name, value in given.items()}
+    missing = {name: value for name, value in given.items() if not found[name].files}
     missing_text = "; ".join(f"{name}: {value}" for name, value in missing.items())
-    if not splits or "train" in missing:
+    if len(missing) == len(given) or "train" in missing:
         raise DataError(
             f"{file}: no images found for {missing_text or 'train, val or test'}; give folders, or "
             "text files that list images, relative to the folder of this file"
         )
     if missing:
         logger.warning("%s: no images found for %s", file, missing_text)
-    categories = _categories_from(content.get("names"), file)
-    roots = {image: split.images for split in splits.values() for image in split.sources}
-    known = {category.id for category in categories}
-    return ForeignDataset(categories, splits, lambda image: _convert(image, roots[image], known))
+    return {name: images for name, images in found.items() if name not in missing}
+
+
+def _source_splits(
+    file: Path, found: Mapping[str, FoundImages], labels: Mapping[Path, Path]
+) -> dict[str, SourceSplit]:
+    """Return the splits. `labels` is the label file by image."""
+    splits = {}
+    reported: set[Path] = set()
+    for name, (images, faults) in found.items():
+        # The image folder is the deepest folder that contains all images of the split.
+        root = Path(os.path.commonpath([image.parent for image in images]))
+        alone = labels_without_image({image: labels[image] for image in images if image in labels})
+        # Splits that text files define can have the same folders.
+        if new := [path for path in alone if path not in reported]:
+            reported.update(new)
+            faults["labels: image file missing"] = [relative_name(p, file.parent) for p in new]
+        splits[name] = SourceSplit(root, images, faults)
+    return splits
+
+
+def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Path, Path]) -> None:
+    """Report the number of images without a label file: background images, or misplaced labels.
+
+    Raises:
+        DataError: No image of the split `train` has a label file.
+    """
+    without = [image for image in split.sources if image not in labels]
+    if not without:
+        return
+    looked_for = relative_name(label_paths(without[0])[0], file.parent)
+    counts = f"no label file for {len(without)} of {len(split.sources)} images of {name}"
+    text = f"{counts}; looked for {looked_for}"
+    if name == "train" and len(without) == len(split.sources):
+        raise DataError(f"{file}: {text}")
+    logger.warning("%s: %s; images without labels are used without objects", file, text)
+
+
+def _warn_of_shared_images(file: Path, splits: Mapping[str, SourceSplit]) -> None:
+    for (name, one), (other_name, other) in combinations(splits.items(), 2):
+        if shared := sorted({*one.sources}.intersection(other.sources)):
+            first = relative_name(shared[0], file.parent)
+            text = f"{name} and {other_name} share {len(shared)} images, such as {first}"
+            logger.warning("%s: %s", file, text)
 
 
 def _is_yolo(path: Path) -> bool:
@@ -81,7 +140,11 @@ def _is_yolo(path: Path) -> bool:
 
 def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
-        content = value_from_yaml(path.read_bytes())
+        text = path.read_bytes()
+        content = value_from_yaml(text)
+        if isinstance(content, dict) and "names" in content:
+            # As text, because `no` would become the class False, and `1e3` the class 1000.0.
+            content["names"] = yaml.load(text, _TextLoader)["names"]
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, RecursionError) as error:
@@ -92,72 +155,44 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def _categories_from(names: Any, file: Path) -> tuple[Category, ...]:
-    pairs = dict(enumerate(names)) if isinstance(names, list) else names
-    if not isinstance(pairs, Mapping) or not pairs or not all(isinstance(i, int) for i in pairs):
-        raise DataError(f"{file}: `names` must be a list of names, or map class numbers to names")
-    return tuple(Category(id=number, name=str(pairs[number])) for number in sorted(pairs))
+    """Return the categories. `names` are texts: a list, or a mapping with class numbers as keys."""
+    pairs = {str(n): name for n, name in enumerate(names)} if isinstance(names, list) else names
+    if (
+        not isinstance(pairs, dict)
+        or not pairs
+        or not all(str(n).isdecimal() and isinstance(name, str) for n, name in pairs.items())
+    ):
+        given = "missing" if names is None else reprlib.repr(names)
+        raise DataError(
+            f"{file}: `names` must be a list of names, or map class numbers to names; it is {given}"
+        )
+    by_id = {int(number): name for number, name in pairs.items()}
+    return tuple(Category(id=number, name=by_id[number]) for number in sorted(by_id))
 
 
-def _images_of(file: Path, content: Mapping[Any, Any], value: Any) -> Iterator[Path]:
-    """Yield the image files of a split."""
-    for text in value if isinstance(value, list) else [value]:
-        path = _resolve(file.parent, str(content.get("path") or ""), str(text))
-        if path is None:
-            continue
-        if path.is_dir():
-            yield from (p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES)
-        else:
-            lines = (line.strip() for line in path.read_text(errors="replace").splitlines())
-            listed = (_resolve(path.parent, str(file.parent), line) for line in lines if line)
-            yield from (p for p in listed if p is not None and p.is_file())
-
-
-def _resolve(folder: Path, root: str, text: str) -> Path | None:
-    """Return the first existing path to which `text` may refer. None: there is none."""
-    text = text.replace("\\", "/")
-    parts = [part for part in text.split("/") if part not in ("", ".", "..")]
-    candidates = [folder / root / text, folder / text]
-    # Programs write paths relative to other folders, such as `../train/images`, and absolute paths
-    # of the machine that exported the data. The name `images` alone could refer to another split.
-    ends = (parts[start:] for start in range(len(parts)))
-    candidates += [folder.joinpath(*end) for end in ends if end != ["images"] or len(parts) == 1]
-    # Not `Path.exists`, which raises an error for a name that is too long.
-    return next((Path(os.path.normpath(p)) for p in candidates if os.path.exists(p)), None)
-
-
-def _label_file(image: Path) -> Path | None:
-    """Return the existing label file of an image. None: there is none."""
-    file = image.with_suffix(".txt")
-    parts = file.parts[:-1]
-    candidates = [
-        Path(*parts[:index], "labels", *parts[index + 1 :], file.name)
-        for index in reversed(range(len(parts)))
-        if parts[index] == "images"
-    ]
-    candidates += [file, image.parent / "labels" / file.name]
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def _convert(image: Path, root: Path, known: set[int]) -> ConvertedImage:
-    name = image.relative_to(root).as_posix()
+def _convert(
+    image: Path, labels: Mapping[Path, Path], folder: Path, known: set[int]
+) -> ConvertedImage:
+    """Read the labels of an image. Faults are named by paths relative to `folder`."""
     try:
         # Label files refer to the upright image.
         height, width = read_header_size(image).upright
     except ImageError as error:
-        raise UnusableSourceError(f"images: {error}", name) from None
+        raise UnusableSourceError(f"images: {error}", relative_name(image, folder)) from None
     annotations, faults = [], []
-    labels = _label_file(image)
+    path = labels.get(image)
     # Programs on Windows write a byte order mark.
-    lines = labels.read_text("utf-8-sig", errors="replace").splitlines() if labels else []
+    lines = path.read_text("utf-8-sig", errors="replace").splitlines() if path else []
+    name = relative_name(path or image, folder)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         result = _annotation_from(line, height, width, known)
         if isinstance(result, str):
-            faults.append((f"labels: {result}", f"{labels.name if labels else name}:{number}"))
+            faults.append((f"labels: {result}", f"{name}:{number}"))
         else:
             annotations.append(result)
-    return ConvertedImage(name, height, width, annotations, faults)
+    return ConvertedImage(None, height, width, annotations, faults)
 
 
 def _annotation_from(line: str, height: int, width: int, known: set[int]) -> dict[str, Any] | str:

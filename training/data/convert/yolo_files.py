@@ -1,0 +1,112 @@
+"""Find the image and label files of a data set in YOLO's format."""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ....model.image_files import IMAGE_FILE_SUFFIXES
+from ..coco.entries import Findings
+
+# Suffixes of image files. Those in unsupported formats, such as .gif, are reported as unusable.
+_SUFFIXES = IMAGE_FILE_SUFFIXES | {".gif", ".heic"}
+
+
+class FoundImages(NamedTuple):
+    """Image files of a split, and the names of missing ones by reason."""
+
+    # Absolute paths in ascending order.
+    files: tuple[Path, ...]
+    faults: Findings
+
+
+def find_images(folder: Path, root: str, value: Any) -> FoundImages:
+    """Find the image files of a split.
+
+    Args:
+        folder: Folder of the YAML file.
+        root: Its key `path`. The empty string: it has none.
+        value: A folder, a text file that lists images, or a list of these.
+    """
+    images: set[Path] = set()
+    faults: Findings = defaultdict(list)
+    for text in map(str, value if isinstance(value, list) else [value]):
+        path = _resolve(folder, root, text)
+        if path is not None and path.is_file():
+            for line in filter(None, map(str.strip, _lines_of(path))):
+                image = _resolve(path.parent, str(folder.absolute()), line)
+                if image is not None and image.is_file():
+                    images.add(image)
+                else:
+                    faults["images: file missing"].append(line)
+            continue
+        files = _image_files(path.rglob("*")) if path is not None else []
+        images.update(files)
+        if not files:
+            faults["images: folder or list missing or empty"].append(text)
+    return FoundImages(tuple(sorted(images)), faults)
+
+
+def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
+    """Return the label files that have no image, in the folders of those that have one.
+
+    Args:
+        label_files: Label file by image.
+    """
+    image_folders: dict[Path, set[Path]] = defaultdict(set)
+    for image, labels in label_files.items():
+        image_folders[labels.parent].add(image.parent)
+    alone = []
+    for folder, others in image_folders.items():
+        stems = {image.stem for other in others for image in _image_files(other.iterdir())}
+        alone += [p for p in folder.glob("*.txt") if p.stem not in stems and _has_labels(p)]
+    return sorted(alone)
+
+
+def _image_files(paths: Iterable[Path]) -> list[Path]:
+    return [path for path in paths if path.suffix.lower() in _SUFFIXES]
+
+
+def _lines_of(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()
+
+
+def _has_labels(path: Path) -> bool:
+    """Return whether each line of a file has a class and coordinates, unlike `classes.txt`."""
+    rows = [line.split() for line in _lines_of(path) if line.strip()]
+    try:
+        return all(len(row) > 4 and isfinite(sum(map(float, row))) for row in rows)
+    except ValueError:
+        return False
+
+
+def _resolve(folder: Path, root: str, text: str) -> Path | None:
+    """Return the first existing path to which `text` may refer. None: there is none."""
+    text = text.replace("\\", "/")
+    parts = [part for part in text.split("/") if part not in ("", ".", "..")]
+    candidates = [folder / root / text, folder / text]
+    # Programs write paths relative to other folders, such as `../train/images`, and absolute paths
+    # of the machine that exported the data. The name `images` alone could refer to another split.
+    ends = (parts[start:] for start in range(len(parts)))
+    candidates += [folder.joinpath(*end) for end in ends if end != ["images"] or len(parts) == 1]
+    # Not `Path.exists`, which raises an error for a name that is too long.
+    return next((Path(os.path.abspath(p)) for p in candidates if os.path.exists(p)), None)
+
+
+def label_paths(image: Path) -> list[Path]:
+    """Return the paths at which the label file of an image may be, the usual one first."""
+    file = image.with_suffix(".txt")
+    parts = file.parts[:-1]
+    paths = [
+        Path(*parts[:index], "labels", *parts[index + 1 :], file.name)
+        for index in reversed(range(len(parts)))
+        if parts[index].lower() == "images"
+    ]
+    return [*paths, file, image.parent / "labels" / file.name]
+
+
+def relative_name(path: Path, folder: Path) -> str:
+    """Return the path of a file relative to a folder, with slashes, for messages."""
+    return Path(os.path.relpath(path, folder)).as_posix()
