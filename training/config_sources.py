@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import zipfile
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -71,6 +72,8 @@ def _read(source: str, path: Path) -> Values:
     text: str | bytes
     if source in presets():
         text = preset_text(source)
+    elif zipfile.is_zipfile(path):
+        raise SourceError(f"'{path}' is an archive; unpack it, and give the folder or file in it")
     elif path.is_file():
         text = path.read_bytes()
     elif path.is_dir():

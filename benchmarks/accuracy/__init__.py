@@ -103,6 +103,7 @@ def _evaluate_checkpoint(
     json_path: Path | None,
 ) -> None:
     from ...model.weights.references import checkpoint_from_reference
+    from ...training.config_sources import presets
     from ...training.distributed import worker
     from ...training.evaluation.config import load_evaluation_config
     from ...training.evaluation.result_files import RESULTS_FOLDER
@@ -112,6 +113,11 @@ def _evaluate_checkpoint(
 
     if source is None:
         raise click.UsageError("a checkpoint is evaluated on data.val of CONFIG; give CONFIG")
+    if source not in presets() and not Path(source).exists():
+        raise click.UsageError(
+            f"{source!r} does not exist; give the folder of a data set, a configuration file, or "
+            "the name of a preset"
+        )
     loaded = checkpoint_from_reference(reference)
     config = load_evaluation_config(source, (*overrides, *_overrides_from(given)), loaded)
     with worker(config.device) as own:

@@ -70,21 +70,14 @@ def instance_from_annotation(
     if not isinstance(category, int) or category not in label_by_category:
         raise InvalidAnnotationError("unknown category")
     limit = float(MAX_EXTENT * max(height, width))
-    bbox = _bbox_from(annotation.get("bbox"), limit)
+    segmentation, is_complete = _segmentation_from(annotation, height, width, limit)
+    if annotation.get("bbox") is None:
+        bbox = _bbox_of(segmentation)
+    else:
+        bbox = _bbox_from(annotation["bbox"], limit)
     left, top, right, bottom = _clip(bbox, height, width)
     if right <= left or bottom <= top:
         raise InvalidAnnotationError("box without area inside the image")
-    value = annotation.get("segmentation")
-    is_complete = True
-    segmentation: Segmentation
-    if not value:
-        raise InvalidAnnotationError("no segmentation")
-    if isinstance(value, dict):
-        segmentation = _rle_from(value, height, width)
-    elif isinstance(value, list):
-        segmentation, is_complete = _polygons_from(value, limit)
-    else:
-        raise InvalidAnnotationError("segmentation is neither polygons nor RLE")
     area = annotation.get("area")
     # An integer may be too large for a float.
     if not isinstance(area, _NUMBERS) or abs(area) > sys.float_info.max:
@@ -106,6 +99,32 @@ def coco_from_segmentation(segmentation: Segmentation) -> list[list[float]] | di
     if isinstance(segmentation, Rle):
         return coco_from_rle(segmentation)
     return [ring.tolist() for ring in segmentation]
+
+
+def _segmentation_from(
+    annotation: Mapping[str, Any], height: int, width: int, limit: float
+) -> tuple[Segmentation, bool]:
+    """Return the segmentation, and whether all its polygons are valid."""
+    value = annotation.get("segmentation")
+    if not value:
+        raise InvalidAnnotationError(
+            "no polygons or RLE; export the data as instance segmentation, not as boxes"
+        )
+    if isinstance(value, dict):
+        return _rle_from(value, height, width), True
+    if isinstance(value, list):
+        return _polygons_from(value, limit)
+    raise InvalidAnnotationError("segmentation is neither polygons nor RLE")
+
+
+def _bbox_of(segmentation: Segmentation) -> tuple[float, float, float, float]:
+    """Return the box (x, y, width, height) that encloses a segmentation."""
+    if isinstance(segmentation, Rle):
+        x, y, width, height = coco_mask.toBbox(coco_from_rle(segmentation)).tolist()
+        return x, y, width, height
+    points = np.concatenate([ring.reshape(-1, 2) for ring in segmentation]).astype(float)
+    (left, top), (right, bottom) = points.min(axis=0).tolist(), points.max(axis=0).tolist()
+    return left, top, right - left, bottom - top
 
 
 def _is_crowd(value: Any) -> bool:

@@ -1,17 +1,22 @@
 """Find the splits of a data set folder: pairs of an annotation file and an image folder."""
 
 import json
+import logging
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
 from ...config import DatasetConfig
 from .dataset import DataError
 
+logger = logging.getLogger(__name__)
+
 _PREFIX = "instances_"
+# Other names of splits.
+_SYNONYMS = {"valid": "val", "validation": "val", "training": "train", "testing": "test"}
 # Number of image files that are looked up to find the image folder of an annotation file.
 _LOOKUPS = 5
 _FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
@@ -22,7 +27,8 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
 
     The image folder of a split is the one in `folder` or `folder/images` that contains its images.
     If several or none contain them, it is the one with the longest name that the split's name ends
-    with (`val2014/` for `minival2014`), else `images/`. Splits without an image folder are skipped.
+    with (`val2014/` for `minival2014`), else `images/`. Splits without an image folder are skipped
+    with a warning.
 
     Raises:
         DataError: There is no split.
@@ -33,40 +39,64 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
             f"{folder} has no annotations/*.json; pass a folder that has them, or --images and "
             "--annotations"
         )
-    splits = {}
-    for file in files:
-        split = file.stem.removeprefix(_PREFIX)
-        images = image_folder(folder, split, file)
-        if images is not None:
-            splits[split] = DatasetConfig(images=images, annotations=file)
-    if not splits:
-        names = " or ".join(f"{file.stem.removeprefix(_PREFIX)}/" for file in files)
+    by_split = {file.stem.removeprefix(_PREFIX): file for file in files}
+    folders = {
+        split: image_folder(folder, split, file, by_split) for split, file in by_split.items()
+    }
+    if not any(folders.values()):
+        names = " or ".join(f"{split}/" for split in by_split)
         raise DataError(
             f"{folder} has annotations but no image folder {names}; pass another folder, or "
             "--images and --annotations"
         )
+    splits = {}
+    for split, images in folders.items():
+        if images is None:
+            logger.warning("%s: no image folder %s/; the split is left out", by_split[split], split)
+        else:
+            splits[split] = DatasetConfig(images=images, annotations=by_split[split])
     return splits
 
 
 def annotation_files(folder: Path) -> list[Path]:
     """Return the files `annotations/instances_*.json` of a folder, else `annotations/*.json`."""
-    files = sorted((folder / "annotations").glob("*.json"))
+    files = sorted((folder / "annotations").glob("[!.]*.json"))
     # COCO also publishes files with captions and keypoints here, which are ignored.
     return [file for file in files if file.name.startswith(_PREFIX)] or files
 
 
-def image_folder(folder: Path, split: str, file: Path) -> Path | None:
-    """Return the image folder of a split in a data set's folder. None: there is none."""
+def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Path]) -> Path | None:
+    """Return the image folder of a split in a data set's folder. None: there is none.
+
+    Args:
+        folder: Folder of the data set.
+        split: Name of the split.
+        file: Its annotation file.
+        by_split: Annotation files of all splits.
+    """
     common = folder / "images"
     places = [*_subfolders(folder), *_subfolders(common)]
-    named = [place for place in places if split.lower().endswith(place.name.lower())]
+    named = [place for place in places if _is_named(place, split)]
     named.sort(key=lambda place: len(place.name), reverse=True)
     named += [common] if common.is_dir() else []
     names = list(islice(_file_names(file), _LOOKUPS))
     for place in (*named, folder, *places):
-        if any(os.path.isfile(place / name) for name in names):
+        is_found = any(os.path.isfile(place / name) for name in names)
+        if is_found and (place in named or not _lists_other_images(place, names, by_split)):
             return place
     return next(iter(named), None)
+
+
+def _is_named(place: Path, split: str) -> bool:
+    """Whether the name of an image folder is that of a split, as `val2014` for `minival2014`."""
+    name = place.name.lower()
+    return split.lower().endswith(name) or _SYNONYMS.get(name) == _SYNONYMS.get(split, split)
+
+
+def _lists_other_images(place: Path, names: Sequence[str], by_split: Mapping[str, Path]) -> bool:
+    """Whether an image folder belongs to another split that has images of the same names."""
+    owners = (file for split, file in by_split.items() if _is_named(place, split))
+    return any(not set(names).isdisjoint(_file_names(file)) for file in owners)
 
 
 def _subfolders(folder: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """Recognise the layout of a data set folder: COCO, Roboflow, CVAT, LabelMe or YOLO."""
 
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -82,7 +83,8 @@ def recognize_layout(path: Path) -> DataLayout:
         return _foreign("YOLO", yolo(path), path)
     if not path.is_dir():
         kind = "is not a folder" if path.exists() else "does not exist"
-        raise DataError(f"{path} {kind}; give the folder of a data set")
+        remedy = "unpack the archive, and give its folder" if zipfile.is_zipfile(path) else ""
+        raise DataError(f"{path} {kind}; {remedy or 'give the folder of a data set'}")
     if files := _roboflow_files(path):
         return DataLayout("COCO as exported by Roboflow", _roboflow_splits(files))
     coco = annotation_files(path)
@@ -97,7 +99,7 @@ def recognize_layout(path: Path) -> DataLayout:
     if any(map(is_labelme, samples.values())):
         return _foreign("LabelMe", labelme(path, _json_files(path)), path, has_ids=False)
     splits = {
-        one.stem: LayoutSplit(image_folder(path, one.stem, one) or path, one)
+        one.stem: LayoutSplit(image_folder(path, one.stem, one, {}) or path, one)
         for one, content in samples.items()
         if one.parent == path and isinstance(content, dict) and "annotations" in content
     }

@@ -114,14 +114,15 @@ def rotated_files(
 
 def unlisted_files(folders: Iterable[Path], listed: Iterable[Path]) -> list[Path]:
     """Find image files in folders, at any depth, that are not in `listed`. Sort them by path."""
+    # File names may contain `..`.
     files = {
-        Path(parent, name)
+        Path(os.path.normpath(os.path.join(parent, name)))
         for folder in folders
         for parent, _, names in os.walk(folder)
         for name in names
         if Path(name).suffix.lower() in IMAGE_FILE_SUFFIXES
     }
-    return sorted(files.difference(listed))
+    return sorted(files.difference(Path(os.path.normpath(path)) for path in listed))
 
 
 def _equal_files(paths: Iterable[Path]) -> list[list[Path]]:

@@ -52,6 +52,7 @@ def test_ground_truth_is_the_file_with_new_annotation_ids(tmp_path: Path) -> Non
     assert {a["image_id"] for a in some["annotations"]} == {8}
 
 
+NO_MASK = "no polygons or RLE; export the data as instance segmentation, not as boxes"
 _SHORT_RUNS = {"size": [HEIGHT, WIDTH], "counts": [100, 50]}
 _OTHER_SIZE = {**ring_segmentation(compressed=True), "size": [WIDTH, HEIGHT]}
 _CUT_RUNS = {"size": [HEIGHT, WIDTH], "counts": ring_segmentation(compressed=True)["counts"][:-3]}
@@ -69,9 +70,8 @@ _CUT_RUNS = {"size": [HEIGHT, WIDTH], "counts": ring_segmentation(compressed=Tru
         ({"bbox": [WIDTH, 20, 30, 40]}, "box without area inside the image"),
         ({"bbox": [10, 20, 30]}, "box is not four numbers"),
         ({"bbox": [10, 20, 30, float("nan")]}, "box is not four numbers"),
-        ({"bbox": None}, "box is not four numbers"),
-        ({"segmentation": []}, "no segmentation"),
-        ({"segmentation": None}, "no segmentation"),
+        ({"segmentation": []}, NO_MASK),
+        ({"segmentation": None}, NO_MASK),
         ({"segmentation": [[10, 20, 40, 20]]}, "polygon of fewer than three points"),
         ({"segmentation": [[10, 20, 40, 20, 40, 60, 10]]}, "polygon of fewer than three points"),
         ({"segmentation": [["a"] * 6]}, "polygon is not a list of numbers"),
@@ -103,6 +103,17 @@ def test_invalid_annotations_are_skipped_or_refused(
     assert f"1 annotations: {reason} (77)" in caplog.text
     with pytest.raises(DataError, match=rf"{reason} \(77\).*data\.on_broken=skip"):
         CocoDataset(config, on_broken="refuse")
+
+
+def test_missing_boxes_are_those_of_the_segmentations(tmp_path: Path) -> None:
+    content = valid_content()
+    listed = CocoDataset(write_folder(tmp_path, content))
+    for own in content["annotations"]:
+        del own["bbox"]
+    computed = CocoDataset(write_folder(tmp_path, content))
+    assert not computed.faults
+    for record, other in zip(listed.records, computed.records, strict=True):
+        assert [one.bbox for one in record.instances] == [one.bbox for one in other.instances]
 
 
 @pytest.mark.parametrize(

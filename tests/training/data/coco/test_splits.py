@@ -50,6 +50,42 @@ def test_splits_are_those_with_a_folder(
         assert config.annotations.stem.removeprefix("instances_") == split
 
 
+@pytest.mark.parametrize(
+    ("names", "folders"),
+    [
+        (("train/0.jpg", "valid/0.jpg"), {"train": "train", "val": "valid"}),
+        (("train/0.jpg",), {"train": "train"}),
+        # On Linux, `0.JPG` is another file.
+        (("train/0.JPG", "val/0.jpg"), {"train": "train", "val": "val"}),
+        (("train/0.jpg", "annotations/._train.json"), {"train": "train"}),
+    ],
+    ids=["another name", "no folder", "another suffix", "file of a Mac"],
+)
+def test_a_split_does_not_take_the_images_of_another(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    names: tuple[str, ...],
+    folders: dict[str, str],
+) -> None:
+    create(tmp_path, *names)
+    (tmp_path / "annotations").mkdir(exist_ok=True)
+    for split in ("train", "val"):
+        text = '{"images": [{"file_name": "0.jpg"}]}'
+        (tmp_path / "annotations" / f"{split}.json").write_text(text)
+    configs = find_splits(tmp_path)
+    assert {split: config.images.name for split, config in configs.items()} == folders
+    assert ("val.json" in caplog.text) == ("val" not in folders)
+
+
+def test_splits_may_share_a_folder(tmp_path: Path) -> None:
+    """`maskrcnn data split` writes such files."""
+    create(tmp_path, "train/0.jpg", "train/1.jpg", "annotations/")
+    for split, name in (("train", "0.jpg"), ("val", "1.jpg")):
+        text = f'{{"images": [{{"file_name": "{name}"}}]}}'
+        (tmp_path / "annotations" / f"{split}.json").write_text(text)
+    assert {config.images.name for config in find_splits(tmp_path).values()} == {"train"}
+
+
 def test_folders_of_another_layout_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"annotations/\*\.json.*--images"):
         find_splits(tmp_path)

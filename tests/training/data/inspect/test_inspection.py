@@ -88,6 +88,7 @@ def test_images_in_two_splits_and_unlisted_ones_are_reported(tmp_path: Path) -> 
     """Images that are listed, but invalid, are not unlisted."""
     content = valid_content()
     content["images"][0]["height"] = 0
+    content["images"][1]["file_name"] = "..\\val\\5.jpg"
     write_layout(tmp_path, train=valid_content(), val=valid_content())
     (tmp_path / "train" / "6.png").touch()
     (tmp_path / "annotations" / "val.json").write_text(json.dumps(content))
