@@ -95,6 +95,8 @@ async def test_requests_of_both_protocols_are_counted(served: Any, picture: Enco
         await asyncio.gather(*(detector.Detect(detect_request(wide)) for _ in range(2)))
         await triton.ModelInfer(infer_request(MODEL, wide, wide))
         await triton.ModelInfer(infer_request(f"{MODEL}-fp32", tall, tall))
+        # A slot is free only after the response has been sent.
+        await metrics.becomes(0, "maskrcnn_slots_in_use", model=MODEL)
         for call, code in (
             (detector.Detect(detect_request(b"no image")), "INVALID_ARGUMENT"),
             (detector.Detect(detect_request(wide, precision="fp16")), "INVALID_ARGUMENT"),
