@@ -78,9 +78,13 @@ class MaskPredictor(nn.Module):
         """Return mask logits [K, 2P, 2P] of K RoIs of features [K, C, P, P] and labels [K]."""
         features = F.relu(self.conv5_mask(features))
         weight, bias = (parameter[labels] for parameter in self.mask_fcn_logits.parameters())
-        # Convolutions output channels-last, so the permutation copies nothing, also backwards.
-        cells = features.permute(0, 2, 3, 1).flatten(1, 2)
-        logits = torch.baddbmm(bias[:, None, None], cells, weight[:, :, 0])
+        # One matrix product per RoI, in the order whose gradient has the layout of the features.
+        if features.is_contiguous():
+            weight, cells = weight[:, :, 0].mT, features.flatten(2)
+            logits = torch.baddbmm(bias[:, None, None], weight, cells)
+        else:  # channels-last
+            cells = features.permute(0, 2, 3, 1).flatten(1, 2)
+            logits = torch.baddbmm(bias[:, None, None], cells, weight[:, :, 0])
         return logits.view(-1, *features.shape[2:])
 
 

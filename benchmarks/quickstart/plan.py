@@ -50,11 +50,11 @@ def plan_steps(images: int, config: "TrainConfig") -> tuple[PlannedStep, ...]:
     return (
         PlannedStep("generate a data set", 5 + images * _SECONDS_PER_DRAWN_IMAGE),
         PlannedStep("train from scratch and evaluate", 35 + trained * _SECONDS_PER_TRAINED_IMAGE),
-        PlannedStep("export to ONNX", 25),
-        PlannedStep("verify the bundle against the checkpoint", 10),
-        PlannedStep("serve the bundle and send images to the server", 15),
-        PlannedStep("measure inference", 15),
-        PlannedStep("measure the server", 12),
+        PlannedStep("export to ONNX", 18),
+        PlannedStep("verify the bundle against the checkpoint", 3),
+        PlannedStep("serve the bundle and send images to the server", 10),
+        PlannedStep("measure inference", 10),
+        PlannedStep("measure the server", 10),
     )
 
 
