@@ -31,7 +31,7 @@ from .engines.build import TOP_K_LIMIT, limited_checkpoint
 from .engines.builder import EngineBuilder
 from .engines.options import ENGINE_SUFFIXES
 from .onnx.export import onnx_from_model
-from .onnx.precision import fold_batch_norms, halve
+from .onnx.precision import fold_batch_norms, halve, replace_transposed_convolution
 from .onnx.quantization import quantized_model
 from .output_folder import atomic_folder, check_output_folder, with_older_artifacts
 from .torch_program.fused_modules import optimize_for_gpu
@@ -66,8 +66,8 @@ def bundle_from_checkpoint(
 
     The folder is replaced atomically. A bundle of another checkpoint is replaced as a whole.
     The bundle has one ONNX file per numeric type and input size, and one engine per precision and
-    input size for each builder. bf16 is exported as torch programs only; int8, as ONNX files and
-    engines only.
+    input size for each builder. bf16 is exported as torch programs and engines only; int8, as ONNX
+    files and engines only.
 
     Args:
         reference: checkpoint or weights of another implementation; see `local_path`.
@@ -91,13 +91,15 @@ def bundle_from_checkpoint(
         EngineError: an engine cannot be built.
         BundleError: the folder exists and is not a bundle, an input size is too small for all
             images, the resize rule needs another `input_dtype`, or bf16 is requested without
-            `with_programs`, or int8 without `calibration`.
+            `with_programs` and `builders`, or int8 without `calibration`.
         ImageError: an image of the calibration cannot be read.
         OSError: the bundle cannot be written.
     """
     check_output_folder(bundle)
-    if "bf16" in precisions and not with_programs:
-        raise BundleError("bf16 is available for torch programs only; add --engine torch")
+    if "bf16" in precisions and not (with_programs or builders):
+        raise BundleError(
+            "ONNX Runtime does not compute in bf16; add --engine torch, tensorrt or tensorrt-rtx"
+        )
     if "int8" in precisions and not calibration:
         raise BundleError(
             "int8 needs images to measure ranges of values; run maskrcnn export with "
@@ -109,12 +111,15 @@ def bundle_from_checkpoint(
     sizes = buckets or checkpoint.buckets
     settings = _ExportSettings(precisions, sizes, dtype, calibration, report)
     with atomic_folder(bundle) as partial:
-        graphs = _export_graphs(checkpoint, partial, settings)
+        for_onnxruntime = [p for p in precisions if p != "bf16"]
+        graphs = _export_graphs(checkpoint, partial, settings._replace(precisions=for_onnxruntime))
         engines = []
         if builders:
-            sources = _export_engine_sources(checkpoint, partial, settings)
+            sources = _engine_sources(checkpoint, graphs, partial, settings)
             engines = [
-                _build_engine(b, g, sources, partial, report) for b in builders for g in graphs
+                _build_engine(builder, graph, path, partial, report)
+                for builder in builders
+                for graph, path in sources
             ]
         programs = _export_programs(checkpoint, partial, settings) if with_programs else []
         manifest = _manifest_from(checkpoint, local_path(reference), [*graphs, *programs, *engines])
@@ -139,10 +144,10 @@ def _export_graphs(
     hashes: dict[str, str] = {}
     artifacts = []
     for precision in dict.fromkeys(settings.precisions):
-        if precision == "bf16":
-            continue
         types = _TYPES[precision]
         model = model_for_export(checkpoint, types)
+        if precision == "bf16":  # TensorRT-RTX has no transposed convolution in bf16
+            replace_transposed_convolution(model)
         for bucket in dict.fromkeys(settings.buckets):
             path = folder / f"model-{types}-{bucket}.onnx"
             if path.name not in hashes:
@@ -202,36 +207,39 @@ def _export_programs(
     ]
 
 
-def _export_engine_sources(
-    checkpoint: Checkpoint, partial: Path, settings: _ExportSettings
-) -> Path:
-    """Return the folder with the ONNX files to build engines from.
+def _engine_sources(
+    checkpoint: Checkpoint, graphs: Sequence[Artifact], partial: Path, settings: _ExportSettings
+) -> list[tuple[Artifact, Path]]:
+    """Return the ONNX files to build engines from: manifest entry and path.
 
-    If a top-k exceeds TensorRT's limit, ONNX files with the limit are written to another folder.
+    Those that ONNX Runtime could not run like the checkpoint are written to a folder outside the
+    bundle: bf16, and all if a top-k exceeds TensorRT's limit.
     """
     limited, changes = limited_checkpoint(checkpoint)
-    if not changes:
-        return partial
-    settings.report(
-        f"TensorRT selects at most {TOP_K_LIMIT} candidates, so its engines have {changes}"
-    )
-    folder = partial.with_name("limited")
+    if changes:
+        settings.report(
+            f"TensorRT selects at most {TOP_K_LIMIT} candidates, so its engines have {changes}"
+        )
+        graphs = []
+    else:
+        settings = settings._replace(precisions=[p for p in settings.precisions if p == "bf16"])
+    folder = partial.with_name("sources")
     folder.mkdir()
-    _export_graphs(limited, folder, settings)
-    return folder
+    others = _export_graphs(limited, folder, settings)
+    return [(g, partial / g.path) for g in graphs] + [(g, folder / g.path) for g in others]
 
 
 def _build_engine(
     builder: EngineBuilder,
     graph: Artifact,
-    sources: Path,
+    source: Path,
     folder: Path,
     report: Callable[[str], None],
 ) -> Artifact:
-    """Build the engine for an ONNX file's precision and input size; return its manifest entry."""
+    """Build an engine from an ONNX file of an input size; return its manifest entry."""
     report(f"building {graph.precision} for inputs of {graph.bucket} with {builder.product}")
     path = folder / f"model-{graph.precision}-{graph.bucket}{ENGINE_SUFFIXES[builder.kind]}"
-    build = builder.build(sources / graph.path, path, graph.precision)
+    build = builder.build(source, path, graph.precision)
     return Artifact(
         path=path.name,
         sha256=sha256_of(path),

@@ -151,6 +151,11 @@ def export(
     from .output_folder import copy_samples
     from .triton_repository import triton_repository_from_bundle
 
+    if "bf16" in precisions and engines["strip_weights"]:
+        raise click.UsageError(
+            "--strip-weights: the bundle will have no ONNX file in bf16 from which to insert the "
+            "weights; leave it out, or choose another precision"
+        )
     image_paths = [] if not images else _images_in(Path(images), "--verify")
     sample_paths = _images_in(Path(samples), "--samples") if samples else []
     manifest = bundle_from_checkpoint(

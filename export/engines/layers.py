@@ -65,9 +65,9 @@ _SPELLINGS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
 def check_precision(layers: Sequence[Layer], precision: Precision, name: str) -> None:
     """Check that an engine computes in the types of its precision.
 
-    In fp16 every convolution and at least one matrix product must read fp16. In fp32 and tf32 all
-    of them must read fp32; the types do not show whether TF32 is on. In int8 every convolution
-    except transposed ones must read int8, possibly beside fp32.
+    In fp16 and bf16 every convolution and at least one matrix product must read that type. In fp32
+    and tf32 all of them must read fp32; the types do not show whether TF32 is on. In int8 every
+    convolution except transposed ones must read int8, possibly beside fp32.
 
     Raises:
         PrecisionError: a layer computes in another type, or no convolution is listed.
@@ -82,12 +82,12 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
     if precision == "int8":
         convolutions = [layer for layer in convolutions if "deconv" not in layer.kind.lower()]
         products = []
-    expected = frozenset({precision if precision in ("fp16", "int8") else "fp32"})
+    expected = frozenset({"fp32" if precision == "tf32" else precision})
     allowed = expected | ({"fp32"} if precision == "int8" else set())
     wrong = [c for c in convolutions if not expected <= c.compute_types <= allowed]
     # The matrix product in the function body of NMS stays in fp32.
     products_differ = [layer for layer in products if layer.compute_types != expected]
-    if precision != "fp16" or len(products_differ) == len(products):
+    if precision not in ("fp16", "bf16") or len(products_differ) == len(products):
         wrong += products_differ
     if wrong:
         types = ", ".join(sorted(frozenset().union(*(layer.compute_types for layer in wrong))))

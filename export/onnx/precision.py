@@ -1,7 +1,8 @@
-"""Preparation of a model for export: folding of batch norms, and half precision."""
+"""Preparation of a model for export: folding of batch norms, 16-bit types, upsampling."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torchvision.ops import FrozenBatchNorm2d
 
@@ -40,3 +41,26 @@ def halve(model: MaskRCNN, dtype: torch.dtype = torch.float16) -> None:
     # From 512 pixels on, fp16 has steps of half a pixel, too coarse for coordinates.
     for part in (model.backbone, model.rpn.head, model.roi_heads):
         part.to(dtype)
+
+
+class _Upsampling(nn.Module):
+    """Transposed 2x2 convolution of stride 2, as a 1x1 convolution and a rearrangement."""
+
+    def __init__(self, transposed: nn.ConvTranspose2d) -> None:
+        super().__init__()
+        assert transposed.stride == transposed.kernel_size == (2, 2)
+        assert transposed.bias is not None
+        self.conv = nn.Conv2d(transposed.in_channels, 4 * transposed.out_channels, 1)
+        weight = transposed.weight.permute(1, 2, 3, 0).flatten(0, 2)
+        self.conv.weight = nn.Parameter(weight[:, :, None, None])
+        self.conv.bias = nn.Parameter(transposed.bias.repeat_interleave(4))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return [B, D, 2H, 2W] of features [B, C, H, W]."""
+        return F.pixel_shuffle(self.conv(features), 2)
+
+
+def replace_transposed_convolution(model: MaskRCNN) -> None:
+    """Replace the transposed convolution of the mask head by equivalent operations, in place."""
+    predictor = model.roi_heads.mask_predictor
+    predictor.conv5_mask = _Upsampling(predictor.conv5_mask)  # type: ignore[assignment]

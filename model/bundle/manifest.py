@@ -219,9 +219,9 @@ class Manifest(_Record):
         chosen = tuple(a for a in self.artifacts if (a.precision, a.kind) == (precision, kind))
         if chosen:
             return chosen
-        if precision == "bf16" and kind != "torch":
+        if precision == "bf16" and kind == "onnx":
             raise BundleError(
-                "only the torch backend computes in bf16; choose it, or another precision"
+                "ONNX Runtime does not compute in bf16; choose another backend or precision"
             )
         if precision == "int8" and kind == "torch":
             raise BundleError("the torch backend does not compute in int8; choose onnxruntime")

@@ -42,6 +42,9 @@ _FIELDS = {int: np.ndarray[Any, np.dtype[np.int32]], float: _FLOATS, list: _FLOA
 # them, and then fails without a reason.
 _errors: list[str] = []
 
+# Names of the kernels' feature types by TensorRT's names.
+_FEATURE_TYPES = {"FLOAT": "float", "HALF": "float16", "BF16": "bfloat16"}
+
 # Shape expression and data type of a tensor.
 Description = tuple[tuple[Any, ...], Any]
 
@@ -146,10 +149,9 @@ def _implement_pooled(
         inclusive=bool(inclusive),
         **attributes,
     )
-    feature_type = {trt.float16: "float16", trt.float32: "float"}[features[0].dtype]
     kernel = forward_kernel(
         pooling,
-        feature_type,
+        _FEATURE_TYPES[features[0].dtype.name],
         features[0].shape[1],
         channels_last=features[0].format in (trt.TensorFormat.HWC, trt.TensorFormat.HWC8),
         pooled_channels_last=False,
@@ -163,10 +165,11 @@ def _implement_pooled(
 def _combine_pooled(*inputs: Any) -> list[tuple[str, str]]:
     *features, _rois = inputs
     levels = len(features)
-    linear = ["FP32|FP16"] * levels + ["FP32", "FP32|FP16"], ["LINEAR"] * (levels + 2)
+    any_type = "FP32|FP16|BF16"
+    linear = [any_type] * levels + ["FP32", any_type], ["LINEAR"] * (levels + 2)
     # Formats of convolutions' outputs. HWC8 pads channels to a multiple of eight.
     single = ["FP32"] * (levels + 2), ["HWC"] * levels + ["LINEAR"] * 2
-    half = ["FP16"] * levels + ["FP32", "FP16"], ["HWC8"] * levels + ["LINEAR"] * 2
+    half = ["FP16|BF16"] * levels + ["FP32", "FP16|BF16"], ["HWC8"] * levels + ["LINEAR"] * 2
     combinations = [linear, single, half] if features[0].shape[1] % 8 == 0 else [linear, single]
     return [(", ".join(types), ", ".join(formats)) for types, formats in combinations]
 

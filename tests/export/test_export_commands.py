@@ -103,6 +103,13 @@ def test_folders_with_other_files_are_kept(
         assert (folder / "thesis.tex").read_text() == "years of work"
 
 
+def test_bf16_engines_need_their_weights(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    options = ("--engine", "tensorrt", "--strip-weights", "--precision", "bf16")
+    result = export(tiny_checkpoint, "-o", tmp_path / "bundle", *options)
+    assert result.exit_code == 2
+    assert "--strip-weights: the bundle will have no ONNX file in bf16" in result.output
+
+
 @pytest.mark.parametrize(
     ("options", "fact"),
     [(("--engine", "tensorrt", "--build-log", "bundle/x/file"), "--build-log {}/bundle/x/file"),

@@ -67,9 +67,14 @@ def pooling(levels: tuple[float, ...], side: int, ratio: int, flag: int) -> dict
 
 FORMATS = tuple(
     (dtype, map_format)
-    for dtype, last in ((torch.float32, "HWC"), (torch.float16, "HWC8"))
+    for dtype, last in (
+        (torch.float32, "HWC"),
+        (torch.float16, "HWC8"),
+        (torch.bfloat16, "HWC8"),
+    )
     for map_format in ("LINEAR", last)
 )
+TOLERANCES = {torch.int32: 0, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 CASES = {
     "NMS": Case("NmsKeep", {"iou_threshold": 0.5, "max_keep": 0}),
     "NMS of 100": Case("NmsKeep", {"iou_threshold": 0.7, "max_keep": 100}),
@@ -202,9 +207,8 @@ class Run:
 
     def check(self, seed: int = 0) -> None:
         torch.cuda.synchronize()
-        tolerance = {torch.int32: 0, torch.float32: 1e-4, torch.float16: 4e-3}
         found, expected = self._output.tensor.cpu(), self._expected[: self._batch]
-        torch.testing.assert_close(found, expected, atol=tolerance[found.dtype], rtol=0)
+        torch.testing.assert_close(found, expected, atol=TOLERANCES[found.dtype], rtol=0)
         for held, tensor in zip(self._inputs, inputs_of(self._name, seed), strict=True):
             assert torch.equal(held.tensor, self._placed(tensor, 0).tensor)
             held.check()
@@ -261,5 +265,4 @@ def test_maps_of_a_default_model(dtype: torch.dtype, map_format: str) -> None:
     found = executed(plugin, kernel, inputs, map_format)
     kernel.close()
     expected = Case("PyramidRoIAlign", attributes).operation(*inputs)
-    tolerance = 1e-4 if dtype == torch.float32 else 4e-3
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=0)

@@ -107,12 +107,13 @@ def test_kernels_of_other_constants_have_other_names(
 
 
 @pytest.mark.parametrize(
-    ("half", "kind", "map_format"),
+    ("type_name", "kind", "map_format"),
     [
-        (False, "float", "LINEAR"),
-        (False, "float", "HWC"),
-        (True, "float16", "LINEAR"),
-        (True, "float16", "HWC8"),
+        ("float32", "float", "LINEAR"),
+        ("float32", "float", "HWC"),
+        ("float16", "float16", "LINEAR"),
+        ("float16", "float16", "HWC8"),
+        ("bfloat16", "bfloat16", "HWC8"),
     ],
 )
 @pytest.mark.parametrize(
@@ -125,12 +126,12 @@ def test_roi_align_launch_equals_the_torch_operation(
     name: str,
     attributes: dict[str, Any],
     maps: list[tuple[int, ...]],
-    half: bool,
+    type_name: str,
     kind: str,
     map_format: str,
 ) -> None:
     builder = builder_of(name, attributes)
-    features = trt.float16 if half else trt.float32
+    features = getattr(trt, type_name)
     types, shapes = (*[features] * len(maps), trt.float32), [*maps, ROIS]
     side = attributes["output_size"]
     output_type, sizes = builder.output(types, dynamic(shapes))
@@ -138,16 +139,19 @@ def test_roi_align_launch_equals_the_torch_operation(
     assert evaluated(sizes, shapes) == (2, 1000, 256, side, side)
 
     io_types, io_shapes = (*types, features), dynamic([*shapes, (2, 1000, 256, side, side)])
-    singles, halves = (
-        (*[kind] * len(maps), trt.float32, kind) for kind in (trt.float32, trt.float16)
+    singles, halves, bfloats = (
+        (*[kind] * len(maps), trt.float32, kind)
+        for kind in (trt.float32, trt.float16, trt.bfloat16)
     )
     linear = ("LINEAR",) * (len(maps) + 2)
     formats = (*[map_format] * len(maps), "LINEAR", "LINEAR")
     assert builder.combinations(io_types, io_shapes) == {
         (singles, linear),
         (halves, linear),
+        (bfloats, linear),
         (singles, (*["HWC"] * len(maps), "LINEAR", "LINEAR")),
         (halves, (*["HWC8"] * len(maps), "LINEAR", "LINEAR")),
+        (bfloats, (*["HWC8"] * len(maps), "LINEAR", "LINEAR")),
     }
     captured = builder.kernel(io_types, io_shapes, formats)
     expected = pyramid_roi_align_launch(2, 1000, 256, [m[2:] for m in maps], side)
@@ -214,6 +218,7 @@ def test_missing_scales_and_too_many_boxes_are_rejected(
     builder.output(types, shapes)
     with pytest.raises(ValueError, match="at most 16384 boxes per set, not 20000"):
         builder.kernel((*types, trt.int32), [*shapes, (1, 20000)], ["LINEAR"] * 3)
+    assert len(plugin_errors()) == 1
 
 
 @pytest.mark.parametrize("features", ["fpn", "c4"])

@@ -49,6 +49,7 @@ def captured_plugin(
     types = {
         torch.float32: trt.float32,
         torch.float16: trt.float16,
+        torch.bfloat16: trt.bfloat16,
         torch.int64: trt.int64,
         torch.int32: trt.int32,
     }

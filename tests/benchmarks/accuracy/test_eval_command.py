@@ -112,7 +112,7 @@ def test_result_files_are_written_to_the_output_folder(
         (("quick", "data.val=null"), "set data.val.images"),
         (("no-such",), "no-such is neither"),
         (("{folder}", "--precision", "tf32"), "no tf32 onnx artifact"),
-        (("{folder}", "--precision", "bf16"), "torch backend"),
+        (("{folder}", "--precision", "bf16"), "ONNX Runtime does not compute in bf16"),
     ],
 )
 def test_arguments_that_a_bundle_does_not_have(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, inliner
 
+from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 from maskrcnn_trt.export.engines.build import builder_for
 from maskrcnn_trt.export.engines.build_log import BuildLog
 from maskrcnn_trt.export.engines.builder import profiles_from_batches
@@ -31,7 +32,11 @@ from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 trt = pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
 
 OPTIONS = EngineOptions(batches=(4, 1))
-TYPES = {"fp32": "Float", "tf32": "Float", "fp16": "Half"}
+TYPES = {"tf32": "Float", "fp16": "Half"}
+# Type of the first input of each convolution in TensorRT-RTX's log.
+READ_BY_CONVOLUTIONS = re.compile(
+    r"LayerType: correlation, Inputs: \[ \{ Name: [^}]*Datatype: (\w+)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def test_profiles_cover_every_batch_once(
     assert list(profiles_from_batches(batches)) == expected
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
+@pytest.mark.parametrize("precision", ["tf32", "fp16"])
 def test_engine_computes_in_the_types_of_its_precision(
     models: dict[Precision, Path], tmp_path: Path, precision: Precision
 ) -> None:
@@ -69,11 +74,25 @@ def test_engine_computes_in_the_types_of_its_precision(
     assert build.plugins == {}
     assert build.profiles == profiles_from_batches((1, 4))
     assert log.errors == []
-    read = re.findall(
-        r"LayerType: correlation, Inputs: \[ \{ Name: [^}]*Datatype: (\w+)", log.path.read_text()
-    )
+    read = READ_BY_CONVOLUTIONS.findall(log.path.read_text())
     nodes = [node.op_type for node in onnx.load(models[precision]).graph.node]
     assert read == [TYPES[precision]] * nodes.count("Conv") * len(build.profiles)
+
+
+def test_bf16_engines_come_without_onnx_files(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    options = EngineOptions(batches=(1,), compute_capabilities=("8.9",), strict=True)
+    log = BuildLog(tmp_path / "build.log")
+    manifest = bundle_from_checkpoint(
+        tiny_checkpoint,
+        tmp_path / "bundle",
+        precisions=("bf16",),
+        buckets=[ShapeBucket(96, 160)],
+        builders=[builder_for("tensorrt-rtx", options, log)],
+    )
+    assert [(a.kind, a.precision) for a in manifest.artifacts] == [("tensorrt-rtx", "bf16")]
+    files = {path.name for path in (tmp_path / "bundle").iterdir()}
+    assert files == {"manifest.json", "model-bf16-96x160.rtx"}
+    assert set(READ_BY_CONVOLUTIONS.findall(log.path.read_text())) == {"BFloat16"}
 
 
 def test_engine_of_another_precision(

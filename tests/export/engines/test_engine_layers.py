@@ -63,6 +63,7 @@ def test_engine_of_the_precision_passes(precision: Precision, layers: list[Layer
         ("fp32", [layer("correlation", "fp16")], "fp32, .* fp16"),
         ("tf32", [layer("correlation", "fp32"), layer("gemm", "fp16")], "1 of its 2 .* fp16"),
         ("fp32", [layer("correlation", "bf16")], "bf16"),
+        ("bf16", [layer("correlation", "fp16"), layer("gemm", "bf16")], "1 of its 2 .* fp16"),
         (
             "int8",
             [layer("correlation", "fp32"), layer("correlation", "int8")],

@@ -8,7 +8,10 @@ from onnx import TensorProto
 from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from maskrcnn_trt.export.onnx.precision import fold_batch_norms
+from maskrcnn_trt.export.onnx.precision import (
+    fold_batch_norms,
+    replace_transposed_convolution,
+)
 from maskrcnn_trt.export.verify import verify_bundle
 from maskrcnn_trt.model.backbone import Backbone
 from maskrcnn_trt.model.bundle.manifest import read_manifest
@@ -28,6 +31,17 @@ def backbone_with_statistics(norm: Norm) -> nn.Module:
             for name in ("weight", "bias", "running_mean", "running_var"):
                 getattr(module, name).data.uniform_(0.5, 1.5)
     return backbone
+
+
+@torch.no_grad()
+def test_replaced_transposed_convolution_keeps_the_features(tiny_checkpoint: Path) -> None:
+    model = load_checkpoint(tiny_checkpoint).build_model()
+    transposed = model.roi_heads.mask_predictor.conv5_mask
+    features = torch.randn(3, transposed.in_channels, 5, 7)
+    expected = transposed(features)
+    replace_transposed_convolution(model)
+    found = model.roi_heads.mask_predictor.conv5_mask(features)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(("norm", "is_left"), [("frozen_bn", False), ("bn", False), ("gn", True)])

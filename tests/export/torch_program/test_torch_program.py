@@ -145,8 +145,8 @@ def test_blocks_are_fused_with_the_next_ones() -> None:
     torch.testing.assert_close(program.module()(images), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_bf16_without_programs_raises(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"bf16 .*--engine torch"):
+def test_bf16_for_onnxruntime_raises(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"bf16.*--engine torch"):
         bundle_from_checkpoint(tiny_checkpoint, tmp_path / "bundle", precisions=("bf16",))
     assert not (tmp_path / "bundle").exists()
 
