@@ -59,6 +59,7 @@ def onnx_from_model(
     # After the export, because the exporter's own passes would inline the bodies.
     proto.functions.extend(_flattened(functions_for(model.config)))
     _name_batch_axis(proto.graph)
+    _remove_reshapes_to_own_shape(proto.graph)
     return proto
 
 
@@ -81,6 +82,27 @@ def _name_batch_axis(graph: onnx.GraphProto) -> None:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param:
                 dim.dim_param = dim.dim_param.replace(generated, "batch")
+
+
+def _remove_reshapes_to_own_shape(graph: onnx.GraphProto) -> None:
+    """Remove the Reshape nodes whose input has the shape of the output, and their constants.
+
+    The exporter leaves one behind each RoIAlign, in which TensorRT could not keep the maps
+    channels-last.
+    """
+    shapes = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in graph.value_info
+    }
+    for node in [node for node in graph.node if node.op_type == "Reshape"]:
+        source, target = node.input[0], node.output[0]
+        if source in shapes and shapes[source] == shapes.get(target):
+            for user in graph.node:
+                user.input[:] = [source if name == target else name for name in user.input]
+            graph.node.remove(node)
+    read = {name for node in graph.node for name in node.input}
+    for constant in [constant for constant in graph.initializer if constant.name not in read]:
+        graph.initializer.remove(constant)
 
 
 def _nms_keep_node(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
@@ -109,7 +131,9 @@ def _pyramid_roi_align_node(
 ) -> Tensor:
     # Two names, because a TensorRT plugin has a fixed number of inputs.
     name = "PyramidRoIAlign" if len(features) > 1 else "SingleMapRoIAlign"
-    return symbolic(
+    batch, count = rois.shape[:2]
+    # Four axes, because TensorRT has no channels-last formats for five.
+    pooled: Tensor = symbolic(
         f"{OPSET_DOMAIN}::{name}",
         [*features, rois],
         {
@@ -122,9 +146,10 @@ def _pyramid_roi_align_node(
             "inclusive": int(inclusive),
         },
         dtype=features[0].dtype,
-        shape=(*rois.shape[:2], features[0].shape[1], output_size, output_size),
+        shape=(batch * count, features[0].shape[1], output_size, output_size),
         version=OPSET_VERSION,
     )
+    return pooled.view(batch, count, *pooled.shape[1:])
 
 
 def _top_k_node(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def PyramidRoIAlign(  # noqa: N802
 
     The mosaic has the finest level at the top and the others side by side below it. Its last row
     and column are zero, and samples outside of their level are taken there. feature_l
-    [B, C, H_l, W_l], rois [B, R, 4] -> [B, R, C, P, P].
+    [B, C, H_l, W_l], rois [B, R, 4] -> [B R, C, P, P].
     """
     zero, one = op.Constant(value_float=0.0), op.Constant(value_float=1.0)
     scales = op.Constant(value_floats=spatial_scales)
@@ -143,7 +143,9 @@ def PyramidRoIAlign(  # noqa: N802
                       side_cells, side_cells, axis=0)  # fmt: skip
     by_roi = op.Transpose(op.Reshape(pooled, cells), perm=[0, 2, 1, 3, 4])
     present = op.Slice(by_roi, op.Constant(value_ints=[0]), count, op.Constant(value_ints=[1]))
-    return op.CastLike(present, feature_0)
+    shape = op.Concat(op.Shape(rois, start=0, end=1) * count, op.Shape(mosaic, start=1, end=2),
+                      side_cells, side_cells, axis=0)  # fmt: skip
+    return op.CastLike(op.Reshape(present, shape, allowzero=1), feature_0)
 
 
 @script(_DOMAIN, default_opset=op)
@@ -159,7 +161,7 @@ def RoIAlignOnMap(  # noqa: N802
 ) -> FLOAT:
     """RoIAlign of the chosen RoIs on one map with the standard operator; zeros for the others.
 
-    feature [B, C, H, W], rois [B, R, 4], chosen [B, R], scale [1] -> [B, R, C, P, P] float32.
+    feature [B, C, H, W], rois [B, R, 4], chosen [B, R], scale [1] -> [B R, C, P, P] float32.
     """
     half = op.Constant(value_float=0.5)
     shift = op.Cast(op.Constant(value_int=aligned), to=1)
@@ -188,9 +190,7 @@ def RoIAlignOnMap(  # noqa: N802
         output_width=output_size,
         sampling_ratio=sampling_ratio,
     )
-    shape = op.Concat(batch, count, op.Shape(pooled, start=1, end=4), axis=0)
-    pooled = op.Reshape(pooled, shape, allowzero=1)
-    planes = op.Unsqueeze(chosen, op.Constant(value_ints=[2, 3, 4]))
+    planes = op.Reshape(chosen, op.Constant(value_ints=[-1, 1, 1, 1]))
     return op.Where(planes, pooled, op.Constant(value_float=0.0))
 
 
@@ -211,7 +211,7 @@ def PyramidRoIAlignAdaptive(  # noqa: N802
 ) -> FLOAT:
     """RoIAlign with any sampling ratio, one level after another.
 
-    feature_l [B, C, H_l, W_l], rois [B, R, 4] -> [B, R, C, P, P].
+    feature_l [B, C, H_l, W_l], rois [B, R, 4] -> [B R, C, P, P].
     """
     scale_0, scale_1, scale_2, scale_3 = op.Split(
         op.Constant(value_floats=spatial_scales), num_outputs=4, axis=0
@@ -244,7 +244,7 @@ def SingleMapRoIAlign(  # noqa: N802
 ) -> FLOAT:
     """RoIAlign on a single feature map.
 
-    feature [B, C, H, W], rois [B, R, 4] -> [B, R, C, P, P].
+    feature [B, C, H, W], rois [B, R, 4] -> [B R, C, P, P].
     """
     scale = op.Constant(value_floats=spatial_scales)
     chosen = op.ReduceMax(op.Abs(rois), op.Constant(value_ints=[2]), keepdims=0) >= 0.0

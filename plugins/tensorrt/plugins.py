@@ -52,8 +52,8 @@ Description = tuple[tuple[Any, ...], Any]
 class _Plugin(NamedTuple):
     """Definition of a plugin with one output.
 
-    `describe` and `implement` take the module `tensorrt`, the inputs and the attributes;
-    `combinations` takes the inputs.
+    `describe` takes the module `tensorrt`, the inputs and the attributes; `implement` takes the
+    output too; `combinations` takes the inputs.
     """
 
     inputs: tuple[str, ...]
@@ -112,7 +112,7 @@ def kernels_digest(architecture: int) -> str:
 
 
 def _implement_keep(
-    _trt: Any, boxes: Any, classes: Any, iou_threshold: float, max_keep: int
+    _trt: Any, boxes: Any, classes: Any, output: Any, iou_threshold: float, max_keep: int
 ) -> tuple[Kernel, Launch]:
     if classes.shape[1] > MAX_BOXES:
         raise ValueError(f"NmsKeep takes at most {MAX_BOXES} boxes per set, not {classes.shape[1]}")
@@ -128,12 +128,14 @@ def _describe_pooled(
         raise ValueError(f"{len(features)} feature maps have {len(spatial_scales)} spatial_scales")
     batch, count, _ = rois.shape_expr
     channels = features[0].shape_expr[1]
-    return (batch, count, channels, output_size, output_size), features[0].dtype
+    # Four axes, because TensorRT documents no channels-last formats for five.
+    return (batch * count, channels, output_size, output_size), features[0].dtype
 
 
 def _implement_pooled(
     trt: Any,
     *inputs: Any,
+    output: Any,
     spatial_scales: list[float],
     aligned: int,
     inclusive: int,
@@ -149,12 +151,13 @@ def _implement_pooled(
         inclusive=bool(inclusive),
         **attributes,
     )
+    channels_last = (trt.TensorFormat.HWC, trt.TensorFormat.HWC8)
     kernel = forward_kernel(
         pooling,
         _FEATURE_TYPES[features[0].dtype.name],
         features[0].shape[1],
-        channels_last=features[0].format in (trt.TensorFormat.HWC, trt.TensorFormat.HWC8),
-        pooled_channels_last=False,
+        channels_last=features[0].format in channels_last,
+        pooled_channels_last=output.format in channels_last,
     )
     batch, count, _ = rois.shape_expr
     _, channels, *_ = features[0].shape_expr
@@ -165,13 +168,19 @@ def _implement_pooled(
 def _combine_pooled(*inputs: Any) -> list[tuple[str, str]]:
     *features, _rois = inputs
     levels = len(features)
-    any_type = "FP32|FP16|BF16"
-    linear = [any_type] * levels + ["FP32", any_type], ["LINEAR"] * (levels + 2)
-    # Formats of convolutions' outputs. HWC8 pads channels to a multiple of eight.
-    single = ["FP32"] * (levels + 2), ["HWC"] * levels + ["LINEAR"] * 2
-    half = ["FP16|BF16"] * levels + ["FP32", "FP16|BF16"], ["HWC8"] * levels + ["LINEAR"] * 2
-    combinations = [linear, single, half] if features[0].shape[1] % 8 == 0 else [linear, single]
-    return [(", ".join(types), ", ".join(formats)) for types, formats in combinations]
+    # Types of the maps, and formats of the maps and of the output. Convolutions read and write
+    # channels-last, fully connected layers read linear. HWC8 pads channels to a multiple of eight.
+    choices = [("FP32|FP16|BF16", "LINEAR", "LINEAR")]
+    choices += [("FP32", "HWC", pooled) for pooled in ("LINEAR", "HWC")]
+    if features[0].shape[1] % 8 == 0:
+        choices += [("FP16|BF16", "HWC8", pooled) for pooled in ("LINEAR", "HWC8")]
+    return [
+        (
+            ", ".join([*[types] * levels, "FP32", types]),
+            ", ".join([*[maps] * levels, "LINEAR", pooled]),
+        )
+        for types, maps, pooled in choices
+    ]
 
 
 def _roi_align(levels: int) -> _Plugin:
@@ -234,9 +243,11 @@ def _implementation(plugin: _Plugin, trt: Any, trtp: Any, architecture: int) -> 
     known = newest_supported_architecture(architecture)
 
     def implement(*arguments: Any) -> Any:
-        *given, _outputs, _tactic = arguments
+        *given, outputs, _tactic = arguments
         inputs, values = given[: len(plugin.inputs)], given[len(plugin.inputs) :]
-        kernel, launch = plugin.implement(trt, *inputs, **_attributes(plugin, values))
+        kernel, launch = plugin.implement(
+            trt, *inputs, output=outputs[0], **_attributes(plugin, values)
+        )
         scalars = trtp.SymIntExprs(len(launch.scalars))
         for index, scalar in enumerate(launch.scalars):
             # Arithmetic turns a size into a SymIntExpr, which lacks the bit width of SymInt32.

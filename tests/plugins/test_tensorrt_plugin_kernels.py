@@ -14,6 +14,7 @@ from plugin_emulator import (
     GuardedTensor,
     LoadedKernel,
     captured_plugin,
+    channels_last,
     executed,
     guarded,
     own_architecture,
@@ -33,16 +34,13 @@ CHANNELS, BOXES, ROIS = 72, 700, 50
 
 
 class Case(NamedTuple):
-    """Plugin, its attributes, and type and format of its maps."""
+    """Plugin, its attributes, type and format of its maps, and format of its output."""
 
     plugin: str
     attributes: dict[str, Any]
     dtype: torch.dtype = torch.float32
     map_format: str = "LINEAR"
-
-    @property
-    def is_channels_last(self) -> bool:
-        return self.map_format != "LINEAR"
+    pooled_format: str = "LINEAR"
 
     def operation(self, *inputs: Tensor) -> Tensor:
         """Return what the torch operation computes, as the plugin's type."""
@@ -50,7 +48,7 @@ class Case(NamedTuple):
             return nms_keep(*inputs, **self.attributes).int()
         *maps, rois = inputs
         flags = {name: bool(self.attributes[name]) for name in ("aligned", "inclusive")}
-        return pyramid_roi_align(maps, rois, **{**self.attributes, **flags})
+        return pyramid_roi_align(maps, rois, **{**self.attributes, **flags}).flatten(0, 1)
 
 
 def pooling(levels: tuple[float, ...], side: int, ratio: int, flag: int) -> dict[str, Any]:
@@ -65,26 +63,27 @@ def pooling(levels: tuple[float, ...], side: int, ratio: int, flag: int) -> dict
     }
 
 
+# Type and format of maps, and format of the output.
 FORMATS = tuple(
-    (dtype, map_format)
+    (dtype, *formats)
     for dtype, last in (
         (torch.float32, "HWC"),
         (torch.float16, "HWC8"),
         (torch.bfloat16, "HWC8"),
     )
-    for map_format in ("LINEAR", last)
+    for formats in (("LINEAR", "LINEAR"), (last, "LINEAR"), (last, last))
 )
 TOLERANCES = {torch.int32: 0, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 CASES = {
     "NMS": Case("NmsKeep", {"iou_threshold": 0.5, "max_keep": 0}),
     "NMS of 100": Case("NmsKeep", {"iou_threshold": 0.7, "max_keep": 100}),
     **{
-        f"{name} {str(dtype)[6:]} {map_format}": Case(plugin, attributes, dtype, map_format)
+        f"{name} {str(dtype)[6:]} {' to '.join(formats)}": Case(plugin, attributes, dtype, *formats)
         for name, plugin, attributes in (
             ("pyramid", "PyramidRoIAlign", pooling(SCALES, 7, 2, 0)),
             ("single map", "SingleMapRoIAlign", pooling(SCALES[2:3], 14, 0, 1)),
         )
-        for dtype, map_format in FORMATS
+        for dtype, *formats in FORMATS
     },
 }
 
@@ -111,12 +110,18 @@ def expected_of(name: str, seed: int = 0) -> Tensor:
 @functools.cache
 def captured(name: str, architecture: int) -> PluginKernel:
     case, inputs, expected = CASES[name], inputs_of(name), expected_of(name)
-    plugin = captured_plugin(case.plugin, case.attributes, inputs, case.map_format, architecture)
+    formats = case.map_format, case.pooled_format
+    plugin = captured_plugin(case.plugin, case.attributes, inputs, *formats, architecture)
     assert plugin.dtype == expected.dtype
     for batch in BATCHES:
         shapes = [(batch, *tensor.shape[1:]) for tensor in inputs]
-        assert evaluated(plugin.sizes, shapes) == (batch, *expected.shape[1:])
+        assert evaluated(plugin.sizes, shapes) == _first(batch, expected).shape
     return plugin.kernel
+
+
+def _first(batch: int, output: Tensor) -> Tensor:
+    """Return the part of the output for the first images."""
+    return output[: len(output) * batch // max(BATCHES)]
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -131,8 +136,8 @@ def test_launches_of_roi_align(batch: int) -> None:
     sizes = [(200, 336), (100, 168), (50, 84), (25, 42)]
     maps, rois = [(batch, CHANNELS, *size) for size in sizes], (batch, 1000, 4)
     for name, given, sides in (
-        ("pyramid float16 HWC8", [*maps, rois], (200, 336, 100, 168, 50, 84, 25, 42)),
-        ("single map float32 LINEAR", [maps[1], rois], (100, 168)),
+        ("pyramid float16 HWC8 to HWC8", [*maps, rois], (200, 336, 100, 168, 50, 84, 25, 42)),
+        ("single map float32 LINEAR to LINEAR", [maps[1], rois], (100, 168)),
     ):
         # A block computes 49 cells of a RoI.
         blocks = {"pyramid": 1, "single map": 4}[name.partition(" float")[0]]
@@ -140,7 +145,7 @@ def test_launches_of_roi_align(batch: int) -> None:
         assert captured(name, HOPPER).launch(given) == expected
 
 
-@pytest.mark.parametrize("name", ["NMS", "pyramid float16 HWC8"])
+@pytest.mark.parametrize("name", ["NMS", "pyramid float16 HWC8 to LINEAR"])
 def test_arguments_are_inputs_scalars_and_output(name: str) -> None:
     kernel, inputs = captured(name, HOPPER), inputs_of(name)
     scalars = kernel.launch([tuple(tensor.shape) for tensor in inputs]).scalars
@@ -183,15 +188,17 @@ class Run:
 
     def __init__(self, name: str, batch: int, guard: int) -> None:
         self._name, self._batch = name, batch
-        self._expected = expected_of(name)
+        self._case, self._expected = CASES[name], expected_of(name)
         self._shapes = [(batch, *tensor.shape[1:]) for tensor in inputs_of(name)]
         self._inputs = [self._placed(tensor, guard) for tensor in inputs_of(name)]
-        shape = (batch, *self._expected.shape[1:])
+        shape = tuple(_first(batch, self._expected).shape)
+        if self._case.pooled_format != "LINEAR":
+            shape = channels_last(shape)
         self._output = GuardedTensor(shape, self._expected.dtype, "cuda", guard)
 
     def _placed(self, tensor: Tensor, guard: int) -> GuardedTensor:
         is_map = tensor.dim() == 4
-        last = is_map and CASES[self._name].is_channels_last
+        last = is_map and self._case.map_format != "LINEAR"
         return guarded(tensor[: self._batch], "cuda", channels_last=last, guard=guard)
 
     def replace_inputs(self, seed: int) -> None:
@@ -207,7 +214,9 @@ class Run:
 
     def check(self, seed: int = 0) -> None:
         torch.cuda.synchronize()
-        found, expected = self._output.tensor.cpu(), self._expected[: self._batch]
+        found, expected = self._output.tensor.cpu(), _first(self._batch, self._expected)
+        if self._case.pooled_format != "LINEAR":
+            found = found.movedim(-1, 1)
         torch.testing.assert_close(found, expected, atol=TOLERANCES[found.dtype], rtol=0)
         for held, tensor in zip(self._inputs, inputs_of(self._name, seed), strict=True):
             assert torch.equal(held.tensor, self._placed(tensor, 0).tensor)
@@ -252,17 +261,18 @@ def test_kernels_in_one_cuda_graph(loaded: dict[str, LoadedKernel]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "map_format"), FORMATS)
-def test_maps_of_a_default_model(dtype: torch.dtype, map_format: str) -> None:
+@pytest.mark.parametrize(("dtype", "map_format", "pooled_format"), FORMATS)
+def test_maps_of_a_default_model(dtype: torch.dtype, map_format: str, pooled_format: str) -> None:
     # The reference is the torch operation on the GPU, which other tests compare with the CPU's.
     sizes = [(200, 336), (100, 168), (50, 84), (25, 42)]
     maps = [torch.randn(8, 256, *size, dtype=dtype, device="cuda") for size in sizes]
     rois = (random_rois(8, 1000) * 5).cuda()
     attributes = {**pooling(SCALES, 7, 2, 0), "canonical_size": 224.0}
     inputs = [*maps, rois]
-    plugin = captured_plugin("PyramidRoIAlign", attributes, inputs, map_format, own_architecture())
+    formats = map_format, pooled_format
+    plugin = captured_plugin("PyramidRoIAlign", attributes, inputs, *formats, own_architecture())
     kernel = LoadedKernel(plugin.kernel)
-    found = executed(plugin, kernel, inputs, map_format)
+    found = executed(plugin, kernel, inputs)
     kernel.close()
     expected = Case("PyramidRoIAlign", attributes).operation(*inputs)
     torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=0)

@@ -107,13 +107,13 @@ def test_kernels_of_other_constants_have_other_names(
 
 
 @pytest.mark.parametrize(
-    ("type_name", "kind", "map_format"),
+    ("type_name", "kind", "map_format", "pooled_format"),
     [
-        ("float32", "float", "LINEAR"),
-        ("float32", "float", "HWC"),
-        ("float16", "float16", "LINEAR"),
-        ("float16", "float16", "HWC8"),
-        ("bfloat16", "bfloat16", "HWC8"),
+        ("float32", "float", "LINEAR", "LINEAR"),
+        ("float32", "float", "HWC", "LINEAR"),
+        ("float16", "float16", "LINEAR", "LINEAR"),
+        ("float16", "float16", "HWC8", "HWC8"),
+        ("bfloat16", "bfloat16", "HWC8", "LINEAR"),
     ],
 )
 @pytest.mark.parametrize(
@@ -129,6 +129,7 @@ def test_roi_align_launch_equals_the_torch_operation(
     type_name: str,
     kind: str,
     map_format: str,
+    pooled_format: str,
 ) -> None:
     builder = builder_of(name, attributes)
     features = getattr(trt, type_name)
@@ -136,24 +137,24 @@ def test_roi_align_launch_equals_the_torch_operation(
     side = attributes["output_size"]
     output_type, sizes = builder.output(types, dynamic(shapes))
     assert output_type == features
-    assert evaluated(sizes, shapes) == (2, 1000, 256, side, side)
+    pooled = (2000, 256, side, side)
+    assert evaluated(sizes, shapes) == pooled
 
-    io_types, io_shapes = (*types, features), dynamic([*shapes, (2, 1000, 256, side, side)])
+    io_types, io_shapes = (*types, features), dynamic([*shapes, pooled])
     singles, halves, bfloats = (
         (*[kind] * len(maps), trt.float32, kind)
         for kind in (trt.float32, trt.float16, trt.bfloat16)
     )
-    linear = ("LINEAR",) * (len(maps) + 2)
-    formats = (*[map_format] * len(maps), "LINEAR", "LINEAR")
+
+    def formats(map_format: str, pooled_format: str) -> tuple[str, ...]:
+        return (*[map_format] * len(maps), "LINEAR", pooled_format)
+
     assert builder.combinations(io_types, io_shapes) == {
-        (singles, linear),
-        (halves, linear),
-        (bfloats, linear),
-        (singles, (*["HWC"] * len(maps), "LINEAR", "LINEAR")),
-        (halves, (*["HWC8"] * len(maps), "LINEAR", "LINEAR")),
-        (bfloats, (*["HWC8"] * len(maps), "LINEAR", "LINEAR")),
+        *((types, formats("LINEAR", "LINEAR")) for types in (singles, halves, bfloats)),
+        *((singles, formats("HWC", pooled)) for pooled in ("LINEAR", "HWC")),
+        *((t, formats("HWC8", pooled)) for t in (halves, bfloats) for pooled in ("LINEAR", "HWC8")),
     }
-    captured = builder.kernel(io_types, io_shapes, formats)
+    captured = builder.kernel(io_types, io_shapes, formats(map_format, pooled_format))
     expected = pyramid_roi_align_launch(2, 1000, 256, [m[2:] for m in maps], side)
     assert captured.launch(shapes) == expected
     pooling = Pooling(
@@ -164,9 +165,12 @@ def test_roi_align_launch_equals_the_torch_operation(
             "inclusive": True,
         }
     )
-    channels_last = map_format != "LINEAR"
     kernel = forward_kernel(
-        pooling, kind, 256, channels_last=channels_last, pooled_channels_last=False
+        pooling,
+        kind,
+        256,
+        channels_last=map_format != "LINEAR",
+        pooled_channels_last=pooled_format != "LINEAR",
     )
     assert captured.ptx == expected_ptx(kernel, captured.entry)
     assert kernel_parameters(captured) == "P" * (len(maps) + 1) + "I" * (1 + 2 * len(maps)) + "P"
@@ -180,7 +184,7 @@ def test_scales_that_old_bindings_repeat_are_restored(
     for scales in (POOLING["spatial_scales"], [1 / 4] * 4):
         builder = builder_of("PyramidRoIAlign", {**POOLING, "spatial_scales": scales})
         builder.output(types[:-1], [*MAPS, ROIS])
-        shapes = [*MAPS, ROIS, (2, 1000, 256, 7, 7)]
+        shapes = [*MAPS, ROIS, (2000, 256, 7, 7)]
         entries.add(builder.kernel(types, shapes, ["LINEAR"] * 6).entry)
     assert len(entries) == 1
 
@@ -191,7 +195,7 @@ def test_half_channels_that_need_padding_use_linear_format(
     builder = builder_of("SingleMapRoIAlign", SINGLE_POOLING)
     shapes = [(2, 12, 50, 84), ROIS]
     builder.output((trt.float16, trt.float32), shapes)
-    types, shapes = (trt.float16, trt.float32, trt.float16), [*shapes, (2, 1000, 12, 14, 14)]
+    types, shapes = (trt.float16, trt.float32, trt.float16), [*shapes, (2000, 12, 14, 14)]
     taken = builder.combinations(types, shapes)
     assert {formats for (kind, *_), formats in taken if kind == trt.float16} == {("LINEAR",) * 3}
 

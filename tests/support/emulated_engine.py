@@ -98,7 +98,8 @@ def _names_read_by(node: onnx.NodeProto) -> set[str]:
 class PluginExecutor:
     """Execution of custom nodes by the kernels of their plugins, in one process.
 
-    Maps are channels-last: fp32 in HWC, fp16 in HWC8. Each node is captured once, for all batches.
+    Maps and pooled features are channels-last: fp32 in HWC, fp16 in HWC8. Each node is captured
+    once, for all batches.
     """
 
     def __init__(self) -> None:
@@ -107,10 +108,10 @@ class PluginExecutor:
     def __call__(
         self, node: onnx.NodeProto, attributes: dict[str, Any], inputs: list[Tensor]
     ) -> Tensor:
-        map_format = "HWC8" if inputs[0].dtype == torch.float16 else "HWC"
         if node.output[0] not in self._loaded:
+            last = "HWC8" if inputs[0].dtype == torch.float16 else "HWC"
             plugin = captured_plugin(
-                node.op_type, attributes, inputs, map_format, own_architecture()
+                node.op_type, attributes, inputs, last, last, own_architecture()
             )
             self._loaded[node.output[0]] = plugin, LoadedKernel(plugin.kernel)
-        return executed(*self._loaded[node.output[0]], inputs, map_format).cpu()
+        return executed(*self._loaded[node.output[0]], inputs).cpu()

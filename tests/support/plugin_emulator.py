@@ -21,11 +21,13 @@ _POISON = 0xFF
 
 
 class CapturedPlugin(NamedTuple):
-    """Kernel of a plugin, and type and symbolic shape of its output."""
+    """Kernel of a plugin, type and symbolic shape of its output, and formats of maps and output."""
 
     kernel: PluginKernel
     dtype: torch.dtype
     sizes: tuple[Any, ...]
+    map_format: str
+    pooled_format: str
 
 
 def captured_plugin(
@@ -33,6 +35,7 @@ def captured_plugin(
     attributes: dict[str, Any],
     inputs: Sequence[Tensor],
     map_format: str,
+    pooled_format: str,
     architecture: int,
 ) -> CapturedPlugin:
     """Capture a plugin with dynamic batches, RoIs and sizes of maps.
@@ -42,6 +45,7 @@ def captured_plugin(
         attributes: its attributes.
         inputs: tensors of which types and other sizes are taken.
         map_format: `LINEAR`, `HWC` or `HWC8`, format of the maps.
+        pooled_format: format of pooled features.
         architecture: compute capability times ten.
     """
     trt = load_tensorrt()
@@ -58,7 +62,7 @@ def captured_plugin(
     formats = ["LINEAR"] * (len(inputs) + 1)
     if is_pooling:
         shapes = [*((-1, tensor.shape[1], -1, -1) for tensor in inputs[:-1]), (-1, -1, 4)]
-        formats = [map_format] * (len(inputs) - 1) + ["LINEAR"] * 2
+        formats = [map_format] * (len(inputs) - 1) + ["LINEAR", pooled_format]
     with pytest.MonkeyPatch.context() as patch:
         builder = builder_of_plugin(trt, patch, name, attributes)
         input_types = [types[tensor.dtype] for tensor in inputs]
@@ -67,7 +71,7 @@ def captured_plugin(
         assert (tuple(io_types), tuple(formats)) in builder.combinations(io_types, io_shapes)
         kernel = builder.kernel(io_types, io_shapes, formats)
     (dtype,) = (dtype for dtype, type_ in types.items() if type_ == output_type)
-    return CapturedPlugin(kernel, dtype, sizes)
+    return CapturedPlugin(kernel, dtype, sizes, map_format, pooled_format)
 
 
 class GuardedTensor:
@@ -165,21 +169,26 @@ class LoadedKernel:
         _checked(driver.cuLibraryUnload(self._library))
 
 
-def executed(
-    plugin: CapturedPlugin, kernel: LoadedKernel, inputs: Sequence[Tensor], map_format: str
-) -> Tensor:
+def channels_last(shape: Shape) -> Shape:
+    """Move the channels of [N, C, H, W] to the end."""
+    return shape[0], *shape[2:], shape[1]
+
+
+def executed(plugin: CapturedPlugin, kernel: LoadedKernel, inputs: Sequence[Tensor]) -> Tensor:
     """Run a kernel once between guard zones, and return its output on the GPU."""
     shapes = [tuple(tensor.shape) for tensor in inputs]
+    is_last, output_is_last = plugin.map_format != "LINEAR", plugin.pooled_format != "LINEAR"
     held = [
-        guarded(tensor, "cuda", channels_last=map_format != "LINEAR" and tensor.dim() == 4)
-        for tensor in inputs
+        guarded(tensor, "cuda", channels_last=is_last and tensor.dim() == 4) for tensor in inputs
     ]
-    output = GuardedTensor(evaluated(plugin.sizes, shapes), plugin.dtype, "cuda")
+    sizes = evaluated(plugin.sizes, shapes)
+    memory = channels_last(sizes) if output_is_last else sizes
+    output = GuardedTensor(memory, plugin.dtype, "cuda")
     kernel.launch(held, shapes, output, torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()
     for tensor in (*held, output):
         tensor.check()
-    return output.tensor
+    return output.tensor.movedim(-1, 1) if output_is_last else output.tensor
 
 
 def own_architecture() -> int:

@@ -26,7 +26,7 @@ def run_by_torch(node: onnx.NodeProto, attributes: dict[str, Any], inputs: list[
     if node.op_type == "NmsKeep":
         return nms_keep(*inputs, **values).int()
     flags = {name: bool(values[name]) for name in ("aligned", "inclusive")}
-    return pyramid_roi_align(inputs[:-1], inputs[-1], **{**values, **flags})
+    return pyramid_roi_align(inputs[:-1], inputs[-1], **{**values, **flags}).flatten(0, 1)
 
 
 def check_detections(execute: Execute, bundle: Path, checkpoint: Path, noise: Noise) -> None:

@@ -97,6 +97,14 @@ def test_graph_has_custom_nodes_and_their_bodies(proto: onnx.ModelProto) -> None
     assert {o.domain: o.version for o in proto.opset_import} == {"": 18, "maskrcnn": 1}
 
 
+def test_convolutions_read_pooled_features_directly(proto: onnx.ModelProto) -> None:
+    """TensorRT would make them linear for a Reshape between."""
+    nodes = proto.graph.node
+    pooled = {node.output[0] for node in nodes if node.op_type == "PyramidRoIAlign"}
+    readers = [node.op_type for node in nodes if pooled.intersection(node.input)]
+    assert readers == ["Reshape", "Conv"]  # of the box head, which needs vectors, and mask head
+
+
 def test_only_the_batch_is_dynamic(session: onnxruntime.InferenceSession) -> None:
     values = (*session.get_inputs(), *session.get_outputs())
     assert {value.name: value.shape for value in values} == {
