@@ -32,7 +32,7 @@ from .engines.builder import EngineBuilder
 from .engines.options import ENGINE_SUFFIXES
 from .onnx.export import onnx_from_model
 from .onnx.precision import fold_batch_norms, halve, replace_transposed_convolution
-from .onnx.quantization import quantized_model
+from .onnx.quantization import float8_model, quantized_model
 from .output_folder import atomic_folder, check_output_folder, with_older_artifacts
 from .torch_program.fused_modules import optimize_for_gpu
 from .torch_program.program import Compilation, compile_programs, program_from_model, write_program
@@ -44,7 +44,10 @@ _TYPES: dict[Precision, Precision] = {
     "fp16": "fp16",
     "bf16": "bf16",
     "int8": "int8",
+    "fp8": "fp8",
 }
+# Precisions in which ONNX Runtime does not compute. Their ONNX files are the engines' sources only.
+_WITHOUT_ONNXRUNTIME: tuple[Precision, ...] = ("bf16", "fp8")
 
 # Data type of the `images` input by its name in the manifest.
 _INPUT_DTYPES: dict[InputDtype, torch.dtype] = {"uint8": torch.uint8, "float32": torch.float32}
@@ -67,7 +70,7 @@ def bundle_from_checkpoint(
     The folder is replaced atomically. A bundle of another checkpoint is replaced as a whole.
     The bundle has one ONNX file per numeric type and input size, and one engine per precision and
     input size for each builder. bf16 is exported as torch programs and engines only; int8, as ONNX
-    files and engines only.
+    files and engines only; fp8, as engines only.
 
     Args:
         reference: checkpoint or weights of another implementation; see `local_path`.
@@ -78,7 +81,7 @@ def bundle_from_checkpoint(
             if the checkpoint's resize rule is `torchvision`, which does not round, else uint8.
         builders: one engine builder per kind of engine to build.
         with_programs: whether to export torch programs.
-        calibration: image files that int8 needs, such as a part of the training images.
+        calibration: image files that int8 and fp8 need, such as a part of the training images.
         report: called with one sentence at the start of each step.
 
     Returns:
@@ -90,28 +93,20 @@ def bundle_from_checkpoint(
         DownloadError: the download failed, or the file has another checksum.
         EngineError: an engine cannot be built.
         BundleError: the folder exists and is not a bundle, an input size is too small for all
-            images, the resize rule needs another `input_dtype`, or bf16 is requested without
-            `with_programs` and `builders`, or int8 without `calibration`.
+            images, the resize rule needs another `input_dtype`, or a precision needs another kind
+            of artifact or `calibration`.
         ImageError: an image of the calibration cannot be read.
         OSError: the bundle cannot be written.
     """
     check_output_folder(bundle)
-    if "bf16" in precisions and not (with_programs or builders):
-        raise BundleError(
-            "ONNX Runtime does not compute in bf16; add --engine torch, tensorrt or tensorrt-rtx"
-        )
-    if "int8" in precisions and not calibration:
-        raise BundleError(
-            "int8 needs images to measure ranges of values; run maskrcnn export with "
-            "--calibration IMAGES"
-        )
+    _check_precisions(precisions, bool(builders), with_programs, bool(calibration))
     checkpoint = checkpoint_from_reference(reference)
     _check_buckets(buckets, checkpoint.preprocessing)
     dtype = _checked_dtype(input_dtype, checkpoint.preprocessing)
     sizes = buckets or checkpoint.buckets
     settings = _ExportSettings(precisions, sizes, dtype, calibration, report)
     with atomic_folder(bundle) as partial:
-        for_onnxruntime = [p for p in precisions if p != "bf16"]
+        for_onnxruntime = [p for p in precisions if p not in _WITHOUT_ONNXRUNTIME]
         graphs = _export_graphs(checkpoint, partial, settings._replace(precisions=for_onnxruntime))
         engines = []
         if builders:
@@ -153,9 +148,9 @@ def _export_graphs(
             if path.name not in hashes:
                 settings.report(f"exporting {types} for inputs of {bucket}")
                 graph = onnx_from_model(model, bucket, _INPUT_DTYPES[settings.input_dtype])
-                if precision == "int8":
-                    images, resizing = settings.calibration, checkpoint.preprocessing
-                    graph = quantized_model(graph, images, resizing, bucket)
+                quantize = {"int8": quantized_model, "fp8": float8_model}.get(precision)
+                if quantize is not None:
+                    graph = quantize(graph, settings.calibration, checkpoint.preprocessing, bucket)
                 onnx.save(graph, path)
                 hashes[path.name] = sha256_of(path)
             artifacts.append(
@@ -179,7 +174,7 @@ def _export_programs(
     compilations = []
     dtype = _INPUT_DTYPES[settings.input_dtype]
     for precision in dict.fromkeys(settings.precisions):
-        if precision == "int8":
+        if precision in ("int8", "fp8"):
             continue
         types = _TYPES[precision]
         model = model_for_export(checkpoint, types)
@@ -213,7 +208,7 @@ def _engine_sources(
     """Return the ONNX files to build engines from: manifest entry and path.
 
     Those that ONNX Runtime could not run like the checkpoint are written to a folder outside the
-    bundle: bf16, and all if a top-k exceeds TensorRT's limit.
+    bundle: bf16 and fp8, and all if a top-k exceeds TensorRT's limit.
     """
     limited, changes = limited_checkpoint(checkpoint)
     if changes:
@@ -222,11 +217,12 @@ def _engine_sources(
         )
         graphs = []
     else:
-        settings = settings._replace(precisions=[p for p in settings.precisions if p == "bf16"])
+        others = [p for p in settings.precisions if p in _WITHOUT_ONNXRUNTIME]
+        settings = settings._replace(precisions=others)
     folder = partial.with_name("sources")
     folder.mkdir()
-    others = _export_graphs(limited, folder, settings)
-    return [(g, partial / g.path) for g in graphs] + [(g, folder / g.path) for g in others]
+    sources = _export_graphs(limited, folder, settings)
+    return [(g, partial / g.path) for g in graphs] + [(g, folder / g.path) for g in sources]
 
 
 def _build_engine(
@@ -249,6 +245,30 @@ def _build_engine(
         bucket=graph.bucket,
         engine=build,
     )
+
+
+def _check_precisions(
+    precisions: Sequence[Precision], with_engines: bool, with_programs: bool, is_calibrated: bool
+) -> None:
+    """Check that each precision can be exported as one of the requested kinds of artifact.
+
+    Raises:
+        BundleError: a precision needs another kind of artifact, or calibration images.
+    """
+    if "bf16" in precisions and not (with_programs or with_engines):
+        raise BundleError(
+            "ONNX Runtime does not compute in bf16; add --engine torch, tensorrt or tensorrt-rtx"
+        )
+    if "fp8" in precisions and not with_engines:
+        raise BundleError(
+            "neither ONNX Runtime nor torch computes in fp8; add --engine tensorrt or tensorrt-rtx"
+        )
+    for precision in ("int8", "fp8"):
+        if precision in precisions and not is_calibrated:
+            raise BundleError(
+                f"{precision} needs images to measure ranges of values; run maskrcnn export with "
+                "--calibration IMAGES"
+            )
 
 
 def _check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) -> None:
@@ -279,7 +299,7 @@ def _checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing)
 def model_for_export(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:
     """Build the checkpoint's model with folded batch norms, in the numeric type of a precision.
 
-    For int8, it is in fp32; see `quantized_model`.
+    For int8 and fp8, it is in fp32; see `quantized_model` and `float8_model`.
     """
     model = checkpoint.build_model()
     fold_batch_norms(model)

@@ -109,7 +109,7 @@ class VariadicCommand(click.Command):
 )  # fmt: skip
 @click.option(
     "--calibration", metavar="IMAGES",
-    help="Folder of images, from which the ranges of values for int8 are measured.",
+    help="Folder of images, from which the ranges of values for int8 and fp8 are measured.",
 )  # fmt: skip
 @click.option(
     "--samples", metavar="IMAGES",
@@ -151,10 +151,11 @@ def export(
     from .output_folder import copy_samples
     from .triton_repository import triton_repository_from_bundle
 
-    if "bf16" in precisions and engines["strip_weights"]:
+    without_onnx = [precision for precision in ("bf16", "fp8") if precision in precisions]
+    if without_onnx and engines["strip_weights"]:
         raise click.UsageError(
-            "--strip-weights: the bundle will have no ONNX file in bf16 from which to insert the "
-            "weights; leave it out, or choose another precision"
+            f"--strip-weights: the bundle will have no ONNX file in {without_onnx[0]} from which "
+            "to insert the weights; leave it out, or choose another precision"
         )
     image_paths = [] if not images else _images_in(Path(images), "--verify")
     sample_paths = _images_in(Path(samples), "--samples") if samples else []

@@ -48,6 +48,7 @@ TOLERANCES: dict[Precision, Tolerance] = {
     "fp16": Tolerance(boxes=1.0, scores=2e-2, masks=2e-2, share=0.05),
     "bf16": Tolerance(boxes=4.0, scores=5e-2, masks=5e-2, share=0.1),
     "int8": Tolerance(boxes=8.0, scores=0.1, masks=0.1, share=0.2),
+    "fp8": Tolerance(boxes=8.0, scores=0.1, masks=0.1, share=0.2),
 }
 
 

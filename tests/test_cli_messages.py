@@ -65,7 +65,7 @@ USAGE_ERRORS = {
     ),
     "export no-such.pth -o b --precision int4": (
         "Invalid value for '--precision': 'int4' is not one of 'fp32', 'tf32', 'fp16', 'bf16', "
-        "'int8'."
+        "'int8', 'fp8'."
     ),
     "export no-such.pth -o b --precision int8 --calibration none": (
         "Invalid value for --calibration: none is neither an image nor a folder of images"

@@ -145,7 +145,7 @@ def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[M
 
     bucket = settings.bucket or first_bucket(models[0])
     config = checkpoint_from_reference(checkpoint).model_config
-    floats = [precision for precision in settings.precisions if precision != "int8"]
+    floats = [p for p in settings.precisions if p not in ("int8", "fp8")]
     return list(iterate_in_process(measure_matmul_rooflines, floats, config, bucket))
 
 

@@ -24,6 +24,7 @@ _COLOURS = {
     "fp16": "tab:green",
     "bf16": "tab:red",
     "int8": "tab:purple",
+    "fp8": "tab:brown",
 }
 _LINE_STYLES = ("-", "--", ":", "-.")
 _MARKERS = "osD^vP"

@@ -89,8 +89,8 @@ class EngineChoice:
         """
         if self.model.is_dir():
             return BundleRunner(self.model, self.precision, self.backend, bucket, max_batch)
-        if self.precision == "int8":
-            raise BundleError("int8 needs a bundle; export one with --calibration")
+        if self.precision in ("int8", "fp8"):
+            raise BundleError(f"{self.precision} needs a bundle; export one with --calibration")
         from ...model.weights.references import checkpoint_from_reference
 
         make = torchvision_from_checkpoint if self.with_torchvision else runner_from_checkpoint

@@ -31,6 +31,8 @@ from .options import EngineOptions
 
 _log = logging.getLogger(__name__)
 
+# Oldest compute capability with fp8 arithmetic.
+_FP8_CAPABILITY = 8.9
 # TensorRT reports out-of-memory in several wordings.
 _OUT_OF_MEMORY = re.compile(
     r"out\s?of\s?memory|(insufficient|enough free) memory|bad_alloc", re.IGNORECASE
@@ -90,9 +92,12 @@ class EngineBuilder(ABC):
             Versions, GPUs and profiles of the engine, for the manifest.
 
         Raises:
-            EngineError: TensorRT fails, or with `strict` the engine computes in another precision.
+            EngineError: TensorRT fails, a target GPU does not compute in the precision, or with
+                `strict` the engine computes in another one.
             KeyboardInterrupt: the user interrupted. The builder has stopped.
         """
+        if precision == "fp8":
+            self._check_fp8()
         model, plugins = self._load_model(onnx_path)
         console = Console(stderr=True)
         with (
@@ -137,6 +142,16 @@ class EngineBuilder(ABC):
     @abstractmethod
     def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
         """Return the layers of the serialized engine that was just built from an ONNX model."""
+
+    def _check_fp8(self) -> None:
+        """Raise EngineError if a target GPU does not compute in fp8."""
+        old = [c for c in self._compute_capabilities if float(c) < _FP8_CAPABILITY]
+        if old:
+            raise EngineError(
+                f"GPUs of compute capability {', '.join(old)} do not compute in fp8, which needs "
+                f"{_FP8_CAPABILITY}; choose later ones with --compute-capability, or another "
+                "precision"
+            )
 
     def _requirements(self, has_plugins: bool) -> dict[str, Any]:
         """Return those fields of `EngineBuild` that only this kind of engine has."""

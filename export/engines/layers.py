@@ -58,6 +58,8 @@ class Layer:
 # Types that decide the precision of a layer; indices, images and booleans do not.
 _ARITHMETIC = frozenset({"fp32", "fp16", "bf16", "fp8", "fp4", "int8"})
 _DTYPE = re.compile("BFLOAT16|BF16|HALF|FP16|FLOAT|FP32|FP8|FP4|U?INT8|INT(?:4|32|64)|BOOL")
+# Fewest channels of a map that a convolution reads in fp8.
+_MIN_FP8_CHANNELS = 16
 # TensorRT has several names for one type.
 _SPELLINGS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
 
@@ -66,8 +68,9 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
     """Check that an engine computes in the types of its precision.
 
     In fp16 and bf16 every convolution and at least one matrix product must read that type. In fp32
-    and tf32 all of them must read fp32; the types do not show whether TF32 is on. In int8 every
-    convolution except transposed ones must read int8, possibly beside fp32.
+    and tf32 all of them must read fp32; the types do not show whether TF32 is on. In int8 and fp8
+    every convolution except transposed ones must read that type, possibly beside fp32; in fp8 also
+    except those of a few channels, such as the first.
 
     Raises:
         PrecisionError: a layer computes in another type, or no convolution is listed.
@@ -79,11 +82,14 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
             f"cannot check the precision of {name}, because TensorRT's engine inspector "
             "reports no convolutions; build it with a TensorRT version that export/README.md lists"
         )
-    if precision == "int8":
+    is_quantized = precision in ("int8", "fp8")
+    if is_quantized:
         convolutions = [layer for layer in convolutions if "deconv" not in layer.kind.lower()]
         products = []
+    if precision == "fp8":
+        convolutions = [c for c in convolutions if c.inputs[0].shape[1] >= _MIN_FP8_CHANNELS]
     expected = frozenset({"fp32" if precision == "tf32" else precision})
-    allowed = expected | ({"fp32"} if precision == "int8" else set())
+    allowed = expected | ({"fp32"} if is_quantized else set())
     wrong = [c for c in convolutions if not expected <= c.compute_types <= allowed]
     # The matrix product in the function body of NMS stays in fp32.
     products_differ = [layer for layer in products if layer.compute_types != expected]

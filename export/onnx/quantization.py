@@ -1,4 +1,4 @@
-"""INT8 models: quantization of an ONNX model's convolutions and linear layers."""
+"""INT8 and FP8 models: quantization of an ONNX model's convolutions and linear layers."""
 
 import logging
 import tempfile
@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import torch
 from numpy.typing import NDArray
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 from ...model.bundle.manifest import Preprocessing
 from ...model.bundle.spec import INPUT_NAMES, ShapeBucket
@@ -20,6 +21,8 @@ from ...model.resizing import Pixels, pad_to_bucket, resize_image, resized_size
 
 # Most images of a calibration. With more, the ranges hardly change.
 _MOST_IMAGES = 64
+# Largest number in E4M3.
+_LARGEST_FP8 = 448
 
 
 def quantized_model(
@@ -63,6 +66,50 @@ def quantized_model(
             weight_type=QuantType.QInt8,
         )
         return onnx.load(target)
+
+
+def float8_model(
+    model: onnx.ModelProto, paths: Sequence[Path], preprocessing: Preprocessing, bucket: ShapeBucket
+) -> onnx.ModelProto:
+    """Quantize convolutions and linear layers to fp8 (E4M3), for TensorRT.
+
+    Inputs, outputs and weights of the layers become fp8, with the symmetric ranges of
+    `quantized_model`. The arguments and errors are those of `quantized_model`.
+    """
+    weights = {w.name: numpy_helper.to_array(w) for w in model.graph.initializer}
+    quantized = quantized_model(model, paths, preprocessing, bucket)
+    graph = quantized.graph
+    make_symmetric(graph)
+    constants = {constant.name: constant for constant in graph.initializer}
+    nodes = [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    # Both nodes of a pair read the same constants.
+    for scale, zero in {(node.input[1], node.input[2]) for node in nodes}:
+        factor = numpy_helper.to_array(constants[scale]) * np.float32(127 / _LARGEST_FP8)
+        constants[scale].CopyFrom(numpy_helper.from_array(factor, scale))
+        constants[zero].CopyFrom(_fp8_constant(zero, np.zeros_like(factor)))
+    for node in nodes:
+        data, scale, _ = node.input
+        if data in constants:
+            weight = weights[data.removesuffix("_quantized")]
+            (channels,) = (a.i for a in node.attribute if a.name == "axis")
+            others = [axis for axis in range(weight.ndim) if axis != channels]
+            scales = np.expand_dims(numpy_helper.to_array(constants[scale]), others)
+            constants[data].CopyFrom(_fp8_constant(data, weight / scales))
+    # fp8 came with opset 19, in which the operators of opset 18 keep their meaning.
+    for opset in (
+        *quantized.opset_import,
+        *(o for f in quantized.functions for o in f.opset_import),
+    ):
+        if opset.domain == "":
+            opset.version = 19
+    return quantized
+
+
+def _fp8_constant(name: str, values: NDArray[np.float32]) -> onnx.TensorProto:
+    """Return a constant in fp8, rounded to nearest."""
+    bounded = torch.from_numpy(values).clamp(-_LARGEST_FP8, _LARGEST_FP8)
+    content = bounded.to(torch.float8_e4m3fn).view(torch.uint8).numpy().tobytes()
+    return helper.make_tensor(name, onnx.TensorProto.FLOAT8E4M3FN, values.shape, content, raw=True)
 
 
 def make_symmetric(graph: onnx.GraphProto) -> None:

@@ -18,7 +18,7 @@ MODEL_VERSION = "1"
 # Regular expression of model names.
 MODEL_NAME = r"^[A-Za-z0-9._-]+$"
 
-Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8", "fp8"]
 InputDtype = Literal["uint8", "float32"]
 EngineKind = Literal["tensorrt", "tensorrt-rtx"]
 ArtifactKind = Literal["onnx", "torch", EngineKind]
@@ -219,12 +219,15 @@ class Manifest(_Record):
         chosen = tuple(a for a in self.artifacts if (a.precision, a.kind) == (precision, kind))
         if chosen:
             return chosen
-        if precision == "bf16" and kind == "onnx":
+        if precision in ("bf16", "fp8") and kind == "onnx":
             raise BundleError(
-                "ONNX Runtime does not compute in bf16; choose another backend or precision"
+                f"ONNX Runtime does not compute in {precision}; choose another backend or precision"
             )
-        if precision == "int8" and kind == "torch":
-            raise BundleError("the torch backend does not compute in int8; choose onnxruntime")
+        if precision in ("int8", "fp8") and kind == "torch":
+            raise BundleError(
+                f"the torch backend does not compute in {precision}; choose another backend or "
+                "precision"
+            )
         available = dict.fromkeys(f"{a.precision} {a.kind}" for a in self.artifacts)
         engine = "" if kind == "onnx" else f" --engine {kind}"
         raise BundleError(

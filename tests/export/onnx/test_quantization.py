@@ -1,6 +1,7 @@
-"""INT8 bundles: their graphs, detections, and engines of TensorRT-RTX's real builder."""
+"""INT8 and FP8: graphs, detections, and engines of TensorRT-RTX's real builder."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,8 +19,11 @@ from maskrcnn_trt.export.engines.build import builder_for
 from maskrcnn_trt.export.engines.build_log import BuildLog
 from maskrcnn_trt.export.engines.engine_graph import load_model
 from maskrcnn_trt.export.engines.options import EngineOptions
-from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
+from maskrcnn_trt.export.errors import EngineError
+from maskrcnn_trt.export.onnx.quantization import float8_model
+from maskrcnn_trt.model.bundle.manifest import BundleError, Precision, read_manifest
 from maskrcnn_trt.model.bundle.spec import INPUT_NAMES, ShapeBucket
+from maskrcnn_trt.model.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +80,27 @@ def test_weights_are_int8_and_custom_nodes_stay(quantized: Path) -> None:
     )
 
 
-def scores_of(model: bytes, noise: tuple[Tensor, Tensor]) -> NDArray[np.float32]:
+@pytest.fixture(scope="module")
+def float8(
+    quantized: Path, tiny_checkpoint: Path, images: list[Path], tmp_path_factory: Any
+) -> Path:
+    """ONNX file in fp8."""
+    model = onnx.load(quantized / "model-fp32-96x160.onnx")
+    preprocessing = load_checkpoint(tiny_checkpoint).preprocessing
+    path: Path = tmp_path_factory.mktemp("float8") / "model.onnx"
+    onnx.save(float8_model(model, images, preprocessing, ShapeBucket(96, 160)), path)
+    return path
+
+
+def scores_of(
+    model: bytes, noise: tuple[Tensor, Tensor], *, fused: bool = True
+) -> NDArray[np.float32]:
     """Return the scores [B, D] of all detections."""
     feeds = dict(zip(INPUT_NAMES, (tensor.numpy() for tensor in noise), strict=True))
-    (scores,) = onnxruntime.InferenceSession(model).run(["scores"], feeds)
+    options = onnxruntime.SessionOptions()
+    if not fused:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    (scores,) = onnxruntime.InferenceSession(model, options).run(["scores"], feeds)
     return np.asarray(scores)
 
 
@@ -111,14 +132,56 @@ def test_engines_get_symmetric_ranges(quantized: Path, smooth_noise: tuple[Tenso
     np.testing.assert_allclose(*scores, atol=0.03)
 
 
+def test_fp8_rounds_weights_and_inputs(
+    quantized: Path, float8: Path, smooth_noise: tuple[Tensor, Tensor]
+) -> None:
+    single, rounded = (onnx.load(path) for path in (quantized / "model-fp32-96x160.onnx", float8))
+    before, after = (
+        {value.name: numpy_helper.to_array(value) for value in model.graph.initializer}
+        for model in (single, rounded)
+    )
+    pairs = [node for node in rounded.graph.node if node.op_type == "DequantizeLinear"]
+    weights = [node for node in pairs if node.input[0] in after]
+    assert len(weights) > 20
+    for data, scale, zero in (node.input for node in weights):
+        assert not after[zero].astype(np.float32).any()
+        weight = before[data.removesuffix("_quantized")]
+        scales = after[scale].reshape(-1, *[1] * (weight.ndim - 1))
+        # Half of the distance of neighbours: 4 bits, and below 2 ** -6 steps of 2 ** -9.
+        bound = np.maximum(np.abs(weight) / 16, scales / 2**10) * 1.001
+        assert (np.abs(after[data].astype(np.float32) * scales - weight) <= bound).all()
+    # Unfused, because ONNX Runtime has no operators for fp8 beside the conversions.
+    scores = [
+        scores_of(m.SerializeToString(), smooth_noise, fused=m is single) for m in (single, rounded)
+    ]
+    np.testing.assert_allclose(*scores, atol=0.05)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="builds for GPUs that are not here")
-def test_engine_computes_in_int8(quantized: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_engine_computes_in_its_precision(
+    quantized: Path, float8: Path, tmp_path: Path, precision: Precision
+) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
     options = EngineOptions(batches=(1,), compute_capabilities=("8.9",), strict=True)
     builder = builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
-    builder.build(path_of(quantized), tmp_path / "x.rtx", "int8")
+    source = float8 if precision == "fp8" else path_of(quantized)
+    builder.build(source, tmp_path / "x.rtx", precision)
 
 
-def test_calibration_is_required(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="--calibration"):
-        bundle_from_checkpoint(tiny_checkpoint, tmp_path / "b", precisions=("int8",))
+def test_older_gpus_do_not_compute_in_fp8(float8: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="needs the wheel tensorrt-rtx")
+    options = EngineOptions(compute_capabilities=("8.6", "12.0"))
+    builder = builder_for("tensorrt-rtx", options, BuildLog(tmp_path / "build.log"))
+    with pytest.raises(EngineError, match=r"8\.6 .*fp8.*8\.9.*--compute-capability"):
+        builder.build(float8, tmp_path / "x.rtx", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("precision", "remedy"), [("int8", "--calibration"), ("fp8", "--engine tensorrt")]
+)
+def test_calibration_and_engine_are_required(
+    tiny_checkpoint: Path, tmp_path: Path, precision: Precision, remedy: str
+) -> None:
+    with pytest.raises(BundleError, match=remedy):
+        bundle_from_checkpoint(tiny_checkpoint, tmp_path / "b", precisions=(precision,))
