@@ -3,20 +3,16 @@
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import onnx
 import torch
 
 from .. import __version__
 from ..model.bundle.manifest import (
     Artifact,
-    BundleError,
     InputDtype,
     Manifest,
     Precision,
-    Preprocessing,
     Provenance,
     sha256_of,
     write_manifest,
@@ -24,7 +20,6 @@ from ..model.bundle.manifest import (
 from ..model.bundle.spec import ShapeBucket
 from ..model.checkpoint import Checkpoint
 from ..model.mask_rcnn import MaskRCNN
-from ..model.resizing import pixel_dtype
 from ..model.weights.files import local_path
 from ..model.weights.references import checkpoint_from_reference
 from .engines.build import TOP_K_LIMIT, limited_checkpoint
@@ -34,6 +29,7 @@ from .onnx.export import onnx_from_model
 from .onnx.precision import fold_batch_norms, halve, replace_transposed_convolution
 from .onnx.quantization import float8_model, quantized_model
 from .output_folder import atomic_folder, check_output_folder, with_older_artifacts
+from .settings import ExportSettings, check_buckets, check_precisions, checked_dtype
 from .torch_program.fused_modules import optimize_for_gpu
 from .torch_program.program import Compilation, compile_programs, program_from_model, write_program
 
@@ -99,12 +95,12 @@ def bundle_from_checkpoint(
         OSError: the bundle cannot be written.
     """
     check_output_folder(bundle)
-    _check_precisions(precisions, bool(builders), with_programs, bool(calibration))
+    check_precisions(precisions, bool(builders), with_programs, bool(calibration))
     checkpoint = checkpoint_from_reference(reference)
-    _check_buckets(buckets, checkpoint.preprocessing)
-    dtype = _checked_dtype(input_dtype, checkpoint.preprocessing)
+    check_buckets(buckets, checkpoint.preprocessing)
+    dtype = checked_dtype(input_dtype, checkpoint.preprocessing)
     sizes = buckets or checkpoint.buckets
-    settings = _ExportSettings(precisions, sizes, dtype, calibration, report)
+    settings = ExportSettings(precisions, sizes, dtype, calibration, report)
     with atomic_folder(bundle) as partial:
         for_onnxruntime = [p for p in precisions if p not in _WITHOUT_ONNXRUNTIME]
         graphs = _export_graphs(checkpoint, partial, settings._replace(precisions=for_onnxruntime))
@@ -123,16 +119,8 @@ def bundle_from_checkpoint(
     return manifest
 
 
-class _ExportSettings(NamedTuple):
-    precisions: Sequence[Precision]
-    buckets: Sequence[ShapeBucket]
-    input_dtype: InputDtype
-    calibration: Sequence[Path]
-    report: Callable[[str], None]
-
-
 def _export_graphs(
-    checkpoint: Checkpoint, folder: Path, settings: _ExportSettings
+    checkpoint: Checkpoint, folder: Path, settings: ExportSettings
 ) -> list[Artifact]:
     """Write the ONNX files, and return one manifest entry per precision and input size."""
     # fp32 and tf32 share a file.
@@ -167,7 +155,7 @@ def _export_graphs(
 
 
 def _export_programs(
-    checkpoint: Checkpoint, folder: Path, settings: _ExportSettings
+    checkpoint: Checkpoint, folder: Path, settings: ExportSettings
 ) -> list[Artifact]:
     """Write the torch programs, compiled too if there is a GPU; return their manifest entries."""
     hashes: dict[Path, str] = {}
@@ -203,7 +191,7 @@ def _export_programs(
 
 
 def _engine_sources(
-    checkpoint: Checkpoint, graphs: Sequence[Artifact], partial: Path, settings: _ExportSettings
+    checkpoint: Checkpoint, graphs: Sequence[Artifact], partial: Path, settings: ExportSettings
 ) -> list[tuple[Artifact, Path]]:
     """Return the ONNX files to build engines from: manifest entry and path.
 
@@ -245,55 +233,6 @@ def _build_engine(
         bucket=graph.bucket,
         engine=build,
     )
-
-
-def _check_precisions(
-    precisions: Sequence[Precision], with_engines: bool, with_programs: bool, is_calibrated: bool
-) -> None:
-    """Check that each precision can be exported as one of the requested kinds of artifact.
-
-    Raises:
-        BundleError: a precision needs another kind of artifact, or calibration images.
-    """
-    if "bf16" in precisions and not (with_programs or with_engines):
-        raise BundleError(
-            "ONNX Runtime does not compute in bf16; add --engine torch, tensorrt or tensorrt-rtx"
-        )
-    if "fp8" in precisions and not with_engines:
-        raise BundleError(
-            "neither ONNX Runtime nor torch computes in fp8; add --engine tensorrt or tensorrt-rtx"
-        )
-    for precision in ("int8", "fp8"):
-        if precision in precisions and not is_calibrated:
-            raise BundleError(
-                f"{precision} needs images to measure ranges of values; run maskrcnn export with "
-                "--calibration IMAGES"
-            )
-
-
-def _check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) -> None:
-    """Check that resized images can fit into each input size.
-
-    Raises:
-        BundleError: an input size is too small for all images.
-    """
-    shorter, longer = preprocessing.min_size, preprocessing.max_size
-    for bucket in buckets:
-        if not preprocessing.fits(bucket):
-            raise BundleError(
-                f"inputs of {bucket} are too small: images are resized to a shorter side of "
-                f"{shorter} pixels or a longer one of {longer}; choose a larger --shape"
-            )
-
-
-def _checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) -> InputDtype:
-    needs_floats = pixel_dtype(preprocessing.resize) is np.float32
-    if needs_floats and input_dtype == "uint8":
-        raise BundleError(
-            f"inputs of uint8 would round images that the resize rule {preprocessing.resize} does "
-            "not round; omit --input-dtype, or convert the weights with preprocessing.resize=pillow"
-        )
-    return input_dtype or ("float32" if needs_floats else "uint8")
 
 
 def model_for_export(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:

@@ -1,22 +1,19 @@
-"""HTTP server in the event loop of the gRPC server: port, TLS, connection limits, slow clients."""
+"""HTTP server in the event loop of the gRPC server: port, TLS and shutdown."""
 
 import asyncio
 import contextlib
 import logging
 import socket
 import ssl
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Final
+from collections.abc import AsyncIterator, Iterator
+from typing import Final
 
-import httptools
 import uvicorn
-from pydantic_core import to_json
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
+from .connection import HttpConnection
 
 _log = logging.getLogger(__name__)
 
@@ -24,16 +21,6 @@ _log = logging.getLogger(__name__)
 _HANDSHAKE_S: Final = 20.0
 # Seconds after which a connection without a request is closed.
 _IDLE_S: Final = 75
-# Seconds in which a client must acknowledge data, or accept more of a response.
-_STALL_S: Final = 20.0
-# Seconds for which the rest of a body is read and dropped after the response was sent. Without
-# this, a client that is still sending would get a reset instead of the response.
-_LINGER_S: Final = 2.0
-# Maximum size of a request's head in bytes, in addition to its first chunk. Also the maximum number
-# of bytes between two parts of a body, and after it.
-_MAX_HEAD: Final = 64 << 10
-# Maximum number of pipelined requests, which wait for the response to the one before them.
-_MAX_PIPELINED: Final = 128
 
 
 class HttpServer:
@@ -52,7 +39,7 @@ class HttpServer:
         self._settings = config
         self._config = uvicorn.Config(
             app,
-            http=HttpToolsProtocol,
+            http=HttpConnection,
             lifespan="off",
             ws="none",
             log_config=None,
@@ -119,7 +106,7 @@ class _UvicornServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         def protocol() -> asyncio.Protocol:
-            return _Connection(self, self._settings, self._max_connections)
+            return HttpConnection(self, self._settings, self._max_connections)
 
         handshake_s = _HANDSHAKE_S if self.context else None
         loop = asyncio.get_running_loop()
@@ -135,223 +122,3 @@ class _UvicornServer(uvicorn.Server):
         await super().shutdown(sockets)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
-
-
-class _Connection(HttpToolsProtocol):
-    """HTTP connection that is closed if its client is too slow, or the server has too many."""
-
-    def __init__(self, server: _UvicornServer, settings: ServeConfig, max_connections: int) -> None:
-        super().__init__(server.config, server.server_state, app_state={})
-        self._settings = settings
-        self._max_connections = max_connections
-        # Size of the head that is being received. None: no head is expected.
-        self._head_bytes: int | None = 0
-        # Number of bytes received since the head or since the last part of the body.
-        self._bytes_since_body = 0
-        # Bytes that are being parsed.
-        self._received = b""
-        self._is_body_complete = True
-        # Request that is being answered. `cycle` is the last request whose head was received.
-        self._answered: RequestResponseCycle | None = None
-        self._opened_at = self.loop.time()
-        # Closes the connection if the next head does not arrive in time.
-        self._head_timer: asyncio.TimerHandle | None = None
-        # Closes the connection if its client is slow after the head.
-        self._slow_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        if len(self.connections) > self._max_connections:
-            transport.abort()
-            return
-        _set_socket_options(transport.get_extra_info("socket"), self._settings.keepalive_s)
-        self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.pipeline.clear()
-        if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True
-            self._answered.message_event.set()
-        # A timer would keep the connection and its request in memory.
-        self._unset_head_timer()
-        self._unset_keepalive_if_required()
-        if self._slow_timer is not None:
-            self._slow_timer.cancel()
-
-    def data_received(self, data: bytes) -> None:
-        self._received = data
-        self._bytes_since_body += len(data)
-        super().data_received(data)
-        if self._is_in_body() and self._bytes_since_body > _MAX_HEAD:
-            self.send_400_response("The trailers or chunk extensions of the body are too large.")
-        if self._head_bytes is None and self._is_idle():
-            self._head_bytes = 0  # empty lines, which may precede a head
-        if self._head_bytes is None or self.transport.is_closing():
-            return
-        self._expect_head()
-        self._head_bytes += len(data)
-        if self._head_bytes > _MAX_HEAD:
-            self.send_400_response("The head of the request is too large.")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._head_bytes = -len(self._received)  # `data_received` adds it
-        self._is_body_complete = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head_bytes is not None:  # else it is a trailer, which nothing reads
-            super().on_header(name, value)
-
-    def on_body(self, body: bytes) -> None:
-        super().on_body(body)
-        self._bytes_since_body = 0
-
-    def on_headers_complete(self) -> None:
-        self._head_bytes = None
-        self._bytes_since_body = 0
-        self._unset_head_timer()
-        hosts = [name for name, _ in self.headers if name == b"host"]
-        if len(hosts) != 1 and self.parser.get_http_version() == "1.1":
-            raise ValueError("a request needs one Host header")  # the parser reports an error
-        if len(self.pipeline) >= _MAX_PIPELINED:
-            raise ValueError(f"more than {_MAX_PIPELINED} requests wait for a response")
-        if self.parser.should_upgrade():
-            return  # `_unsupported_upgrade_warning` parses the request again
-        super().on_headers_complete()
-        age_s, limit_s = self.loop.time() - self._opened_at, self._settings.max_connection_age_s
-        if limit_s is not None and age_s > limit_s:
-            self.cycle.keep_alive = False
-
-    def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():
-            return
-        super().on_message_complete()
-        self._is_body_complete = True
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Ignore the header Upgrade, as clients expect of servers that speak only HTTP/1.1.
-
-        The parser would skip the body. So a new one parses the request without the header.
-        """
-        method = self.parser.get_method()
-        if method == b"CONNECT":
-            self.send_400_response("CONNECT is not supported.")
-            return
-        _, error, _ = sys.exc_info()
-        assert isinstance(error, httptools.HttpParserUpgrade)
-        rest = self._received[error.args[0] :]
-        kept = [pair for pair in self.headers if pair[0] not in (b"upgrade", b"http2-settings")]
-        version = self.parser.get_http_version().encode()
-        first = b"%s %s HTTP/%s" % (method, self.url, version)
-        lines = [first, *(b"%s: %s" % pair for pair in kept)]
-        self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"\r\n".join([*lines, b"", rest]))
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answered = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.pipeline:  # receive no further requests before these have been answered
-            self.flow.pause_reading()
-        if self.transport.is_closing():  # it closes when the client has received the response
-            self._set_slow_timer(_STALL_S, self.transport.abort)
-        elif not self._is_body_complete:
-            self._set_slow_timer(_LINGER_S, self._close_incomplete, self.cycle)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        waiting = self.transport.get_write_buffer_size()
-        self._set_slow_timer(_STALL_S, self._check_progress, waiting)
-
-    def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort() if self.transport.get_write_buffer_size() else self.transport.close()
-
-    def send_400_response(self, msg: str) -> None:
-        """Respond to a request that cannot be parsed, and close the connection."""
-        if self.pipeline and self.cycle.more_body:
-            self.pipeline.popleft()  # the invalid request
-            assert self._answered is not None
-            self.cycle = self.pipeline[0][0] if self.pipeline else self._answered
-        elif self._is_in_body() and self.cycle.response_complete:
-            self.transport.close()
-            return
-        if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
-            # The responses to the requests before it come first. The last one closes.
-            self.cycle.keep_alive = False
-            self._head_bytes = None
-            self._unset_head_timer()
-            return
-        if isinstance(problem := sys.exception(), httptools.HttpParserError):
-            # The context is the error of a method of this class that the parser called.
-            msg = f"The HTTP request is invalid: {problem.__context__ or problem}"
-        body = to_json({"error": msg})
-        self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-        )
-        self.transport.close()
-        self._set_slow_timer(_STALL_S, self.transport.abort)
-
-    def _is_in_body(self) -> bool:
-        """Whether the rest of the request `cycle` is expected."""
-        if self.cycle is None or self.cycle.scope is not self.scope:
-            return False  # a new request has begun
-        return not self._is_body_complete
-
-    def _is_idle(self) -> bool:
-        """Whether no request is being received or answered."""
-        is_answered = self.cycle is None or self.cycle.response_complete
-        return is_answered and self._is_body_complete
-
-    def _expect_head(self) -> None:
-        if self._head_timer is None:
-            timeout_s = self._settings.receive_timeout_s
-            self._head_timer = self.loop.call_later(timeout_s, self._close_late)
-
-    def _close_late(self) -> None:
-        """Close the connection, because its next head has not arrived in time."""
-        self._head_timer = None
-        if self.pipeline:  # reading has been paused
-            self._expect_head()
-        else:
-            self.transport.close()
-
-    def _unset_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _set_slow_timer(self, delay_s: float, act: Callable[..., None], *arguments: Any) -> None:
-        if self._slow_timer is not None:
-            self._slow_timer.cancel()
-        self._slow_timer = self.loop.call_later(delay_s, act, *arguments)
-
-    def _close_incomplete(self, cycle: object) -> None:
-        """Close the connection if it still receives the body of a request after the response."""
-        if self.cycle is cycle and not self._is_body_complete:
-            self.transport.abort()
-
-    def _check_progress(self, before: int) -> None:
-        """Abort the connection if the client has not read any of the waiting response."""
-        if not self.flow.write_paused or self.transport.is_closing():
-            return
-        waiting = self.transport.get_write_buffer_size()
-        if waiting >= before:
-            self.transport.abort()
-        else:
-            self._set_slow_timer(_STALL_S, self._check_progress, waiting)
-
-
-def _set_socket_options(connection: socket.socket, keepalive_s: float) -> None:
-    """Send without delay, and let the kernel close connections whose client does not respond."""
-    tcp = socket.IPPROTO_TCP
-    # asyncio sets TCP_NODELAY only on sockets that were created for IPPROTO_TCP. Without it, the
-    # body is sent when the head is acknowledged, which clients delay by 40 ms.
-    connection.setsockopt(tcp, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(tcp, socket.TCP_KEEPIDLE, min(32_767, max(1, round(keepalive_s))))
-    connection.setsockopt(tcp, socket.TCP_KEEPINTVL, 5)
-    connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, round(1000 * _STALL_S))

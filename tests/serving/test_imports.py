@@ -17,6 +17,7 @@ WITH_EXTRAS = {
         "backends.torch_batches",
         "http.app",
         "http.call",
+        "http.connection",
         "http.detection",
         "http.endpoint",
         "http.listener",

@@ -1,0 +1,75 @@
+"""Settings of an export, and their checks against each other and the checkpoint."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..model.bundle.manifest import BundleError, InputDtype, Precision, Preprocessing
+from ..model.bundle.spec import ShapeBucket
+from ..model.resizing import pixel_dtype
+
+
+class ExportSettings(NamedTuple):
+    """Settings that all artifacts of an export share."""
+
+    precisions: Sequence[Precision]
+    buckets: Sequence[ShapeBucket]
+    input_dtype: InputDtype
+    calibration: Sequence[Path]
+    report: Callable[[str], None]
+
+
+def check_precisions(
+    precisions: Sequence[Precision], with_engines: bool, with_programs: bool, is_calibrated: bool
+) -> None:
+    """Check that each precision can be exported as one of the requested kinds of artifact.
+
+    Raises:
+        BundleError: a precision needs another kind of artifact, or calibration images.
+    """
+    if "bf16" in precisions and not (with_programs or with_engines):
+        raise BundleError(
+            "ONNX Runtime does not compute in bf16; add --engine torch, tensorrt or tensorrt-rtx"
+        )
+    if "fp8" in precisions and not with_engines:
+        raise BundleError(
+            "neither ONNX Runtime nor torch computes in fp8; add --engine tensorrt or tensorrt-rtx"
+        )
+    for precision in ("int8", "fp8"):
+        if precision in precisions and not is_calibrated:
+            raise BundleError(
+                f"{precision} needs images to measure ranges of values; run maskrcnn export with "
+                "--calibration IMAGES"
+            )
+
+
+def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) -> None:
+    """Check that resized images can fit into each input size.
+
+    Raises:
+        BundleError: an input size is too small for all images.
+    """
+    shorter, longer = preprocessing.min_size, preprocessing.max_size
+    for bucket in buckets:
+        if not preprocessing.fits(bucket):
+            raise BundleError(
+                f"inputs of {bucket} are too small: images are resized to a shorter side of "
+                f"{shorter} pixels or a longer one of {longer}; choose a larger --shape"
+            )
+
+
+def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) -> InputDtype:
+    """Return the type of the image input, by default the one that the resize rule needs.
+
+    Raises:
+        BundleError: uint8 would round images that the resize rule does not round.
+    """
+    needs_floats = pixel_dtype(preprocessing.resize) is np.float32
+    if needs_floats and input_dtype == "uint8":
+        raise BundleError(
+            f"inputs of uint8 would round images that the resize rule {preprocessing.resize} does "
+            "not round; omit --input-dtype, or convert the weights with preprocessing.resize=pillow"
+        )
+    return input_dtype or ("float32" if needs_floats else "uint8")
