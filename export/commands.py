@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..model.bundle.manifest import EngineKind, InputDtype, Manifest, Precision
 from ..model.bundle.spec import ShapeBucket
-from ..model.image_files import IMAGE_FILE_SUFFIXES
+from ..model.image_files import is_image_file
 from .engines.options import engine_options
 from .errors import VerificationError
 
@@ -226,7 +226,7 @@ def table_of(comparisons: "list[Comparison]") -> Table:
 def _images_in(path: Path, option: str) -> list[Path]:
     if path.is_file():
         return [path]
-    images = sorted(p for p in path.glob("*") if p.suffix.lower() in IMAGE_FILE_SUFFIXES)
+    images = sorted(p for p in path.glob("*") if is_image_file(p))
     if not images:
         raise click.BadParameter(
             f"{path} is neither an image nor a folder of images", param_hint=option

@@ -5,7 +5,7 @@ formats, and programs that read the user's own files convert them. Needs no torc
 """
 
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,12 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _COLOUR_MODES = ("CMYK", "YCbCr", "LAB", "RGBX", "RGBa", "PA")
 # High byte of the largest value that a 16-bit colour image must exceed, so as not to turn dark.
 _DARK = 0x3F
+
+
+def is_image_file(path: PurePath) -> bool:
+    """Whether a file is an image by its name."""
+    # macOS adds a file `._a.jpg`, which has no pixels, to each `a.jpg` on foreign file systems.
+    return path.suffix.lower() in IMAGE_FILE_SUFFIXES and not path.name.startswith("._")
 
 
 def read_image_file(path: Path) -> bytes:

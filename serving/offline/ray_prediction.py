@@ -16,7 +16,7 @@ import ray.data
 import ray.exceptions
 
 from ...model.bundle.manifest import Precision, read_manifest
-from ...model.image_files import IMAGE_FILE_SUFFIXES, png_from_other_formats
+from ...model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, png_from_other_formats
 from ...model.images import ImageError
 from ..config import BackendName
 from ..detections import DetectionOptions, Detections
@@ -162,7 +162,7 @@ def _image_paths(files: pyarrow.fs.FileSystem, path: str) -> list[str]:
         return sorted(
             info.path
             for info in files.get_file_info(pyarrow.fs.FileSelector(path, recursive=True))
-            if info.is_file and PurePosixPath(info.path).suffix.lower() in IMAGE_FILE_SUFFIXES
+            if info.is_file and is_image_file(PurePosixPath(info.path))
         )
     except UnicodeDecodeError as error:
         name = error.object.decode(errors="backslashreplace")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ...model.atomic_files import atomic_write
-from ...model.image_files import IMAGE_FILE_SUFFIXES, read_image_file
+from ...model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, read_image_file
 from ...model.images import ImageError
 from ..config import ReportFormat
 from ..detections import Detections
@@ -46,7 +46,7 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
         paths = [source]
         if source.is_dir():
             entries = sorted(source.iterdir())
-            paths = [p for p in entries if p.suffix.lower() in IMAGE_FILE_SUFFIXES]
+            paths = [p for p in entries if is_image_file(p)]
             _report_skipped([p.name for p in entries if p.suffix.lower() in _OTHER_SUFFIXES])
         for path in paths:
             image_id = image_id_from_path(path)
@@ -58,7 +58,10 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
                 )
     if not files:
         suffixes = ", ".join(sorted(IMAGE_FILE_SUFFIXES))
-        raise click.UsageError(f"{', '.join(map(str, sources))}: no image found ({suffixes})")
+        below = (path for source in sources for path in source.rglob("*") if is_image_file(path))
+        nested = next((f"; images in subfolders, such as {p}, are not read" for p in below), "")
+        names = ", ".join(map(str, sources))
+        raise click.UsageError(f"{names}: no image found ({suffixes}){nested}")
     return list(files.values())
 
 

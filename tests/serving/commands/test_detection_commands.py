@@ -170,3 +170,6 @@ def test_folder_without_images_is_rejected(bundle: Path, tmp_path: Path) -> None
     result = invoke(predict, bundle, tmp_path)
     assert result.exit_code == 2
     assert "no image found" in result.stderr
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "a.tif").touch()
+    assert f"such as {tmp_path}/below/a.tif" in invoke(predict, bundle, tmp_path).stderr

@@ -140,7 +140,10 @@ def _bbox_from(value: Any, limit: float) -> tuple[float, float, float, float]:
     try:
         is_box = isinstance(value, list) and len(value) == 4 and not any(map(math.isnan, value))
     except TypeError:
-        is_box = False
+        try:
+            return _bbox_from([float(text) for text in value], limit)
+        except (TypeError, ValueError):
+            is_box = False
     except OverflowError:
         raise InvalidAnnotationError(FAR_OUTSIDE) from None
     if not is_box:
@@ -207,17 +210,19 @@ def _ring_from(points: Any, limit: float) -> Ring:
 
 
 def _rle_from(value: Mapping[str, Any], height: int, width: int) -> Rle:
-    if value.get("size") != [height, width]:
+    size = value.get("size")
+    if not isinstance(size, list) or [*map(integer_from, size)] != [height, width]:
         raise InvalidAnnotationError("RLE of another size than the image")
     counts: Any = value.get("counts")
     try:
         if isinstance(counts, list):
-            counts = coco_mask.frPyObjects({**value, "counts": counts}, height, width)["counts"]
+            rle = {"size": [height, width], "counts": counts}
+            counts = coco_mask.frPyObjects(rle, height, width)["counts"]
         elif isinstance(counts, str):
             counts = counts.encode()
-        rle = Rle(height, width, counts)
+        result = Rle(height, width, counts)
         # Decode once as a check: if the runs end early, pycocotools leaves pixels uninitialized.
-        mask_from_rle(rle)
+        mask_from_rle(result)
     except (TypeError, ValueError, OverflowError):
         raise InvalidAnnotationError("RLE is damaged") from None
-    return rle
+    return result

@@ -1,5 +1,6 @@
 """Validate and index the images and annotations that a COCO file lists."""
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....model.bundle.spec import MAX_PIXELS
+from ....model.images import ImageError
+from ..image_sizes import read_header_size
 from .annotations import Instance, InvalidAnnotationError, instance_from_annotation
 from .numbers import id_from, integer_from
 
@@ -51,19 +54,18 @@ def index_images(
     valid: dict[int | str, ImageEntry] = {}
     for key, entry in zip(keys, entries, strict=True):
         name = entry.get("file_name")
-        height, width = integer_from(entry.get("height")), integer_from(entry.get("width"))
         if key is None or not isinstance(name, str):
             faults["images: no id or no file name"].append(str(name or key))
         elif key in valid:
             faults["images: duplicate id"].append(name)
-        elif height is None or width is None or min(height, width) <= 0:
-            faults["images: no height and width"].append(name)
-        elif height * width > MAX_PIXELS:
-            faults[f"images: more than {MAX_PIXELS} pixels"].append(name)
         elif (path := _existing(folder, name, present)) is None:
             faults["images: file missing"].append(name)
+        elif (size := _size_of(entry, path)) is None:
+            faults["images: no height and width, neither in the list nor in the file"].append(name)
+        elif math.prod(size) > MAX_PIXELS:
+            faults[f"images: more than {MAX_PIXELS} pixels"].append(name)
         else:
-            valid[key] = ImageEntry(ids[key], path, height, width)
+            valid[key] = ImageEntry(ids[key], path, *size)
             if isinstance(key, str):
                 repairs["images: id is not an integer; replaced by a number"].append(name)
     return ImageIndex(valid, frozenset(key for key in keys if key is not None))
@@ -117,6 +119,18 @@ def _integer_ids(keys: Sequence[int | str | None]) -> dict[int | str, int]:
     strings = dict.fromkeys(key for key in keys if isinstance(key, str))
     free = max((0, *integers)) + 1
     return {key: key for key in integers} | {s: n for n, s in enumerate(strings, start=free)}
+
+
+def _size_of(entry: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
+    """Return height and width from an entry or, if they are missing, from its file's header."""
+    height, width = integer_from(entry.get("height")), integer_from(entry.get("width"))
+    if height and width and min(height, width) > 0:
+        return height, width
+    try:
+        # As annotation tools show the image.
+        return read_header_size(path).upright
+    except ImageError:
+        return None
 
 
 def _existing(folder: Path, name: str, present: set[str]) -> Path | None:

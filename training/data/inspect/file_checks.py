@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ....model.image_files import IMAGE_FILE_SUFFIXES
+from ....model.image_files import is_image_file
 from ....model.images import ImageError
 from ..coco.dataset import ImageRecord
 from ..image_sizes import HeaderSize, read_header_size
@@ -120,7 +120,7 @@ def unlisted_files(folders: Iterable[Path], listed: Iterable[Path]) -> list[Path
         for folder in folders
         for parent, _, names in os.walk(folder)
         for name in names
-        if Path(name).suffix.lower() in IMAGE_FILE_SUFFIXES
+        if is_image_file(Path(name))
     }
     return sorted(files.difference(Path(os.path.normpath(path)) for path in listed))
 

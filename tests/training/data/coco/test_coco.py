@@ -105,6 +105,27 @@ def test_invalid_annotations_are_skipped_or_refused(
         CocoDataset(config, on_broken="refuse")
 
 
+@pytest.mark.parametrize("changes", [{"width": None}, {"height": 0}])
+def test_missing_sizes_are_those_of_the_files(tmp_path: Path, changes: dict[str, Any]) -> None:
+    content = valid_content()
+    config = write_folder(tmp_path, content)
+    content["images"][0].update(changes)
+    config.annotations.write_text(json.dumps(content))
+    dataset = CocoDataset(config, on_broken="refuse")
+    assert {(r.height, r.width) for r in dataset.records} == {(HEIGHT, WIDTH), (WIDTH, HEIGHT)}
+    (config.images / content["images"][0]["file_name"]).write_bytes(b"no image")
+    (reason,) = CocoDataset(config).faults
+    assert reason.startswith("images: no height and width")
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_sizes_of_rles_may_be_text(tmp_path: Path, compressed: bool) -> None:
+    content = valid_content()
+    rle = {**ring_segmentation(compressed=compressed), "size": [str(HEIGHT), str(WIDTH)]}
+    content["annotations"].append(annotation(77, 5, segmentation=rle))
+    CocoDataset(write_folder(tmp_path, content), on_broken="refuse")
+
+
 def test_missing_boxes_are_those_of_the_segmentations(tmp_path: Path) -> None:
     content = valid_content()
     listed = CocoDataset(write_folder(tmp_path, content))
@@ -135,6 +156,7 @@ def test_invalid_polygons_beside_valid_ones_are_left_out_and_counted(
         {"segmentation": [10, 20, 40, 20, 40, 60, 10, 60]},
         {"segmentation": [[10, 20], [40, 20], [40, 60], [10, 60]]},
         {"segmentation": [[[10, 20], [40, 20], [40, 60], [10, 60]]]},
+        {"bbox": ["10", "20.0", "30", "40"]},
         {"iscrowd": "0"},
         {"iscrowd": False},
         {"category_id": "7"},
@@ -212,8 +234,6 @@ def test_polygons_with_absurd_coordinates_do_not_reach_pycocotools(tmp_path: Pat
     [
         ({"file_name": "none.jpg"}, "file missing"),
         ({"file_name": "x" * 5000}, "file missing"),
-        ({"width": None}, "no height and width"),
-        ({"height": 0}, "no height and width"),
         ({"id": None}, "no id or no file name"),
         ({"height": 100_000, "width": 100_000}, "more than 64000000 pixels"),
         ({"id": 8}, "duplicate id"),

@@ -87,7 +87,7 @@ def test_distributions_are_of_the_images(tmp_path: Path) -> None:
 def test_images_in_two_splits_and_unlisted_ones_are_reported(tmp_path: Path) -> None:
     """Images that are listed, but invalid, are not unlisted."""
     content = valid_content()
-    content["images"][0]["height"] = 0
+    content["images"][0]["id"] = None
     content["images"][1]["file_name"] = "..\\val\\5.jpg"
     write_layout(tmp_path, train=valid_content(), val=valid_content())
     (tmp_path / "train" / "6.png").touch()
@@ -101,7 +101,7 @@ def test_images_in_two_splits_and_unlisted_ones_are_reported(tmp_path: Path) -> 
     report = inspect(**configs)
     assert len(report.files["file with the content of another"]) == 4
     assert report.files["file that is not listed"] == (str(tmp_path / "train" / "6.png"),)
-    assert report.splits["val"].faults == {"images: no height and width": ("11.jpg",)}
+    assert report.splits["val"].faults == {"images: no id or no file name": ("11.jpg",)}
 
 
 def test_command_prints_and_writes_the_report(call: Any, tmp_path: Path) -> None:
