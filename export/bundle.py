@@ -87,7 +87,7 @@ def bundle_from_checkpoint(
         CheckpointError: the checkpoint cannot be read or converted.
         ZooError: the zoo does not have the model, or this program does not support it.
         DownloadError: the download failed, or the file has another checksum.
-        EngineError: an engine cannot be built.
+        EngineError: an engine cannot be built, or its GPUs do not compute in a precision.
         BundleError: the folder exists and is not a bundle, an input size is too small for all
             images, the resize rule needs another `input_dtype`, or a precision needs another kind
             of artifact or `calibration`.
@@ -96,6 +96,8 @@ def bundle_from_checkpoint(
     """
     check_output_folder(bundle)
     check_precisions(precisions, bool(builders), with_programs, bool(calibration))
+    for builder in builders:
+        builder.check(precisions)
     checkpoint = checkpoint_from_reference(reference)
     check_buckets(buckets, checkpoint.preprocessing)
     dtype = checked_dtype(input_dtype, checkpoint.preprocessing)

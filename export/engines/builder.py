@@ -80,6 +80,16 @@ class EngineBuilder(ABC):
         self._profiles = profiles_from_batches(options.batches, one_per_size)
         self._compute_capabilities = self._target()
 
+    def check(self, precisions: Sequence[Precision]) -> None:
+        """Raise EngineError if a target GPU does not compute in one of the precisions."""
+        old = [c for c in self._compute_capabilities if float(c) < _FP8_CAPABILITY]
+        if "fp8" in precisions and old:
+            raise EngineError(
+                f"GPUs of compute capability {', '.join(old)} do not compute in fp8, which needs "
+                f"{_FP8_CAPABILITY}; choose later ones with --compute-capability, or another "
+                "precision"
+            )
+
     def build(self, onnx_path: Path, plan_path: Path, precision: Precision) -> EngineBuild:
         """Build an engine from an ONNX file and write it to `plan_path`.
 
@@ -92,12 +102,9 @@ class EngineBuilder(ABC):
             Versions, GPUs and profiles of the engine, for the manifest.
 
         Raises:
-            EngineError: TensorRT fails, a target GPU does not compute in the precision, or with
-                `strict` the engine computes in another one.
+            EngineError: TensorRT fails, or with `strict` the engine computes in another precision.
             KeyboardInterrupt: the user interrupted. The builder has stopped.
         """
-        if precision == "fp8":
-            self._check_fp8()
         model, plugins = self._load_model(onnx_path)
         console = Console(stderr=True)
         with (
@@ -142,16 +149,6 @@ class EngineBuilder(ABC):
     @abstractmethod
     def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
         """Return the layers of the serialized engine that was just built from an ONNX model."""
-
-    def _check_fp8(self) -> None:
-        """Raise EngineError if a target GPU does not compute in fp8."""
-        old = [c for c in self._compute_capabilities if float(c) < _FP8_CAPABILITY]
-        if old:
-            raise EngineError(
-                f"GPUs of compute capability {', '.join(old)} do not compute in fp8, which needs "
-                f"{_FP8_CAPABILITY}; choose later ones with --compute-capability, or another "
-                "precision"
-            )
 
     def _requirements(self, has_plugins: bool) -> dict[str, Any]:
         """Return those fields of `EngineBuild` that only this kind of engine has."""
