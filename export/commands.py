@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..model.bundle.manifest import EngineKind, InputDtype, Manifest, Precision
 from ..model.bundle.spec import ShapeBucket
+from ..model.exit_signals import exit_on_signals
 from ..model.image_files import is_image_file
 from .engines.options import engine_options
 from .errors import VerificationError
@@ -159,22 +160,25 @@ def export(
         )
     image_paths = [] if not images else _images_in(Path(images), "--verify")
     sample_paths = _images_in(Path(samples), "--samples") if samples else []
-    manifest = bundle_from_checkpoint(
-        checkpoint,
+    calibration_paths = _images_in(Path(calibration), "--calibration") if calibration else []
+    builders = builders_from_options(
         bundle,
-        precisions=precisions,
-        buckets=buckets,
-        input_dtype=input_dtype,
-        builders=builders_from_options(
-            bundle,
-            [kind for kind in kinds if kind != "torch"],
-            for_triton=triton_repository is not None,
-            **engines,
-        ),
-        with_programs="torch" in kinds,
-        calibration=_images_in(Path(calibration), "--calibration") if calibration else (),
-        report=click.echo,
+        [kind for kind in kinds if kind != "torch"],
+        for_triton=triton_repository is not None,
+        **engines,
     )
+    with exit_on_signals():  # so that the temporary folder is removed
+        manifest = bundle_from_checkpoint(
+            checkpoint,
+            bundle,
+            precisions=precisions,
+            buckets=buckets,
+            input_dtype=input_dtype,
+            builders=builders,
+            with_programs="torch" in kinds,
+            calibration=calibration_paths,
+            report=click.echo,
+        )
     if sample_paths:
         copy_samples(sample_paths, bundle)
     click.echo(f"the bundle is {bundle}")

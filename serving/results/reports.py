@@ -1,15 +1,11 @@
 """Output files of `predict` and `client`: annotated images, COCO results and NumPy arrays."""
 
-import contextlib
 import json
 import os
-import signal
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import numpy as np
@@ -17,6 +13,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ...model.atomic_files import atomic_write
+from ...model.exit_signals import exit_on_signals
 from ...model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, read_image_file
 from ...model.images import ImageError
 from ..config import ReportFormat
@@ -119,7 +116,7 @@ def write_report(
     # No markup: file names may contain square brackets and colons.
     console = Console(stderr=True, markup=False, emoji=False)
     pairs = zip(files, outcomes, strict=True)
-    with _exit_on_signals() as ignore_signals:
+    with exit_on_signals() as ignore_signals:
         try:
             for path, outcome in track(pairs, "Detecting", len(files), console=console):
                 failure = report.add(path, outcome)
@@ -174,42 +171,6 @@ class _Report:
         if "coco" in self._formats:
             _write(self._folder / RESULTS_NAME, json.dumps(self._results).encode())
         click.echo(f"{self._detections} detections in {self._images} images, see {self._folder}")
-
-
-@contextlib.contextmanager
-def _exit_on_signals() -> Iterator[Callable[[], None]]:
-    """Exit with status 128 + signal number on SIGTERM and SIGHUP, so that `finally` blocks run.
-
-    A signal that is ignored, as under `nohup`, or already handled keeps its handler. After the
-    first signal both are ignored until the process ends.
-
-    Yields:
-        Function that makes the process ignore both signals.
-    """
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) == signal.SIG_DFL
-    ]
-
-    def handle_with(handler: Any) -> None:
-        for number in numbers:
-            signal.signal(number, handler)
-
-    is_exiting = False
-
-    def exit_process(number: int, _: object) -> NoReturn:
-        nonlocal is_exiting
-        is_exiting = True
-        handle_with(signal.SIG_IGN)  # `timeout` and shells send a signal twice
-        sys.exit(128 + number)
-
-    handle_with(exit_process)
-    try:
-        yield partial(handle_with, signal.SIG_IGN)
-    finally:
-        if not is_exiting:
-            handle_with(signal.SIG_DFL)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,0 +1,44 @@
+"""Exit on signals that would end the process without cleaning up."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn
+
+
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[Callable[[], None]]:
+    """Exit with status 128 + signal number on SIGTERM and SIGHUP, so that `finally` blocks run.
+
+    A signal that is ignored, as under `nohup`, or already handled keeps its handler. After the
+    first signal both are ignored until the process ends.
+
+    Yields:
+        Function that makes the process ignore both signals.
+    """
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL
+    ]
+
+    def handle_with(handler: Any) -> None:
+        for number in numbers:
+            signal.signal(number, handler)
+
+    is_exiting = False
+
+    def exit_process(number: int, _: object) -> NoReturn:
+        nonlocal is_exiting
+        is_exiting = True
+        handle_with(signal.SIG_IGN)  # `timeout` and shells send a signal twice
+        sys.exit(128 + number)
+
+    handle_with(exit_process)
+    try:
+        yield partial(handle_with, signal.SIG_IGN)
+    finally:
+        if not is_exiting:
+            handle_with(signal.SIG_DFL)
