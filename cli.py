@@ -45,9 +45,9 @@ _COMMANDS = {
     ),
     "export": _LazyCommand("export.commands:export", "Turn a checkpoint into a bundle to serve."),
     "engine": _LazyCommand(
-        "export.engines.commands:engine", "Inspect and profile TensorRT engines."
+        "export.engines.commands:engine", "Inspect, profile and refit TensorRT engines."
     ),
-    "serve": _LazyCommand("serving.commands.serve:serve", "Serve a bundle over gRPC."),
+    "serve": _LazyCommand("serving.commands.serve:serve", "Serve models over gRPC and HTTP."),
     "predict": _LazyCommand(
         "serving.commands.predict:predict", "Detect objects in images without a server."
     ),

@@ -101,7 +101,8 @@ class VariadicCommand(click.Command):
 )  # fmt: skip
 @click.option(
     "--shape", "buckets", multiple=True, type=BucketType(),
-    help="Input sizes, one or more. Default: those of the training.",
+    help="Input sizes as HEIGHTxWIDTH, such as 800x1344, one or more. Default: those that the "
+    "checkpoint was trained with.",
 )  # fmt: skip
 @click.option(
     "--input-dtype", type=click.Choice(["uint8", "float32"]),
@@ -120,7 +121,8 @@ class VariadicCommand(click.Command):
 @click.option(
     "--triton-repository", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="Add the ONNX files and TensorRT plans to a model repository for Triton Inference Server. "
-    "An existing model of the same name gets a new version. Plans get a profile per batch size.",
+    "An existing model of the same name gets a new version. Plans with plugins get a profile per "
+    "batch size.",
 )  # fmt: skip
 @click.option(
     "--verify", "images", metavar="[IMAGES]", is_flag=False, flag_value="",
@@ -210,7 +212,7 @@ def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path
 
 def table_of(comparisons: "list[Comparison]") -> Table:
     """Return a table of comparisons: largest differences, detections outside the tolerance."""
-    names = ("artefact", "images", "found", "boxes px", "scores", "masks", "outside", "")
+    names = ("artifact", "images", "found", "boxes px", "scores", "masks", "outside", "")
     table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for c in comparisons:
         table.add_row(

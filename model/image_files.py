@@ -39,7 +39,7 @@ def is_image_file(path: PurePath) -> bool:
 
 
 def read_image_file(path: Path) -> bytes:
-    """Return the content of an image file; see `png_from_other_formats`.
+    """Return the bytes of an image file; those of a BMP or TIFF file are converted to PNG.
 
     Raises:
         OSError: the file cannot be read.

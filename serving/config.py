@@ -57,7 +57,8 @@ class ServeFields(FrozenConfig):
     max_batch: int = Field(8, ge=1)
     """Maximum number of images per batch."""
     max_delay_ms: float = Field(2.0, ge=0, le=1000 * DAY_S)
-    """Maximum time in milliseconds that an idle model waits for a batch to fill."""
+    """Maximum time in milliseconds that an image waits for its batch to fill while the model is not
+    busy."""
     preferred_batch: tuple[int, ...] = ()
     """Batch sizes, besides `max_batch`, that start without waiting for more images."""
     queue_size: int = Field(256, ge=1, le=1_000_000)

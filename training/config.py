@@ -193,7 +193,7 @@ class TrainConfig(FrozenConfig):
     weights: str | None = None
     """Initial weights of the model or its backbone: a file, an http(s) address, the name of
     torchvision weights, or a name of `maskrcnn weights list`. Formats: this project, torchvision,
-    detectron2, maskrcnn-benchmark and Caffe2. None: random weights."""
+    detectron2, maskrcnn-benchmark, NVIDIA and Caffe2. None: random weights."""
     checkpoint_period: int = Field(2500, ge=1)
     """Iterations between checkpoints."""
     keep_checkpoints: int | None = Field(3, ge=1)

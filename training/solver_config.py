@@ -94,7 +94,13 @@ class SolverConfig(FrozenConfig):
         return self.model_copy(update=scaled)
 
     def with_epoch_length(self, iterations_per_epoch: int) -> "SolverConfig":
-        """Return the configuration with `max_iterations` and its schedule set from `epochs`."""
+        """Return the configuration with `epochs` converted to `max_iterations`.
+
+        `steps` keep their shares of the run. Without `epochs`, nothing changes.
+
+        Args:
+            iterations_per_epoch: Iterations in which each training image is seen once.
+        """
         if self.epochs is None:
             return self
         length = self.epochs * iterations_per_epoch

@@ -76,7 +76,7 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
 
 
 def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
-    """Return, per batch size on a GPU, a sentence that compares the share with the goal."""
+    """Return one sentence per result on a GPU: whether `BulkResult.share` meets the goal."""
     return [
         f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "
         f"the engine's own rate; the goal of {_GOAL:.0%} is {format_verdict(r.share >= _GOAL)}."

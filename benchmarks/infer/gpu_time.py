@@ -96,9 +96,12 @@ def measure_stages(run: BatchRun, precision: Precision, batch: int) -> StageTime
 
 
 def profile_gpu(function: Callable[[], object], count: int) -> list[GpuActivity]:
-    """Return the GPU activities of `count` calls, ordered by start time.
+    """Call `function` twice `count` times, and return the GPU activities of the second half.
 
-    Before them `count` calls warm up the profiler. The function must wait for the GPU.
+    The first half warms up the profiler. `function` must return only after the GPU has finished.
+
+    Returns:
+        The activities, ordered by start time.
     """
     from torch.profiler import ProfilerActivity, profile, schedule
 

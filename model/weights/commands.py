@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def weights() -> None:
-    """Convert weights of other implementations."""
+    """List published models, and convert weights of other implementations."""
 
 
 @weights.command()

@@ -66,7 +66,10 @@ def _(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Te
     sets, count, _ = boxes.shape
     classes = kernel_argument("classes", classes, torch.int64, (sets, count))
     if count > MAX_BOXES:
-        raise ValueError(f"nms_keep takes at most {MAX_BOXES} boxes per set, not {count}")
+        raise ValueError(
+            f"boxes of shape {list(boxes.shape)}: on a GPU, nms_keep takes at most {MAX_BOXES} "
+            "boxes in each of the sets, which are the first axis"
+        )
     keep = classes.new_empty(classes.shape, dtype=torch.bool)
     overlaps, select = (
         nms_keep_kernel(iou_threshold, max_keep, "bool", name)

@@ -8,13 +8,11 @@ from typing import Any, Final, NamedTuple
 
 from ...model.bundle.manifest import (
     Artifact,
-    BatchProfile,
     EngineBuild,
     EngineKind,
     current_platform,
 )
 from ..errors import BackendError
-from .base import batch_sizes
 from .gpu_driver import load_driver
 
 
@@ -129,36 +127,6 @@ def check_memory(needed: int, free: int) -> None:
 def remedy_from_reason(reason: str) -> str | None:
     """Return the text of the remedy for an error that TensorRT logged. None: unknown error."""
     return next((r for p, r in _REMEDIES.items() if re.search(p, reason, re.IGNORECASE)), None)
-
-
-def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int, int]:
-    """Choose the batch sizes of a plan, and the TensorRT optimization profile of each.
-
-    The sizes are those of `batch_sizes`. A size below its profile's minimum becomes that minimum.
-
-    Args:
-        profiles: Profiles of the plan.
-        max_batch: Maximum batch size.
-
-    Returns:
-        Index of the profile by batch size, in ascending order of size.
-
-    Raises:
-        BackendError: the largest batch exceeds every profile.
-    """
-    largest = max(profile.max for profile in profiles)
-    if max_batch > largest:
-        raise BackendError(
-            f"--max-batch is {max_batch}, but the plan's largest batch is {largest}; lower "
-            f"--max-batch to {largest}, or export the engine with `--batch {max_batch}`"
-        )
-    chosen: dict[int, int] = {}
-    for size in batch_sizes(max_batch):
-        fitting = [index for index, profile in enumerate(profiles) if profile.max >= size]
-        # Prefer a profile that needs no padding, then the smallest profile.
-        best = min(fitting, key=lambda i: (profiles[i].min > size, profiles[i].max))
-        chosen[max(size, profiles[best].min)] = best
-    return chosen
 
 
 def _check_build(kind: EngineKind, artifact: Artifact, machine: PlanTarget) -> None:

@@ -7,20 +7,20 @@ import contextlib
 import hashlib
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ...model.bundle.manifest import Artifact, EngineKind
+from ...model.bundle.manifest import Artifact, BatchProfile, EngineKind
 from ...model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES
 from ...plugins.runtime.user_cache import cache_folder, write_cached
 from ...plugins.tensorrt.log import ERRORS, add_listener, errors_of, shared_logger
 from ..errors import BackendError
-from .base import TensorSpec
-from .plan_checks import RUNTIMES, batch_profiles, remedy_from_reason
+from .base import TensorSpec, batch_sizes
+from .plan_checks import RUNTIMES, remedy_from_reason
 
 _log = logging.getLogger(__name__)
 
@@ -269,3 +269,33 @@ class Plan:
             )
             for name in (*INPUT_NAMES, *OUTPUT_NAMES)
         }
+
+
+def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int, int]:
+    """Choose the batch sizes of a plan, and the TensorRT optimization profile of each.
+
+    The sizes are those of `batch_sizes`. A size below its profile's minimum becomes that minimum.
+
+    Args:
+        profiles: Profiles of the plan.
+        max_batch: Maximum batch size.
+
+    Returns:
+        Index of the profile by batch size, in ascending order of size.
+
+    Raises:
+        BackendError: the largest batch exceeds every profile.
+    """
+    largest = max(profile.max for profile in profiles)
+    if max_batch > largest:
+        raise BackendError(
+            f"--max-batch is {max_batch}, but the plan's largest batch is {largest}; lower "
+            f"--max-batch to {largest}, or export the engine with `--batch {max_batch}`"
+        )
+    chosen: dict[int, int] = {}
+    for size in batch_sizes(max_batch):
+        fitting = [index for index, profile in enumerate(profiles) if profile.max >= size]
+        # Prefer a profile that needs no padding, then the smallest profile.
+        best = min(fitting, key=lambda i: (profiles[i].min > size, profiles[i].max))
+        chosen[max(size, profiles[best].min)] = best
+    return chosen

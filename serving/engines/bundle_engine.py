@@ -88,8 +88,8 @@ class DeviceEngine:
     Each batch passes all steps in the thread that calls `compute`.
     """
 
-    # One batch before the model, one in the model and one after it. If more batches started before
-    # they are full, they would only wait for the model.
+    # One batch before the model, one in the model and one after it keep the model busy. Beyond
+    # these, only full batches start: others would wait for the model instead of filling up.
     saturating_batches: Final = 3
     # Two more, so that full batches are ready as soon as the model is free, while the server sends
     # responses and reads requests.

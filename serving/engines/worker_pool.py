@@ -104,7 +104,10 @@ class WorkerProcess(Generic[Item, Result]):
         self.exited.add_done_callback(lambda _: self._close_channels())
 
     def successor(self) -> Self:
-        """Start a new process with the same engine and resources."""
+        """Start and return a new process with the same engine and resources; call its `load`.
+
+        This process keeps running.
+        """
         return type(self)(self._loader, self.resources, self._hang_timeout_s)
 
     def load(self) -> None:

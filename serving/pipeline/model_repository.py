@@ -74,11 +74,13 @@ class ModelRepository:
         return next((own for own in self.pipelines if name in own.model.names), self.first)
 
     async def find_loadable(self, name: str) -> Pipeline:
-        """Return the pipeline whose served model, or bundle on disk, has the name `name`.
+        """Return the pipeline that serves the model `name` or, if none does, could load it.
+
+        A pipeline could load it if its bundle on disk has this name.
 
         Raises:
             ModelNotFoundError: no model and no bundle has this name.
-            BundleError: a bundle is missing.
+            BundleError: there is no match, and a bundle's manifest cannot be read.
         """
         try:
             return self.find(name)

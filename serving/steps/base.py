@@ -104,7 +104,10 @@ class Engine(Protocol[Item, Result]):
         """Properties of the engine."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket and batch size, so that requests need not compile or allocate memory."""
+        """Compute a batch of each size up to `max_batch`, for each input size.
+
+        Requests then need not wait for compilation or memory allocation.
+        """
 
     def compute(self, items: Sequence[Item]) -> Sequence[Result]:
         """Return one result per item of a batch. All items have the same shape bucket.

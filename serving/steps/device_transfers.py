@@ -68,7 +68,10 @@ def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def copy_to_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
-    """Queue copies to the host in the current stream. The arrays are valid once it has run them."""
+    """Queue copies of tensors to host memory in the current stream. Return the host arrays.
+
+    The arrays are valid once the stream has run the copies.
+    """
     hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]
     for host, tensor in zip(hosts, tensors, strict=True):
         host.copy_(tensor, non_blocking=True)

@@ -37,8 +37,8 @@ def read_header_size(path: Path) -> HeaderSize:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(path, formats=_FORMATS) as image:
                 width, height = image.size
-                # Pillow would decode a whole PNG to find metadata after its pixels. It opens TIFF
-                # files upright.
+                # `getexif` would decode a whole PNG to find metadata after its pixels, so only
+                # metadata before them counts. Of a TIFF, Pillow reports the upright size.
                 has_exif = image.format not in ("PNG", "TIFF") or "exif" in image.info
                 orientation = image.getexif().get(ExifTags.Base.Orientation) if has_exif else 1
     except UnidentifiedImageError:

@@ -12,10 +12,12 @@ from ..config import ConfigError, TrainConfig
 
 
 def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Validate overrides of `TrainConfig`. Return their values by dotted key.
+    """Validate overrides of `TrainConfig`. Return only the overridden values, by dotted key.
+
+    A value that contradicts the default of another key is accepted: that key is fitted later.
 
     Args:
-        path: Data set.
+        path: Data set; stands for `data.train` in the validation.
         overrides: Overrides of the form `key.path=value`.
 
     Raises:

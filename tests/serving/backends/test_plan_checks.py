@@ -8,7 +8,6 @@ from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.serving.backends.plan_checks import (
     RTX_MAJORS,
     PlanTarget,
-    batch_profiles,
     check_memory,
     check_plans,
     gpu_warning,
@@ -40,10 +39,6 @@ def plan(kind: EngineKind = "tensorrt", **build: Any) -> Artifact:
         bucket=ShapeBucket(800, 1344),
         engine=EngineBuild(**facts | build),  # type: ignore[arg-type]
     )
-
-
-def profiles(*sizes: tuple[int, int, int]) -> tuple[BatchProfile, ...]:
-    return tuple(BatchProfile(min=low, opt=opt, max=high) for low, opt, high in sizes)
 
 
 def test_matching_plans_pass() -> None:
@@ -155,39 +150,3 @@ def test_plans_larger_than_the_free_memory() -> None:
 def test_remedy_from_the_message_of_tensorrt(reason: str, remedy: str | None) -> None:
     actual = remedy_from_reason(reason)
     assert actual is None if remedy is None else actual is not None and remedy in actual
-
-
-@pytest.mark.parametrize(
-    ("built", "max_batch", "sizes"),
-    [
-        (profiles((1, 1, 1), (2, 8, 8)), 8, {1: 0, 2: 1, 4: 1, 8: 1}),
-        (profiles((1, 1, 1), (2, 8, 8)), 6, {1: 0, 2: 1, 4: 1, 6: 1}),
-        (profiles((1, 1, 1), (2, 8, 8)), 1, {1: 0}),
-        (profiles((1, 16, 16), (1, 4, 4)), 16, {1: 1, 2: 1, 4: 1, 8: 0, 16: 0}),
-        # A profile without padding is preferred to a smaller one with padding.
-        (profiles((4, 4, 4), (1, 8, 8)), 4, {1: 1, 2: 1, 4: 0}),
-        (profiles((8, 8, 8)), 3, {8: 0}),
-        (profiles((2, 2, 2), (5, 8, 8)), 8, {2: 0, 5: 1, 8: 1}),
-    ],
-)
-def test_each_batch_size_gets_the_smallest_profile(
-    built: tuple[BatchProfile, ...], max_batch: int, sizes: dict[int, int]
-) -> None:
-    assert batch_profiles(built, max_batch) == sizes
-    assert list(sizes) == sorted(sizes)
-
-
-def test_batch_sizes_lie_within_their_profile() -> None:
-    built = profiles((1, 1, 2), (3, 4, 7), (6, 12, 20))
-    for max_batch in range(1, 21):
-        sizes = batch_profiles(built, max_batch)
-        assert max(sizes) >= max_batch
-        for size, index in sizes.items():
-            assert built[index].min <= size <= built[index].max
-
-
-def test_batch_beyond_every_profile() -> None:
-    with pytest.raises(
-        BackendError, match=r"max-batch is 9, .* 8; lower --max-batch to 8, .*`--batch 9`"
-    ):
-        batch_profiles(profiles((1, 1, 1), (2, 8, 8)), 9)

@@ -8,7 +8,8 @@ import torch
 from tensorrt_stubs import load_tensorrt, missing_names
 
 import maskrcnn_trt.serving.backends
-from maskrcnn_trt.serving.backends.plans import PlanRuntime, cache_path
+from maskrcnn_trt.model.bundle.manifest import BatchProfile
+from maskrcnn_trt.serving.backends.plans import PlanRuntime, batch_profiles, cache_path
 from maskrcnn_trt.serving.errors import BackendError
 
 FOLDER = Path(maskrcnn_trt.serving.backends.__path__[0])
@@ -128,3 +129,43 @@ def test_cache_path_depends_on_user_and_plans(
     assert path.is_relative_to(tmp_path)
     assert cache_path(["a", "b"]) == path
     assert cache_path(["a", "c"]) != path
+
+
+def profiles(*sizes: tuple[int, int, int]) -> tuple[BatchProfile, ...]:
+    return tuple(BatchProfile(min=low, opt=opt, max=high) for low, opt, high in sizes)
+
+
+@pytest.mark.parametrize(
+    ("built", "max_batch", "sizes"),
+    [
+        (profiles((1, 1, 1), (2, 8, 8)), 8, {1: 0, 2: 1, 4: 1, 8: 1}),
+        (profiles((1, 1, 1), (2, 8, 8)), 6, {1: 0, 2: 1, 4: 1, 6: 1}),
+        (profiles((1, 1, 1), (2, 8, 8)), 1, {1: 0}),
+        (profiles((1, 16, 16), (1, 4, 4)), 16, {1: 1, 2: 1, 4: 1, 8: 0, 16: 0}),
+        # A profile without padding is preferred to a smaller one with padding.
+        (profiles((4, 4, 4), (1, 8, 8)), 4, {1: 1, 2: 1, 4: 0}),
+        (profiles((8, 8, 8)), 3, {8: 0}),
+        (profiles((2, 2, 2), (5, 8, 8)), 8, {2: 0, 5: 1, 8: 1}),
+    ],
+)
+def test_each_batch_size_gets_the_smallest_profile(
+    built: tuple[BatchProfile, ...], max_batch: int, sizes: dict[int, int]
+) -> None:
+    assert batch_profiles(built, max_batch) == sizes
+    assert list(sizes) == sorted(sizes)
+
+
+def test_batch_sizes_lie_within_their_profile() -> None:
+    built = profiles((1, 1, 2), (3, 4, 7), (6, 12, 20))
+    for max_batch in range(1, 21):
+        sizes = batch_profiles(built, max_batch)
+        assert max(sizes) >= max_batch
+        for size, index in sizes.items():
+            assert built[index].min <= size <= built[index].max
+
+
+def test_batch_beyond_every_profile() -> None:
+    with pytest.raises(
+        BackendError, match=r"max-batch is 9, .* 8; lower --max-batch to 8, .*`--batch 9`"
+    ):
+        batch_profiles(profiles((1, 1, 1), (2, 8, 8)), 9)

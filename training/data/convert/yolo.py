@@ -20,7 +20,7 @@ from ..coco.dataset import DataError
 from ..image_sizes import read_header_size
 from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
 from .polygons import annotation_from_polygons
-from .yolo_files import FoundImages, find_images, label_paths, labels_without_image, relative_name
+from .yolo_paths import FoundImages, find_images, label_paths, labels_without_image, relative_name
 
 logger = logging.getLogger(__name__)
 

@@ -174,8 +174,9 @@ def eval_loader(
 def _initialise_worker(_: int) -> None:
     # Threads in the worker processes would compete for cores, which the processes already use.
     torch.set_num_threads(1)
-    # Ctrl+C reaches all processes of a terminal; SIGTERM of `timeout`, systemd or Slurm, all of a
-    # group. The main process needs batches until it stops.
+    # Ctrl+C reaches all processes of a terminal, and `timeout`, systemd and Slurm send SIGTERM to
+    # all processes of a job. This process must survive both, because the main process still needs
+    # batches for its last step. It ends when the main process sends it SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     Thread(target=_end_with_sigterm_of, args=(os.getppid(),), daemon=True).start()
