@@ -140,10 +140,7 @@ def _bbox_from(value: Any, limit: float) -> tuple[float, float, float, float]:
     try:
         is_box = isinstance(value, list) and len(value) == 4 and not any(map(math.isnan, value))
     except TypeError:
-        try:
-            return _bbox_from([float(text) for text in value], limit)
-        except (TypeError, ValueError):
-            is_box = False
+        return _bbox_from(_floats_from(value), limit)
     except OverflowError:
         raise InvalidAnnotationError(FAR_OUTSIDE) from None
     if not is_box:
@@ -151,6 +148,14 @@ def _bbox_from(value: Any, limit: float) -> tuple[float, float, float, float]:
     if max(map(abs, value)) > limit:
         raise InvalidAnnotationError(FAR_OUTSIDE)
     return (value[0], value[1], value[2], value[3])
+
+
+def _floats_from(values: list[Any]) -> list[float]:
+    """Convert numbers, some of which are text. Return an empty list if one is not a number."""
+    try:
+        return [*map(float, values)]
+    except (TypeError, ValueError, OverflowError):
+        return []
 
 
 def _clip(bbox: tuple[float, float, float, float], height: int, width: int) -> Region:

@@ -79,6 +79,8 @@ _CUT_RUNS = {"size": [HEIGHT, WIDTH], "counts": ring_segmentation(compressed=Tru
         ({"segmentation": [[10, 20, 2147483647, 20, 40, 60]]}, "coordinates far outside the image"),
         ({"segmentation": [[10, 20, 10**400, 20, 40, 60]]}, "coordinates far outside the image"),
         ({"bbox": [10, 20, 1e300, 40]}, "coordinates far outside the image"),
+        ({"bbox": ["10", "20", "1e300", "40"]}, "coordinates far outside the image"),
+        ({"bbox": ["10", 10**400, 30, 40]}, "box is not four numbers"),
         ({"iscrowd": "yes"}, "iscrowd is neither 0 nor 1"),
         ({"segmentation": "a"}, "segmentation is neither polygons nor RLE"),
         ({"segmentation": _SHORT_RUNS}, "RLE is damaged"),
