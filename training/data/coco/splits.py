@@ -39,7 +39,15 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
             f"{folder} has no annotations/*.json; pass a folder that has them, or --images and "
             "--annotations"
         )
-    by_split = {file.stem.removeprefix(_PREFIX): file for file in files}
+    return pair_splits(folder, {file.stem.removeprefix(_PREFIX): file for file in files})
+
+
+def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, DatasetConfig]:
+    """Find the image folder of each split in a data set's folder; see `find_splits`.
+
+    Raises:
+        DataError: No split has an image folder.
+    """
     folders = {
         split: image_folder(folder, split, file, by_split) for split, file in by_split.items()
     }
@@ -78,7 +86,10 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
     places = [*_subfolders(folder), *_subfolders(common)]
     named = [place for place in places if _is_named(place, split)]
     named.sort(key=lambda place: len(place.name), reverse=True)
-    named += [common] if common.is_dir() else []
+    others = [other for other in by_split if other != split]
+    # If other splits have folders in `images/`, their images may have the same names.
+    if common.is_dir() and not any(_is_named(p, o) for p in _subfolders(common) for o in others):
+        named.append(common)
     names = list(islice(_file_names(file), _LOOKUPS))
     for place in (*named, folder, *places):
         is_found = any(os.path.isfile(place / name) for name in names)

@@ -12,7 +12,7 @@ from ....model.bundle.manifest import Category
 from ...config import DatasetConfig
 from ..coco.dataset import CocoDataset, DataError, SourceContent, read_coco_file, read_json
 from ..coco.numbers import id_from
-from ..coco.splits import annotation_files, find_splits, image_folder
+from ..coco.splits import annotation_files, find_splits, image_folder, pair_splits
 from .conversion import ForeignDataset, source_content, with_ids_of
 from .labelme import is_labelme, labelme
 from .yolo import yolo, yolo_file
@@ -98,13 +98,13 @@ def recognize_layout(path: Path) -> DataLayout:
     samples = {json_file: _content_of(json_file) for json_file in sorted(chosen)}
     if any(map(is_labelme, samples.values())):
         return _foreign("LabelMe", labelme(path, _json_files(path)), path, has_ids=False)
-    splits = {
-        one.stem: LayoutSplit(image_folder(path, one.stem, one, {}) or path, one)
+    files = {
+        one.stem: one
         for one, content in samples.items()
         if one.parent == path and isinstance(content, dict) and "annotations" in content
     }
-    if splits:
-        return DataLayout("COCO", splits)
+    if files:
+        return DataLayout("COCO", _splits_beside_images(path, files))
     folders = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))]
     if len(folders) == 1:
         # Archives often contain a single folder, with the data set inside.
@@ -146,11 +146,24 @@ def _foreign(
 
 
 def _coco_layout(folder: Path) -> DataLayout:
-    configs = find_splits(folder)
-    splits = {name: LayoutSplit(c.images, c.annotations) for name, c in configs.items()}
+    splits = _layout_splits(find_splits(folder))
     # CVAT has the images in `images/`, and calls the split of a task without subsets `default`.
     is_cvat = all(folder / "images" in (s.images, s.images.parent) for s in splits.values())
     return DataLayout("COCO as exported by CVAT" if is_cvat else "COCO", splits)
+
+
+def _splits_beside_images(folder: Path, files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
+    """Return the splits of COCO files, by split, in a folder that also contains the images."""
+    if len(files) > 1:
+        return _layout_splits(pair_splits(folder, files))
+    return {
+        split: LayoutSplit(image_folder(folder, split, file, files) or folder, file)
+        for split, file in files.items()
+    }
+
+
+def _layout_splits(configs: Mapping[str, DatasetConfig]) -> dict[str, LayoutSplit]:
+    return {name: LayoutSplit(c.images, c.annotations) for name, c in configs.items()}
 
 
 def _roboflow_files(folder: Path) -> dict[str, Path]:

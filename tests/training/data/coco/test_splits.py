@@ -58,8 +58,9 @@ def test_splits_are_those_with_a_folder(
         # On Linux, `0.JPG` is another file.
         (("train/0.JPG", "val/0.jpg"), {"train": "train", "val": "val"}),
         (("train/0.jpg", "annotations/._train.json"), {"train": "train"}),
+        (("images/train/0.jpg",), {"train": "train"}),
     ],
-    ids=["another name", "no folder", "another suffix", "file of a Mac"],
+    ids=["another name", "no folder", "another suffix", "file of a Mac", "common folder"],
 )
 def test_a_split_does_not_take_the_images_of_another(
     tmp_path: Path,

@@ -91,6 +91,14 @@ def test_coco_files_beside_the_image_folders_are_splits(
     assert_same(splits["val"].load("refuse"), VAL)
 
 
+def test_a_coco_file_without_images_is_left_out(tmp_path: Path) -> None:
+    """The split `val` does not take the images of `train` that have the same names."""
+    save_images(tmp_path / "train", TRAIN)
+    for split in ("train", "val"):
+        write_json(tmp_path / f"{split}.json", coco_content(TRAIN))
+    assert recognize_layout(tmp_path).splits.keys() == {"train"}
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_converted_files_hold_the_same(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / "data", TRAIN, VAL)
