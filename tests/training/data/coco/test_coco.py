@@ -255,6 +255,28 @@ def test_invalid_images_are_skipped_or_refused(
         CocoDataset(config, on_broken="refuse")
 
 
+@pytest.mark.parametrize("prefix", ["", "gone/", "C:\\gone\\"])
+def test_images_in_other_subfolders_are_found_by_unique_names(tmp_path: Path, prefix: str) -> None:
+    content = valid_content()
+    config = write_folder(tmp_path, content)
+    (tmp_path / "batch1" / "a").mkdir(parents=True)
+    for number, image in enumerate(content["images"]):
+        target = tmp_path / ("batch1/a" if number % 2 else "batch1") / image["file_name"]
+        (tmp_path / image["file_name"]).rename(target)
+        image["file_name"] = prefix + image["file_name"]
+    config.annotations.write_text(json.dumps(content))
+    dataset = CocoDataset(config, on_broken="refuse")
+    assert all(record.path.is_file() for record in dataset.records)
+    assert [len(names) for names in dataset.repairs.values()] == [5]
+    # Two files have the name `11.jpg`, and two entries `5.jpg`.
+    (tmp_path / "batch1" / "b").mkdir()
+    (tmp_path / "batch1" / "b" / "11.jpg").touch()
+    content["images"].append({**content["images"][1], "id": 12, "file_name": "other/5.jpg"})
+    config.annotations.write_text(json.dumps(content))
+    (names,) = CocoDataset(config).faults.values()
+    assert names == (f"{prefix}11.jpg", f"{prefix}5.jpg", "other/5.jpg")
+
+
 def test_many_faults_make_a_short_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = valid_content()
     content["annotations"] += [annotation(n, 5, category_id=1) for n in range(100, 200)]

@@ -1,0 +1,67 @@
+"""Find the image files that a COCO file lists."""
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+
+class ImagePaths(NamedTuple):
+    """Paths of the listed image files that exist."""
+
+    # By listed name.
+    paths: Mapping[str, Path]
+    # Listed names of files that are in another subfolder than listed.
+    moved: frozenset[str]
+    # Listed names of missing files, if other files or entries of the list have the same last part.
+    ambiguous: frozenset[str]
+
+
+def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
+    """Find the listed files of an image folder.
+
+    If a file is not at the listed path, the file of its name in any subfolder is used, unless
+    several files, or several entries of the list, have the name.
+
+    Args:
+        folder: Image folder.
+        names: Listed names, without duplicates.
+    """
+    # One listing instead of a `stat` per file saves minutes on a network file system.
+    present = {entry.name for entry in os.scandir(folder)}
+    paths = {name: path for name in names if (path := _existing(folder, name, present))}
+    missing = {name: _last_part(name) for name in names if name not in paths}
+    if not missing:
+        return ImagePaths(paths, frozenset(), frozenset())
+    found = _files_named(folder, {*missing.values()})
+    uses = Counter(map(_last_part, names))
+    # With several entries, the file may be the image of another entry, as in `a/0.jpg`, `b/0.jpg`.
+    moved = {
+        n: found[last][0] for n, last in missing.items() if len(found[last]) == uses[last] == 1
+    }
+    ambiguous = frozenset(n for n, last in missing.items() if found[last] and n not in moved)
+    return ImagePaths(paths | moved, frozenset(moved), ambiguous)
+
+
+def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
+    """Return the path of an image file in a folder with the files `present`. None: missing."""
+    # Programs on Windows write backslashes.
+    for candidate in (name, name.replace("\\", "/")):
+        # Not `Path.is_file`, which raises an error for a name that is too long.
+        if candidate in present or os.path.isfile(folder / candidate):
+            return folder / candidate
+    return None
+
+
+def _last_part(name: str) -> str:
+    return name.replace("\\", "/").rpartition("/")[2]
+
+
+def _files_named(folder: Path, names: set[str]) -> defaultdict[str, list[Path]]:
+    """Return the files in a folder, at any depth, by name, for some names."""
+    found = defaultdict(list)
+    for parent, _, files in os.walk(folder):
+        for name in names.intersection(files):
+            found[name].append(Path(parent, name))
+    return found
