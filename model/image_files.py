@@ -9,13 +9,15 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
+from PIL import ExifTags
 from PIL.BmpImagePlugin import BmpImageFile
-from PIL.Image import Image, fromarray
+from PIL.Image import Exif, Image, fromarray
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from .bundle.spec import MAX_PIXELS
 from .images import IMAGE_SUFFIXES, ImageError, check_size
+from .rgb_strips import TRANSPOSES
 
 # Lower-case suffixes by which image files in a folder are recognised.
 IMAGE_FILE_SUFFIXES = IMAGE_SUFFIXES | {".bmp", ".tif", ".tiff"}
@@ -28,6 +30,8 @@ _PLUGINS: dict[bytes, type[ImageFile]] = {
 # Pillow's modes that PNG stores without loss, and those that are converted to RGB first.
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _COLOUR_MODES = ("CMYK", "YCbCr", "LAB", "RGBX", "RGBa", "PA")
+# Orientations whose transposition undoes that of another. Those of all others undo themselves.
+_OPPOSITES = {6: 8, 8: 6}
 # High byte of the largest value that a 16-bit colour image must exceed, so as not to turn dark.
 _DARK = 0x3F
 
@@ -51,7 +55,7 @@ def read_image_file(path: Path) -> bytes:
 def png_from_other_formats(data: bytes) -> bytes:
     """Convert a BMP or TIFF image to PNG without loss. Return other data unchanged.
 
-    A TIFF yields its first page, upright.
+    A TIFF yields its first page. The PNG has its EXIF orientation.
 
     Raises:
         ImageError: the BMP or TIFF image is damaged, has more than `MAX_PIXELS`, or has pixels that
@@ -65,10 +69,15 @@ def png_from_other_formats(data: bytes) -> bytes:
         image = plugin(BytesIO(data))
         check_size(image.height, image.width, MAX_PIXELS)
         has_deep_colours = ";16" in str(image.tile) and not image.mode.startswith("I;16")
+        orientation = image.getexif().get(ExifTags.Base.Orientation) or 1
         image.load()  # Pillow applies the orientation of a TIFF
+        png, exif = _png_compatible(image, has_deep_colours), Exif()
+        if orientation in TRANSPOSES:
+            png = png.transpose(TRANSPOSES[_OPPOSITES.get(orientation, orientation)])
+            exif[ExifTags.Base.Orientation] = orientation
         file = BytesIO()
         # Lowest compression level, because the result is decoded soon.
-        _png_compatible(image, has_deep_colours).save(file, "PNG", compress_level=1)
+        png.save(file, "PNG", compress_level=1, exif=exif)
     except ImageError:
         raise
     except Exception as error:  # on damaged files, codecs raise exceptions of any type

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image, Transpose, fromarray
 
 # Transposition that makes an image of an EXIF orientation upright.
-_TRANSPOSES = {
+TRANSPOSES = {
     2: Transpose.FLIP_LEFT_RIGHT,
     3: Transpose.ROTATE_180,
     4: Transpose.FLIP_TOP_BOTTOM,
@@ -31,7 +31,7 @@ def upright_rgb(image: Image, orientation: int, excess_bits: int) -> NDArray[np.
     """
     width, height = image.size
     upright = np.empty((width, height, 3) if orientation > 4 else (height, width, 3), np.uint8)
-    transpose = _TRANSPOSES.get(orientation)
+    transpose = TRANSPOSES.get(orientation)
     rows = max(1, _STRIP_PIXELS // width)
     for top in range(0, height, rows):
         bottom = min(top + rows, height)

@@ -58,14 +58,21 @@ def test_first_page_is_read(tmp_path: Path) -> None:
     assert (decoded(encoded(PIXELS, "TIFF", **pages), tmp_path) == PIXELS).all()
 
 
-@pytest.mark.parametrize("orientation", [1, 3, 6])
-def test_tiff_is_upright(orientation: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["RGB", "I;16"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_tiff_keeps_its_orientation(orientation: int, mode: str, tmp_path: Path) -> None:
+    image = Image.fromarray(PIXELS if mode == "RGB" else GREY.astype(np.uint16) << 8)
     exif = Image.Exif()
     exif[Base.Orientation] = orientation
-    pixels = decoded(encoded(PIXELS, "TIFF", exif=exif), tmp_path)
-    quarter_turns = {1: 0, 3: 2, 6: 3}[orientation]
-    assert (pixels == np.rot90(PIXELS, quarter_turns)).all()
-    assert read_header_size(tmp_path / "image").upright == pixels.shape[:2]
+    (tmp_path / "image").write_bytes(encoded(image, "TIFF", exif=exif))
+    png = read_image_file(tmp_path / "image")
+    stored, upright = (decode_image(png, apply_orientation=rule) for rule in (False, True))
+    expected = PIXELS if mode == "RGB" else np.dstack([GREY] * 3)
+    assert (stored == expected).all()
+    as_png = encoded(Image.fromarray(expected), "PNG", exif=exif)
+    assert (upright == decode_image(as_png)).all()
+    turned = orientation if 1 <= orientation <= 8 else 1
+    assert read_header_size(tmp_path / "image") == (stored.shape[:2], upright.shape[:2], turned)
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,11 @@ def read_header_size(path: Path) -> HeaderSize:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(path, formats=_FORMATS) as image:
                 width, height = image.size
+                # Of a TIFF, Pillow reports the upright size.
+                is_upright = image.format == "TIFF"
                 # `getexif` would decode a whole PNG to find metadata after its pixels, so only
-                # metadata before them counts. Of a TIFF, Pillow reports the upright size.
-                has_exif = image.format not in ("PNG", "TIFF") or "exif" in image.info
+                # metadata before them counts.
+                has_exif = image.format != "PNG" or "exif" in image.info
                 orientation = image.getexif().get(ExifTags.Base.Orientation) if has_exif else 1
     except UnidentifiedImageError:
         raise ImageError("not a JPEG, PNG, WebP, BMP or TIFF image") from None
@@ -48,5 +50,6 @@ def read_header_size(path: Path) -> HeaderSize:
     except Exception as error:  # on damaged files, codecs raise exceptions of any type
         raise ImageError(f"the header is damaged: {error}") from None
     turn = orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
-    stored = (height, width)
-    return HeaderSize(stored, (width, height) if turn >= _FIRST_SWAPPED else stored, turn)
+    opened = (height, width)
+    other = (width, height) if turn >= _FIRST_SWAPPED else opened
+    return HeaderSize(other, opened, turn) if is_upright else HeaderSize(opened, other, turn)
