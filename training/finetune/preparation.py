@@ -61,6 +61,8 @@ class Finetuning:
     val: CocoDataset | None
     # Training images with objects whose file cannot be used, each with the reason.
     unusable: tuple[str, ...]
+    # The same of validation images, with or without objects.
+    unusable_val: tuple[str, ...]
     # Model of the initial weights.
     start: Checkpoint
 
@@ -74,11 +76,12 @@ class Finetuning:
     @property
     def left_out(self) -> list[str]:
         """Descriptions of the entries that are left out."""
-        unusable = {"image files": self.unusable} if self.unusable else {}
         findings = {
             "left out": self.splits.faults,
-            "left out of training": {**self.train.faults, **unusable},
-            "left out of validation": self.val.faults if self.val else {},
+            "left out of training": _with_files(self.train.faults, self.unusable),
+            "left out of validation": _with_files(
+                self.val.faults if self.val else {}, self.unusable_val
+            ),
         }
         return [f"{where}: {summary_of(faults)}" for where, faults in findings.items() if faults]
 
@@ -127,7 +130,8 @@ def prepare_finetuning(
     splits = choose_splits(layout, output / "data")
     try:
         train, val = _read_splits(splits)
-        records, unusable = _usable_records(train)
+        records, unusable = _usable_records(train, _records_with_objects(train))
+        _, unusable_val = _usable_records(val, val.records) if val else ([], ())
     except DataError as error:
         left_out = f"; left out: {summary_of(splits.faults)}" if splits.faults else ""
         inspect = f"maskrcnn data inspect {shlex.quote(str(path))}"
@@ -142,7 +146,7 @@ def prepare_finetuning(
     values["data"] |= {k: v and v.model_dump(mode="json") for k, v in paths.items()}
     reasons = plan.reasons | dict.fromkeys(given, "as set")
     config = _config(values, overrides)
-    return Finetuning(layout, splits, config, reasons, train, val, unusable, start)
+    return Finetuning(layout, splits, config, reasons, train, val, unusable, unusable_val, start)
 
 
 def check_resumed_data(path: Path, config: TrainConfig) -> None:
@@ -182,22 +186,39 @@ def _read_splits(splits: ChosenSplits) -> tuple[CocoDataset, CocoDataset | None]
     return train, val
 
 
-def _usable_records(dataset: CocoDataset) -> tuple[list[ImageRecord], tuple[str, ...]]:
-    """Return the images with objects, and the unusable image files with the reasons.
+def _records_with_objects(dataset: CocoDataset) -> list[ImageRecord]:
+    """Return the images with objects.
 
     Raises:
-        DataError: There is no usable image with objects.
+        DataError: There is none.
     """
     records = [record for record in dataset.records if record.objects]
     if not records:
         faults = f": {summary_of(dataset.faults)}" if dataset.faults else ""
         raise DataError(f"{dataset.name} has no image with an annotated object{faults}")
+    return records
+
+
+def _usable_records(
+    dataset: CocoDataset, records: Sequence[ImageRecord]
+) -> tuple[list[ImageRecord], tuple[str, ...]]:
+    """Return those of a data set's images whose files are usable, and the others' reasons.
+
+    Raises:
+        DataError: No file is usable.
+    """
     misfits = {misfit.record.id: misfit.subject for misfit in misfit_files(records)}
     usable = [record for record in records if record.id not in misfits]
     if not usable:
         first = next(iter(misfits.values()))
         raise DataError(f"{dataset.name} lists no usable image file; the first is {first}")
     return usable, tuple(misfits.values())
+
+
+def _with_files(
+    faults: Mapping[str, Sequence[str]], files: Sequence[str]
+) -> dict[str, Sequence[str]]:
+    return {**faults, "image files": files} if files else {**faults}
 
 
 def _config(values: dict[str, Any], overrides: Sequence[str]) -> TrainConfig:

@@ -132,10 +132,15 @@ def test_images_of_another_size_than_annotated_are_named(
     output = call(*arguments)
     assert f"{images[0]}: 50x90 pixels" in output
     assert "3 training images" in output
-    for image in images:
-        Image.new("RGB", (90, 50)).save(image)
-    with pytest.raises(DataError, match=r"usable image.*50x90 pixels"):
-        call(*arguments)
+    assert "left out of validation" not in output
+    others = sorted((tmp_path / "data" / "val2017").iterdir())
+    Image.new("RGB", (90, 50)).save(others[0])
+    assert f"left out of validation: 1 image files ({others[0]}: 50x90 pixels" in call(*arguments)
+    for folder in (others, images):
+        for image in folder:
+            Image.new("RGB", (90, 50)).save(image)
+        with pytest.raises(DataError, match=r"usable image.*50x90 pixels"):
+            call(*arguments)
 
 
 def test_invalid_entries_of_coco_files_are_left_out_of_the_plan(
