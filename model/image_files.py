@@ -16,7 +16,7 @@ from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from .bundle.spec import MAX_PIXELS
-from .images import IMAGE_SUFFIXES, ImageError, check_size
+from .images import IMAGE_SUFFIXES, ImageError, check_size, plugin_for
 from .rgb_strips import TRANSPOSES
 
 # Lower-case suffixes by which image files in a folder are recognised.
@@ -53,17 +53,19 @@ def read_image_file(path: Path) -> bytes:
 
 
 def png_from_other_formats(data: bytes) -> bytes:
-    """Convert a BMP or TIFF image to PNG without loss. Return other data unchanged.
+    """Convert a BMP or TIFF image to PNG without loss. Return JPEG, PNG and WebP data unchanged.
 
     A TIFF yields its first page. The PNG has its EXIF orientation.
 
     Raises:
-        ImageError: the BMP or TIFF image is damaged, has more than `MAX_PIXELS`, or has pixels that
-            are neither 8-bit nor 16-bit grey.
+        ImageError: the data are of none of these formats, or the BMP or TIFF image is damaged, has
+            more than `MAX_PIXELS`, or has pixels that are neither 8-bit nor 16-bit grey.
     """
     plugin = next((own for start, own in _PLUGINS.items() if data.startswith(start)), None)
     if plugin is None:
         return data
+        if data and plugin_for(data) is None:
+            raise ImageError("the data is not a JPEG, PNG, WebP, BMP or TIFF image")
     try:
         # PIL.Image.open has a global limit of pixels, so the format's plugin is called directly.
         image = plugin(BytesIO(data))

@@ -152,10 +152,24 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
         raise ImageError(f"{size}; each side must have at least {MIN_SIDE}")
 
 
+def plugin_for(data: bytes) -> type[ImageFile] | None:
+    """Return Pillow's class for a JPEG, PNG or WebP image. None: the data has another signature."""
+    if is_jpeg(data):
+        return JpegImageFile
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return PngImageFile
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return WebPImageFile
+    return None
+
+
 def _opened(data: bytes, max_pixels: int) -> ImageFile:
     """Read the header of an encoded image, and check its size."""
     # PIL.Image.open has a global limit of pixels, so the format's plugin is called directly.
-    plugin = _plugin_for(data)
+    plugin = plugin_for(data)
+    if plugin is None:
+        reason = "the data is not a JPEG, PNG or WebP image" if data else "the image is empty"
+        raise ImageError(reason)
     first_scan = _first_scan(data) if plugin is JpegImageFile else 0
     if plugin is PngImageFile:
         _check_png(data)
@@ -187,16 +201,6 @@ def _is_plain_jpeg(image: ImageFile, data: bytes) -> bool:
         return False
     stores_rgb = image.info.get("adobe_transform") == 0 or [c[0] for c in image.layer] == [*b"RGB"]
     return image.mode == "L" or (image.mode == "RGB" and not stores_rgb)
-
-
-def _plugin_for(data: bytes) -> type[ImageFile]:
-    if is_jpeg(data):
-        return JpegImageFile
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return PngImageFile
-    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        return WebPImageFile
-    raise ImageError("the data is not a JPEG, PNG or WebP image" if data else "the image is empty")
 
 
 def _check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:

@@ -43,8 +43,8 @@ def request_from_image(
 
     Raises:
         TypeError: `image` is not an `ImageSource`.
-        RefusedError: The array is empty or not of shape [H, W, 3], or a BMP or TIFF file is
-            damaged; status INVALID_ARGUMENT.
+        RefusedError: The array is empty or not of shape [H, W, 3], or the file is in another
+            format, or a damaged BMP or TIFF; status INVALID_ARGUMENT.
         OSError: The file cannot be read.
     """
     return request_from_options(_encoded_image(image), options, scheduling, request_id)
@@ -57,7 +57,7 @@ def _encoded_image(image: ImageSource) -> bytes:
         try:
             return read_image_file(image)
         except ImageError as error:
-            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, f"{image}: {error}") from None
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
     _check_pixels(image)
     file = BytesIO()
     # Lowest compression level, because higher ones would slow down the client.

@@ -83,7 +83,7 @@ def test_tiff_keeps_its_orientation(orientation: int, mode: str, tmp_path: Path)
         (b"BM, a text", "damaged"),
         (encoded(PIXELS[:4], "BMP"), "at least 8"),
         (encoded(GREY.astype(np.float32), "TIFF"), "pixels of type F"),
-        (b"GIF89a", "not a JPEG"),
+        (b"GIF89a", "not a JPEG, PNG, WebP, BMP or TIFF"),
     ],
 )
 def test_unusable_files(data: bytes, reason: str, tmp_path: Path) -> None:

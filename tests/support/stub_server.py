@@ -18,7 +18,7 @@ from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import (
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
 from maskrcnn_trt.serving.detections import Detections
 
-IMAGE = b"an image" * 100_000
+IMAGE = b"\xff\xd8\xff" + b"an image" * 100_000
 
 
 @dataclass

@@ -106,15 +106,14 @@ def test_invalid_and_unreadable_files_do_not_affect_the_others(
         assert result.exit_code == 1
         reasons = {
             "album.jpg": "the file cannot be read (Is a directory)",
-            "bad.jpg": "not a JPEG",
+            "bad.jpg": "the data is not a JPEG, PNG, WebP, BMP or TIFF image",
             "gone.jpg": "the file cannot be read (No such file or directory)",
         }
         _, _, summary = result.stderr.partition("Error: ")
         first, *named, last = summary.splitlines()
         assert first == "5 of 7 images failed:"
         for line, (name, reason) in zip(named, reasons.items(), strict=True):
-            assert line.startswith(f"  {folder / name}: ")
-            assert reason in line
+            assert line == f"  {folder / name}: {reason}"
             assert line.strip() in result.stderr.partition("Error: ")[0]
         assert last == "  and 2 more"
         assert "detections in 2 images" in result.stdout

@@ -147,7 +147,7 @@ def test_ray_agrees_with_predict_on_folders_and_buckets(
     assert "cannot be read" in rows.pop("mem")["error"]
     assert rows.keys() == {*"012345", "bad"}
     bad = rows.pop("bad")
-    assert bad["error"] == "the data is not a JPEG, PNG or WebP image"
+    assert bad["error"] == "the data is not a JPEG, PNG, WebP, BMP or TIFF image"
     assert bad["detections"] is None
     assert results_in([*rows.values()]) == expected
     assert (rows["0"]["height"], rows["0"]["width"]) == (200, 120)

@@ -24,6 +24,7 @@ IMAGES = {
     ".thumbnails/small.png",
 }
 OTHERS = {"notes.txt", "jpg", "_SUCCESS", "picture.jpg.gz"}
+_SIGNATURE = b"\xff\xd8\xff"  # of JPEG
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def folder(tmp_path: Path) -> str:
     for name in IMAGES | OTHERS:
         path = tmp_path / "of #1?" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
+        path.write_bytes(_SIGNATURE + name.encode())
     return str(tmp_path / "of #1?")
 
 
@@ -43,12 +44,13 @@ def bucket(store: str, monkeypatch: pytest.MonkeyPatch) -> str:
     objects = boto3.resource("s3", endpoint_url=store, region_name="us-east-1").Bucket("bucket")
     objects.create()
     for name in IMAGES | OTHERS:
-        objects.put_object(Key=f"of #1?/{name}", Body=name.encode())
+        objects.put_object(Key=f"of #1?/{name}", Body=_SIGNATURE + name.encode())
     return "s3://bucket/of #1%3F"
 
 
 def contents(images: StoredImages) -> list[str]:
-    return [read_image(images.stores[store], path).decode() for store, path in images.paths]
+    files = [read_image(images.stores[store], path) for store, path in images.paths]
+    return [content.removeprefix(_SIGNATURE).decode() for content in files]
 
 
 @pytest.mark.parametrize("source", ["folder", "bucket"])
