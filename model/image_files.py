@@ -4,6 +4,7 @@ Pillow's BMP and TIFF decoders are not bounded for hostile data. Therefore the s
 formats, and programs that read the user's own files convert them. Needs no torch.
 """
 
+from collections.abc import Collection
 from io import BytesIO
 from pathlib import Path, PurePath
 from typing import Any
@@ -36,10 +37,10 @@ _OPPOSITES = {6: 8, 8: 6}
 _DARK = 0x3F
 
 
-def is_image_file(path: PurePath) -> bool:
-    """Whether a file is an image by its name."""
+def is_image_file(path: PurePath, suffixes: Collection[str] = IMAGE_FILE_SUFFIXES) -> bool:
+    """Whether a file is an image by its name. `suffixes`: those of the formats, in lower case."""
     # macOS adds a file `._a.jpg`, which has no pixels, to each `a.jpg` on foreign file systems.
-    return path.suffix.lower() in IMAGE_FILE_SUFFIXES and not path.name.startswith("._")
+    return path.suffix.lower() in suffixes and not path.name.startswith("._")
 
 
 def read_image_file(path: Path) -> bytes:
@@ -63,9 +64,9 @@ def png_from_other_formats(data: bytes) -> bytes:
     """
     plugin = next((own for start, own in _PLUGINS.items() if data.startswith(start)), None)
     if plugin is None:
-        return data
         if data and plugin_for(data) is None:
             raise ImageError("the data is not a JPEG, PNG, WebP, BMP or TIFF image")
+        return data
     try:
         # PIL.Image.open has a global limit of pixels, so the format's plugin is called directly.
         image = plugin(BytesIO(data))

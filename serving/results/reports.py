@@ -44,7 +44,7 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
         if source.is_dir():
             entries = sorted(source.iterdir())
             paths = [p for p in entries if is_image_file(p)]
-            _report_skipped([p.name for p in entries if p.suffix.lower() in _OTHER_SUFFIXES])
+            _report_skipped([p.name for p in entries if is_image_file(p, _OTHER_SUFFIXES)])
         for path in paths:
             image_id = image_id_from_path(path)
             other = files.setdefault(image_id, path)

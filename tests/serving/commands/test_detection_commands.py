@@ -37,6 +37,7 @@ def test_client_and_predict_write_equal_files(
 ) -> None:
     Image.fromarray(pixels_of(folder / "012.jpg")).save(folder / "scan.tiff")
     (folder / "film.gif").write_bytes(b"GIF89a")
+    (folder / "._film.gif").touch()  # macOS writes such files
     outputs = tmp_path / "client", tmp_path / "predict"
     words = (folder, "--score-threshold", 0.2)
     for result in (
@@ -45,7 +46,7 @@ def test_client_and_predict_write_equal_files(
     ):
         assert result.exit_code == 0, result.output
         assert "detections in 3 images" in result.stdout
-        assert "film.gif" in result.stderr
+        assert "1 images in other formats (film.gif)" in result.stderr
         assert "notes.txt" not in result.stderr
     names = {path.name for path in outputs[0].iterdir()}
     assert names == {"012.png", "cat.png", "scan.png", "detections.json"}

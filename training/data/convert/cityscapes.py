@@ -65,7 +65,7 @@ def cityscapes(folder: Path) -> ForeignDataset:
         sources = {
             path.name.removesuffix(ending): path
             for ending in (_POLYGONS, _INSTANCE_IDS)
-            for path in (folder / "gtFine" / name).glob(f"*/*{ending}")
+            for path in (folder / "gtFine" / name).glob(f"*/[!.]*{ending}")
         }
         if sources:
             ordered = tuple(sources[frame] for frame in sorted(sources))

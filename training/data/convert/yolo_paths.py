@@ -7,11 +7,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....model.image_files import is_image_file
+from ....model.image_files import IMAGE_FILE_SUFFIXES, is_image_file
 from ..coco.entries import Findings
 
-# Suffixes of image files that are reported as unusable, because their formats are not supported.
-_OTHER_SUFFIXES = frozenset({".gif", ".heic"})
+# Suffixes of image files. Those in unsupported formats, such as .gif, are reported as unusable.
+_SUFFIXES = IMAGE_FILE_SUFFIXES | {".gif", ".heic"}
 
 
 class FoundImages(NamedTuple):
@@ -66,7 +66,7 @@ def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
 
 
 def _image_files(paths: Iterable[Path]) -> list[Path]:
-    return [p for p in paths if is_image_file(p) or p.suffix.lower() in _OTHER_SUFFIXES]
+    return [path for path in paths if is_image_file(path, _SUFFIXES)]
 
 
 def _lines_of(path: Path) -> list[str]:

@@ -66,7 +66,8 @@ def test_instance_ids_become_masks_pixel_for_pixel(tmp_path: Path) -> None:
     ids[0:3, 0:4] = 26  # a group of cars
     ids[30:34, 0:9] = 24000
     ids[30:34, 20:29] = 29000  # a caravan: not a class of the benchmark
-    write_instance_ids(tmp_path, "bern_000001_000019", ids)
+    path = write_instance_ids(tmp_path, "bern_000001_000019", ids)
+    path.with_name(f"._{path.name}").touch()  # macOS writes such files
     written = write_coco_files(cityscapes(tmp_path), tmp_path / "coco")
     file = written["train"]
     assert (file.images, file.objects, file.crowds) == (1, 3, 1)

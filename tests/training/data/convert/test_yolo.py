@@ -186,7 +186,8 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
     (tmp_path / "train" / "images" / "photo_001.jpg").write_bytes(b"no image")
     with Image.open(tmp_path / "train" / "images" / "photo_002.jpg") as image:
         image.save(tmp_path / "train" / "images" / "photo_005.gif")
-    (tmp_path / "train" / "images" / "._photo_000.jpg").touch()  # macOS writes such files
+    for name in ("._photo_000.jpg", "._photo_005.gif"):  # macOS writes such files
+        (tmp_path / "train" / "images" / name).touch()
     dataset = recognize_layout(tmp_path).splits["train"].load()
     assert {reason: names for reason, names in dataset.faults.items() if "label" in reason} == {
         "labels: box without an outline": ("train/labels/photo_000.txt:2",),
