@@ -66,7 +66,7 @@ def client(
 ) -> None:
     """Detect objects in IMAGES by the server at HOST, such as localhost:8500.
 
-    IMAGES are files and folders.
+    IMAGES are files and folders, without subfolders.
     """
     from ..client import DetectorClient
     from ..detections import DetectionOptions

@@ -73,7 +73,7 @@ def predict(
 
     MODEL is a bundle, a checkpoint, or a name of `maskrcnn weights list`, such as
     torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or a name is exported once, in fp32 unless
-    --precision is given, into the cache folder. IMAGES are files and folders.
+    --precision is given, into the cache folder. IMAGES are files and folders, without subfolders.
     """
     from ..detections import DetectionOptions
     from .model_reference import bundle_for_backend

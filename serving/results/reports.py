@@ -33,7 +33,8 @@ _OTHER_SUFFIXES = frozenset({".avif", ".gif", ".heic", ".heif", ".jp2", ".jxl"})
 def image_files(sources: Sequence[Path]) -> list[Path]:
     """Return the given files, whatever their suffix, and the image files of the given folders.
 
-    Images of folders in formats that cannot be read are named on standard error.
+    Images of folders in formats that cannot be read are named on standard error, as are folders
+    with images only in subfolders.
 
     Raises:
         click.UsageError: There are no images, or two would have the same image ID in the results.
@@ -45,6 +46,8 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
             entries = sorted(source.iterdir())
             paths = [p for p in entries if is_image_file(p)]
             _report_skipped([p.name for p in entries if is_image_file(p, _OTHER_SUFFIXES)])
+            if not paths:
+                _report_nested(source)
         for path in paths:
             image_id = image_id_from_path(path)
             other = files.setdefault(image_id, path)
@@ -55,10 +58,7 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
                 )
     if not files:
         suffixes = ", ".join(sorted(IMAGE_FILE_SUFFIXES))
-        below = (path for source in sources for path in source.rglob("*") if is_image_file(path))
-        nested = next((f"; images in subfolders, such as {p}, are not read" for p in below), "")
-        names = ", ".join(map(str, sources))
-        raise click.UsageError(f"{names}: no image found ({suffixes}){nested}")
+        raise click.UsageError(f"{', '.join(map(str, sources))}: no image found ({suffixes})")
     return list(files.values())
 
 
@@ -68,6 +68,13 @@ def _report_skipped(names: Sequence[str]) -> None:
         shown = ", ".join(names[:_FAILURES_SHOWN])
         more = ", ..." if len(names) > _FAILURES_SHOWN else ""
         click.echo(f"skipping {len(names)} images in other formats ({shown}{more})", err=True)
+
+
+def _report_nested(folder: Path) -> None:
+    """Print the first image in the subfolders of a folder."""
+    path = next(filter(is_image_file, folder.rglob("*")), None)
+    if path is not None:
+        click.echo(f"{folder}: images in subfolders, such as {path}, are not read", err=True)
 
 
 def check_folder(folder: Path, files: Sequence[Path], formats: Collection[ReportFormat]) -> None:

@@ -173,3 +173,5 @@ def test_folder_without_images_is_rejected(bundle: Path, tmp_path: Path) -> None
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "a.tif").touch()
     assert f"such as {tmp_path}/below/a.tif" in invoke(predict, bundle, tmp_path).stderr
+    (tmp_path / "below" / "a.tif").rename(tmp_path / "b.tif")
+    assert "such as" not in invoke(predict, bundle, tmp_path).stderr
