@@ -44,7 +44,7 @@ class ModelNotFoundError(ServingError):
 
 
 class QueueFullError(ServingError):
-    """Too many requests are in flight, calls are open, or messages are being received."""
+    """Too many requests are in flight, too many calls open, or too many messages in transit."""
 
 
 class RateLimitError(QueueFullError):

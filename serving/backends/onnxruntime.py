@@ -87,7 +87,10 @@ class OnnxRuntimeBackend:
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
-        """Compute a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2]."""
+        """Compute the model for a batch of images [B, 3, H, W] of one bucket.
+
+        `image_sizes` [B, 2] are their heights and widths before padding.
+        """
         session, inputs = self._prepare(bucket, images, image_sizes)
         outputs = session.run(OUTPUT_NAMES, inputs)
         return ModelOutputs(*(output[: len(images)] for output in outputs))
@@ -127,7 +130,7 @@ class OnnxRuntimeBackend:
     def _prepare(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> tuple[onnxruntime.InferenceSession, dict[str, NDArray[Any]]]:
-        """Return the session for a batch, and its inputs by name."""
+        """Return the session for a batch, and the batch by input name, padded to the session."""
         inputs = self._inputs(bucket, images, image_sizes)
         sessions = self._sessions[bucket]
         if self.device == "cpu":
@@ -145,7 +148,7 @@ class OnnxRuntimeBackend:
         return dict(zip(INPUT_NAMES, arrays, strict=True))
 
     def _load(self) -> None:
-        """Create the first session of every bucket."""
+        """Create a session per bucket: on a GPU for one image, on the CPU for every batch size."""
         if self.device == "cuda":
             self._sessions = {b: {1: self._fitting_session(b, 1)} for b in self.buckets}
         else:
@@ -170,7 +173,8 @@ class OnnxRuntimeBackend:
             for memory_bound in (ample, None):
                 session = self._new_session(bucket, size, memory_bound)
                 try:
-                    for _ in range(2):  # after the first run, memory is fragmented
+                    # Twice, because the first run fragments the memory, and the second needs more.
+                    for _ in range(2):
                         session.run(OUTPUT_NAMES, inputs)
                 except Exception as error:  # the runtime has no exception type for this
                     if not any(text in str(error) for text in _OUT_OF_MEMORY):
@@ -203,7 +207,7 @@ class OnnxRuntimeBackend:
         providers: list[Any] = ["CPUExecutionProvider"]
         if self.device == "cuda":
             onnxruntime.preload_dlls()
-            # Otherwise it logs a warning for each low-memory convolution.
+            # Otherwise ONNX Runtime logs a warning for each low-memory convolution.
             onnxruntime.set_default_logger_severity(options.log_severity_level)
             providers.insert(0, (_CUDA, cuda_options(self._precision, memory_bound)))
         path = self._paths[bucket]
@@ -223,7 +227,8 @@ def cuda_options(precision: Precision, memory_bound: int | None) -> dict[str, st
         memory_bound: Memory limit of the session in bytes. The session uses cuDNN's fastest
             algorithms within it. None: no limit, and algorithms that need little memory.
     """
-    # No CUDA graphs: ONNX Runtime cannot capture a model with a `Loop`, such as that of `NmsKeep`.
+    # The option `enable_cuda_graph` is not set, because ONNX Runtime cannot capture a model with
+    # the operator `Loop`, and non-maximum suppression (`NmsKeep`) uses one.
     options = {
         "prefer_nhwc": "1",
         # Without TF32, convolutions do not use tensor cores, not even in half precision.

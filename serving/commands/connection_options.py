@@ -35,7 +35,11 @@ CREDENTIAL_OPTIONS = (
 
 
 def checked_address(_: click.Context, __: click.Parameter, value: str) -> str:
-    """Return the address of a server if its syntax is valid. Callback of a click argument."""
+    """Return the address of a server. Callback of a click argument.
+
+    Raises:
+        click.BadParameter: the address is not valid.
+    """
     try:
         check_address(value)
     except ValueError as error:

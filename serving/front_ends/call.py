@@ -82,7 +82,7 @@ class ForwardedCall(CallOutcome):
             self._writing.set_result(None)
 
     def close(self) -> None:
-        """Cancel the task, unless it has sent the status. Idempotent.
+        """Cancel the task that handles the call, unless it has sent the status. Idempotent.
 
         Call it when the front end has ended the call, or has itself ended.
         """

@@ -97,7 +97,10 @@ class HttpCall(CallOutcome):
 
     @contextlib.asynccontextmanager
     async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
-        """Cancel the code within the context if the client disconnects. Read the request first."""
+        """Cancel the code within the context if the client disconnects.
+
+        Read the request's body before, because the context consumes further messages of the client.
+        """
         task = asyncio.current_task()
         assert task is not None
         watcher = asyncio.create_task(self._cancel_on_disconnect(task))

@@ -155,7 +155,13 @@ def _model_name(call: HttpCall) -> str:
 
 
 def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
-    """Return the message for a request; the service checks the ranges of its fields."""
+    """Return the message for an HTTP request: the body is the image, the query has the options.
+
+    If the response is a PNG (`as_png`), the mask format `polygon` is replaced by `rle`.
+
+    Raises:
+        InvalidRequestError: a parameter is unknown or of the wrong type. The service checks ranges.
+    """
     try:
         query = DetectQuery.model_validate(dict(call.request.query_params))
     except ValidationError as error:

@@ -126,7 +126,8 @@ class Endpoint:
         try:
             body = await pending.next(call, self._transport.config.receive_timeout_s)
         except ExpiredError as error:
-            raise HTTPException(408, str(error)) from error  # 504 would blame the server
+            # Not 504, to which an ExpiredError is mapped: the client is late, not the server.
+            raise HTTPException(408, str(error)) from error
         call.keep_body(body or b"")
         del body  # so that it is freed once it is decoded
         async with call.cancelled_on_disconnect():

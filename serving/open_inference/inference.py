@@ -27,7 +27,7 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "timeout": ("int64_param", "uint64_param"),
     # Triton's clients send it. It has no effect here: each request of a stream has one response.
     "triton_enable_empty_final_response": ("bool_param",),
-    # Triton too ignores them unless the model has sequence batching.
+    # Accepted without effect. Triton too ignores them unless the model has sequence batching.
     "sequence_id": ("int64_param", "uint64_param", "string_param"),
     "sequence_start": ("bool_param",),
     "sequence_end": ("bool_param",),

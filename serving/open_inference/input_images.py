@@ -143,7 +143,12 @@ def _check_image_size(tensor: InputTensor, max_pixels: int) -> None:
 
 
 def reject_parameters(owner: str, parameters: Mapping[str, pb.InferParameter]) -> None:
-    """Raise InvalidRequestError if an input or output has parameters; none are supported."""
+    """Raise InvalidRequestError if a tensor has parameters, because none are supported.
+
+    Args:
+        owner: Name of the input or output, for the error message.
+        parameters: Parameters of the input or output, by name.
+    """
     if any(name.startswith("shared_memory_") for name in parameters):
         raise InvalidRequestError(f"{owner}: {SHARED_MEMORY}")
     if parameters:

@@ -184,8 +184,8 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, int]]:
     """Return the gRPC options of the server or, if there are any, of each of its front ends.
 
-    Each front end accepts an equal share of `max_connections`. The other limits apply to each
-    connection.
+    Each front end accepts an equal share of `max_connections`. The other limits are not divided:
+    they apply to each connection or, for pending calls, to each process.
     """
     connections = math.ceil(config.max_connections / max(1, front_ends))
     ports = 1 if front_ends or config.http_port is None else 2

@@ -112,13 +112,15 @@ class PendingMessages:
 
 def _cancel(wait: asyncio.Timeout) -> None:
     if not wait.expired():
-        wait.reschedule(0)  # a time in the past
+        wait.reschedule(0)  # a time in the past, so the wait ends at once
 
 
 def call_handler(
     handler: Any, pending: PendingMessages, timeout_s: float
 ) -> Callable[[Any], Awaitable[Any]]:
     """Return a function that reads a call's requests and passes them to a gRPC method handler.
+
+    The function takes the call's context and returns the handler's response; None for a stream.
 
     Args:
         handler: `grpc.RpcMethodHandler` of the method.

@@ -148,11 +148,12 @@ class DeviceSteps:
             )
 
     def _padded(self, batch: DecodedBatch) -> Tensor:
-        """Resize and pad to [B, 3, H, W]. Rows of invalid images are black."""
+        """Return the images, resized and padded to [B, 3, H, W]. Rows of invalid ones are black."""
         empty = torch.empty(3, 0, 0, dtype=torch.uint8)
         images = [empty if isinstance(own, ImageError) else own for own in batch.pixels]
         for image in images:
-            if image.is_cuda:  # else its memory could be reused before it is padded
+            if image.is_cuda:
+                # Otherwise the image's memory could be reused before the image is padded.
                 image.record_stream(self._padding)
         on_device = [image.to(self._device) for image in images]
         bucket, rule = batch.requests[0].bucket, self._manifest.preprocessing.resize
