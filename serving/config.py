@@ -19,7 +19,7 @@ ReportFormat = Literal["pictures", "coco", "numpy"]
 # Maximum number of retries of a client. gRPC makes at most five attempts per request.
 MAX_RETRIES = 4
 
-# Upper limit of all time settings, in seconds. gRPC and the kernel do not support much longer times.
+# Upper limit of all time settings, in seconds. gRPC and the kernel do not support much longer ones.
 DAY_S = 86_400
 
 _HOST_AND_PORT = re.compile(r"(?:[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):([0-9]{1,5})")

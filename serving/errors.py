@@ -44,7 +44,7 @@ class ModelNotFoundError(ServingError):
 
 
 class QueueFullError(ServingError):
-    """Too many requests are in flight, too many calls open, or too many messages in transit."""
+    """The server has too many in-flight requests, open calls, or messages that are arriving."""
 
 
 class RateLimitError(QueueFullError):

@@ -32,7 +32,11 @@ class TensorSpec(NamedTuple):
 
 
 class ModelOutputs(NamedTuple, Generic[Array]):
-    """Outputs of the model for B images, in the order of `model.bundle.spec.OUTPUT_NAMES`."""
+    """Outputs of the model for B images, in the order of `model.bundle.spec.OUTPUT_NAMES`.
+
+    Each image has D rows, of which the first `num_detections` are its detections. A mask has M x M
+    samples.
+    """
 
     # [B] int64.
     num_detections: Array

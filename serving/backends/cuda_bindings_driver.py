@@ -30,7 +30,7 @@ class CudaBindingsDriver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make GPU 0 current in this thread."""
+        """Make GPU 0 current in this thread, within the `with` block."""
         _call("cuCtxPushCurrent", self._context)
         try:
             yield
@@ -64,7 +64,7 @@ class CudaBindingsDriver:
         return int(free)
 
     def synchronize(self) -> None:
-        """Wait for all queued work."""
+        """Wait until the GPU has finished all queued work."""
         _call("cuCtxSynchronize")
 
     def new_memory(self, size: int) -> "_Memory":

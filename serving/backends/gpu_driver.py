@@ -35,7 +35,7 @@ class Event(Protocol):
     """CUDA event: a position in a stream."""
 
     def is_done(self) -> bool:
-        """Whether the GPU has passed the recorded position."""
+        """Return whether the GPU has passed the recorded position."""
 
     def close(self) -> None:
         """Release the event. The GPU must be current."""
@@ -46,7 +46,7 @@ class Stream(Protocol):
 
     @property
     def handle(self) -> int:
-        """CUDA's handle."""
+        """CUDA's handle of the stream."""
 
     def record(self, event: Any) -> None:
         """Record an event after the work that has been queued."""
@@ -55,10 +55,10 @@ class Stream(Protocol):
         """Make work that is queued later wait until another stream has passed the event."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
-        """Queue a copy from pinned memory to the GPU."""
+        """Queue a copy from pinned memory to the GPU address `address`."""
 
     def copy_out(self, host: NDArray[Any], address: int) -> None:
-        """Queue a copy from the GPU to pinned memory."""
+        """Queue a copy from the GPU address `address` to pinned memory."""
 
     def close(self) -> None:
         """Release the stream. The GPU must be current."""

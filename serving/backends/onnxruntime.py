@@ -130,7 +130,10 @@ class OnnxRuntimeBackend:
     def _prepare(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> tuple[onnxruntime.InferenceSession, dict[str, NDArray[Any]]]:
-        """Return the session for a batch, and the batch by input name, padded to the session."""
+        """Return the session for a batch, and the model's inputs by name.
+
+        On a GPU the inputs are padded to the session's batch size.
+        """
         inputs = self._inputs(bucket, images, image_sizes)
         sessions = self._sessions[bucket]
         if self.device == "cpu":
@@ -176,7 +179,7 @@ class OnnxRuntimeBackend:
                     # Twice, because the first run fragments the memory, and the second needs more.
                     for _ in range(2):
                         session.run(OUTPUT_NAMES, inputs)
-                except Exception as error:  # the runtime has no exception type for this
+                except Exception as error:  # exhausted memory has no exception type of its own
                     if not any(text in str(error) for text in _OUT_OF_MEMORY):
                         raise
                 else:

@@ -219,7 +219,12 @@ class Plan:
         return self._batches[batch].specs
 
     def use_scratch(self, address: int, size: int) -> None:
-        """Give all contexts scratch memory of at least `scratch_bytes` bytes."""
+        """Give all contexts the same scratch memory.
+
+        Args:
+            address: GPU address of the memory.
+            size: Size of the memory in bytes, at least `scratch_bytes`.
+        """
         for batch_context in self._batches.values():
             batch_context.context.set_device_memory(address, size)
 

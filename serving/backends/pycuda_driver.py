@@ -32,7 +32,7 @@ class PycudaDriver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make GPU 0 current in this thread."""
+        """Make GPU 0 current in this thread, within the `with` block."""
         self._context.push()
         try:
             yield
@@ -58,7 +58,7 @@ class PycudaDriver:
         return int(free)
 
     def synchronize(self) -> None:
-        """Wait for all queued work."""
+        """Wait until the GPU has finished all queued work."""
         cuda.Context.synchronize()
 
     def new_memory(self, size: int) -> "_PycudaMemory":

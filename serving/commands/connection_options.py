@@ -55,7 +55,11 @@ def credentials_from_options(
     key: Path | None,
     token_file: Path | None = None,
 ) -> "Credentials":
-    """Return the credentials that the command's options describe."""
+    """Return the credentials that the command's options describe.
+
+    Raises:
+        click.UsageError: the options contradict each other, or the token file is not valid.
+    """
     from ..client import Credentials
 
     files = (root_certificate, certificate, key)

@@ -67,7 +67,10 @@ def config_from_options(values: dict[str, Any]) -> ServeConfig:
 
 
 def setting_sources() -> dict[str, str]:
-    """Return where each setting of the current command comes from, such as "by option"."""
+    """Return the source of each setting of the current command as text, by name of the setting.
+
+    Examples are "by option", "from the file" and "the default".
+    """
     context = click.get_current_context()
     texts = {
         ParameterSource.COMMANDLINE: "by option",

@@ -95,7 +95,7 @@ class Link(asyncio.BufferedProtocol):
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport; called by asyncio, as are the following methods."""
+        """Store the transport. Called by asyncio, like the following methods."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
@@ -119,8 +119,8 @@ class Link(asyncio.BufferedProtocol):
         self._make_room(needed)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Complete `closed`."""
-        if not self.closed.done():  # a cancelled waiter has cancelled it
+        """Complete the future `closed`. Called by asyncio when either end is closed."""
+        if not self.closed.done():  # it is done if a task that awaited it was cancelled
             self.closed.set_result(None)
 
     def _flush(self) -> None:

@@ -56,7 +56,7 @@ class FrontEndServer:
         self,
         count: int,
         config: ServeConfig,
-        interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # see AccessInterceptor
+        interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # generic in stubs only
     ) -> None:
         """Reserve the port. The front ends are not started.
 

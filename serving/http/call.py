@@ -91,7 +91,7 @@ class HttpCall(CallOutcome):
         return body
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
-        """Raise AbortedCallError."""
+        """Store the status, and raise AbortedCallError, which ends the call."""
         self._code, self._details = code, details
         raise AbortedCallError(details)
 

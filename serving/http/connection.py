@@ -79,7 +79,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_in_body() and self._bytes_since_body > _MAX_HEAD:
             self.send_400_response("The trailers or chunk extensions of the body are too large.")
         if self._head_bytes is None and self._is_idle():
-            self._head_bytes = 0  # empty lines, which may precede a head
+            self._head_bytes = 0  # the data were empty lines, so a head is still expected
         if self._head_bytes is None or self.transport.is_closing():
             return
         self._expect_head()
@@ -104,7 +104,11 @@ class HttpConnection(HttpToolsProtocol):
         self._bytes_since_body = 0
 
     def on_headers_complete(self) -> None:
-        """Start or queue a request."""
+        """Start the request whose head has arrived, or queue it behind unanswered ones.
+
+        Raises:
+            ValueError: the head is not valid, or too many requests wait. The parser reports it.
+        """
         self._head_bytes = None
         self._bytes_since_body = 0
         self._unset_head_timer()
@@ -121,7 +125,7 @@ class HttpConnection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
-        """End the body."""
+        """Mark the body of the request as complete."""
         if self.parser.should_upgrade():
             return
         super().on_message_complete()

@@ -193,7 +193,7 @@ def _not_encoded(detections: Detections) -> Detections:
 
 
 def _with_timing(response: TimedResponse[bytes]) -> bytes:
-    """Add the member `timing` to a JSON object."""
+    """Return the JSON object of a response, with the response's timing as member `timing`."""
     return b'%s,"timing":%s}' % (response.value[:-1], to_json(vars(response.timing)))
 
 

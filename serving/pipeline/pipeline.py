@@ -125,7 +125,10 @@ class Pipeline:
         peer: str,
         memory: contextlib.AsyncExitStack,
     ) -> TimedResult[EngineItem]:
-        """Convert an image to the engine's input. `memory` holds the reserved decode memory."""
+        """Convert an image to the engine's input.
+
+        If this needs much memory, decode memory is reserved until the caller closes `memory`.
+        """
         small = self.decode_memory.small
         if host.is_quick(source):
             first = timed(host.prepare_small, source, small)
@@ -151,7 +154,10 @@ class Pipeline:
         encoded: TimedResult[TimedResponse[Any]],
         batcher: ModelBatcher,
     ) -> None:
-        """Report the image's service time to admission control: its share of the slowest stage."""
+        """Report the image's service time to admission control.
+
+        It is the image's share of the slower of two stages: the model, and the threads of the CPU.
+        """
         infer_s = result.infer_s / result.batch_size / batcher.concurrency
         host_s = (decoded.elapsed_s + encoded.elapsed_s) / self.threads.size
         self.admission.observe_service_time(max(infer_s, host_s))

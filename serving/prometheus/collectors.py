@@ -95,7 +95,8 @@ class ModelCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
         counted = self._models.resources.telemetry.metrics.statistics
-        names = {*self._models.states, *list(counted)}  # a reload can change names
+        # A reload can change names, so there may be counts of names that are not served any more.
+        names = {*self._models.states, *list(counted)}
         models = [pipeline.model for pipeline in self._models.pipelines]
         versions = {name: model.version for model in models for name in model.names}
         statistics = {

@@ -99,7 +99,7 @@ class ServerCertificate:
         self._reloaded.current()
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials for a gRPC server."""
+        """Return credentials for a gRPC server. New connections use the latest valid files."""
         current = self._reloaded.current()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -114,7 +114,7 @@ class ServerCertificate:
         )
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Return the TLS context for an HTTP server."""
+        """Return a TLS context for an HTTP server. New connections use the latest valid files."""
         context = _CurrentContext(ssl.PROTOCOL_TLS_SERVER)
         context.current = lambda: self._reloaded.current().context
         return context

@@ -47,7 +47,7 @@ _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 def listening_server(
     config: ServeConfig,
     certificate: ServerCertificate | None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # see AccessInterceptor
+    interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # generic in stubs only
 ) -> tuple[grpc.aio.Server, int]:
     """Create a gRPC server and bind it to its port. It has no services and is not started.
 
@@ -143,7 +143,7 @@ def add_reflection(services: Iterable[ServiceDescriptor], server: GrpcServer) ->
     add_ServerReflectionServicer_to_server(servicer, server)
 
 
-class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # see AccessInterceptor
+class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
     """gRPC interceptor that traces each call, and gives it an ID for logs and trailing metadata.
 
     Calls of the health and reflection services are excluded, because they are frequent.

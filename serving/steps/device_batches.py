@@ -1,4 +1,4 @@
-"""Batches that the GPU steps pass on, with CUDA events for their order and timing."""
+"""Batches as passed from one GPU step to the next, with CUDA events for order and timing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
