@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # Kind of the bundle's artifacts that each backend runs, in the order in which `auto` tries the
-# backends. torch is the fastest measured one; TensorRT engines have not been measured.
+# backends. torch comes first, because it is the fastest backend that has been measured. TensorRT
+# engines have not been measured.
 _KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
     "torch": "torch",
     "tensorrt": "tensorrt",

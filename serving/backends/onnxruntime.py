@@ -203,7 +203,8 @@ class OnnxRuntimeBackend:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         cores = len(os.sched_getaffinity(0))
         if cores < (os.cpu_count() or cores):
-            # ONNX Runtime would use all cores of the machine, also those outside the affinity mask.
+            # By default ONNX Runtime starts a thread for each core of the machine, even if this
+            # process may use only some of them.
             options.intra_op_num_threads = cores
         if size != _ANY:
             options.add_free_dimension_override_by_name(_BATCH_AXIS, size)

@@ -186,7 +186,7 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
     """
     import asyncio
 
-    # gRPC would log lines in its own format when clients violate the protocol.
+    # By default gRPC logs lines in its own format when clients violate the protocol.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from ..monitoring.logs import configure_logs
     from ..server import serve as serve_bundle

@@ -136,7 +136,8 @@ class DetectionRoutes:
         return {
             path.name: path
             for path in files
-            # A link must not lead out of the folder, and JSON has no names that are not UTF-8.
+            # A link must not lead out of the folder. Names that are not UTF-8 cannot be listed in
+            # JSON, so such files are left out.
             if path.is_file() and path.resolve().is_relative_to(root) and _is_text(path.name)
         }
 

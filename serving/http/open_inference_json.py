@@ -129,7 +129,8 @@ def infer_request_from_http(
     """
     length = len(body) if json_length is None else _length_from_header(json_length, len(body))
     text = body[:length]
-    # Commas and brackets bound the number of values. Counting them is as fast as a copy.
+    # The number of commas and brackets is an upper bound of the number of values, and counting
+    # them is as fast as a copy. JSON that is too large is thus rejected before it is parsed.
     if text.count(b",") + text.count(b"[") > _MAX_VALUES:
         raise InvalidRequestError(
             f"the JSON has more than {_MAX_VALUES} values; send pixels as binary data "

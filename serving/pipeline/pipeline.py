@@ -101,7 +101,8 @@ class Pipeline:
             del request
             async with contextlib.AsyncExitStack() as memory:
                 preparing = self._prepare(host, source, scheduling.peer, memory)
-                # The image can be large, and may be freed while it waits for a batch.
+                # The encoded image can be large. Without this reference, it can be freed while the
+                # request waits for a batch.
                 del source
                 decoded = await preparing
                 if not batcher.info.is_end_to_end:

@@ -208,7 +208,8 @@ class DeviceSteps:
         kept = [_kept_rows(batch, row, entry) for row, entry in enumerate(entries)]
         rles: Sequence[list[bytes]] = [[]] * len(entries)
         if own := batch.encoded.get(MaskFormat.RLE):
-            # Masks beyond `_run_capacity` are encoded again, in this stream.
+            # Masks with more runs than `_run_capacity` are encoded again, in the stream in which
+            # they were pasted.
             with self._module.stream(self._pasting):
                 selected = [
                     rows if _wants_rles(entry) else rows[:0]
