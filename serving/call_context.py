@@ -21,7 +21,7 @@ class CallContext(Protocol):
         """Return the metadata that the client sent. Names are in lower case."""
 
     async def read(self) -> Any:
-        """Return the next message in bytes, or `grpc.aio.EOF`."""
+        """Return the client's next message in bytes, or `grpc.aio.EOF` after the last one."""
 
     async def abort(self, code: "grpc.StatusCode", details: str = "") -> NoReturn:
         """End the call with an error status. Always raises an exception."""
@@ -37,7 +37,7 @@ class CallContext(Protocol):
 
 
 class CallOutcome:
-    """Status and done callbacks of a call: what contexts other than gRPC's own have in common."""
+    """Base class of the contexts that are not gRPC's own: status and done callbacks of a call."""
 
     def __init__(self) -> None:
         self._code: grpc.StatusCode | None = None

@@ -23,7 +23,7 @@ MAX_RETRIES = 4
 DAY_S = 86_400
 
 _HOST_AND_PORT = re.compile(r"(?:[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):([0-9]{1,5})")
-# Targets with a scheme that gRPC knows. It takes any other text for a host name.
+# Targets with a scheme that gRPC knows. gRPC takes any other text for a host name.
 _TARGET = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds|google-c2p):\S+")
 _HTTP = re.compile(r"https?://", re.IGNORECASE)
 

@@ -44,7 +44,7 @@ class ModelNotFoundError(ServingError):
 
 
 class QueueFullError(ServingError):
-    """Too many requests are in flight, calls are open, or messages are being received."""
+    """The server has too many in-flight requests, open calls, or messages that are arriving."""
 
 
 class RateLimitError(QueueFullError):

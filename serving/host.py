@@ -95,7 +95,7 @@ def machine_memory() -> dict[str, int]:
 
 
 def available_memory() -> int:
-    """Return the free memory in bytes, within the limits of this process and its cgroup."""
+    """Return the machine's available memory in bytes, or this process's limit if that is lower."""
     return min(machine_memory()["MemAvailable"], memory_limit())
 
 
@@ -129,7 +129,7 @@ def notify_service_manager(state: str) -> None:
     if not address:
         return
     with (
-        contextlib.suppress(OSError),  # systemd then reports a timeout
+        contextlib.suppress(OSError),  # without the message, systemd itself reports a timeout
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection,
     ):
         if address.startswith("@"):  # an abstract address, which begins with a zero byte

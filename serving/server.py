@@ -165,7 +165,7 @@ def _grpc_server(
     front_ends: int,
     config: ServeConfig,
     certificate: ServerCertificate | None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # see AccessInterceptor
+    interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # generic in stubs only
 ) -> tuple[GrpcServer, int]:
     """Return a gRPC server that is not started, and its port."""
     if not front_ends:
@@ -207,7 +207,10 @@ def _http_server(
     config: ServeConfig,
     ports: int,
 ) -> "HttpServer | None":
-    """Return the HTTP server. `ports`: number of ports at which this process accepts clients."""
+    """Return the HTTP server. None: `config.http_port` is not set.
+
+    `ports` is the number of ports on which this process accepts connections.
+    """
     if config.http_port is None:
         return None
     from .http.app import http_app

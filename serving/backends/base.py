@@ -32,7 +32,11 @@ class TensorSpec(NamedTuple):
 
 
 class ModelOutputs(NamedTuple, Generic[Array]):
-    """Outputs of the model for B images, in the order of `model.bundle.spec.OUTPUT_NAMES`."""
+    """Outputs of the model for B images, in the order of `model.bundle.spec.OUTPUT_NAMES`.
+
+    Each image has D rows, of which the first `num_detections` are its detections. A mask has M x M
+    samples.
+    """
 
     # [B] int64.
     num_detections: Array
@@ -59,7 +63,10 @@ def batch_sizes(max_batch: int) -> list[int]:
 
 
 def black_batch(bucket: ShapeBucket, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return black images [count, 3, H, W] of a bucket's size, and their sizes [count, 2]."""
+    """Return a batch for warm-up: black images [count, 3, H, W], and their sizes [count, 2].
+
+    The sizes are height and width, those of the bucket.
+    """
     return np.zeros((count, 3, *bucket), np.uint8), np.full((count, 2), bucket, np.int64)
 
 
@@ -106,7 +113,9 @@ class Backend(Protocol):
         """Input sizes that `infer` accepts."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket and batch size, so that requests need not compile or allocate memory.
+        """Compute a batch of each size up to `max_batch` (see `batch_sizes`), for each bucket.
+
+        Requests then need not wait for compilation or memory allocation.
 
         Raises:
             BundleError: the masks do not have the shape that the manifest states.
@@ -119,8 +128,12 @@ class Backend(Protocol):
 
         Args:
             bucket: One of `buckets`.
-            images: [B, 3, bucket.height, bucket.width] RGB, converted to the model's dtype.
+            images: [B, 3, bucket.height, bucket.width] RGB. They are converted to the model's
+                dtype.
             image_sizes: [B, 2] height and width before padding.
+
+        Returns:
+            Outputs for the B images, in host memory.
         """
 
     def close(self) -> None:
@@ -140,4 +153,7 @@ class DeviceBackend(Backend, Protocol[Array]):
             bucket: One of `buckets`.
             images: [B, 3, bucket.height, bucket.width] RGB on the device.
             image_sizes: [B, 2] int64 on the device, height and width before padding.
+
+        Returns:
+            New tensors on the device, valid once the stream has run the queued work.
         """

@@ -1,4 +1,4 @@
-"""`GpuDriver` implemented with the package cuda-bindings, which has wheels."""
+"""`GpuDriver` implemented with the package cuda-bindings, which needs no compiler to install."""
 
 import contextlib
 import ctypes
@@ -13,10 +13,10 @@ from ..errors import BackendError
 
 
 class CudaBindingsDriver:
-    """Functions of CUDA's driver for GPU 0; see `GpuDriver`."""
+    """Implementation of `GpuDriver`, the interface to CUDA's driver, for GPU 0."""
 
     def __init__(self) -> None:
-        """Retain the primary context, which TensorRT uses too. The process keeps it.
+        """Retain the GPU's primary context, which TensorRT uses too. It is never released.
 
         Raises:
             BackendError: no GPU is available.
@@ -30,7 +30,7 @@ class CudaBindingsDriver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make GPU 0 current in this thread."""
+        """Make GPU 0 current in this thread, within the `with` block."""
         _call("cuCtxPushCurrent", self._context)
         try:
             yield
@@ -55,7 +55,7 @@ class CudaBindingsDriver:
         return f"{major}.{minor}"
 
     def cuda_version(self) -> int:
-        """Return the CUDA version that the driver supports."""
+        """Return the CUDA version that the driver supports, such as 13000 for 13.0."""
         return int(_call("cuDriverGetVersion"))
 
     def free_memory(self) -> int:
@@ -64,7 +64,7 @@ class CudaBindingsDriver:
         return int(free)
 
     def synchronize(self) -> None:
-        """Wait for all queued work."""
+        """Wait until the GPU has finished all queued work."""
         _call("cuCtxSynchronize")
 
     def new_memory(self, size: int) -> "_Memory":
@@ -141,7 +141,11 @@ class _Stream:
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    """Call a driver function. Return its results without the status: None, a value or a tuple."""
+    """Call a driver function by name, and return its results: None, one value or a tuple.
+
+    Raises:
+        BackendError: the function returned an error status.
+    """
     status, *values = getattr(cuda, name)(*arguments)
     _check(name, status)
     return values[0] if len(values) == 1 else tuple(values) or None

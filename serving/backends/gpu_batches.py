@@ -13,7 +13,8 @@ from .gpu_driver import Event, GpuDriver, Memory, PinnedMemory, Stream
 
 _Closable = TypeVar("_Closable", Memory, PinnedMemory, Stream, Event)
 
-# Function that queues a batch: takes the GPU address of each tensor by name, and a stream handle.
+# Function that queues the computation of a batch on a stream. Arguments: GPU address of each input
+# and output by name, and handle of the stream.
 Launch = Callable[[Mapping[str, int], int], None]
 
 
@@ -106,7 +107,7 @@ class BatchRunner:
 
     @contextmanager
     def computing(self) -> Iterator[int]:
-        """Lock the stream that computes all batches within the context. Yield its handle."""
+        """Hold the lock of the stream that computes all batches. Yield the stream's handle."""
         with self._launching:
             yield self._stream.handle
 

@@ -35,7 +35,7 @@ class Event(Protocol):
     """CUDA event: a position in a stream."""
 
     def is_done(self) -> bool:
-        """Whether the GPU has passed the recorded position."""
+        """Return whether the GPU has passed the recorded position."""
 
     def close(self) -> None:
         """Release the event. The GPU must be current."""
@@ -46,29 +46,32 @@ class Stream(Protocol):
 
     @property
     def handle(self) -> int:
-        """CUDA's handle."""
+        """CUDA's handle of the stream."""
 
     def record(self, event: Any) -> None:
         """Record an event after the work that has been queued."""
 
     def wait(self, event: Any) -> None:
-        """Let later work wait for an event of another stream."""
+        """Make work that is queued later wait until another stream has passed the event."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
-        """Queue a copy from pinned memory to the GPU."""
+        """Queue a copy from pinned memory to the GPU address `address`."""
 
     def copy_out(self, host: NDArray[Any], address: int) -> None:
-        """Queue a copy from the GPU to pinned memory."""
+        """Queue a copy from the GPU address `address` to pinned memory."""
 
     def close(self) -> None:
         """Release the stream. The GPU must be current."""
 
 
 class GpuDriver(Protocol):
-    """Functions of CUDA's driver. All except `current` need the GPU to be current."""
+    """Interface to CUDA's driver. Call all methods except `current` while the GPU is current."""
 
     def current(self) -> AbstractContextManager[None]:
-        """Make GPU 0 current in this thread. TensorRT uses the same context."""
+        """Make GPU 0 current in this thread: push its CUDA context, and pop it at the end.
+
+        It is the GPU's primary context, which TensorRT uses too.
+        """
 
     def gpu_name(self) -> str:
         """Return the GPU's name, such as `NVIDIA H100 80GB HBM3`."""
@@ -83,7 +86,7 @@ class GpuDriver(Protocol):
         """Return the free memory in bytes."""
 
     def synchronize(self) -> None:
-        """Wait for all queued work."""
+        """Wait until the GPU has finished all queued work."""
 
     def new_memory(self, size: int) -> Memory:
         """Allocate `size` bytes of GPU memory; 1 byte if `size` is 0."""
@@ -100,7 +103,7 @@ class GpuDriver(Protocol):
 
 @functools.cache
 def load_driver() -> GpuDriver:
-    """Return the implementation with pycuda if that is installed, else with cuda-bindings.
+    """Return the driver through pycuda if that package is installed, else through cuda-bindings.
 
     Raises:
         ModuleNotFoundError: neither is installed.

@@ -22,7 +22,7 @@ class LaunchGraphs:
     """
 
     def __init__(self) -> None:
-        """Find CUDA's driver library, which must be installed."""
+        """Load CUDA's driver library, `libcuda.so.1`, which must be installed."""
         # Called through ctypes, because pycuda has no functions for graphs.
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._graphs: dict[Hashable, ctypes.c_void_p] = {}
@@ -49,7 +49,8 @@ class LaunchGraphs:
             self._graphs[key] = self._captured(ctypes.c_void_p(stream), queue)
         except BackendError as error:
             self._captures = False
-            reason = str(error)  # a log record must not refer to TensorRT's objects
+            # As text: a log record that holds the error would keep TensorRT's objects alive.
+            reason = str(error)
             _log.warning("batches are launched without CUDA graphs, which is slower: %s", reason)
 
     def close(self) -> None:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # Kind of the bundle's artifacts that each backend runs, in the order in which `auto` tries the
-# backends. torch is the fastest measured one; TensorRT engines have not been measured.
+# backends. torch comes first, because it is the fastest backend that has been measured. TensorRT
+# engines have not been measured.
 _KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
     "torch": "torch",
     "tensorrt": "tensorrt",
@@ -32,7 +33,7 @@ BACKENDS: Final = tuple(_KINDS)
 
 
 class BackendChoice(NamedTuple):
-    """Selected backend, with the reasons why those before it were skipped."""
+    """Selected backend, and the reasons for which backends of higher priority were skipped."""
 
     # One of `BACKENDS`.
     backend: BackendName
@@ -41,7 +42,11 @@ class BackendChoice(NamedTuple):
 
 
 def served_precision(manifest: Manifest, backend: BackendName) -> Precision:
-    """Return the default precision: the bundle's first one that has an artifact for the backend."""
+    """Return the precision that is served if the user requests none.
+
+    It is the precision of the bundle's first artifact for the backend. For `auto`, or if there is
+    no such artifact, it is the precision of the first artifact.
+    """
     kind = _KINDS.get(backend)
     found = (a.precision for a in manifest.artifacts if kind in (None, a.kind))
     return next(found, manifest.precisions[0])
@@ -61,7 +66,8 @@ def load_backend(
         manifest: Manifest of the bundle.
         precision: One of the manifest's precisions.
         name: The backend. `auto`: the first of `BACKENDS` that runs on this machine and for which
-            the bundle has artifacts. The reasons why those before it are skipped are logged.
+            the bundle has artifacts. If backends of higher priority are skipped, a warning with the
+            reasons is logged.
         max_batch: Maximum batch size.
 
     Raises:
@@ -95,7 +101,11 @@ def load_backend(
 
 
 def _tensorrt_backend() -> "type[TensorRTBackend]":
-    """Return the backend's class. With torch and torchvision it also takes tensors on the GPU."""
+    """Return the class of the TensorRT backend.
+
+    If torch finds a GPU and torchvision is installed, it is the subclass that also computes torch
+    tensors on the GPU.
+    """
     from .tensorrt import TensorRTBackend
 
     if importlib.util.find_spec("torchvision") is None:
@@ -120,12 +130,14 @@ def choose_backend(
 ) -> BackendChoice:
     """Return the backend that `load_backend` would load, without loading it.
 
+    The backend `torch` is not checked if `name` requests it.
+
     Raises:
-        BundleError: the bundle has no artifact for the backend in the precision.
+        BundleError: the bundle has no artifact for the backend `name` in the precision.
         BackendError: the artifacts do not run on this machine.
     """
     if name != "auto":
-        if name != "torch":  # if requested, torch also runs on the CPU
+        if name != "torch":  # torch also runs on the CPU, which `check_backend` would reject
             check_backend(bundle, manifest, precision, name)
         return BackendChoice(name, ())
     faults: list[str] = []

@@ -87,7 +87,10 @@ class OnnxRuntimeBackend:
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
-        """Compute a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2]."""
+        """Compute the model for a batch of images [B, 3, H, W] of one bucket.
+
+        `image_sizes` [B, 2] are their heights and widths before padding.
+        """
         session, inputs = self._prepare(bucket, images, image_sizes)
         outputs = session.run(OUTPUT_NAMES, inputs)
         return ModelOutputs(*(output[: len(images)] for output in outputs))
@@ -127,7 +130,10 @@ class OnnxRuntimeBackend:
     def _prepare(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> tuple[onnxruntime.InferenceSession, dict[str, NDArray[Any]]]:
-        """Return the session for a batch, and its inputs by name."""
+        """Return the session for a batch, and the model's inputs by name.
+
+        On a GPU the inputs are padded to the session's batch size.
+        """
         inputs = self._inputs(bucket, images, image_sizes)
         sessions = self._sessions[bucket]
         if self.device == "cpu":
@@ -145,7 +151,7 @@ class OnnxRuntimeBackend:
         return dict(zip(INPUT_NAMES, arrays, strict=True))
 
     def _load(self) -> None:
-        """Create the first session of every bucket."""
+        """Create a session per bucket: on a GPU for one image, on the CPU for every batch size."""
         if self.device == "cuda":
             self._sessions = {b: {1: self._fitting_session(b, 1)} for b in self.buckets}
         else:
@@ -170,9 +176,10 @@ class OnnxRuntimeBackend:
             for memory_bound in (ample, None):
                 session = self._new_session(bucket, size, memory_bound)
                 try:
-                    for _ in range(2):  # after the first run, memory is fragmented
+                    # Twice, because the first run fragments the memory, and the second needs more.
+                    for _ in range(2):
                         session.run(OUTPUT_NAMES, inputs)
-                except Exception as error:  # the runtime has no exception type for this
+                except Exception as error:  # exhausted memory has no exception type of its own
                     if not any(text in str(error) for text in _OUT_OF_MEMORY):
                         raise
                 else:
@@ -196,14 +203,15 @@ class OnnxRuntimeBackend:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         cores = len(os.sched_getaffinity(0))
         if cores < (os.cpu_count() or cores):
-            # ONNX Runtime would use all cores of the machine, also those outside the affinity mask.
+            # By default ONNX Runtime starts a thread for each core of the machine, even if this
+            # process may use only some of them.
             options.intra_op_num_threads = cores
         if size != _ANY:
             options.add_free_dimension_override_by_name(_BATCH_AXIS, size)
         providers: list[Any] = ["CPUExecutionProvider"]
         if self.device == "cuda":
             onnxruntime.preload_dlls()
-            # Otherwise it logs a warning for each low-memory convolution.
+            # Otherwise ONNX Runtime logs a warning for each low-memory convolution.
             onnxruntime.set_default_logger_severity(options.log_severity_level)
             providers.insert(0, (_CUDA, cuda_options(self._precision, memory_bound)))
         path = self._paths[bucket]
@@ -223,7 +231,8 @@ def cuda_options(precision: Precision, memory_bound: int | None) -> dict[str, st
         memory_bound: Memory limit of the session in bytes. The session uses cuDNN's fastest
             algorithms within it. None: no limit, and algorithms that need little memory.
     """
-    # No CUDA graphs: ONNX Runtime cannot capture a model with a `Loop`, such as that of `NmsKeep`.
+    # The option `enable_cuda_graph` is not set, because ONNX Runtime cannot capture a model with
+    # the operator `Loop`, and non-maximum suppression (`NmsKeep`) uses one.
     options = {
         "prefer_nhwc": "1",
         # Without TF32, convolutions do not use tensor cores, not even in half precision.

@@ -13,7 +13,7 @@ _INSTALL: Final = (
 
 
 def check_onnxruntime() -> str:
-    """Check that ONNX Runtime is installed once.
+    """Check that one of ONNX Runtime's two packages, for CPU or GPU, is installed.
 
     Returns:
         Problem and repair if both packages are installed, else "".
@@ -22,7 +22,8 @@ def check_onnxruntime() -> str:
         BackendError: ONNX Runtime is not installed, or its files are missing.
     """
     installed = [name for name in _PACKAGES if any(metadata.distributions(name=name))]
-    # Uninstalling one of two packages leaves folders, which Python takes for a namespace package.
+    # If both were installed and one is uninstalled, empty folders remain. Python takes them for a
+    # namespace package, whose `origin` is None.
     spec = find_spec("onnxruntime")
     if spec is None or (spec.origin is None and not installed):
         raise BackendError(f"onnxruntime is not installed; install it with {_INSTALL}")

@@ -1,4 +1,4 @@
-"""Checks whether TensorRT plans run on this machine. Each error names a remedy."""
+"""Checks that TensorRT plans can run on this machine. Each error names a remedy."""
 
 import contextlib
 import importlib

@@ -59,7 +59,7 @@ class RuntimeCache:
         return config
 
     def store(self) -> None:
-        """Write the cache file atomically."""
+        """Write the cache file atomically. `config_for` must have been called."""
         write_cached(self._path, bytes(self._cache.serialize()))
 
     def close(self) -> None:
@@ -94,7 +94,8 @@ class PlanRuntime:
             BackendError: the runtime rejects the plan. The message contains the reason.
         """
         plan = path.read_bytes()
-        # A plan of an older version is loaded by the code that it contains. The bundle is trusted.
+        # A version-compatible plan contains the code that runs it in newer versions. The runtime
+        # executes such code only if that is allowed. Bundles are trusted.
         self._loader.engine_host_code_allowed = is_version_compatible
         return self.checked(
             partial(self._loader.deserialize_cuda_engine, plan),
@@ -103,7 +104,9 @@ class PlanRuntime:
         )
 
     def context_of(self, engine: Any) -> Any:
-        """Create an `IExecutionContext` of an engine, without scratch memory (`Plan.use_scratch`).
+        """Create an `IExecutionContext` of an engine.
+
+        The caller gives it scratch memory before the first batch; see `Plan.use_scratch`.
 
         Raises:
             BackendError: the runtime fails.
@@ -168,7 +171,9 @@ class Plan:
     def __init__(
         self, runtime: PlanRuntime, path: Path, artifact: Artifact, max_batch: int
     ) -> None:
-        """Load a plan. The GPU must be current; the caller synchronises it before the first batch.
+        """Load a plan and create its execution contexts. The GPU must be current.
+
+        The caller must wait for the work that this queues on the GPU before the first batch.
 
         Raises:
             BackendError: the plan fails to load or its largest batch is below `max_batch`.
@@ -214,7 +219,12 @@ class Plan:
         return self._batches[batch].specs
 
     def use_scratch(self, address: int, size: int) -> None:
-        """Give all contexts scratch memory of at least `scratch_bytes` bytes."""
+        """Give all contexts the same scratch memory.
+
+        Args:
+            address: GPU address of the memory.
+            size: Size of the memory in bytes, at least `scratch_bytes`.
+        """
         for batch_context in self._batches.values():
             batch_context.context.set_device_memory(address, size)
 

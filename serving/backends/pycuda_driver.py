@@ -15,10 +15,10 @@ _NON_BLOCKING = 1
 
 
 class PycudaDriver:
-    """Functions of CUDA's driver for GPU 0; see `GpuDriver`."""
+    """Implementation of `GpuDriver`, the interface to CUDA's driver, for GPU 0."""
 
     def __init__(self) -> None:
-        """Retain the primary context, which TensorRT uses too. The process keeps it.
+        """Retain the GPU's primary context, which TensorRT uses too. It is never released.
 
         Raises:
             BackendError: no GPU is available.
@@ -32,7 +32,7 @@ class PycudaDriver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make GPU 0 current in this thread."""
+        """Make GPU 0 current in this thread, within the `with` block."""
         self._context.push()
         try:
             yield
@@ -49,7 +49,7 @@ class PycudaDriver:
         return f"{major}.{minor}"
 
     def cuda_version(self) -> int:
-        """Return the CUDA version that the driver supports."""
+        """Return the CUDA version that the driver supports, such as 13000 for 13.0."""
         return int(cuda.get_driver_version())
 
     def free_memory(self) -> int:
@@ -58,7 +58,7 @@ class PycudaDriver:
         return int(free)
 
     def synchronize(self) -> None:
-        """Wait for all queued work."""
+        """Wait until the GPU has finished all queued work."""
         cuda.Context.synchronize()
 
     def new_memory(self, size: int) -> "_PycudaMemory":

@@ -27,7 +27,11 @@ OUTPUT_DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
 
 
 class TensorRTBackend:
-    """Backend with one plan per shape bucket, and one CUDA graph per batch size and buffer."""
+    """Backend with one plan per shape bucket.
+
+    With TensorRT, but not with TensorRT-RTX, batches are replayed as CUDA graphs: one graph per
+    bucket, batch size and set of buffers, because a graph contains GPU addresses.
+    """
 
     device: Final = "cuda"
     concurrency = 2
@@ -53,7 +57,8 @@ class TensorRTBackend:
         if kind == "tensorrt-rtx":
             self._cache = RuntimeCache(cache_path(artifact.sha256 for artifact in artifacts))
         self._driver = load_driver()
-        # TensorRT-RTX replaces kernels while it runs, which a graph would not see.
+        # TensorRT-RTX replaces kernels by faster ones while it runs. A graph would keep the old
+        # ones, so TensorRT-RTX runs without graphs.
         self._graphs = LaunchGraphs() if kind == "tensorrt" else None
         self._plans: dict[ShapeBucket, Plan] = {}
         # TensorRT's objects and memory are released in reverse order, while the GPU is current.
@@ -66,7 +71,8 @@ class TensorRTBackend:
                 self._reserve_memory(resources)
                 self._driver.synchronize()
             except Exception as error:
-                clear_frames(error.__traceback__)  # they refer to TensorRT's objects
+                # The variables of these frames would keep TensorRT's objects alive.
+                clear_frames(error.__traceback__)
                 raise
             self._resources = resources.pop_all()
 
@@ -85,14 +91,17 @@ class TensorRTBackend:
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
                 images = black_batch(bucket, min(batch, max_batch))
-                # Each buffer: one run that is captured, and a first replay, which is slower.
+                # Two runs per set of buffers, which successive batches use in turn: one that is
+                # captured, and the first replay, which is slower than later ones.
                 for _ in range(2 * self.concurrency):
                     check_outputs(self.infer(bucket, *images), self._manifest)
 
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
-        """Compute a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2].
+        """Compute the model for a batch of images [B, 3, H, W] of one bucket.
+
+        `image_sizes` [B, 2] are their heights and widths before padding.
 
         Raises:
             BackendError: the runtime fails.
@@ -145,11 +154,13 @@ class TensorRTBackend:
         for spec_by_name in (plan.specs(batch) for plan in plans for batch in plan.batches):
             for name, spec in spec_by_name.items():
                 sizes[name] = max(sizes.get(name, 0), spec.nbytes)
-        # One set of buffers more for tensors on the GPU; see `TensorRTDeviceBackend`.
+        # One set of buffers per batch in flight, and one more, which `TensorRTDeviceBackend`
+        # allocates for torch tensors.
         needed = scratch + (self.concurrency + 1) * sum(sizes.values())
         check_memory(needed, self._driver.free_memory())
         memory = resources.enter_context(closing(self._driver.new_memory(scratch)))
-        resources.callback(self._plans.clear)  # before the memory that their contexts use
+        # Runs before `memory` is released, because the plans' contexts use it.
+        resources.callback(self._plans.clear)
         for plan in plans:
             plan.use_scratch(memory.address, scratch)
         self._allocate(sizes, resources)

@@ -14,7 +14,7 @@ from .tensorrt import OUTPUT_DTYPES, TensorRTBackend
 
 
 class TensorRTDeviceBackend(TensorRTBackend):
-    """TensorRT backend for processes in which torch uses GPU 0 as well."""
+    """TensorRT backend that also computes torch tensors on GPU 0, with `infer_on_device`."""
 
     def warm_up(self, max_batch: int) -> None:
         """Run every bucket at each batch size of its plan, and capture its CUDA graph.
@@ -27,7 +27,8 @@ class TensorRTDeviceBackend(TensorRTBackend):
             for batch in plan.batches:
                 arrays = black_batch(bucket, min(batch, max_batch))
                 images, sizes = (torch.from_numpy(array).cuda() for array in arrays)
-                for _ in range(2):  # one run that is captured, and a first replay
+                # One run that is captured, and the first replay, which is slower than later ones.
+                for _ in range(2):
                     outputs = self.infer_on_device(bucket, images, sizes)
                 hosts = (output.cpu().numpy() for output in outputs)
                 check_outputs(ModelOutputs(*hosts), self._manifest)
@@ -35,7 +36,7 @@ class TensorRTDeviceBackend(TensorRTBackend):
     def infer_on_device(
         self, bucket: ShapeBucket, images: Tensor, image_sizes: Tensor
     ) -> ModelOutputs[Tensor]:
-        """Queue the computation of a batch; the current stream waits for it. Thread-safe.
+        """Queue the computation of a batch, and make the current stream wait for it. Thread-safe.
 
         Args:
             bucket: One of `buckets`.

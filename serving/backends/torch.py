@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class TorchBackend:
     """Backend with one exported program per shape bucket; on a GPU, one CUDA graph per batch size.
 
-    On a GPU it limits torch to one CPU thread in the whole process.
+    On a GPU, its constructor limits torch to one CPU thread in the whole process.
     """
 
     name = "torch"
@@ -34,7 +34,7 @@ class TorchBackend:
     def __init__(
         self, bundle: Path, manifest: Manifest, precision: Precision, max_batch: int
     ) -> None:
-        """Load the bundle's programs of a precision onto the current GPU, or without one the CPU.
+        """Load the bundle's programs of a precision onto the current GPU, or else onto the CPU.
 
         Args:
             bundle: Folder of the bundle.
@@ -61,8 +61,8 @@ class TorchBackend:
         with _enough_memory(max_batch):
             self._programs = {a.bucket: load_artifact(bundle, a, device) for a in artifacts}
         if on_gpu:
-            # After each copy, torch's CPU threads spin. The threads that launch kernels and wait
-            # for the GPU then get no core, which cost 10 ms per batch.
+            # With several CPU threads, torch's threads spin after each copy. The threads that
+            # launch kernels and wait for the GPU then get no core, which cost 10 ms per batch.
             torch.set_num_threads(1)
             pool = torch.cuda.graph_pool_handle()
             self._graphed = {
@@ -92,7 +92,9 @@ class TorchBackend:
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
-        """Compute a batch [B, 3, H, W] of one bucket; `image_sizes` is [B, 2].
+        """Compute the model for a batch of images [B, 3, H, W] of one bucket.
+
+        `image_sizes` [B, 2] are their heights and widths before padding.
 
         Raises:
             BackendError: the batch is larger than `max_batch`, or memory runs out.

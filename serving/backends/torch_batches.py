@@ -50,7 +50,11 @@ class GraphedProgram:
         self._image_sizes = sizes.contiguous()
 
     def __call__(self, images: Tensor, image_sizes: Tensor) -> ModelOutputs[Tensor]:
-        """Queue a batch of at most `max_batch` images on the current stream. Return new tensors."""
+        """Queue a batch of at most `max_batch` images on the current stream.
+
+        Returns:
+            New tensors, valid once the stream has run the queued work.
+        """
         count = len(images)
         batch = next(size for size in self._sizes if size >= count)
         self._images[:count].copy_(images)

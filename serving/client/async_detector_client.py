@@ -63,7 +63,7 @@ class AsyncDetectorClient(Connection):
         options: DetectionOptions = DEFAULT_OPTIONS,
         scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> Detections:
-        """Detect objects in one image; see `DetectorClient.detect`."""
+        """Detect objects in one image. Arguments and errors: see `DetectorClient.detect`."""
         request = await self._request(options, scheduling, image)
         with self._translated_errors():
             response = await self._stub.Detect(
@@ -79,7 +79,13 @@ class AsyncDetectorClient(Connection):
         *,
         concurrency: int = 8,
     ) -> AsyncIterator[ImageOutcome]:
-        """Detect objects in many images; see `DetectorClient.detect_many`."""
+        """Detect objects in many images, with up to `concurrency` requests in flight.
+
+        Arguments and errors: see `DetectorClient.detect_many`.
+
+        Yields:
+            For each image, in order, its detections or its error.
+        """
         check_concurrency(concurrency)
         return self._outcomes(DeferredErrors(images), options, scheduling, concurrency)
 
@@ -89,7 +95,13 @@ class AsyncDetectorClient(Connection):
         options: DetectionOptions = DEFAULT_OPTIONS,
         scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> AsyncIterator[tuple[int, Detections | RefusedError]]:
-        """Detect objects in many images over one gRPC stream; see `DetectorClient.stream`."""
+        """Detect objects in many images over one gRPC stream.
+
+        Arguments and errors: see `DetectorClient.stream`.
+
+        Yields:
+            The index of an image, and its detections or the server's error, in order of completion.
+        """
         indices = itertools.count()
         requests = DeferredErrors(
             await self._request(options, scheduling, image, str(next(indices)))

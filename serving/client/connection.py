@@ -170,7 +170,7 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
             "initialBackoff": "0.1s",
             "maxBackoff": "3s",
             "backoffMultiplier": 3,
-            # gRPC itself cancels calls that an overloaded server has not yet accepted.
+            # CANCELLED: gRPC cancels calls that an overloaded server has not yet accepted.
             "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED"],
         }
         config["methodConfig"] = [{"name": [{"service": _SERVICE}], "retryPolicy": policy}]
@@ -189,8 +189,8 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
 
 
 def channel_state(channel: grpc.Channel) -> grpc.ChannelConnectivity:
-    """Return the connectivity of a sync channel."""
-    # gRPC reports it only to subscribers.
+    """Return the connectivity of a sync channel; SHUTDOWN if gRPC reports none."""
+    # gRPC reports the connectivity only to subscribers.
     states: SimpleQueue[grpc.ChannelConnectivity] = SimpleQueue()
     channel.subscribe(states.put)
     try:

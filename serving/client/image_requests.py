@@ -128,8 +128,8 @@ def outcome_from_stream_response(
 class DeferredErrors(Generic[_T]):
     """Iterable that ends at the first error of the wrapped one; `check` raises that error later.
 
-    So the caller can deliver the results of the preceding items first. If the request iterator of a
-    stream raised, gRPC would drop the error and the outstanding responses.
+    The caller can thus deliver the results of the preceding items first. If the request iterator
+    of a stream raised an error, gRPC would drop this error and the outstanding responses.
     """
 
     def __init__(self, items: Iterable[_T] | AsyncIterable[_T]) -> None:

@@ -35,7 +35,11 @@ CREDENTIAL_OPTIONS = (
 
 
 def checked_address(_: click.Context, __: click.Parameter, value: str) -> str:
-    """Return the address of a server if its syntax is valid. Callback of a click argument."""
+    """Return the address of a server. Callback of a click argument.
+
+    Raises:
+        click.BadParameter: the address is not valid.
+    """
     try:
         check_address(value)
     except ValueError as error:
@@ -51,7 +55,11 @@ def credentials_from_options(
     key: Path | None,
     token_file: Path | None = None,
 ) -> "Credentials":
-    """Return the credentials that the command's options describe."""
+    """Return the credentials that the command's options describe.
+
+    Raises:
+        click.UsageError: the options contradict each other, or the token file is not valid.
+    """
     from ..client import Credentials
 
     files = (root_certificate, certificate, key)

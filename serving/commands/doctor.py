@@ -26,7 +26,7 @@ _SHOWN_LINES: Final = 15
 
 
 class FirstRunStep(NamedTuple):
-    """One step of the first run: its commands, and the output that shows their success."""
+    """One step of `doctor --tensorrt`: its commands, and the output that shows their success."""
 
     commands: tuple[str, ...]
     # Description of the output that shows success.
@@ -164,7 +164,8 @@ def _run(step: FirstRunStep) -> tuple[str, str]:
     output = ""
     for command in step.commands:
         program, *words = shlex.split(command)
-        if program == "pip":  # not repeated: this program is installed
+        # The packages are installed already, so only their versions are recorded.
+        if program == "pip":
             output += _installed()
             continue
         module = {"maskrcnn": __package__.partition(".")[0]}.get(program, program)

@@ -59,7 +59,7 @@ class CheckSection(NamedTuple):
 
 
 def machine_section() -> CheckSection:
-    """Return versions of packages, GPUs, and problems of ONNX Runtime."""
+    """Return the section on this machine: package versions, GPUs, and ONNX Runtime's problems."""
     versions = {"Python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)}
     gpus = gpu_names() or ("nvidia-smi reports none",)
     results = [
@@ -86,6 +86,6 @@ def show(sections: Iterable[CheckSection]) -> bool:
 def _onnxruntime_results() -> list[CheckResult]:
     try:
         problem = check_onnxruntime()
-    except BackendError as error:  # no fault: other backends do not need it
+    except BackendError as error:  # a note, because other backends run without ONNX Runtime
         return [CheckResult("ONNX Runtime", str(error), "note")]
     return [CheckResult("ONNX Runtime", problem, "warning")] if problem else []

@@ -19,13 +19,15 @@ def model_sources(arguments: Sequence[str], config: ServeConfig) -> list[ModelSo
     """Return the bundles and the names of the models to serve.
 
     Args:
-        arguments: Model references as of `bundle_for_backend`, NAME=REFERENCE, or repositories:
-            folders with the bundles MODEL/VERSION. Of each model, the newest version is served.
+        arguments: Each is a model reference (a bundle, a checkpoint, or a name from `maskrcnn
+            weights list`), NAME=REFERENCE, or a repository: a folder with bundles in
+            MODEL/VERSION, of which the newest version of each model is served.
         config: Settings of the server.
 
     Raises:
         click.UsageError: A name is invalid.
-        ZooError, DownloadError, click.exceptions.Exit: See `bundle_for_backend`.
+        ZooError, DownloadError, click.exceptions.Exit: A model cannot be downloaded or exported;
+            see `bundle_for_backend`.
     """
     return [source for argument in arguments for source in _sources_of(argument, config)]
 

@@ -67,7 +67,10 @@ def config_from_options(values: dict[str, Any]) -> ServeConfig:
 
 
 def setting_sources() -> dict[str, str]:
-    """Return where each setting of the current command comes from, such as "by option"."""
+    """Return the source of each setting of the current command as text, by name of the setting.
+
+    Examples are "by option", "from the file" and "the default".
+    """
     context = click.get_current_context()
     texts = {
         ParameterSource.COMMANDLINE: "by option",
@@ -183,7 +186,7 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
     """
     import asyncio
 
-    # gRPC would log lines in its own format when clients violate the protocol.
+    # By default gRPC logs lines in its own format when clients violate the protocol.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from ..monitoring.logs import configure_logs
     from ..server import serve as serve_bundle

@@ -125,7 +125,7 @@ def _port_result(name: str, host: str, port: int) -> CheckResult:
 def _certificate_results(config: ServeConfig) -> list[CheckResult]:
     name = "tls_certificate"
     try:
-        with _warnings():  # `problem` repeats them
+        with _warnings():  # they are dropped, because `problem` repeats them
             certificate = server_certificate(config)
     except ServingError as error:
         return [CheckResult(name, str(error), "fault")]

@@ -58,7 +58,7 @@ class HostEngine:
     """Engine for images that are already decoded and padded. Works with every backend."""
 
     def __init__(self, backend: Backend) -> None:
-        """Take ownership of a backend."""
+        """Take ownership of a backend, which is closed with the engine."""
         self._backend = backend
         self.info = EngineInfo(
             backend=backend.name,
@@ -91,12 +91,12 @@ class DeviceEngine:
     # One batch before the model, one in the model and one after it keep the model busy. Beyond
     # these, only full batches start: others would wait for the model instead of filling up.
     saturating_batches: Final = 3
-    # Two more, so that full batches are ready as soon as the model is free, while the server sends
-    # responses and reads requests.
+    # Maximum number of batches in flight: two more than `saturating_batches`, so that full batches
+    # are ready as soon as the model is free, while the server sends responses and reads requests.
     concurrency: Final = 5
 
     def __init__(self, backend: Backend, steps: BatchSteps) -> None:
-        """Take ownership of a backend and of its steps."""
+        """Take ownership of a backend, which is closed with the engine, and of its steps."""
         self._backend = backend
         self._steps = [
             (step.run, threading.Lock() if step.threads == 1 else contextlib.nullcontext())

@@ -64,7 +64,7 @@ def assign_resources(workers: int | None) -> list[WorkerResources]:
 
 
 class WorkerProcess(Generic[Item, Result]):
-    """Handle of a worker process, which runs one engine. See `ChildProcess`."""
+    """Handle of a worker process, a child process that runs one engine and computes batches."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class WorkerProcess(Generic[Item, Result]):
 
     @property
     def is_spare(self) -> bool:
-        """Whether the worker was created for an additional GPU, but its engine uses the CPU."""
+        """Whether the worker is superfluous: it was started for a further GPU, but uses the CPU."""
         return self.resources.is_for_gpu and self.info.device == "cpu"
 
     def warm_up(self, max_batch: int) -> None:
@@ -155,7 +155,10 @@ class WorkerProcess(Generic[Item, Result]):
         return results
 
     def close(self) -> None:
-        """Wait for in-flight batches, close the engine and end the process. Call `load` before."""
+        """Wait for in-flight batches, close the engine and end the process. Call `load` before.
+
+        If a wait takes longer than 10 s, the process is killed.
+        """
         with contextlib.suppress(queue.Empty, OSError):  # TimeoutError is an OSError
             for _ in range(self.info.concurrency):
                 self._channels.get(timeout=_CLOSE_TIMEOUT_S).send(None)
@@ -193,7 +196,7 @@ class WorkerProcess(Generic[Item, Result]):
         return reply
 
     def _close_channels(self) -> None:
-        # Frees their shared memory, although a logged exception may keep this object alive.
+        # Frees the channels' shared memory even if a logged exception keeps this object alive.
         with contextlib.suppress(queue.Empty):  # other threads take channels too
             for _ in range(self._channels.qsize()):
                 channel = self._channels.get_nowait()

@@ -195,7 +195,10 @@ def _open_channel(control: Connection) -> Channel:
 
 
 def _serve_channel(engine: Any, channel: Channel) -> None:
-    """Receive tuples (engine method, *arguments) and send the results, until None arrives."""
+    """Run the server's calls of engine methods, until None arrives.
+
+    A call arrives as a tuple (method name, *arguments). The result or the exception is sent back.
+    """
     name_thread("batch")
     with contextlib.suppress(*_SERVER_GONE):
         while (call := channel.receive(copy=False)) is not None:

@@ -71,18 +71,18 @@ class ForwardedCall(CallOutcome):
         self.task.add_done_callback(self._end_if_closed)
 
     def receive(self, message: Any) -> None:
-        """Let `read` return a message of the client, or `grpc.aio.EOF`."""
+        """Make the pending `read` return `message`: bytes from the client, or `grpc.aio.EOF`."""
         # A cancelled `read` loses its message, as in gRPC.
         if self._reading and not self._reading.done():
             self._reading.set_result(message)
 
     def confirm_write(self) -> None:
-        """Let `write` return: the front end has written the message."""
+        """Make the pending `write` return, because the front end has written its message."""
         if self._writing and not self._writing.done():
             self._writing.set_result(None)
 
     def close(self) -> None:
-        """Cancel the task, unless it has sent the status. Idempotent.
+        """Cancel the task that handles the call, unless it has sent the status. Idempotent.
 
         Call it when the front end has ended the call, or has itself ended.
         """

@@ -82,7 +82,7 @@ class Link(asyncio.BufferedProtocol):
 
     def send(self, kind: Frame, call: int = 0, payload: bytes = b"") -> None:
         """Send a frame. A closed link drops it."""
-        # All frames of an iteration of the event loop are written at once.
+        # All frames of an iteration of the event loop are written at once, in one system call.
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append(_HEADER.pack(len(payload), kind, call))
@@ -95,7 +95,7 @@ class Link(asyncio.BufferedProtocol):
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport; called by asyncio, as are the following methods."""
+        """Store the transport. Called by asyncio, like the following methods."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
@@ -104,7 +104,7 @@ class Link(asyncio.BufferedProtocol):
         return self._buffer[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Pass on the complete frames in the receive buffer."""
+        """Call `receive` (see `connect`) for each complete frame in the receive buffer."""
         self._end += nbytes
         needed = _HEADER.size
         while self._end - self._start >= _HEADER.size:
@@ -119,8 +119,8 @@ class Link(asyncio.BufferedProtocol):
         self._make_room(needed)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Complete `closed`."""
-        if not self.closed.done():  # a cancelled waiter has cancelled it
+        """Complete the future `closed`. Called by asyncio when either end is closed."""
+        if not self.closed.done():  # it is done if a task that awaited it was cancelled
             self.closed.set_result(None)
 
     def _flush(self) -> None:

@@ -57,7 +57,8 @@ async def _serve(
     options: Sequence[tuple[str, int]],
 ) -> None:
     server = grpc.aio.server(options=options)
-    # gRPC itself counts only the calls that it has not passed to Python yet.
+    # gRPC applies this limit only to calls that it has not passed to Python yet. Therefore the
+    # forwarder applies it to the calls that wait for the server's process.
     forwarder = _CallForwarder(server, dict(options)["grpc.server.max_pending_requests"])
     link = await forwarder.connect(socket.socket(fileno=handle))
     server.add_generic_rpc_handlers([forwarder])
@@ -72,7 +73,8 @@ async def _serve(
         sys.exit(1)
     await server.start()
     link.send(Frame.READY)
-    # A front end without new connections would not load valid files that invalid ones replace.
+    # The files are also checked at each new connection. Without the checks here, a front end that
+    # gets no new connections would miss valid files that are soon replaced by invalid ones.
     while await server.wait_for_termination(_REFRESH_S if certificate else None):
         if certificate:
             certificate.refresh()
@@ -98,7 +100,7 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
         self._numbers = itertools.count()
         # Frames of the server's process that are to be processed, by call.
         self._frames: dict[int, asyncio.Queue[tuple[int, bytes]]] = {}
-        # Calls that the server's process has not answered yet, not even by READ.
+        # Limits the calls to which the server's process has not sent any frame yet.
         self._pending = asyncio.Semaphore(max_pending_calls)
         # Tasks that stop the gRPC server.
         self._stopping: list[asyncio.Task[None]] = []

@@ -56,7 +56,7 @@ class FrontEndServer:
         self,
         count: int,
         config: ServeConfig,
-        interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # see AccessInterceptor
+        interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # generic in stubs only
     ) -> None:
         """Reserve the port. The front ends are not started.
 
@@ -85,18 +85,18 @@ class FrontEndServer:
         self._restarting: list[asyncio.Task[None]] = []
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
-        """Add handlers of services, like `grpc.aio.Server`."""
+        """Add handlers of services. Same interface as that of `grpc.aio.Server`."""
         self._generic_handlers += generic_rpc_handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Add the handlers of a service by method name, like `grpc.aio.Server`."""
+        """Add the handlers of a service by method name. Interface of `grpc.aio.Server`."""
         self._handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
     async def start(self) -> None:
         """Start the front ends, and wait until all accept connections.
 
         Raises:
-            ServingError: a front end ended.
+            ServingError: a front end ended before it accepted connections.
         """
         self._front_ends = [self._new_front_end() for _ in range(self._count)]
         await asyncio.gather(*(front_end.start() for front_end in self._front_ends))
@@ -135,7 +135,7 @@ class FrontEndServer:
             _log.error("%s; its connections are lost, and it restarts in %g s", reason, pause_s)
             await asyncio.sleep(pause_s)
             self._front_ends[index] = self._new_front_end()
-            with contextlib.suppress(ServingError):  # it has ended, which `ended` reports
+            with contextlib.suppress(ServingError):  # it ended again; the next iteration logs that
                 await self._front_ends[index].start()
 
 
@@ -147,7 +147,7 @@ class _FrontEnd:
 
         Args:
             arguments: Arguments of `run_front_end` after the first.
-            find_handler: Returns the handler of a call.
+            find_handler: Returns the handler of a call. None: the method is unknown.
         """
         self._find_handler = find_handler
         self._calls: dict[int, ForwardedCall] = {}
@@ -166,7 +166,7 @@ class _FrontEnd:
         """Wait until the process accepts connections.
 
         Raises:
-            ServingError: it ended.
+            ServingError: the process ended before.
         """
         self._link = await Link.connect(self._socket, self._receive)
         self._link.closed.add_done_callback(self._close_calls)
@@ -179,7 +179,11 @@ class _FrontEnd:
         return await asyncio.wrap_future(self._process.exited)
 
     async def stop(self, grace: float | None) -> None:
-        """End the process and its calls; see `FrontEndServer.stop`."""
+        """Stop the process once its calls have ended. Kill it if it does not end in time.
+
+        Args:
+            grace: Time limit of the open calls in seconds. None: cancel them.
+        """
         if self._link and self._is_ready:
             self._link.send(Frame.STOP, payload=pickle.dumps(grace))
         else:
@@ -241,8 +245,9 @@ def _reserved_port(host: str, port: int) -> socket.socket:
     """
     reserved = socket.socket(family_of(host))
     try:
-        # SO_REUSEADDR only while binding, because old connections may still use the port.
-        # SO_REUSEPORT only afterwards. Otherwise two servers could reserve the same port.
+        # Connections of an earlier server may still use the port, so SO_REUSEADDR is set while
+        # binding. SO_REUSEPORT lets the front ends share the port. It is set only after binding,
+        # because otherwise two servers could reserve the same port.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reserved.family == socket.AF_INET6:
             reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))

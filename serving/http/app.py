@@ -61,7 +61,8 @@ def http_app(
         ],
         exception_handlers={HTTPException: _handle_http_error},
     )
-    # A redirect would lead to the host that the request names.
+    # Redirects are off, because they would lead to the host in the request's Host header, which
+    # the client chooses.
     app.router.redirect_slashes = False
     return _SecurityHeaders(app)
 

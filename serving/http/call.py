@@ -91,13 +91,16 @@ class HttpCall(CallOutcome):
         return body
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
-        """Raise AbortedCallError."""
+        """Store the status, and raise AbortedCallError, which ends the call."""
         self._code, self._details = code, details
         raise AbortedCallError(details)
 
     @contextlib.asynccontextmanager
     async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
-        """Cancel the code within the context if the client disconnects. Read the request first."""
+        """Cancel the code within the context if the client disconnects.
+
+        Read the request's body before, because the context consumes further messages of the client.
+        """
         task = asyncio.current_task()
         assert task is not None
         watcher = asyncio.create_task(self._cancel_on_disconnect(task))

@@ -18,15 +18,16 @@ _STALL_S: Final = 20.0
 # Seconds for which the rest of a body is read and dropped after the response was sent. Without
 # this, a client that is still sending would get a reset instead of the response.
 _LINGER_S: Final = 2.0
-# Maximum size of a request's head in bytes, in addition to its first chunk. Also the maximum number
-# of bytes between two parts of a body, and after it.
+# Maximum size of a request's head in bytes, not counting the received data in which the head
+# begins. Also the maximum number of bytes (chunk extensions or trailers) between two parts of a
+# body, and after its last part.
 _MAX_HEAD: Final = 64 << 10
 # Maximum number of pipelined requests, which wait for the response to the one before them.
 _MAX_PIPELINED: Final = 128
 
 
 class HttpConnection(HttpToolsProtocol):
-    """HTTP connection that is closed if its client is too slow, or the server has too many."""
+    """HTTP connection. It is closed if the client is too slow, or too many connections are open."""
 
     def __init__(self, server: uvicorn.Server, settings: ServeConfig, max_connections: int) -> None:
         super().__init__(server.config, server.server_state, app_state={})
@@ -39,7 +40,8 @@ class HttpConnection(HttpToolsProtocol):
         # Bytes that are being parsed.
         self._received = b""
         self._is_body_complete = True
-        # Request that is being answered. `cycle` is the last request whose head was received.
+        # Request that is being answered. The base class's attribute `cycle` is the last request
+        # whose head was received, which differs if the client pipelines requests.
         self._answered: RequestResponseCycle | None = None
         self._opened_at = self.loop.time()
         # Closes the connection if the next head does not arrive in time.
@@ -77,7 +79,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_in_body() and self._bytes_since_body > _MAX_HEAD:
             self.send_400_response("The trailers or chunk extensions of the body are too large.")
         if self._head_bytes is None and self._is_idle():
-            self._head_bytes = 0  # empty lines, which may precede a head
+            self._head_bytes = 0  # the data were empty lines, so a head is still expected
         if self._head_bytes is None or self.transport.is_closing():
             return
         self._expect_head()
@@ -88,7 +90,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start to count the size of a head."""
         super().on_message_begin()
-        self._head_bytes = -len(self._received)  # `data_received` adds it
+        self._head_bytes = -len(self._received)  # `data_received` adds this length afterwards
         self._is_body_complete = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -102,7 +104,11 @@ class HttpConnection(HttpToolsProtocol):
         self._bytes_since_body = 0
 
     def on_headers_complete(self) -> None:
-        """Start or queue a request."""
+        """Start the request whose head has arrived, or queue it behind unanswered ones.
+
+        Raises:
+            ValueError: the head is not valid, or too many requests wait. The parser reports it.
+        """
         self._head_bytes = None
         self._bytes_since_body = 0
         self._unset_head_timer()
@@ -119,7 +125,7 @@ class HttpConnection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
-        """End the body."""
+        """Mark the body of the request as complete."""
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
@@ -128,7 +134,8 @@ class HttpConnection(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Ignore the header Upgrade, as clients expect of servers that speak only HTTP/1.1.
 
-        The parser would skip the body. So a new one parses the request without the header.
+        The parser would skip the body of such a request. Therefore a new parser parses the request
+        again, without the header.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -153,13 +160,13 @@ class HttpConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self.pipeline:  # receive no further requests before these have been answered
             self.flow.pause_reading()
-        if self.transport.is_closing():  # it closes when the client has received the response
+        if self.transport.is_closing():  # after the rest of the response has been sent
             self._set_slow_timer(_STALL_S, self.transport.abort)
         elif not self._is_body_complete:
             self._set_slow_timer(_LINGER_S, self._close_incomplete, self.cycle)
 
     def pause_writing(self) -> None:
-        """Close the connection if the client accepts no more of the response."""
+        """Start to check that the client accepts the response. Called when the buffer is full."""
         super().pause_writing()
         waiting = self.transport.get_write_buffer_size()
         self._set_slow_timer(_STALL_S, self._check_progress, waiting)
@@ -178,7 +185,8 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
             return
         if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
-            # The responses to the requests before it come first. The last one closes.
+            # The responses to the requests before the invalid one come first. The last of these
+            # responses closes the connection.
             self.cycle.keep_alive = False
             self._head_bytes = None
             self._unset_head_timer()
@@ -195,13 +203,13 @@ class HttpConnection(HttpToolsProtocol):
         self._set_slow_timer(_STALL_S, self.transport.abort)
 
     def _is_in_body(self) -> bool:
-        """Whether the rest of the request `cycle` is expected."""
+        """Return whether the rest of the body of the latest request has yet to arrive."""
         if self.cycle is None or self.cycle.scope is not self.scope:
             return False  # a new request has begun
         return not self._is_body_complete
 
     def _is_idle(self) -> bool:
-        """Whether no request is being received or answered."""
+        """Return whether no request is being received or answered."""
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and self._is_body_complete
 
@@ -213,7 +221,7 @@ class HttpConnection(HttpToolsProtocol):
     def _close_late(self) -> None:
         """Close the connection, because its next head has not arrived in time."""
         self._head_timer = None
-        if self.pipeline:  # reading has been paused
+        if self.pipeline:  # the server has paused reading, so the client is not late
             self._expect_head()
         else:
             self.transport.close()

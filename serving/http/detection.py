@@ -136,7 +136,8 @@ class DetectionRoutes:
         return {
             path.name: path
             for path in files
-            # A link must not lead out of the folder, and JSON has no names that are not UTF-8.
+            # A link must not lead out of the folder. Names that are not UTF-8 cannot be listed in
+            # JSON, so such files are left out.
             if path.is_file() and path.resolve().is_relative_to(root) and _is_text(path.name)
         }
 
@@ -155,7 +156,13 @@ def _model_name(call: HttpCall) -> str:
 
 
 def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
-    """Return the message for a request; the service checks the ranges of its fields."""
+    """Return the message for an HTTP request: the body is the image, the query has the options.
+
+    If the response is a PNG (`as_png`), the mask format `polygon` is replaced by `rle`.
+
+    Raises:
+        InvalidRequestError: a parameter is unknown or of the wrong type. The service checks ranges.
+    """
     try:
         query = DetectQuery.model_validate(dict(call.request.query_params))
     except ValidationError as error:
@@ -187,7 +194,7 @@ def _not_encoded(detections: Detections) -> Detections:
 
 
 def _with_timing(response: TimedResponse[bytes]) -> bytes:
-    """Add the member `timing` to a JSON object."""
+    """Return the JSON object of a response, with the response's timing as member `timing`."""
     return b'%s,"timing":%s}' % (response.value[:-1], to_json(vars(response.timing)))
 
 

@@ -39,7 +39,7 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Return the serialised value."""
+        """Return the body of the response: `content` as JSON, or unchanged if it is bytes."""
         return content if isinstance(content, bytes) else to_json(content)
 
 
@@ -80,7 +80,7 @@ class Endpoint:
         self._reads_body = reads_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
+        """Handle a request: check access, call `respond`, and send the response or the error."""
         call = HttpCall(scope, receive, send, self._transport.config.max_message_mb << 20)
         call_id = name_call(call.request.headers.get(REQUEST_ID_KEY, ""))
         try:
@@ -126,9 +126,10 @@ class Endpoint:
         try:
             body = await pending.next(call, self._transport.config.receive_timeout_s)
         except ExpiredError as error:
-            raise HTTPException(408, str(error)) from error  # 504 would blame the server
+            # Not 504, to which an ExpiredError is mapped: the client is late, not the server.
+            raise HTTPException(408, str(error)) from error
         call.keep_body(body or b"")
-        del body  # so that it is freed once it is decoded
+        del body  # so that only `call` holds it, and `respond` can free it once it is decoded
         async with call.cancelled_on_disconnect():
             return await self._respond(call)
 

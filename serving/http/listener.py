@@ -73,7 +73,8 @@ class HttpServer:
     async def stop(self, grace_s: float) -> None:
         """Close the port and idle connections. In-flight requests have `grace_s` seconds."""
         if not self._server.should_exit:
-            # uvicorn accepts fractions, and 0 would cancel before it looks for open requests.
+            # With 0, uvicorn would cancel before it checks whether requests are open. It accepts
+            # fractions, although the setting is declared as an integer.
             self._config.timeout_graceful_shutdown = max(grace_s, 0.1)  # type: ignore[assignment]
             self._server.should_exit = True
         await self._task

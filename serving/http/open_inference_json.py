@@ -24,7 +24,7 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "FP32": np.dtype("<f4"),
     "INT64": np.dtype("<i8"),
 }
-# Parameters of the binary tensor data extension. They are resolved here.
+# Parameters of the binary tensor data extension. They are removed here, because gRPC has none.
 _SIZE, _IS_BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
 
 _PARAMETER_FIELDS: Final = {
@@ -85,6 +85,7 @@ class IndexRequest(_Json):
 class BinaryOutputs(NamedTuple):
     """Outputs that are returned as binary data."""
 
+    # Whether outputs are binary by default.
     is_default: bool
     # Names of the outputs that differ from the default.
     exceptions: frozenset[str]
@@ -128,7 +129,8 @@ def infer_request_from_http(
     """
     length = len(body) if json_length is None else _length_from_header(json_length, len(body))
     text = body[:length]
-    # Commas and brackets bound the number of values. Counting them is as fast as a copy.
+    # The number of commas and brackets is an upper bound of the number of values, and counting
+    # them is as fast as a copy. JSON that is too large is thus rejected before it is parsed.
     if text.count(b",") + text.count(b"[") > _MAX_VALUES:
         raise InvalidRequestError(
             f"the JSON has more than {_MAX_VALUES} values; send pixels as binary data "
@@ -144,7 +146,7 @@ def infer_request_from_http(
 
 
 def _length_from_header(text: str, body_size: int) -> int:
-    # Python refuses to parse thousands of digits.
+    # The number of digits is limited, because `int` raises an error for thousands of them.
     is_number = text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
     if not is_number or int(text) > body_size:
         raise InvalidRequestError(

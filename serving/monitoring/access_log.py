@@ -24,7 +24,11 @@ class _Sample:
         self._omitted = 0
 
     def take(self) -> int | None:
-        """Return the number of lines omitted before this one. None: omit this one too."""
+        """Decide whether the next line is logged.
+
+        Returns:
+            Number of lines omitted before it. None: omit it too.
+        """
         second = int(time.monotonic())
         if second != self._second:
             self._second, self._lines = second, 0

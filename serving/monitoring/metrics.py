@@ -57,7 +57,8 @@ _REASONS: Final[Mapping[type[BaseException], Reason]] = {
     ExpiredError: Reason("expired", "REJECTED"),
     StoppingError: Reason("stopping", "REJECTED"),
     UnloadedError: Reason("unloaded", "REJECTED"),
-    # asyncio.CancelledError: the client cancelled the call or disconnected, or its deadline passed.
+    # In practice asyncio.CancelledError: the client cancelled the call or disconnected, or the
+    # call's deadline passed.
     BaseException: Reason("cancelled", "CANCELED"),
     BackendDownError: Reason("backend_down", "BACKEND"),
     Exception: Reason("failed", "BACKEND"),

@@ -88,7 +88,7 @@ def _read_source(source: bytes | Path) -> bytes:
 def run_in_batches(
     entries: Iterable[BatchEntry], steps: BatchSteps, max_batch: int
 ) -> Generator[Outcome, None, None]:
-    """Run images through the steps, in batches of one input size.
+    """Process images in batches of one input size, with several batches in flight at once.
 
     Args:
         entries: Images, or the errors of invalid ones. The thread that consumes the results
@@ -111,7 +111,13 @@ def run_in_batches(
 
 
 def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchSteps:
-    """Return the fastest processing steps for a backend; see `HostSteps` for the arguments."""
+    """Return the fastest processing steps for a backend.
+
+    Args:
+        backend: Backend that computes the model.
+        manifest: Manifest of the backend's bundle.
+        threads: Maximum number of batches in the first step at once, and in the last step.
+    """
     if isinstance(backend, DeviceBackend):
         # Imported here because other backends must not load torch.
         from ..steps.device_steps import DeviceSteps

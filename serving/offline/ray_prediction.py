@@ -266,7 +266,7 @@ def _write_detections(
 def _detections(
     images: StoredImages, detector: dict[str, Any], batch_size: int
 ) -> ray.data.Dataset:
-    """Return the lazy data set of the results."""
+    """Return a lazy Ray data set of the results. Its execution reads the images and detects."""
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = int(resources.get("GPU", 0))
     # The files are not read by Ray's own reader, which skips hidden files and stops at unreadable

@@ -25,9 +25,11 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "precision": ("string_param",),
     "priority": ("uint64_param", "int64_param"),
     "timeout": ("int64_param", "uint64_param"),
-    # Triton's clients send it. It has no effect here: each request of a stream has one response.
+    # Sent by Triton's clients. It has no effect here, because each request of a stream has exactly
+    # one response, which is the final one.
     "triton_enable_empty_final_response": ("bool_param",),
-    # Triton too ignores them unless the model has sequence batching.
+    # Sequence parameters are accepted without effect. Triton too ignores them unless the model has
+    # sequence batching.
     "sequence_id": ("int64_param", "uint64_param", "string_param"),
     "sequence_start": ("bool_param",),
     "sequence_end": ("bool_param",),

@@ -90,7 +90,7 @@ def decode_input(images: ImageInput) -> Sequence[SourceImage]:
 
 
 def _only_input(request: pb.ModelInferRequest) -> tuple[InputTensor, bytes | None]:
-    """Return the input tensor and its raw contents. None: typed contents."""
+    """Return the request's only input tensor and its raw contents; None if they are typed."""
     names = [tensor.name for tensor in request.inputs]
     if names != [INPUT_NAME]:
         raise InvalidRequestError(
@@ -143,7 +143,12 @@ def _check_image_size(tensor: InputTensor, max_pixels: int) -> None:
 
 
 def reject_parameters(owner: str, parameters: Mapping[str, pb.InferParameter]) -> None:
-    """Raise InvalidRequestError if an input or output has parameters; none are supported."""
+    """Raise InvalidRequestError if a tensor has parameters, because none are supported.
+
+    Args:
+        owner: Name of the input or output, for the error message.
+        parameters: Parameters of the input or output, by name.
+    """
     if any(name.startswith("shared_memory_") for name in parameters):
         raise InvalidRequestError(f"{owner}: {SHARED_MEMORY}")
     if parameters:

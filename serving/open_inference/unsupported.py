@@ -29,9 +29,9 @@ HTTP_ANSWERS: Final = {
 
 
 class UnsupportedMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """Handler that rejects calls of the methods in `_ANSWERS`: UNIMPLEMENTED, with the reason.
+    """Handler that rejects calls of the methods in `_ANSWERS` with UNIMPLEMENTED and a reason.
 
-    gRPC's own answer to an unknown method is "Method not found!".
+    Without this handler, gRPC would respond with the message "Method not found!".
     """
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:

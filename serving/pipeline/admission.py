@@ -56,7 +56,7 @@ class AdmissionController:
         self._min_capacity = min_capacity
         self._service_s = 0.0
         self._in_use = 0
-        # Slots by connection: those it holds, and those it holds or waits for.
+        # By connection: number of slots that it holds, and number that it holds or waits for.
         self._held = Counter[str]()
         self._claimed = Counter[str]()
         # Waiting requests by connection, in order of arrival. Connections in round-robin order.

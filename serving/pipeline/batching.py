@@ -162,7 +162,8 @@ class Batcher(Generic[Item, Result]):
         result: asyncio.Future[BatchResult[Result]] = asyncio.get_running_loop().create_future()
         pending = _PendingItem[Item, Result](item, scheduling.model, result)
         ticket = self._schedule.add(pending, item.bucket, scheduling, time.monotonic())
-        if self._least_busy():  # else the end of a batch starts the next one
+        # If no worker is free, the end of a batch wakes `run`.
+        if self._least_busy():
             self._changed.set()
         try:
             return await result
@@ -185,7 +186,7 @@ class Batcher(Generic[Item, Result]):
             if not worker.is_up:
                 worker.process.kill()  # it may be starting, and `exited` below would wait for that
             worker.is_up = False
-        # Not in `self._threads`, because hanging batches may occupy all of them.
+        # `self._threads` is not used, because hanging batches may occupy all its threads.
         with ThreadPoolExecutor(max(1, len(up))) as closing:
             list(closing.map(WorkerProcess.close, up))
         self._threads.shutdown()

@@ -62,7 +62,11 @@ class DecodeMemory:
             self._release(size)
 
     def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
-        """Like `reserve`, for an image that a thread processes. A small image reserves nothing."""
+        """Hold memory within the context, for an image that a thread of the pool processes.
+
+        Up to `small` bytes, nothing is reserved, because each thread has that much set aside.
+        Arguments and errors are those of `reserve`.
+        """
         return self.reserve(peer, size) if size > self.small else nullcontext()
 
     async def _acquire(self, peer: str, size: int) -> None:

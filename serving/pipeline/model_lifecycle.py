@@ -80,7 +80,8 @@ class ModelLifecycle:
                 raise
             released = self._release()
             self.model = model
-            # An empty context, because the task outlives the request that triggers the reload.
+            # An empty context: the task outlives the request that triggers the reload, so it must
+            # not inherit that request's log ID and trace.
             self._running = self._tasks.create_task(model.run(), context=Context())
             _log.info("the bundle is reloaded: %s", model.manifest.model_name)
             await released

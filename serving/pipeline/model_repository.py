@@ -161,7 +161,7 @@ class ModelRepository:
             pipeline.model.close()
 
     def _check_reloaded(self, reloaded: Pipeline, model: ServedModel) -> None:
-        """Raise ReloadError if the names of a pipeline's new model are those of another one."""
+        """Raise ReloadError if a name of the new `model` of a pipeline is that of another model."""
         models = (model if own is reloaded else own.model for own in self.pipelines)
         try:
             self._check_names([name for own in models for name in own.names])

@@ -101,7 +101,8 @@ class Pipeline:
             del request
             async with contextlib.AsyncExitStack() as memory:
                 preparing = self._prepare(host, source, scheduling.peer, memory)
-                # The image can be large, and may be freed while it waits for a batch.
+                # The encoded image can be large. Without this reference, it can be freed while the
+                # request waits for a batch.
                 del source
                 decoded = await preparing
                 if not batcher.info.is_end_to_end:
@@ -125,7 +126,10 @@ class Pipeline:
         peer: str,
         memory: contextlib.AsyncExitStack,
     ) -> TimedResult[EngineItem]:
-        """Convert an image to the engine's input. `memory` holds the reserved decode memory."""
+        """Convert an image to the engine's input.
+
+        If this needs much memory, decode memory is reserved until the caller closes `memory`.
+        """
         small = self.decode_memory.small
         if host.is_quick(source):
             first = timed(host.prepare_small, source, small)
@@ -151,7 +155,10 @@ class Pipeline:
         encoded: TimedResult[TimedResponse[Any]],
         batcher: ModelBatcher,
     ) -> None:
-        """Report the image's service time to admission control: its share of the slowest stage."""
+        """Report the image's service time to admission control.
+
+        It is the image's share of the slower of two stages: the model, and the threads of the CPU.
+        """
         infer_s = result.infer_s / result.batch_size / batcher.concurrency
         host_s = (decoded.elapsed_s + encoded.elapsed_s) / self.threads.size
         self.admission.observe_service_time(max(infer_s, host_s))

@@ -15,7 +15,10 @@ _MAX_CLIENTS: Final = 10_000
 
 
 class RateLimits:
-    """Token buckets of requests and of images, for each client. Each holds one second's worth."""
+    """Token buckets of requests and of images, one pair per client.
+
+    A bucket holds as many tokens as it gains in a second, but at least one.
+    """
 
     def __init__(
         self,
@@ -23,7 +26,13 @@ class RateLimits:
         images_per_s: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Set the limits. None: no limit."""
+        """Set the limits.
+
+        Args:
+            requests_per_s: Maximum number of requests per second of a client. None: no limit.
+            images_per_s: Maximum number of images per second of a client. None: no limit.
+            clock: Function that returns the current time in seconds.
+        """
         self._rates = {
             setting: rate
             for setting, rate in (
@@ -39,8 +48,8 @@ class RateLimits:
     def charge(self, images: int) -> None:
         """Count a request of the current client.
 
-        A request with more images than a bucket holds needs a full bucket, and makes its balance
-        negative.
+        A request with more images than a bucket can hold is accepted if the bucket is full. The
+        bucket's balance then becomes negative, which delays the client's next requests.
 
         Raises:
             RateLimitError: the client has reached a limit.

@@ -70,6 +70,7 @@ class Schedule(Generic[T]):
     def __init__(self, policy: BatchPolicy, buckets: Iterable[ShapeBucket]) -> None:
         self._policy = policy
         self._queues: dict[ShapeBucket, list[Ticket[T]]] = {bucket: [] for bucket in buckets}
+        # Queued tickets by connection and priority, in order of arrival.
         self._connections: dict[tuple[str, int], list[Ticket[T]]] = {}
         self._virtual_time = 0
 

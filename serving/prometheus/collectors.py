@@ -86,8 +86,8 @@ GPU_METRICS: Final = tuple(_GPU_VALUES)
 class ModelCollector(Collector):
     """Collector of the request statistics, state and admission slots of all models."""
 
-    # Triton's counters are exported without a type. OpenMetrics requires typed counters to have
-    # names that end in `_total`, and Triton's do not.
+    # OpenMetrics requires that the names of counters end in `_total`. The names of Triton's
+    # counters do not, so these are exported without a type.
 
     def __init__(self, models: ModelRepository) -> None:
         self._models = models
@@ -95,7 +95,8 @@ class ModelCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
         counted = self._models.resources.telemetry.metrics.statistics
-        names = {*self._models.states, *list(counted)}  # a reload can change names
+        # A reload can change names, so there may be counts of names that are not served any more.
+        names = {*self._models.states, *list(counted)}
         models = [pipeline.model for pipeline in self._models.pipelines]
         versions = {name: model.version for model in models for name in model.names}
         statistics = {
@@ -215,7 +216,7 @@ class CpuCollector(Collector):
         self._utilization = 0.0
 
     async def run(self) -> None:
-        """Measure the utilisation every two seconds, like Triton, until cancelled."""
+        """Measure the CPU utilisation every two seconds until cancelled. Triton does the same."""
         before = _cpu_times()
         while True:
             await asyncio.sleep(_CPU_INTERVAL_S)
@@ -255,7 +256,8 @@ class GpuCollector(Collector):
         """Yield the current metrics."""
         gpus = self._read_gpus()
         for name, (documentation, _) in _GPU_VALUES.items():
-            # Like Triton's other counters, the energy is exported without a type.
+            # The energy is one of Triton's counters, which are exported without a type; see
+            # `ModelCollector`.
             kind = _Untyped if name == _ENERGY else _Gauge
             values = {(uuid,): own[name] for uuid, own in gpus.items() if name in own}
             if values:

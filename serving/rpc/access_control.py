@@ -39,7 +39,7 @@ _PUBLIC_PREFIXES = ("/grpc.health.v1.Health/", "/grpc.reflection.", *_HEALTH_MET
 
 # Maximum number of concurrent calls of public methods per connection.
 _PUBLIC_CALLS_PER_CONNECTION = 8
-# Public calls may wait for one message at a time per this number of admission slots.
+# Number of admission slots per public call that may wait for a message at a time.
 _SLOTS_PER_PUBLIC_MESSAGE = 4
 # Seconds for which a stopping server still receives messages that are in transit.
 _LAST_MESSAGES_S = 2.0
@@ -90,7 +90,7 @@ class AccessPolicy:
     def check(self, method: str, metadata: Metadata, peer: str) -> str:
         """Check that a client may call a method, and return the client's name for rate limits.
 
-        The name is a hash of the client's token, or its host if the method needs none.
+        The name is a hash of the client's token, or the client's host if the method needs no token.
 
         Args:
             method: Full method name, as `/package.Service/Method`.

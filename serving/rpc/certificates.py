@@ -52,8 +52,8 @@ class _Loaded(NamedTuple):
 class _CurrentContext(ssl.SSLContext):
     """TLS context that delegates each new connection to the current context."""
 
-    # A callback for the client's server name could replace the context, too. But Python prints a
-    # traceback if that name is invalid.
+    # The usual way is `sni_callback`, which can replace the context of a connection. It is not used
+    # here, because Python prints a traceback if the server name that a client sends is invalid.
     current: Callable[[], ssl.SSLContext]
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
@@ -95,11 +95,11 @@ class ServerCertificate:
         return None if loaded.is_valid else self._validity_error(loaded)
 
     def refresh(self) -> None:
-        """Load the files again if they have changed, as at each new connection."""
+        """Load the files again if they have changed. Each new connection does this too."""
         self._reloaded.current()
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials for a gRPC server."""
+        """Return credentials for a gRPC server. New connections use the latest valid files."""
         current = self._reloaded.current()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -114,7 +114,7 @@ class ServerCertificate:
         )
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Return the TLS context for an HTTP server."""
+        """Return a TLS context for an HTTP server. New connections use the latest valid files."""
         context = _CurrentContext(ssl.PROTOCOL_TLS_SERVER)
         context.current = lambda: self._reloaded.current().context
         return context
@@ -159,7 +159,8 @@ def _load(certificate: Path, key: Path, client_ca: Path | None) -> _Loaded:
     pem = _read(certificate, "tls_certificate")
     pair = _read(key, "tls_key"), pem
     authorities = None if client_ca is None else _read(client_ca, "tls_client_ca")
-    # gRPC does not validate the files: with invalid ones it would reject every connection.
+    # gRPC does not validate the files, and with invalid ones would reject every connection. Loading
+    # them into an OpenSSL context reports the errors.
     context = _load_context(certificate, key, client_ca, pem)
     configuration = grpc.ssl_server_certificate_configuration([pair], authorities)
     return _Loaded(configuration, context, *_validity(certificate, pem))

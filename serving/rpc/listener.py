@@ -47,7 +47,7 @@ _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 def listening_server(
     config: ServeConfig,
     certificate: ServerCertificate | None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # see AccessInterceptor
+    interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # generic in stubs only
 ) -> tuple[grpc.aio.Server, int]:
     """Create a gRPC server and bind it to its port. It has no services and is not started.
 
@@ -143,7 +143,7 @@ def add_reflection(services: Iterable[ServiceDescriptor], server: GrpcServer) ->
     add_ServerReflectionServicer_to_server(servicer, server)
 
 
-class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # see AccessInterceptor
+class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
     """gRPC interceptor that traces each call, and gives it an ID for logs and trailing metadata.
 
     Calls of the health and reflection services are excluded, because they are frequent.
@@ -184,8 +184,8 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, int]]:
     """Return the gRPC options of the server or, if there are any, of each of its front ends.
 
-    Each front end accepts an equal share of `max_connections`. The other limits apply to each
-    connection.
+    Each front end accepts an equal share of `max_connections`. The other limits are not divided:
+    they apply to each connection or, for pending calls, to each process.
     """
     connections = math.ceil(config.max_connections / max(1, front_ends))
     ports = 1 if front_ends or config.http_port is None else 2

@@ -25,9 +25,10 @@ _MAX_FIELDS: Final = 4096
 # 8 MiB take about 60 ms. The pixels of an 800x1333 image fit.
 _MAX_LISTED_BYTES: Final = 8 << 20
 
-# Protobuf wire types. The other two are those of groups, which our messages do not use.
+# Protobuf wire types. Types 3 and 4 belong to groups, which our messages do not use.
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
-# Field types that protobuf copies as a block: fast, and without growth in memory.
+# Field types that protobuf copies as a block. This is fast and takes no additional memory, so they
+# do not count towards `_MAX_LISTED_BYTES`.
 _COPIED: Final = frozenset(
     {
         FieldDescriptor.TYPE_BYTES,
@@ -112,13 +113,15 @@ class PendingMessages:
 
 def _cancel(wait: asyncio.Timeout) -> None:
     if not wait.expired():
-        wait.reschedule(0)  # a time in the past
+        wait.reschedule(0)  # a time in the past, so the wait ends at once
 
 
 def call_handler(
     handler: Any, pending: PendingMessages, timeout_s: float
 ) -> Callable[[Any], Awaitable[Any]]:
     """Return a function that reads a call's requests and passes them to a gRPC method handler.
+
+    The function takes the call's context and returns the handler's response; None for a stream.
 
     Args:
         handler: `grpc.RpcMethodHandler` of the method.

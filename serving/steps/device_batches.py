@@ -1,4 +1,4 @@
-"""Batches that the GPU steps pass on, with CUDA events for their order and timing."""
+"""Batches as passed from one GPU step to the next, with CUDA events for order and timing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -48,7 +48,8 @@ class PreparedBatch(NamedTuple):
     sizes: Tensor
     # [B, 2] int64, height and width of the source images.
     source_sizes: Tensor
-    # [B, 1, 4] float32 each, from `scales_and_limits`.
+    # [B, 1, 4] float32 each: factors that scale boxes to the source images, and limits that clip
+    # the scaled boxes.
     scales: Tensor
     limits: Tensor
     # Event before decoding.

@@ -87,6 +87,9 @@ def encode_masks(masks: MaskBatch, run_capacity: int, capacity: int) -> EncodedM
         masks: Masks on any device.
         run_capacity: Buffer size in runs per mask.
         capacity: Buffer size in RLE characters per mask.
+
+    Returns:
+        The encoded masks. If a mask exceeds a buffer, its text is not valid; see `selected_rles`.
     """
     images, depth = masks.boxes.shape[:2]
     runs, num_runs = paste_rle(

@@ -148,11 +148,12 @@ class DeviceSteps:
             )
 
     def _padded(self, batch: DecodedBatch) -> Tensor:
-        """Resize and pad to [B, 3, H, W]. Rows of invalid images are black."""
+        """Return the images, resized and padded to [B, 3, H, W]. Rows of invalid ones are black."""
         empty = torch.empty(3, 0, 0, dtype=torch.uint8)
         images = [empty if isinstance(own, ImageError) else own for own in batch.pixels]
         for image in images:
-            if image.is_cuda:  # else its memory could be reused before it is padded
+            if image.is_cuda:
+                # Otherwise the image's memory could be reused before the image is padded.
                 image.record_stream(self._padding)
         on_device = [image.to(self._device) for image in images]
         bucket, rule = batch.requests[0].bucket, self._manifest.preprocessing.resize
@@ -207,7 +208,8 @@ class DeviceSteps:
         kept = [_kept_rows(batch, row, entry) for row, entry in enumerate(entries)]
         rles: Sequence[list[bytes]] = [[]] * len(entries)
         if own := batch.encoded.get(MaskFormat.RLE):
-            # Masks beyond `_run_capacity` are encoded again, in this stream.
+            # Masks with more runs than `_run_capacity` are encoded again, in the stream in which
+            # they were pasted.
             with self._module.stream(self._pasting):
                 selected = [
                     rows if _wants_rles(entry) else rows[:0]

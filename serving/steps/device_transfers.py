@@ -41,7 +41,8 @@ class StreamEvent:
     def wait(self) -> None:
         """Poll the event until it is complete."""
         # CUDA's own waits are worse: one occupies a core, and the other takes 10 ms on some virtual
-        # machines. Each poll takes the GIL; polls every 0.1 ms would slow down a batch.
+        # machines. The pauses grow, because each poll takes the GIL, and polls every 0.1 ms would
+        # slow down a batch.
         pause_s = _FIRST_PAUSE_S
         while self._event is not None and not self._event.query():
             time.sleep(pause_s)
@@ -106,7 +107,8 @@ def upright_pixels(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor 
         decoded: [3, h, w] uint8 on the device, or the error of the device's decoder.
 
     Returns:
-        The upright image on the device. If the device failed to decode it, the CPU decodes it.
+        The upright image on the device, uint8 in source size. If the device failed to decode it,
+        the output of `pixels_from_host`: the resized image on the CPU, or an error.
     """
     if isinstance(decoded, ImageError):
         _warn_once(str(decoded))

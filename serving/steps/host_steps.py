@@ -46,7 +46,7 @@ class HostProcessor:
     max_pixels: int
 
     def is_quick(self, source: SourceImage) -> bool:
-        """Whether `prepare` takes less time than a switch to another thread and back."""
+        """Return whether `prepare` takes less time than a switch to another thread and back."""
         if not self.engine.is_end_to_end:
             return False
         # Pixels need no decoding. Headers of other formats can be long or compressed.
@@ -79,7 +79,8 @@ class HostProcessor:
         """Return the memory in bytes to decode and resize an image."""
         if isinstance(source, bytes):
             return decoding_memory(source, max_pixels=self.max_pixels)
-        return 2 * source.nbytes  # Pillow's copy, of four bytes per pixel, and parts of the result
+        # Six bytes per pixel: four for Pillow's copy, and two for parts of the result.
+        return 2 * source.nbytes
 
     def prepare(self, source: SourceImage) -> EngineItem:
         """Convert an image to the engine's input.
