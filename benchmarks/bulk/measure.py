@@ -112,7 +112,7 @@ def _fitting_images(
         with contextlib.suppress(ImageError):
             _planned(data, backend, manifest)
             fitting.append(data)
-    # If none fits, the measurement raises the error of the first.
+    # If none fits, return all, so that the measurement raises the first image's error.
     return fitting or images
 
 
@@ -126,7 +126,10 @@ def _planned(data: bytes, backend: Backend, manifest: Manifest) -> PlannedImage:
 def _request_batch(
     images: Sequence[bytes], backend: Backend, manifest: Manifest, batch: int
 ) -> list[ImageRequest]:
-    """Return `batch` requests of the most frequent input size, repeated if there are fewer."""
+    """Return `batch` requests, all of the images' most frequent input size.
+
+    If fewer images have this size, they are repeated.
+    """
     by_bucket: dict[ShapeBucket, list[ImageRequest]] = defaultdict(list)
     for data in images:
         image = _planned(data, backend, manifest)
@@ -138,7 +141,11 @@ def _request_batch(
 def _measure_steps(
     backend: Backend, manifest: Manifest, requests: Sequence[ImageRequest], seconds: float
 ) -> tuple[float, dict[str, float]]:
-    """Run one step at a time. Return images/s of the model step, and ms per batch by step."""
+    """Measure each step alone.
+
+    Returns:
+        Images per second of the model step, and median milliseconds per batch by step.
+    """
     work = batch_steps(backend, manifest, threads=1)
     milliseconds: dict[str, float] = {}
     engine_rate = 0.0

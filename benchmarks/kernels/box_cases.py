@@ -39,8 +39,8 @@ _NMS_SIZES = (
     (1, 1, 12000, 1, 0.7, 2000, None),
 )
 _TOP_K_SIZES = (
-    # Scores per image, and k, of: each FPN level, class scores, detections, proposals of all
-    # levels, C4 proposals.
+    # Pairs of scores per image and k: first of each FPN level, then of class scores, detections,
+    # proposals of all levels, and C4 proposals.
     *((cells * ANCHORS_PER_CELL, 1000) for cells in (67200, 16800, 4200, 1050, 273)),
     (80000, 2000),
     (2000, 100),
@@ -56,7 +56,8 @@ def nms_cases(workload: Workload) -> Iterator[KernelCase]:
         kinds = f" of {classes} classes" if classes > 1 else ""
         boxes = workload.boxes(images * levels, count)
         labels = workload.randint(classes, images * levels, count)
-        # Torchvision takes one image at a time. Different class labels keep its sets apart.
+        # Torchvision's NMS takes one image at a time. The levels of an image get different class
+        # labels, so that boxes of one level do not suppress those of another.
         offsets = torch.arange(levels, device=workload.device).repeat(images)[:, None] * classes
         scores = torch.arange(count, 0, -1.0, device=workload.device).repeat(levels)
         lists = list(

@@ -146,7 +146,17 @@ def kernel_case(
     *baselines: KernelBaseline,
     goal: KernelGoal | None = None,
 ) -> KernelCase:
-    """Run a kernel once. Return its case, with the size of inputs and outputs as memory traffic."""
+    """Return a benchmark case. Its memory traffic is the size of inputs and outputs of one run.
+
+    Args:
+        kernel: name of the kernel.
+        size: description of the input size.
+        limit: description of the bottleneck.
+        run: function that launches the kernel and returns its outputs.
+        inputs: tensors that the kernel reads.
+        baselines: other implementations of the same task.
+        goal: None: no goal.
+    """
     outputs = run()
     tensors = [*inputs, *([outputs] if isinstance(outputs, Tensor) else outputs)]
     megabytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 1e6

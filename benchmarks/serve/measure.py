@@ -123,15 +123,20 @@ def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
 def measure_bundle(
     bundle: Path, settings: ServeSettings, options: Sequence[str] = ()
 ) -> Iterator[ServeResult]:
-    """Start a server for a bundle, and measure it as `measure_server` does.
+    """Start a server for a bundle, measure it under each load, and stop it.
 
     Args:
         bundle: Folder of the bundle.
         settings: Loads, images and durations.
         options: Further arguments of `maskrcnn serve`.
 
+    Yields:
+        The result of each load when it is complete.
+
     Raises:
         ServerStartError: the server did not start.
+        ServingError: the server rejects the first image.
+        NoAnswerError: under one of the loads no request was answered with detections.
     """
     http_address = None
     if settings.http:
@@ -181,7 +186,7 @@ def measure_server(
 
 class _ServerTarget(NamedTuple):
     address: str
-    # As in `ClientLoad`.
+    # Serialized DetectRequests, or image files for HTTP; sent in rotation.
     requests: Sequence[bytes]
     max_batch: int
     pid: int | None

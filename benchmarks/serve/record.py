@@ -101,7 +101,7 @@ def describe_result(result: ServeResult) -> str:
 def serve_goals(
     results: Sequence[ServeResult], max_delay_ms: float | None, bulk: BulkResult | None
 ) -> list[str]:
-    """Return sentences that compare throughput, latency and refusals with the goals."""
+    """Compare results with the goals, in sentences. An argument of None omits its goal."""
     own = own_results(results)
     best = fastest(own)
     goals = []

@@ -138,9 +138,13 @@ def _gpu_columns(gpu: GpuSteps) -> tuple[str, ...]:
 
 
 def _plot_loss(axes: "Axes", results: Sequence[TrainResult], index: int | None, name: str) -> None:
-    """Plot the smoothed curve of one loss of each model: the mean over its seeds.
+    """Plot a smoothed curve of one loss per precision and model: the mean over the seeds.
 
-    index None: the total loss.
+    Args:
+        axes: axes to draw into.
+        results: all runs.
+        index: column of the loss in `TrainResult.losses`. None: the total loss.
+        name: name of the loss, for the title.
     """
     import numpy as np
 
