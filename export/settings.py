@@ -16,8 +16,11 @@ class ExportSettings(NamedTuple):
 
     precisions: Sequence[Precision]
     buckets: Sequence[ShapeBucket]
+    # Type of the `images` input.
     input_dtype: InputDtype
+    # Image files on which the ranges for int8 and fp8 are measured.
     calibration: Sequence[Path]
+    # Called with one sentence at the start of each step.
     report: Callable[[str], None]
 
 

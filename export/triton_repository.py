@@ -112,7 +112,8 @@ def _config(name: str, bundle: Path, manifest: Manifest, artifact: Artifact) -> 
         "preprocessing": manifest.preprocessing.model_dump_json(),
     }
     if profiles:
-        # By default, each profile's context reserves the memory that the largest batch needs.
+        # Allocate what the current profile needs. By default, each profile's context reserves the
+        # memory that the largest batch needs.
         text["execution_context_allocation_strategy"] = "ON_PROFILE_CHANGE"
     return text_from_message(
         {
@@ -122,7 +123,8 @@ def _config(name: str, bundle: Path, manifest: Manifest, artifact: Artifact) -> 
             "input": inputs,
             "output": outputs,
             "dynamic_batching": {
-                # Empty if each size has a profile: a batch then waits for the maximum delay.
+                # If each size has a profile, prefer none. A batch then waits for the maximum
+                # delay, or until it is full.
                 "preferred_batch_size": sorted({p.opt for p in profiles if has_ranges}),
                 "max_queue_delay_microseconds": _MAX_DELAY_US,
             },
@@ -155,7 +157,10 @@ def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
 def _tensors_of(
     bundle: Path, manifest: Manifest, artifact: Artifact
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return an artifact's inputs and outputs; those of a plan are read from its ONNX file."""
+    """Return inputs and outputs of an artifact.
+
+    Those of a plan are read from the bundle's ONNX file of the same precision and input size.
+    """
     (source,) = (
         candidate
         for candidate in manifest.artifacts_for(artifact.precision)
