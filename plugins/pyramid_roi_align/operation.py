@@ -138,7 +138,7 @@ def pyramid_roi_align_backward(
     aligned: bool,
     inclusive: bool,
 ) -> list[Tensor]:
-    """Return the gradients of each level's features from that of the result [B, R, C, P, P]."""
+    """Return each level's gradient [B, C, H_l, W_l] from that of the pooled features, `grad`."""
     levels = _roi_levels(
         rois, output_size, spatial_scales, canonical_level, canonical_size
     ).flatten()

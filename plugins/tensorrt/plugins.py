@@ -82,7 +82,7 @@ def register_plugins(architecture: int) -> dict[str, str]:
     trt, trtp = import_module("tensorrt"), import_module("tensorrt.plugin")
     for name, plugin in _PLUGINS.items():
         plugin_id = f"{PLUGIN_NAMESPACE}::{name}"
-        # A plugin can be registered once per process, its implementation repeatedly.
+        # A plugin can be registered only once per process, but its implementation several times.
         if not hasattr(getattr(trtp.op, PLUGIN_NAMESPACE, None), name):
             trtp.register(plugin_id)(_description(plugin, trt, trtp))
             trtp.autotune(plugin_id)(_combinations(plugin, trtp))
@@ -143,7 +143,7 @@ def _implement_pooled(
 ) -> tuple[Kernel, Launch]:
     *features, rois = inputs
     if len(set(spatial_scales)) == 1:
-        # The bindings of TensorRT 10.15 and older repeat the first value of the parser's arrays.
+        # TensorRT 10.15 and older repeat the first value of an array from the parser: recompute it.
         spatial_scales = [spatial_scales[0] / 2**level for level in range(len(features))]
     pooling = Pooling(
         spatial_scales=tuple(spatial_scales),
@@ -252,7 +252,7 @@ def _implementation(plugin: _Plugin, trt: Any, trtp: Any, architecture: int) -> 
         for index, scalar in enumerate(launch.scalars):
             # Arithmetic turns a size into a SymIntExpr, which lacks the bit width of SymInt32.
             scalars[index] = trtp.SymInt32(scalar)
-        # A plan can hold several variants of a kernel, which differ in their constants only.
+        # Unique, because a plan can hold variants of a kernel that differ in their constants only.
         entry = unique_entry(kernel, known)
         ptx = compile_kernel(kernel, known, "ptx", entry).rstrip(b"\0").decode()
         return entry, ptx, trtp.KernelLaunchParams(*launch.grid, *launch.block), scalars
@@ -275,7 +275,7 @@ def _signed(
 ) -> Callable[..., Any]:
     """Return the function with a signature, from which TensorRT reads names and types.
 
-    Its errors are recorded for `plugin_errors`.
+    Errors of the function are recorded for `plugin_errors`, and raised.
     """
 
     def recorded(*arguments: Any, **keywords: Any) -> Any:
