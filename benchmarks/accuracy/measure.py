@@ -170,7 +170,10 @@ def _add_detections(
     evaluator: CocoEvaluator,
     on_broken: Literal["skip", "refuse"],
 ) -> int:
-    """Add detections to an evaluator, log invalid images, and return their number."""
+    """Add detections to an evaluator, and return the number of invalid images.
+
+    An invalid image is logged. If `on_broken` is `refuse`, raise `DataError` instead.
+    """
     invalid = 0
     for record, outcome in outcomes:
         if isinstance(outcome, Detections):

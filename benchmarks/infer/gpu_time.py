@@ -18,13 +18,13 @@ STAGES = ("trunk", "proposals", "box head", "selection", "mask head")
 # Name of the time between kernels, during which the GPU does nothing.
 IDLE = "idle"
 
-# Number of profiled batches, and of kernels in the list of the costliest.
+# Number of profiled batches, and length of the list of the costliest kernels.
 _BATCHES = 10
 _COSTLIEST = 15
 # Kernel names by which the stages are recognized.
 _TOP_K = ("prune_top_k", "sort_top_k")
 _POOLING = ("pyramid_roi_align",)
-# First kernel of each stage after the trunk.
+# Names of the kernel that begins each stage after the trunk.
 _FIRST_KERNELS = (_TOP_K, _POOLING, _TOP_K, _POOLING)
 
 # Rows and columns of the matrices whose product sets the roofline.

@@ -15,8 +15,8 @@ from ...serving.backends.base import Backend, DeviceBackend
 from ...serving.config import BackendName
 from ..common.processes import MemoryKind
 
-# Torch is imported only by the functions that need it. It would count in the peak memory of a
-# process that measures ONNX Runtime.
+# Torch is imported only by the functions that need it. Imported here, it would raise the peak
+# memory of a process that measures ONNX Runtime.
 if TYPE_CHECKING:
     from torch import Tensor, nn
 

@@ -50,7 +50,7 @@ class _PoolingInputs(NamedTuple):
     attributes: tuple[object, ...]
     # Torchvision's pooling, from features to [B * R, C, P, P]. None: it lacks the features' type.
     torchvision: Callable[[list[Tensor]], Tensor] | None
-    # Goal of `pyramid_roi_align`. None: no goal. The gradient never has one.
+    # Goal of `pyramid_roi_align`. None: no goal. The gradient kernel never has a goal.
     goal: KernelGoal | None
 
 

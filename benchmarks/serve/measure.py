@@ -103,6 +103,9 @@ def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
         bundle: Folder of the bundle.
         options: Further arguments of `maskrcnn serve`.
 
+    Yields:
+        The server, when it is ready for requests.
+
     Raises:
         ServerStartError: the server ended before it was ready.
     """

@@ -13,7 +13,7 @@ from ..common.processes import peak_memory_mib, reset_peak_memory
 from ..common.timing import Latency, latency_from_seconds
 from ..infer.gpu_time import GpuActivity, busy_microseconds, profile_gpu
 
-# Torch and the training stack are imported only in the process of a run.
+# Torch and the training modules are imported only in the process of a run.
 if TYPE_CHECKING:
     import torch
 

@@ -33,8 +33,8 @@ PLUGIN_NAMESPACE = "maskrcnn"
 # The only version that quickly deployable plugins can have.
 _VERSION = "1"
 
-# Annotations of attributes by Python type: arrays, because TensorRT 10 cannot read scalars with
-# NumPy 2.4 or later. Not `NDArray`: TensorRT 10 cannot read that of NumPy 2.5 or later.
+# Annotations of attributes by Python type. They are arrays, because TensorRT 10 cannot read scalars
+# with NumPy 2.4 or later, and not `NDArray`, which it cannot read with NumPy 2.5 or later.
 _FLOATS = np.ndarray[Any, np.dtype[np.float32]]
 _FIELDS = {int: np.ndarray[Any, np.dtype[np.int32]], float: _FLOATS, list: _FLOATS}
 
@@ -168,8 +168,9 @@ def _implement_pooled(
 def _combine_pooled(*inputs: Any) -> list[tuple[str, str]]:
     *features, _rois = inputs
     levels = len(features)
-    # Types of the maps, and formats of the maps and of the output. Convolutions read and write
-    # channels-last, fully connected layers read linear. HWC8 pads channels to a multiple of eight.
+    # Types of the maps, and formats of the maps and of the output. The output has both formats,
+    # because convolutions read channels-last and fully connected layers linear. HWC8 pads channels
+    # to a multiple of eight.
     choices = [("FP32|FP16|BF16", "LINEAR", "LINEAR")]
     choices += [("FP32", "HWC", pooled) for pooled in ("LINEAR", "HWC")]
     if features[0].shape[1] % 8 == 0:
