@@ -107,7 +107,7 @@ def with_older_artifacts(
         for name in artifact.paths:
             if not (folder / name).exists():
                 _link(bundle / name, folder / name)
-        # fp32 and tf32 share a file, which may have been exported again for one of them.
+        # fp32 and tf32 share a file. If it was exported again for one of them, take the new hash.
         sha256 = hashes.get(artifact.path, artifact.sha256)
         kept.append(artifact.model_copy(update={"sha256": sha256}))
     return manifest.model_copy(update={"artifacts": (*kept, *manifest.artifacts)})

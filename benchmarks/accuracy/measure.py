@@ -83,7 +83,7 @@ def evaluate_bundle(
         bundle: Folder of the bundle.
         data: Validation set.
         backend: Inference backend.
-        precision: None: the first precision of the bundle that the backend supports.
+        precision: Precision to evaluate. None: the first of the bundle that the backend supports.
         output: Folder for the result files. None: they are not written.
         report: HTML file for a report. None: write no report.
 

@@ -34,7 +34,7 @@ _MIN_CALLS = 3
 class BulkSettings:
     """Precision, backend, batch sizes, images and duration of a measurement."""
 
-    # None: the first precision of the bundle that the backend supports.
+    # Precision to measure. None: the first precision of the bundle that the backend supports.
     precision: Precision | None = None
     backend: BackendName = "auto"
     # Batch sizes, measured one after the other.
@@ -71,7 +71,7 @@ class BulkResult:
 
 
 def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
-    """Measure a bundle at each batch size.
+    """Measure throughput and step times of a bundle, and return one result per batch size.
 
     Raises:
         BundleError: the bundle cannot be read or lacks the precision.
@@ -172,7 +172,11 @@ def _measure_steps(
 def _measure_pipeline(
     backend: Backend, manifest: Manifest, images: Sequence[bytes], batch: int, seconds: float
 ) -> tuple[float, float]:
-    """Run all steps concurrently. Return images per second and mean detections per image."""
+    """Run bulk prediction for some seconds, with all steps running concurrently.
+
+    Returns:
+        Images per second, and mean detections per image.
+    """
     endless = itertools.cycle(images)
     with contextlib.closing(detect_many(endless, backend, manifest, max_batch=batch)) as outcomes:
         for _ in range(_WARMUP_BATCHES):

@@ -56,7 +56,7 @@ class ResultTable:
     remarks: Sequence[str] = ()
     # Column that the terminal omits if its value is the same in every row.
     optional_column: str = ""
-    # False: show the table on the page only.
+    # Whether the terminal shows the table. The page always shows it.
     on_terminal: bool = True
 
 

@@ -89,7 +89,7 @@ class InferFailure:
     model: str
     engine: str
     precision: Precision
-    # Batch size at which it failed. None: all.
+    # Batch size at which the engine failed. None: it failed before any batch was measured.
     batch: int | None
     reason: str
 
@@ -208,7 +208,7 @@ def _measure_engine(
 
     yield from _measure_batches(choice, runner, batches, speed)
     if settings.with_stages and choice.precision == settings.precisions[0]:
-        # Last, because the profiler may slow down later measurements.
+        # Profile after all measurements of speed, because the profiler may slow them down.
         yield from _measure_batches(choice, runner, batches, stages)
 
 

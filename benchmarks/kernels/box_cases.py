@@ -81,7 +81,7 @@ def _torchvision_nms(
 
 
 def top_k_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `stable_top_k`: scores before and after NMS."""
+    """Yield cases of `stable_top_k`: selection of the highest scores before and after NMS."""
     for full, k in _TOP_K_SIZES:
         length = workload.count(full)
         k = min(workload.count(k), length)
@@ -98,7 +98,7 @@ def top_k_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def iou_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `box_iou`: ground truth with all anchors."""
+    """Yield a case of `box_iou`: IoU of ground-truth boxes with all anchors."""
     truth, anchors = _truth(workload), _anchors(workload)
     yield kernel_case(
         "box_iou",
@@ -111,7 +111,7 @@ def iou_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def matching_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `match_boxes`: all anchors with ground truth."""
+    """Yield a case of `match_boxes`: matching of all anchors to ground-truth boxes."""
     truth, anchors = _truth(workload), _anchors(workload)
     labels = torch.ones(truth.shape[:2], dtype=torch.int64, device=workload.device)
     matcher = Matcher(0.7, 0.3, allow_low_quality_matches=True)
@@ -128,7 +128,7 @@ def matching_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def decoding_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `decode_boxes`: the selected anchors of all levels."""
+    """Yield a case of `decode_boxes`: decoding of the selected anchors of all levels."""
     anchors, selected = _anchors(workload), workload.count(4819)
     deltas = workload.randn(workload.batch, anchors.shape[1], 1, 4)
     indices = workload.randint(anchors.shape[1], workload.batch, selected)
@@ -154,7 +154,7 @@ def decoding_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def encoding_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `encode_boxes`: regression targets of the sampled RoIs."""
+    """Yield a case of `encode_boxes`: encoding of the regression targets of sampled RoIs."""
     rois = workload.boxes(workload.batch, workload.count(512))
     truth, coder = rois + 3, BoxCoder((10.0, 10.0, 5.0, 5.0))
     yield kernel_case(
@@ -170,7 +170,7 @@ def encoding_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def anchor_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `grid_anchors`: all anchors of an FPN."""
+    """Yield a case of `grid_anchors`: generation of all anchors of an FPN."""
     cells = _cell_anchors(workload)
     steps, grids = _maps(workload)
     generator = AnchorGenerator(((1,),) * len(STRIDES), ((1.0,),) * len(STRIDES))

@@ -15,7 +15,7 @@ class KernelBaseline:
 
     name: str
     run: Callable[[], object]
-    # True: it runs on the CPU, at least in part, and is timed on the host's clock.
+    # Whether it runs on the CPU, at least in part, and is timed on the host's clock.
     on_host: bool = False
 
 
@@ -51,7 +51,7 @@ class BaselineResult:
 
     name: str
     milliseconds: float
-    # True: timed on the host's clock, not the GPU's.
+    # Whether it was timed on the host's clock instead of the GPU's.
     on_host: bool
 
 
@@ -155,7 +155,7 @@ def kernel_case(
         run: function that launches the kernel and returns its outputs.
         inputs: tensors that the kernel reads.
         baselines: other implementations of the same task.
-        goal: None: no goal.
+        goal: speed that the kernel should reach. None: no goal.
     """
     outputs = run()
     tensors = [*inputs, *([outputs] if isinstance(outputs, Tensor) else outputs)]

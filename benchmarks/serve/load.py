@@ -79,7 +79,7 @@ class ClientLoad:
     # Serialized DetectRequests, or image files if `load` is an HttpLoop; sent in rotation.
     requests: Sequence[bytes]
     window: LoadWindow
-    # Deadline of a request.
+    # Deadline of a request in seconds.
     timeout_s: float
     # Seed of the arrival times.
     seed: int

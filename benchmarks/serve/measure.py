@@ -79,7 +79,7 @@ class ServeSettings:
     seconds: float = 5.0
     # Time before each measurement in which requests are sent but not counted.
     warmup_seconds: float = 1.0
-    # Deadline of a request.
+    # Deadline of a request in seconds.
     timeout_s: float = 30.0
     # Client processes, each with a connection of its own.
     processes: int = 1
@@ -110,7 +110,7 @@ def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
         ServerStartError: the server ended before it was ready.
     """
     command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0"]
-    # The access log would hide the results.
+    # Switch off the access log, which would hide the results on the terminal.
     command += ["--log-level", "warning", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -69,7 +69,7 @@ def serve_record(
         images: Description of the images.
         max_delay_ms: `--max-delay-ms` of the server. None: unknown.
         bulk: Result of the same bundle without a server, at the server's largest batch.
-        machine: None: this machine.
+        machine: machine of the measurement. None: this machine.
     """
     machine = machine or describe_machine()
     over_http = " and HTTP" if any(isinstance(r.load, HttpLoop) for r in results) else ""

@@ -42,7 +42,7 @@ class EngineTensor:
     name: str
     is_input: bool
     dtype: str
-    # -1: dynamic size, for which each optimization profile has a range.
+    # Sizes of the axes. -1: dynamic size, for which each optimization profile has a range.
     shape: tuple[int, ...]
     # Smallest, best and largest shape for each optimization profile. Outputs: ().
     profiles: tuple[tuple[tuple[int, ...], ...], ...]

@@ -19,7 +19,7 @@ class LayerTensor:
     """Input or output tensor of a layer."""
 
     name: str
-    # -1: a size that is known only at run time.
+    # Sizes of the axes. -1: the size is known only at run time.
     shape: tuple[int, ...]
     # Name such as `fp16` or `int64`. Empty: unknown.
     dtype: str

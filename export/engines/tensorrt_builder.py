@@ -127,7 +127,7 @@ class TensorRTEngineBuilder(EngineBuilder):
         return inspected_layers(self._trt, engine)
 
     def _timing_cache(self) -> Path:
-        """Return the path of the kernel timings: --timing-cache, or one per GPU and version."""
+        """Return the file of kernel timings: by default, one per GPU, version and plugin code."""
         if self._options.timing_cache is not None:
             return self._options.timing_cache
         gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name(self._gpu))

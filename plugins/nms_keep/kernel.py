@@ -24,8 +24,8 @@ def nms_keep_kernel(
     """Return a kernel of the operation.
 
     Args:
-        iou_threshold: attribute of the operation.
-        max_keep: attribute of the operation.
+        iou_threshold: boxes with a larger IoU are suppressed.
+        max_keep: maximum boxes kept per set; 0: no limit.
         keep_type: type of the output.
         name: `nms_keep` computes the whole operation. `nms_overlaps` and `nms_select`, launched one
             after the other, compute the same.

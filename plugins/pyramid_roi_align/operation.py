@@ -201,7 +201,7 @@ def _check_levels(features: Sequence[Tensor], spatial_scales: Sequence[float]) -
 
 
 def _is_channels_last(feature: Tensor) -> bool:
-    # Read no other stride or size, so that a symbolic batch size stays symbolic.
+    # Only this stride is read. In an export, reading the batch axis would fix its symbolic size.
     return feature.stride(1) == 1
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from ..runtime.compilation import Kernel, Launch
 
-# Pooled pixels per block; a block has 8 warps.
+# Rows and columns of pooled pixels per block, and threads per block.
 _ROWS, _COLUMNS = 7, 15
 _THREADS = 256
 
