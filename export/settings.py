@@ -29,6 +29,8 @@ def check_precisions(
 ) -> None:
     """Check that each precision can be exported as one of the requested kinds of artifact.
 
+    bf16 needs engines or programs, fp8 needs engines, and int8 and fp8 need calibration.
+
     Raises:
         BundleError: a precision needs another kind of artifact, or calibration images.
     """

@@ -147,8 +147,8 @@ def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
     """Return the settings that make ONNX Runtime's CUDA provider compute in the precision."""
     options = {"prefer_nhwc": "1", "use_tf32": "1"}
     if artifact.precision == "fp32":
-        # ONNX Runtime's default, the exhaustive search, picks an fp32 algorithm that takes 72 GB for
-        # a batch of eight. `DEFAULT` picks algorithms that need little memory.
+        # ONNX Runtime's default, the exhaustive search, picks an fp32 algorithm that takes 72 GB
+        # for a batch of eight. `DEFAULT` picks algorithms that need little memory.
         options |= {"use_tf32": "0", "cudnn_conv_algo_search": "DEFAULT"}
     parameters = [{"key": key, "value": value} for key, value in options.items()]
     cuda = {"name": "cuda", "parameters": parameters}

@@ -189,7 +189,10 @@ def peak_memory_mib(kind: MemoryKind) -> float:
 def measure_process_usage(pid: int, start: float, end: float) -> ProcessUsage:
     """Measure a process and its descendants from `start` to `end`, and block until `end`.
 
-    `start` and `end` are times of `time.monotonic`.
+    Args:
+        pid: Process ID of the process.
+        start: Time of `time.monotonic`. If it is past, the measurement starts now.
+        end: Time of `time.monotonic`.
     """
     _sleep_until(start)
     before, ticks, memory_mib = _thread_ticks(pid), _tree_ticks(pid), []

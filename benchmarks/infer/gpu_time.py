@@ -79,7 +79,7 @@ class MatmulRoofline:
 
 
 def measure_stages(run: BatchRun, precision: Precision, batch: int) -> StageTimes:
-    """Profile `_BATCHES` runs of a batch, and return its mean GPU time by stage and kernel.
+    """Profile `_BATCHES` runs of a batch, and return the mean GPU time by stage and kernel.
 
     Raises:
         ValueError: the batches did not run the same number of kernels.

@@ -234,7 +234,7 @@ def _measure(
 
 @contextmanager
 def _client_processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Start client processes, wait until all are up, and yield their pool."""
+    """Start client processes, and yield their pool when all of them run."""
     context = get_context("spawn")
     with ProcessPoolExecutor(count, context, _await_all, (context.Barrier(count),)) as pool:
         list(pool.map(abs, range(count)))

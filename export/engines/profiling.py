@@ -78,7 +78,7 @@ def _profile_for(tensors: list[EngineTensor], batch: int) -> int:
 def _inputs_and_outputs(
     trt: Any, engine: Any, tensors: list[EngineTensor], batch: int
 ) -> dict[str, Tensor]:
-    """Return tensors by name: images of noise that fill the input, their sizes, and outputs."""
+    """Return GPU tensors by name: noise images of the full input size, their sizes, and outputs."""
     memory = {}
     for name in (tensor.name for tensor in tensors):
         dtype = trt.nptype(engine.get_tensor_dtype(name))

@@ -29,7 +29,7 @@ def refit_bundle(bundle: Path) -> list[str]:
     The engine files and the manifest are replaced. Engines with weights do not change.
 
     Returns:
-        Paths of these engines, relative to the bundle.
+        Paths of the engines that received weights, relative to the bundle.
 
     Raises:
         BundleError: the bundle is damaged.

@@ -96,7 +96,7 @@ def _pointwise_convolution(  # type: ignore[no-untyped-def]
     EARLY: load the residual before the product is computed, else afterwards.
     """
     tiles: tl.constexpr = tl.cdiv(OUTPUTS, BLOCK_N)
-    # Neighbouring blocks read the same pixels, which the first block brings into the cache.
+    # Blocks are numbered such that neighbours read the same pixels, so these are in the cache.
     pixel = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     channel_out = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     channel_in = tl.arange(0, BLOCK_K)
