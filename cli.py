@@ -121,7 +121,8 @@ def cli() -> None:
 def main() -> NoReturn:
     """Run the command line and exit: 0 success, 1 failure, 2 usage error, 130 interrupted."""
     try:
-        # Commands return None. An early exit such as --help returns its exit code.
+        # Without standalone mode, click returns None after a command, which is exit code 0, and the
+        # exit code after an early exit such as --help.
         sys.exit(cli.main(prog_name="maskrcnn", standalone_mode=False))
     except click.Abort:
         sys.exit(130)
@@ -143,7 +144,11 @@ def _exit_with(message: str, code: int) -> NoReturn:
 
 
 def _message_of_usage_error(error: click.ClickException) -> str:
-    """Return a usage error's message with the allowed values or the command's usage."""
+    """Return the message of a usage error, with a hint on the correct usage.
+
+    After an unknown command or option, the hint is the list of known ones; after an invalid value,
+    it is part of the message already; otherwise it is the command's usage line.
+    """
     message = error.format_message()
     ctx = error.ctx if isinstance(error, click.UsageError) else None
     if ctx is None:
@@ -167,7 +172,12 @@ def _unknown_name(ctx: click.Context, kind: str, word: str, allowed: Sequence[st
 
 
 def _message_of_user_error(error: Exception, args: Sequence[str]) -> str | None:
-    """Return the message of an error that the user can fix. None: a bug in this package."""
+    """Return the message to print for an exception of a command. None: it is a bug of this package.
+
+    Args:
+        error: the exception.
+        args: words of the command line, among which is the name of the subcommand.
+    """
     if any(
         f"{kind.__module__}.{kind.__qualname__}" in _USER_ERRORS for kind in type(error).__mro__
     ):
@@ -189,7 +199,7 @@ def _message_of_user_error(error: Exception, args: Sequence[str]) -> str | None:
 
 
 def _extra_with_module(module: str) -> str | None:
-    """Return the pip extra of this package that installs a module. None: no extra does."""
+    """Return the pip extra of this package that installs a module. None: no extra installs it."""
     for requirement in metadata.requires("maskrcnn-trt") or ():
         name, _, marker = requirement.partition(";")
         distribution = re.match(r"[\w.-]+", name)

@@ -42,7 +42,8 @@ _TYPES: dict[Precision, Precision] = {
     "int8": "int8",
     "fp8": "fp8",
 }
-# Precisions in which ONNX Runtime does not compute. Their ONNX files are the engines' sources only.
+# Precisions that ONNX Runtime does not support. Engines are built from ONNX files in these
+# precisions, but the files are not part of the bundle.
 _WITHOUT_ONNXRUNTIME: tuple[Precision, ...] = ("bf16", "fp8")
 
 # Data type of the `images` input by its name in the manifest.
@@ -61,15 +62,17 @@ def bundle_from_checkpoint(
     calibration: Sequence[Path] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
-    """Export a checkpoint to a bundle folder, or add it to an older bundle of the same checkpoint.
+    """Export a checkpoint to a bundle folder.
 
-    The folder is replaced atomically. A bundle of another checkpoint is replaced as a whole.
+    The folder is replaced atomically. If it holds a bundle of the same checkpoint, that bundle's
+    other artifacts are kept. A bundle of another checkpoint is replaced as a whole.
     The bundle has one ONNX file per numeric type and input size, and one engine per precision and
     input size for each builder. bf16 is exported as torch programs and engines only; int8, as ONNX
     files and engines only; fp8, as engines only.
 
     Args:
-        reference: checkpoint or weights of another implementation; see `local_path`.
+        reference: checkpoint or weights of another implementation, as a path, a URL, or a name of
+            a published model.
         bundle: folder of a new or an older bundle.
         precisions: precisions to export. `fp32` and `tf32` share an ONNX file.
         buckets: input sizes, multiples of 32. Empty: those of the training.
@@ -85,7 +88,7 @@ def bundle_from_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint cannot be read or converted.
-        ZooError: the zoo does not have the model, or this program does not support it.
+        ZooError: there is no published model of this name, or this program does not support it.
         DownloadError: the download failed, or the file has another checksum.
         EngineError: an engine cannot be built, or its GPUs do not compute in a precision.
         BundleError: the folder exists and is not a bundle, an input size is too small for all
@@ -125,7 +128,7 @@ def _export_graphs(
     checkpoint: Checkpoint, folder: Path, settings: ExportSettings
 ) -> list[Artifact]:
     """Write the ONNX files, and return one manifest entry per precision and input size."""
-    # fp32 and tf32 share a file.
+    # SHA-256 by file name. fp32 and tf32 share a file, which is written once.
     hashes: dict[str, str] = {}
     artifacts = []
     for precision in dict.fromkeys(settings.precisions):
@@ -197,8 +200,9 @@ def _engine_sources(
 ) -> list[tuple[Artifact, Path]]:
     """Return the ONNX files to build engines from: manifest entry and path.
 
-    Those that ONNX Runtime could not run like the checkpoint are written to a folder outside the
-    bundle: bf16 and fp8, and all if a top-k exceeds TensorRT's limit.
+    Most files are those of the bundle. Others are written to a temporary folder: files in bf16 and
+    fp8, which ONNX Runtime cannot run, and all files if a top-k exceeds TensorRT's limit, because
+    engines then select fewer candidates than the checkpoint.
     """
     limited, changes = limited_checkpoint(checkpoint)
     if changes:
@@ -222,7 +226,15 @@ def _build_engine(
     folder: Path,
     report: Callable[[str], None],
 ) -> Artifact:
-    """Build an engine from an ONNX file of an input size; return its manifest entry."""
+    """Build an engine from an ONNX file, and return the engine's manifest entry.
+
+    Args:
+        builder: builder of this kind of engine.
+        graph: manifest entry of the ONNX file.
+        source: path of the ONNX file.
+        folder: folder for the engine file.
+        report: called with one sentence at the start.
+    """
     report(f"building {graph.precision} for inputs of {graph.bucket} with {builder.product}")
     path = folder / f"model-{graph.precision}-{graph.bucket}{ENGINE_SUFFIXES[builder.kind]}"
     build = builder.build(source, path, graph.precision)
@@ -240,7 +252,7 @@ def _build_engine(
 def model_for_export(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:
     """Build the checkpoint's model with folded batch norms, in the numeric type of a precision.
 
-    For int8 and fp8, it is in fp32; see `quantized_model` and `float8_model`.
+    For int8 and fp8 the model is in fp32, because quantization follows after the export to ONNX.
     """
     model = checkpoint.build_model()
     fold_batch_norms(model)

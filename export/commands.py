@@ -55,7 +55,8 @@ class VariadicCommand(click.Command):
         except click.UsageError as error:
             if type(error) is not click.UsageError or not rejections:
                 raise
-            # The unexpected argument may be a mistyped value of the option before it.
+            # The unexpected argument may be a mistyped value of the option before it, so append the
+            # reason why the option rejected it.
             sentence = f"{error.message.rstrip('.')}, as {rejections[0].message}"
             raise click.UsageError(sentence, ctx) from None
 

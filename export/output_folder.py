@@ -65,7 +65,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         try:
             yield partial
         except OSError as error:
-            # The error of a full disk has no file name.
+            # If the disk is full, the error has no file name. Name the folder, so that the message
+            # shows the disk.
             error.filename = error.filename or str(path.parent)
             raise
         if path.exists():
@@ -78,14 +79,15 @@ def with_older_artifacts(
 ) -> Manifest:
     """Return a manifest with the artifacts of an older bundle of the same model added to it.
 
-    Artifacts that were exported again are not added. If the older bundle is damaged, or is that of
-    another checkpoint or version, none are. Sample images are kept in any case.
+    Artifacts that were exported again are not added. If the older bundle is damaged, or belongs to
+    another checkpoint or version, no artifact is added. Sample images are kept in any case.
 
     Args:
         manifest: Manifest of the new bundle.
         folder: Folder of the new bundle. The files of the older one are linked into it.
         bundle: Folder of the older bundle. It may be absent.
-        report: Called with one sentence if the older bundle is not kept.
+        report: Called with one sentence if the older bundle belongs to another checkpoint or
+            version.
     """
     if (bundle / SAMPLES_FOLDER).is_dir():
         shutil.copytree(bundle / SAMPLES_FOLDER, folder / SAMPLES_FOLDER, copy_function=_link)
@@ -105,7 +107,7 @@ def with_older_artifacts(
         for name in artifact.paths:
             if not (folder / name).exists():
                 _link(bundle / name, folder / name)
-        # fp32 and tf32 share a file, which may have been exported again for one of them.
+        # fp32 and tf32 share a file. If it was exported again for one of them, take the new hash.
         sha256 = hashes.get(artifact.path, artifact.sha256)
         kept.append(artifact.model_copy(update={"sha256": sha256}))
     return manifest.model_copy(update={"artifacts": (*kept, *manifest.artifacts)})
@@ -115,7 +117,7 @@ def copy_samples(images: Iterable[Path], bundle: Path) -> None:
     """Replace the sample images of a bundle, which the server's web page offers.
 
     Args:
-        images: Image files, of which the first ones in a format of browsers are copied.
+        images: Image files. The first six in a format that browsers display are copied.
         bundle: Folder of the bundle.
     """
     folder = bundle / SAMPLES_FOLDER

@@ -16,8 +16,11 @@ class ExportSettings(NamedTuple):
 
     precisions: Sequence[Precision]
     buckets: Sequence[ShapeBucket]
+    # Type of the `images` input.
     input_dtype: InputDtype
+    # Image files on which the ranges for int8 and fp8 are measured.
     calibration: Sequence[Path]
+    # Called with one sentence at the start of each step.
     report: Callable[[str], None]
 
 
@@ -25,6 +28,8 @@ def check_precisions(
     precisions: Sequence[Precision], with_engines: bool, with_programs: bool, is_calibrated: bool
 ) -> None:
     """Check that each precision can be exported as one of the requested kinds of artifact.
+
+    bf16 needs engines or programs, fp8 needs engines, and int8 and fp8 need calibration.
 
     Raises:
         BundleError: a precision needs another kind of artifact, or calibration images.

@@ -112,7 +112,8 @@ def _config(name: str, bundle: Path, manifest: Manifest, artifact: Artifact) -> 
         "preprocessing": manifest.preprocessing.model_dump_json(),
     }
     if profiles:
-        # By default, each profile's context reserves the memory that the largest batch needs.
+        # Allocate what the current profile needs. By default, each profile's context reserves the
+        # memory that the largest batch needs.
         text["execution_context_allocation_strategy"] = "ON_PROFILE_CHANGE"
     return text_from_message(
         {
@@ -122,7 +123,8 @@ def _config(name: str, bundle: Path, manifest: Manifest, artifact: Artifact) -> 
             "input": inputs,
             "output": outputs,
             "dynamic_batching": {
-                # Empty if each size has a profile: a batch then waits for the maximum delay.
+                # If each size has a profile, prefer none. A batch then waits for the maximum
+                # delay, or until it is full.
                 "preferred_batch_size": sorted({p.opt for p in profiles if has_ranges}),
                 "max_queue_delay_microseconds": _MAX_DELAY_US,
             },
@@ -145,7 +147,8 @@ def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
     """Return the settings that make ONNX Runtime's CUDA provider compute in the precision."""
     options = {"prefer_nhwc": "1", "use_tf32": "1"}
     if artifact.precision == "fp32":
-        # cuDNN's default search picks an fp32 algorithm that takes 72 GB for a batch of eight.
+        # ONNX Runtime's default, the exhaustive search, picks an fp32 algorithm that takes 72 GB
+        # for a batch of eight. `DEFAULT` picks algorithms that need little memory.
         options |= {"use_tf32": "0", "cudnn_conv_algo_search": "DEFAULT"}
     parameters = [{"key": key, "value": value} for key, value in options.items()]
     cuda = {"name": "cuda", "parameters": parameters}
@@ -155,7 +158,10 @@ def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
 def _tensors_of(
     bundle: Path, manifest: Manifest, artifact: Artifact
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return an artifact's inputs and outputs; those of a plan are read from its ONNX file."""
+    """Return inputs and outputs of an artifact.
+
+    Those of a plan are read from the bundle's ONNX file of the same precision and input size.
+    """
     (source,) = (
         candidate
         for candidate in manifest.artifacts_for(artifact.precision)

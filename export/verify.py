@@ -37,11 +37,11 @@ class Tolerance(NamedTuple):
     scores: float
     # Mean difference of a mask's probabilities.
     masks: float
-    # Fraction of the detections that may exceed any of these.
+    # Fraction of the detections that may exceed one of the above limits or be missing.
     share: float
 
 
-# TF32 and fp16 both have mantissas of 10 bits; bf16 has 7 bits.
+# TF32 and fp16 have equal limits, because both have mantissas of 10 bits. bf16 has 7 bits.
 TOLERANCES: dict[Precision, Tolerance] = {
     "fp32": Tolerance(boxes=1e-2, scores=1e-4, masks=1e-3, share=0.0),
     "tf32": Tolerance(boxes=1.0, scores=2e-2, masks=2e-2, share=0.05),
@@ -219,7 +219,8 @@ def _compare_image(
     tolerance = comparison.tolerance
     if expected.is_full:
         floor = max(floor, float(expected.scores[-1]) + tolerance.scores)
-    # Rounding decides which detections near the threshold, or at the end of a full list, appear.
+    # Compare only detections above the floor: rounding decides which detections near the threshold,
+    # or at the end of a full list, appear.
     certain = (expected.scores > floor).nonzero()[:, 0].tolist()
     comparison.detections += len(certain)
     (overlaps,) = box_iou(expected.boxes[None], actual.boxes[None])

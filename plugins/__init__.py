@@ -1,4 +1,4 @@
 """Custom torch operations, each with one contract and several implementations.
 
-CUDA implementations raise ValueError if an argument has another dtype or shape than documented.
+On a GPU, an operation raises ValueError if an argument has another dtype or shape than documented.
 """

@@ -7,7 +7,10 @@ from .runtime.compilation import Kernel
 
 
 def all_kernels() -> tuple[Kernel, ...]:
-    """Return all `PREBUILT_KERNELS`: those of the default model, and some of other settings."""
+    """Return the `PREBUILT_KERNELS` of all operations.
+
+    They include all kernels of the default model, and some for other settings.
+    """
     folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/kernel.py"))
     return tuple(
         kernel

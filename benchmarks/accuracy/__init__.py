@@ -127,7 +127,8 @@ def _evaluate_checkpoint(
             click.echo(f"the result files are in {config.output_dir / RESULTS_FOLDER}")
             _name_report(given)
             _write_json(json_path, {"checkpoint": reference, "metrics": metrics})
-        # If one process fails, torchrun kills the others at once, even while they print.
+        # Wait until the main process has printed. If another one failed in `check_expected` before,
+        # torchrun would kill the main process at once.
         own.wait_for_ranks()
     with errors_of_main_process():
         check_expected(config.evaluation, metrics)
@@ -165,7 +166,13 @@ def _evaluate_bundle(
 def _validation_set_from(
     source: str | None, overrides: tuple[str, ...], given: Mapping[str, Any]
 ) -> "ValidationSet":
-    """Return the validation set that DATA, or --images and --annotations, name."""
+    """Return the validation set that the command line names.
+
+    Args:
+        source: DATA. None: `given` has --images and --annotations instead.
+        overrides: KEY=VALUE arguments, which only a configuration as DATA accepts.
+        given: values of the given options by parameter name.
+    """
     from ...training.config import EvaluationConfig
     from ...training.data.convert.layouts import LayoutSplit, find_validation_split
     from .measure import ValidationSet

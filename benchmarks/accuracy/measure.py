@@ -39,7 +39,7 @@ class ValidationSet(NamedTuple):
     settings: EvaluationConfig = EvaluationConfig()
     # Unreadable images and annotations: skip and log them, or raise an error.
     on_broken: Literal["skip", "refuse"] = "skip"
-    # Rule for EXIF orientations that the annotated size does not show; see `data.exif_orientation`.
+    # Whether to rotate an image as its EXIF data say, if its annotated size fits both orientations.
     exif_orientation: Literal["apply", "ignore"] = "apply"
 
 
@@ -75,15 +75,15 @@ def evaluate_bundle(
     output: Path | None = None,
     report: Path | None = None,
 ) -> BundleEvaluation:
-    """Evaluate a bundle as it is served.
+    """Measure accuracy and speed of a bundle, with the backends and processing steps of the server.
 
-    Images have the orientation in which they were annotated, as in training.
+    Each image has the orientation in which it was annotated, as in training.
 
     Args:
         bundle: Folder of the bundle.
         data: Validation set.
         backend: Inference backend.
-        precision: None: the first precision of the bundle that the backend supports.
+        precision: Precision to evaluate. None: the first of the bundle that the backend supports.
         output: Folder for the result files. None: they are not written.
         report: HTML file for a report. None: write no report.
 
@@ -133,7 +133,10 @@ def _detect(
 ) -> Generator[tuple[ImageRecord, Outcome], None, None]:
     """Yield each image's record, and its detections in the annotated orientation or an error.
 
-    `upright_first`: whether to try the EXIF orientation before the stored pixels.
+    Args:
+        records: images to process.
+        detect: function from image paths and `apply_orientation` to one outcome per image.
+        upright_first: whether to try the EXIF orientation before the stored pixels.
     """
     others = []
     for record, outcome in _pairs(records, partial(detect, apply_orientation=upright_first)):
@@ -141,7 +144,8 @@ def _detect(
             others.append(record)
         else:
             yield record, outcome
-    # Only some annotation tools apply the EXIF orientation, as the annotated size shows.
+    # Only some annotation tools apply the EXIF orientation. If the size is not the annotated one,
+    # try the other orientation.
     for record, outcome in _pairs(others, partial(detect, apply_orientation=not upright_first)):
         if isinstance(outcome, Detections) and not _has_annotated_size(outcome, record):
             outcome = ImageError(
@@ -166,7 +170,10 @@ def _add_detections(
     evaluator: CocoEvaluator,
     on_broken: Literal["skip", "refuse"],
 ) -> int:
-    """Add detections to an evaluator, log invalid images, and return their number."""
+    """Add detections to an evaluator, and return the number of invalid images.
+
+    An invalid image is logged. If `on_broken` is `refuse`, raise `DataError` instead.
+    """
     invalid = 0
     for record, outcome in outcomes:
         if isinstance(outcome, Detections):

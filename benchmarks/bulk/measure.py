@@ -24,7 +24,9 @@ from ...serving.steps.preprocessing import PlannedImage, plan_image
 from ..common.images import photo_like_jpegs
 from ..common.timing import measure_call_rate, measure_durations
 
+# Untimed batches before the throughput is measured.
 _WARMUP_BATCHES = 10
+# Minimum number of timed batches, even if they take longer than `BulkSettings.seconds`.
 _MIN_CALLS = 3
 
 
@@ -32,7 +34,7 @@ _MIN_CALLS = 3
 class BulkSettings:
     """Precision, backend, batch sizes, images and duration of a measurement."""
 
-    # None: the first precision of the bundle that the backend supports.
+    # Precision to measure. None: the first precision of the bundle that the backend supports.
     precision: Precision | None = None
     backend: BackendName = "auto"
     # Batch sizes, measured one after the other.
@@ -69,7 +71,7 @@ class BulkResult:
 
 
 def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
-    """Measure a bundle at each batch size.
+    """Measure throughput and step times of a bundle, and return one result per batch size.
 
     Raises:
         BundleError: the bundle cannot be read or lacks the precision.
@@ -112,7 +114,7 @@ def _fitting_images(
         with contextlib.suppress(ImageError):
             _planned(data, backend, manifest)
             fitting.append(data)
-    # If none fits, the measurement raises the error of the first.
+    # If none fits, return all, so that the measurement raises the first image's error.
     return fitting or images
 
 
@@ -126,7 +128,10 @@ def _planned(data: bytes, backend: Backend, manifest: Manifest) -> PlannedImage:
 def _request_batch(
     images: Sequence[bytes], backend: Backend, manifest: Manifest, batch: int
 ) -> list[ImageRequest]:
-    """Return `batch` requests of the most frequent input size, repeated if there are fewer."""
+    """Return `batch` requests, all of the images' most frequent input size.
+
+    If fewer images have this size, they are repeated.
+    """
     by_bucket: dict[ShapeBucket, list[ImageRequest]] = defaultdict(list)
     for data in images:
         image = _planned(data, backend, manifest)
@@ -138,7 +143,11 @@ def _request_batch(
 def _measure_steps(
     backend: Backend, manifest: Manifest, requests: Sequence[ImageRequest], seconds: float
 ) -> tuple[float, dict[str, float]]:
-    """Run one step at a time. Return images/s of the model step, and ms per batch by step."""
+    """Measure each step alone.
+
+    Returns:
+        Images per second of the model step, and median milliseconds per batch by step.
+    """
     work = batch_steps(backend, manifest, threads=1)
     milliseconds: dict[str, float] = {}
     engine_rate = 0.0
@@ -163,7 +172,11 @@ def _measure_steps(
 def _measure_pipeline(
     backend: Backend, manifest: Manifest, images: Sequence[bytes], batch: int, seconds: float
 ) -> tuple[float, float]:
-    """Run all steps concurrently. Return images per second and mean detections per image."""
+    """Run bulk prediction for some seconds, with all steps running concurrently.
+
+    Returns:
+        Images per second, and mean detections per image.
+    """
     endless = itertools.cycle(images)
     with contextlib.closing(detect_many(endless, backend, manifest, max_batch=batch)) as outcomes:
         for _ in range(_WARMUP_BATCHES):

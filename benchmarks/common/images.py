@@ -17,8 +17,8 @@ from ...model.resizing import resize_image
 
 # Side in pixels of the squares that noise images consist of.
 _SQUARE = 16
-# Photo-like JPEGs: how many of each orientation, their sides, and the standard deviation of the
-# noise, which sets the file size.
+# Photo-like JPEGs: numbers of landscape and of portrait images, their sides in pixels, and the
+# standard deviation of the noise in pixel values. More noise makes larger files.
 _LANDSCAPES, _PORTRAITS = 12, 4
 _SHORT, _LONG = 480, 640
 _NOISE = 18.0
@@ -31,7 +31,11 @@ PHOTO_LIKE = (
 
 
 def images_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds `--images`. `default` describes the images used without it."""
+    """Return a decorator that adds the option `--images` to a command.
+
+    Args:
+        default: description of the images that are used without the option, for the help text.
+    """
     return click.option(
         "--images",
         "sources",
@@ -42,7 +46,9 @@ def images_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def read_images(sources: Sequence[Path]) -> list[bytes]:
-    """Return the bytes of each image file. Sources are files or folders; [] without sources.
+    """Return the bytes of each image file among sources, which are files or folders.
+
+    Without sources, return [].
 
     Raises:
         click.UsageError: the sources contain no image, or two images of the same name.
@@ -66,7 +72,10 @@ def noise_jpeg(size: ShapeBucket) -> bytes:
 
 
 def photo_like_jpegs() -> list[bytes]:
-    """Return the JPEGs that `PHOTO_LIKE` describes: noisy colour gradients, with fixed seeds."""
+    """Return 16 JPEGs of noisy colour gradients, 12 of 480x640 pixels and 4 of 640x480.
+
+    The seeds are fixed, so that the bytes are the same in every call.
+    """
     sizes = [(_SHORT, _LONG)] * _LANDSCAPES + [(_LONG, _SHORT)] * _PORTRAITS
     return [_photo_like_jpeg(seed, *size) for seed, size in enumerate(sizes)]
 
@@ -74,7 +83,9 @@ def photo_like_jpegs() -> list[bytes]:
 def batch_from_encoded(
     images: Sequence[bytes], bucket: ShapeBucket, count: int
 ) -> NDArray[np.uint8]:
-    """Return a batch [count, 3, H, W] of the decoded images, repeated and stretched to `bucket`.
+    """Return a batch [count, 3, H, W] of decoded images, each stretched to the size `bucket`.
+
+    If there are fewer than `count` images, they are repeated.
 
     Raises:
         ImageError: a file cannot be decoded.

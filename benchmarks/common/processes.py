@@ -67,7 +67,7 @@ def iterate_in_process(
     The new process inherits neither memory nor torch settings of earlier measurements.
 
     Args:
-        function: Module-level function. It, its arguments and its items are pickled.
+        function: Module-level function. The function, its arguments and the items are pickled.
         args: Positional arguments of the function.
         kwargs: Keyword arguments of the function.
 
@@ -102,16 +102,19 @@ def _send_items(
 def call_in_processes(
     function: Callable[..., _T], arguments: Sequence[tuple[Any, ...]]
 ) -> list[_T]:
-    """Call a function in several new processes at the same time, and return their results.
+    """Call a function in several new processes at the same time.
 
     If one process fails, the others are terminated, because they may wait for it forever.
 
     Args:
-        function: Module-level function. It, its arguments and its results are pickled.
-        arguments: Arguments of the call in each process.
+        function: Module-level function. The function, its arguments and results are pickled.
+        arguments: Arguments of the function in each process, one tuple per process.
+
+    Returns:
+        One result per process, in the order of `arguments`.
 
     Raises:
-        Exception: that of the first call that raised.
+        Exception: the exception of the first process that fails.
         ProcessError: a process died.
     """
     context = get_context("spawn")
@@ -167,8 +170,8 @@ def reset_peak_memory() -> None:
 
 def peak_memory_mib(kind: MemoryKind) -> float:
     """Return the peak memory since the last reset in MiB; for `driver`, the memory in use now."""
-    # The driver reports no peak, so the memory in use is returned. Libraries that allocate without
-    # torch keep their memory.
+    # The driver reports no peak. The memory in use comes close to it, because libraries other than
+    # torch keep the memory that they have allocated.
     if kind == "torch":
         import torch
 
@@ -186,7 +189,10 @@ def peak_memory_mib(kind: MemoryKind) -> float:
 def measure_process_usage(pid: int, start: float, end: float) -> ProcessUsage:
     """Measure a process and its descendants from `start` to `end`, and block until `end`.
 
-    Both are times of `time.monotonic`.
+    Args:
+        pid: Process ID of the process.
+        start: Time of `time.monotonic`. If it is past, the measurement starts now.
+        end: Time of `time.monotonic`.
     """
     _sleep_until(start)
     before, ticks, memory_mib = _thread_ticks(pid), _tree_ticks(pid), []
@@ -248,7 +254,7 @@ def _resident_mib(pid: int) -> float:
 
 
 def _process_tree_stats(pid: int) -> dict[int, tuple[str, list[str]]]:
-    """Return name and further fields of `/proc/PID/stat`, for a process and its descendants.
+    """Return name and fields from `/proc/PID/stat` of a process and its descendants, by PID.
 
     The fields begin with field 3 of proc_pid_stat(5): [1] is the parent's PID, [11] and [12] are
     ticks in user and system mode, and [21] is the number of resident pages.

@@ -33,7 +33,11 @@ json_option = click.option(
 
 
 def output_option(contents: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds `--output`. `contents` lists the files besides JSON."""
+    """Return a decorator that adds the option `--output` to a command.
+
+    Args:
+        contents: the files of a record besides the JSON file, for the help text.
+    """
     return click.option(
         "--output",
         type=click.Path(file_okay=False, path_type=Path),
@@ -52,7 +56,7 @@ class ResultTable:
     remarks: Sequence[str] = ()
     # Column that the terminal omits if its value is the same in every row.
     optional_column: str = ""
-    # False: show the table on the page only.
+    # Whether the terminal shows the table. The page always shows it.
     on_terminal: bool = True
 
 
@@ -97,7 +101,13 @@ class Record:
 
 
 def publish(record: Record, json_path: Path | None = None, folder: Path | None = None) -> None:
-    """Print the tables. If given, write the JSON file, and the record's files into `folder`."""
+    """Print the tables of a record, and write its files.
+
+    Args:
+        record: the record.
+        json_path: JSON file of the results to write. None: write none.
+        folder: folder for the page, the PNG and the JSON file. None: write none of them.
+    """
     console = Console()
     console.print(Text(record.title, style="bold"))
     for table in record.tables:

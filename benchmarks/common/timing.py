@@ -20,7 +20,7 @@ seconds_option = click.option(
 
 # Size of the tensor that `GpuTimer` fills before each timed call: much larger than an L2 cache.
 _FILL_BYTES = 2**31
-# Untimed and timed calls of `GpuTimer`, and timed calls of `host_milliseconds`.
+# Numbers of untimed and of timed calls by `GpuTimer`, and of timed calls by `host_milliseconds`.
 _WARMUP_CALLS = 3
 _GPU_CALLS = 30
 _HOST_CALLS = 3
@@ -72,7 +72,7 @@ def measure_durations(
     Args:
         function: Returns when its work is complete.
         seconds: Total time after which no further call starts.
-        min_calls: Number of calls that are made even if they take longer.
+        min_calls: Minimum number of calls, made even if they take longer than `seconds`.
     """
     durations: list[float] = []
     before = time.perf_counter()

@@ -32,7 +32,8 @@ from ...training.trainer import (
 def torchvision_from_config(config: ModelConfig) -> TorchvisionMaskRCNN:
     """Build torchvision's model with random weights; its state dict has this project's keys.
 
-    If torchvision lacks layers of the model, such as those of C4, `load_state_dict` fails later.
+    If torchvision lacks layers of the configured model, such as those of C4, no error is raised
+    here, but `load_state_dict` of the result fails.
     """
     roi, rpn, anchors = config.roi, config.rpn, config.anchors
     return TorchvisionMaskRCNN(
@@ -136,7 +137,11 @@ class TorchvisionTrainer:
         return model.to(self._device)
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
-        """Run one optimiser step and return losses [5] in the order of `LOSS_NAMES`."""
+        """Run one optimiser step with the mean gradient of several batches.
+
+        Returns:
+            Mean losses [5] of the batches, in the order of `LOSS_NAMES`.
+        """
         solver = self._config.solver
         set_learning_rates(self._optimizer, solver, self._iteration)
         losses = torch.zeros(len(LOSS_NAMES), device=self._device)

@@ -88,6 +88,15 @@ def _models_from(
 ) -> list[Path]:
     """Return the paths of bundles and weights files to measure.
 
+    A name of a published model is exported to a bundle in the cache folder.
+
+    Args:
+        references: paths, or names of published models.
+        with_weights: whether to add the weights file of each name, for torchvision's model.
+        backend: backend that the exported bundle must support.
+        precisions: precisions to export.
+        bucket: input size to export. None: the default of the model.
+
     Raises:
         click.BadParameter: A path does not exist.
         ZooError: A zoo does not have a model, or this program does not support it.

@@ -18,13 +18,13 @@ STAGES = ("trunk", "proposals", "box head", "selection", "mask head")
 # Name of the time between kernels, during which the GPU does nothing.
 IDLE = "idle"
 
-# Number of profiled batches, and of kernels in the list of the costliest.
+# Number of profiled batches, and length of the list of the costliest kernels.
 _BATCHES = 10
 _COSTLIEST = 15
 # Kernel names by which the stages are recognized.
 _TOP_K = ("prune_top_k", "sort_top_k")
 _POOLING = ("pyramid_roi_align",)
-# First kernel of each stage after the trunk.
+# Names of the kernel that begins each stage after the trunk.
 _FIRST_KERNELS = (_TOP_K, _POOLING, _TOP_K, _POOLING)
 
 # Rows and columns of the matrices whose product sets the roofline.
@@ -51,7 +51,7 @@ class KernelTotal:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """GPU time of a batch by stage, from the start of its first kernel to the end of its last."""
+    """GPU time by stage, from the start of a batch's first kernel to the end of its last."""
 
     engine: str
     precision: Precision
@@ -79,7 +79,7 @@ class MatmulRoofline:
 
 
 def measure_stages(run: BatchRun, precision: Precision, batch: int) -> StageTimes:
-    """Profile `_BATCHES` runs of a batch, and return its mean GPU time by stage and kernel.
+    """Profile `_BATCHES` runs of a batch, and return the mean GPU time by stage and kernel.
 
     Raises:
         ValueError: the batches did not run the same number of kernels.

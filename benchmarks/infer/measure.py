@@ -70,11 +70,11 @@ class InferResult:
     batch: int
     # Batches measured for latency, and as many again for throughput.
     iterations: int
-    # Batches are queued back to back if the engine supports it.
+    # Throughput with batches queued back to back if the engine supports it, else one by one.
     images_per_second: float
     # Latency of a batch. Each starts when the previous one is complete.
     latency: Latency
-    # Includes memory kept from smaller batches.
+    # Peak memory at this batch size. It includes memory kept from smaller batches.
     peak_memory_mib: float
     # Kind of memory that `peak_memory_mib` is measured in.
     memory: MemoryKind
@@ -89,7 +89,7 @@ class InferFailure:
     model: str
     engine: str
     precision: Precision
-    # Batch size at which it failed. None: all.
+    # Batch size at which the engine failed. None: it failed before any batch was measured.
     batch: int | None
     reason: str
 
@@ -109,6 +109,9 @@ def measure_models(
         settings: Engines, batch sizes, images and durations.
         on_measurement: Called with each result, failure and profile when it is complete. None: the
             first failure is raised instead.
+
+    Returns:
+        The results, without failures and profiles.
 
     Raises:
         BundleError: the first model is a bundle that cannot be read.
@@ -132,7 +135,9 @@ def measure_models(
 
 
 def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[MatmulRoofline]:
-    """Return the roofline of the first checkpoint among the models; [] without a checkpoint.
+    """Return a roofline per precision except int8 and fp8, for the first checkpoint of the models.
+
+    Without a checkpoint, return [].
 
     Raises:
         CheckpointError: the file is not a checkpoint.
@@ -203,7 +208,7 @@ def _measure_engine(
 
     yield from _measure_batches(choice, runner, batches, speed)
     if settings.with_stages and choice.precision == settings.precisions[0]:
-        # Last, because the profiler may slow down later measurements.
+        # Profile after all measurements of speed, because the profiler may slow them down.
         yield from _measure_batches(choice, runner, batches, stages)
 
 

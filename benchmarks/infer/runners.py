@@ -15,15 +15,15 @@ from ...serving.backends.base import Backend, DeviceBackend
 from ...serving.config import BackendName
 from ..common.processes import MemoryKind
 
-# Torch is imported only by the functions that need it. It would count in the peak memory of a
-# process that measures ONNX Runtime.
+# Torch is imported only by the functions that need it. Imported here, it would raise the peak
+# memory of a process that measures ONNX Runtime.
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...model.checkpoint import Checkpoint
     from ...serving.backends.onnxruntime import OnnxRuntimeBackend
 
-# Memory of input images and output detections: of the device that computes, or of the host.
+# Memory that holds input images and output detections: the computing device's, or the host's.
 DataPlace = Literal["device", "host"]
 InferBaseline = Literal["torchvision", "onnxruntime"]
 
@@ -57,7 +57,7 @@ class Runner(Protocol):
     """Interface of the runners of all engines."""
 
     def batch_runs(self, images: NDArray[np.uint8]) -> Sequence[BatchRun]:
-        """Return a `BatchRun` of images [B, 3, H, W] for each memory that may hold the data."""
+        """Return one run of images [B, 3, H, W] per memory that may hold images and outputs."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def runner_from_checkpoint(checkpoint: "Checkpoint", precision: Precision) -> To
 def torchvision_from_checkpoint(checkpoint: "Checkpoint", precision: Precision) -> TorchRunner:
     """Return a runner of torchvision's model with the checkpoint's weights.
 
-    It is measured as it ships, with scaling of the images and pasting of the masks.
+    A run includes torchvision's resizing of the images and pasting of the masks.
 
     Raises:
         CheckpointError: torchvision has no such model.

@@ -39,8 +39,8 @@ _NMS_SIZES = (
     (1, 1, 12000, 1, 0.7, 2000, None),
 )
 _TOP_K_SIZES = (
-    # Scores per image, and k, of: each FPN level, class scores, detections, proposals of all
-    # levels, C4 proposals.
+    # Pairs of scores per image and k: first of each FPN level, then of class scores, detections,
+    # proposals of all levels, and C4 proposals.
     *((cells * ANCHORS_PER_CELL, 1000) for cells in (67200, 16800, 4200, 1050, 273)),
     (80000, 2000),
     (2000, 100),
@@ -56,7 +56,8 @@ def nms_cases(workload: Workload) -> Iterator[KernelCase]:
         kinds = f" of {classes} classes" if classes > 1 else ""
         boxes = workload.boxes(images * levels, count)
         labels = workload.randint(classes, images * levels, count)
-        # Torchvision takes one image at a time. Different class labels keep its sets apart.
+        # Torchvision's NMS takes one image at a time. The levels of an image get different class
+        # labels, so that boxes of one level do not suppress those of another.
         offsets = torch.arange(levels, device=workload.device).repeat(images)[:, None] * classes
         scores = torch.arange(count, 0, -1.0, device=workload.device).repeat(levels)
         lists = list(
@@ -80,7 +81,7 @@ def _torchvision_nms(
 
 
 def top_k_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `stable_top_k`: scores before and after NMS."""
+    """Yield cases of `stable_top_k`: selection of the highest scores before and after NMS."""
     for full, k in _TOP_K_SIZES:
         length = workload.count(full)
         k = min(workload.count(k), length)
@@ -97,7 +98,7 @@ def top_k_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def iou_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `box_iou`: ground truth with all anchors."""
+    """Yield a case of `box_iou`: IoU of ground-truth boxes with all anchors."""
     truth, anchors = _truth(workload), _anchors(workload)
     yield kernel_case(
         "box_iou",
@@ -110,7 +111,7 @@ def iou_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def matching_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `match_boxes`: all anchors with ground truth."""
+    """Yield a case of `match_boxes`: matching of all anchors to ground-truth boxes."""
     truth, anchors = _truth(workload), _anchors(workload)
     labels = torch.ones(truth.shape[:2], dtype=torch.int64, device=workload.device)
     matcher = Matcher(0.7, 0.3, allow_low_quality_matches=True)
@@ -127,7 +128,7 @@ def matching_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def decoding_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `decode_boxes`: the selected anchors of all levels."""
+    """Yield a case of `decode_boxes`: decoding of the selected anchors of all levels."""
     anchors, selected = _anchors(workload), workload.count(4819)
     deltas = workload.randn(workload.batch, anchors.shape[1], 1, 4)
     indices = workload.randint(anchors.shape[1], workload.batch, selected)
@@ -153,7 +154,7 @@ def decoding_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def encoding_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `encode_boxes`: regression targets of the sampled RoIs."""
+    """Yield a case of `encode_boxes`: encoding of the regression targets of sampled RoIs."""
     rois = workload.boxes(workload.batch, workload.count(512))
     truth, coder = rois + 3, BoxCoder((10.0, 10.0, 5.0, 5.0))
     yield kernel_case(
@@ -169,7 +170,7 @@ def encoding_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def anchor_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `grid_anchors`: all anchors of an FPN."""
+    """Yield a case of `grid_anchors`: generation of all anchors of an FPN."""
     cells = _cell_anchors(workload)
     steps, grids = _maps(workload)
     generator = AnchorGenerator(((1,),) * len(STRIDES), ((1.0,),) * len(STRIDES))

@@ -42,15 +42,15 @@ _RESIZE_LIMIT = "loads of single bytes: all source pixels of an output pixel, at
 
 class _PoolingInputs(NamedTuple):
     size: str
-    # [B, C, H_l, W_l] per level.
+    # Feature maps [B, C, H_l, W_l], one per level.
     features: list[Tensor]
-    # [B, R, 4].
+    # RoIs [B, R, 4], xyxy in input pixels.
     rois: Tensor
     # Scalar arguments of `pyramid_roi_align` and of its gradient.
     attributes: tuple[object, ...]
     # Torchvision's pooling, from features to [B * R, C, P, P]. None: it lacks the features' type.
     torchvision: Callable[[list[Tensor]], Tensor] | None
-    # Goal of `pyramid_roi_align`. None: no goal. The gradient never has one.
+    # Goal of `pyramid_roi_align`. None: no goal. The gradient kernel never has a goal.
     goal: KernelGoal | None
 
 

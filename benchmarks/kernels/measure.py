@@ -15,7 +15,7 @@ class KernelBaseline:
 
     name: str
     run: Callable[[], object]
-    # True: it runs on the CPU, at least in part, and is timed on the host's clock.
+    # Whether it runs on the CPU, at least in part, and is timed on the host's clock.
     on_host: bool = False
 
 
@@ -51,7 +51,7 @@ class BaselineResult:
 
     name: str
     milliseconds: float
-    # True: timed on the host's clock, not the GPU's.
+    # Whether it was timed on the host's clock instead of the GPU's.
     on_host: bool
 
 
@@ -146,7 +146,17 @@ def kernel_case(
     *baselines: KernelBaseline,
     goal: KernelGoal | None = None,
 ) -> KernelCase:
-    """Run a kernel once. Return its case, with the size of inputs and outputs as memory traffic."""
+    """Return a benchmark case. Its memory traffic is the size of inputs and outputs of one run.
+
+    Args:
+        kernel: name of the kernel.
+        size: description of the input size.
+        limit: description of the bottleneck.
+        run: function that launches the kernel and returns its outputs.
+        inputs: tensors that the kernel reads.
+        baselines: other implementations of the same task.
+        goal: speed that the kernel should reach. None: no goal.
+    """
     outputs = run()
     tensors = [*inputs, *([outputs] if isinstance(outputs, Tensor) else outputs)]
     megabytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 1e6

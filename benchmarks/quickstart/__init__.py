@@ -89,13 +89,14 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
     with step(console, steps, 1, output / "data"):
         draw_dataset(output / "data", synthetic, workers=os.cpu_count() or 1)
     with step(console, steps, 2, output / "train", has_progress=True):
-        # Linked before the training, which writes the file after 10, 30 and 100 % of its steps.
+        # The training writes the file after 10, 30 and 100 % of its steps. The link is created
+        # before, so that it shows the file while the training runs.
         (output / PROGRESS_FILE).symlink_to(f"train/{PROGRESS_FILE}")
         checkpoint = run_training(config)
         draw_curves(output / "train")
     bundle = output / "bundle"
     with step(console, steps, 3, bundle):
-        # The CPU does not compute fp16, and the export of each precision takes seconds.
+        # Without a GPU, omit fp16: it would not be used, and each precision takes seconds.
         precisions: list[Precision] = ["fp32", "fp16"] if torch.cuda.is_available() else ["fp32"]
         bundle_from_checkpoint(checkpoint, bundle, precisions=precisions, report=console.print)
     with step(console, steps, 4):

@@ -78,14 +78,16 @@ def step(
     *,
     has_progress: bool = False,
 ) -> Iterator[None]:
-    """Print title and duration of a step, and on a terminal the time left until its end.
+    """Print the title of a step before the block, and its duration afterwards.
+
+    While the block runs, a terminal shows the time left.
 
     Args:
         console: Console to print to.
         steps: All steps.
         number: Number of the step, from 1.
-        folder: Folder of the outputs. None: the step has none of its own.
-        has_progress: Whether the step itself shows the time left.
+        folder: Folder of the step's outputs, printed at the end. None: there is none.
+        has_progress: Whether the block itself shows the time left.
     """
     title, seconds = steps[number - 1]
     console.rule(f"{number}/{len(steps)} {title}", align="left")

@@ -10,12 +10,15 @@ from .results import ServeResult, load_name
 
 CPU_COLUMNS: Final = ("cores", "server", "front ends", "workers", "clients")
 
-# Threads with a smaller share of the CPU time are left out.
+# Minimum fraction of the server's CPU time. The table omits threads that use less.
 _MIN_SHARE: Final = 0.005
 
 
 def cpu_cells(result: ServeResult) -> tuple[str, ...]:
-    """Return cells for `CPU_COLUMNS`: cores of the server, and CPU milliseconds per image."""
+    """Return cells for `CPU_COLUMNS`: cores of the server, and CPU milliseconds per image.
+
+    If the server was not measured, its cells are empty.
+    """
     clients = _milliseconds(result.client.total_cores, result)
     if result.server is None:
         return "", "", "", "", clients

@@ -30,7 +30,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def post(self, path: str, body: bytes) -> HttpResponse:
-        """Send a POST request.
+        """Send a POST request, and return the response.
 
         Raises:
             OSError, asyncio.IncompleteReadError: the connection failed.

@@ -58,11 +58,11 @@ Load = ClosedLoop | OpenLoop
 class LoadWindow(NamedTuple):
     """Times of a measurement on the monotonic clock, which all processes of a machine share."""
 
-    # The first request is sent.
+    # Time of the first request.
     begin: float
-    # Warm-up ends. Requests due from here on are counted.
+    # End of the warm-up. Requests due from this time on are counted.
     start: float
-    # No further request is sent. Requests in flight are still awaited.
+    # Time after which no request is sent. Requests in flight are still awaited.
     end: float
 
 
@@ -79,7 +79,7 @@ class ClientLoad:
     # Serialized DetectRequests, or image files if `load` is an HttpLoop; sent in rotation.
     requests: Sequence[bytes]
     window: LoadWindow
-    # Deadline of a request.
+    # Deadline of a request in seconds.
     timeout_s: float
     # Seed of the arrival times.
     seed: int
@@ -95,7 +95,8 @@ class RequestLog(NamedTuple):
     received: float
     # Name of the gRPC status, or `HTTP` and the status code.
     status: str
-    # Microseconds of decoding, queueing, inference and encoding, and the size of the batch.
+    # Microseconds of decoding, queueing, inference and encoding, and the size of the batch. Empty
+    # unless the status is `OK`.
     timing: tuple[int, ...]
 
 
@@ -118,7 +119,10 @@ _Detect = Callable[[bytes], Awaitable[_Outcome]]
 
 
 def send_load(load: ClientLoad) -> ClientLog:
-    """Send a share of a load over a connection of its own, and wait for all responses."""
+    """Send one process's share of a load, wait for all responses, and return the log.
+
+    The process has its own connections: one for gRPC, or one per client for HTTP.
+    """
     return asyncio.run(_send_load(load))
 
 
@@ -231,7 +235,8 @@ def _stream_detect(channel: grpc.aio.Channel, share: ClientLoad) -> _Detect:
         request_id = next(ids)
         outcome: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
         in_flight[request_id] = outcome
-        # Two serialized messages concatenated are a message with the fields of both.
+        # Append the ID in serialized form: two concatenated messages are one message with the
+        # fields of both, and the image need not be serialized again.
         message = request + pb.DetectRequest(id=request_id).SerializeToString()
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             async with write_lock:

@@ -79,7 +79,7 @@ class ServeSettings:
     seconds: float = 5.0
     # Time before each measurement in which requests are sent but not counted.
     warmup_seconds: float = 1.0
-    # Deadline of a request.
+    # Deadline of a request in seconds.
     timeout_s: float = 30.0
     # Client processes, each with a connection of its own.
     processes: int = 1
@@ -103,11 +103,14 @@ def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
         bundle: Folder of the bundle.
         options: Further arguments of `maskrcnn serve`.
 
+    Yields:
+        The server, when it is ready for requests.
+
     Raises:
         ServerStartError: the server ended before it was ready.
     """
     command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0"]
-    # The access log would hide the results.
+    # Switch off the access log, which would hide the results on the terminal.
     command += ["--log-level", "warning", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -123,15 +126,20 @@ def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
 def measure_bundle(
     bundle: Path, settings: ServeSettings, options: Sequence[str] = ()
 ) -> Iterator[ServeResult]:
-    """Start a server for a bundle, and measure it as `measure_server` does.
+    """Start a server for a bundle, measure it under each load, and stop it.
 
     Args:
         bundle: Folder of the bundle.
         settings: Loads, images and durations.
         options: Further arguments of `maskrcnn serve`.
 
+    Yields:
+        The result of each load when it is complete.
+
     Raises:
         ServerStartError: the server did not start.
+        ServingError: the server rejects the first image.
+        NoAnswerError: under one of the loads no request was answered with detections.
     """
     http_address = None
     if settings.http:
@@ -181,7 +189,7 @@ def measure_server(
 
 class _ServerTarget(NamedTuple):
     address: str
-    # As in `ClientLoad`.
+    # Serialized DetectRequests, or image files for HTTP; sent in rotation.
     requests: Sequence[bytes]
     max_batch: int
     pid: int | None
@@ -226,7 +234,7 @@ def _measure(
 
 @contextmanager
 def _client_processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Start client processes, wait until all are up, and yield their pool."""
+    """Start client processes, and yield their pool when all of them run."""
     context = get_context("spawn")
     with ProcessPoolExecutor(count, context, _await_all, (context.Barrier(count),)) as pool:
         list(pool.map(abs, range(count)))

@@ -69,7 +69,7 @@ def serve_record(
         images: Description of the images.
         max_delay_ms: `--max-delay-ms` of the server. None: unknown.
         bulk: Result of the same bundle without a server, at the server's largest batch.
-        machine: None: this machine.
+        machine: machine of the measurement. None: this machine.
     """
     machine = machine or describe_machine()
     over_http = " and HTTP" if any(isinstance(r.load, HttpLoop) for r in results) else ""
@@ -101,7 +101,7 @@ def describe_result(result: ServeResult) -> str:
 def serve_goals(
     results: Sequence[ServeResult], max_delay_ms: float | None, bulk: BulkResult | None
 ) -> list[str]:
-    """Return sentences that compare throughput, latency and refusals with the goals."""
+    """Compare results with the goals, in sentences. An argument of None omits its goal."""
     own = own_results(results)
     best = fastest(own)
     goals = []

@@ -64,9 +64,9 @@ class ServeResult:
     batches_at_once: float
     # Requests due within the window and answered with detections, even after its end.
     requests: int
-    # Latency of these requests, from the time at which each was due.
+    # Latency of the answered requests, from the time at which each was due.
     latency: Latency
-    # Mean, over these requests, of the size of the batch that contained them.
+    # Size of the batch that contained a request, as a mean over the answered requests.
     mean_batch_size: float
     times: RequestTimes
     # Requests due within the window that ended without detections, by status.
@@ -111,7 +111,7 @@ def result_from_logs(
     decode, queue, infer, encode = (us / 1000 for us in stages_us)
     latency = _latency_of(answered)
     lag_ms = percentile(sorted(1000 * (r.sent - r.due) for r in due), 99)
-    # Each request counts its share of the backend time of its batch.
+    # Divide the backend time of a batch among its requests, so that each batch counts once.
     timings = (r.timing for r in completed)
     backend_s = sum(infer_us / size for _, _, infer_us, _, size in timings) / 1e6
     cpu_s = [log.cpu_s for log in logs]
@@ -152,7 +152,10 @@ def own_results(results: Sequence[ServeResult]) -> list[ServeResult]:
 
 
 def fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeResult | None:
-    """Return the closed-loop result with the highest throughput. None: there is no closed loop."""
+    """Return the closed loop over gRPC, streamed or unary, with the highest throughput.
+
+    None: there is no such result.
+    """
     closed = closed_loops(results, streamed=streamed)
     return max(closed, key=lambda r: r.images_per_second, default=None)
 
@@ -160,7 +163,7 @@ def fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeR
 def closed_loops(results: Sequence[ServeResult], *, streamed: bool) -> list[ServeResult]:
     """Return the results of closed loops over gRPC, with streams or with unary calls."""
     loads = ((r, r.load) for r in results)
-    # Without HttpLoop, which derives from ClosedLoop.
+    # `isinstance` would include HttpLoop, which derives from ClosedLoop.
     return [r for r, load in loads if type(load) is ClosedLoop and load.streamed == streamed]
 
 

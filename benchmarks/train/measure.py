@@ -24,6 +24,9 @@ def measure_training(
         settings: Precisions, baselines, seeds and numbers of steps.
         on_run: Called before each run.
 
+    Returns:
+        One result per run. With several processes, it is that of rank 0.
+
     Raises:
         ConfigError: the configuration does not fit the data, the machine or torchvision.
         DataError: the data set is invalid.
@@ -53,7 +56,10 @@ def measure_training(
 
 @contextmanager
 def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
-    """Yield the environment variables of each rank. Keep the TCP store that connects the ranks."""
+    """Yield the environment variables of each rank. One process needs none.
+
+    The TCP store that connects several ranks exists until the block ends.
+    """
     if processes == 1:
         yield [{}]
         return
@@ -70,11 +76,12 @@ def _run_config(
     seed: int,
     iterations: int,
 ) -> TrainConfig:
-    # The learning-rate schedule stays the configured one, whatever the length of the run.
+    # A run may end before max_iterations. Do not lower it, because the learning-rate schedule
+    # depends on it.
     longest = max(iterations, config.solver.max_iterations)
     solver = config.solver.model_copy(update={"max_iterations": longest})
     model = config.model
-    if engine == "torchvision":  # it needs masks of whole images
+    if engine == "torchvision":  # its targets are masks of whole images, not crops
         roi = model.roi.model_copy(update={"mask_crop_size": None})
         model = model.model_copy(update={"roi": roi})
     changes = {"precision": precision, "seed": seed, "solver": solver, "model": model}

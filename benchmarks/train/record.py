@@ -81,7 +81,7 @@ def train_record(results: Sequence[TrainResult]) -> Record:
 
 
 def _baseline(result: TrainResult, results: Sequence[TrainResult]) -> TrainResult | None:
-    """Return torchvision's result in the same precision and with the same seed, if there is one."""
+    """Return torchvision's result in the same precision with the same seed. None: not measured."""
     key = ("torchvision", result.precision, result.seed)
     same = (r for r in results if (r.engine, r.precision, r.seed) == key)
     return next(same, None)
@@ -125,7 +125,7 @@ _Runs = dict[tuple[TrainPrecision, TrainEngine], list[TrainResult]]
 
 
 def _by_model(results: Sequence[TrainResult]) -> _Runs:
-    """Return the runs, one per seed, by precision and model."""
+    """Group runs by precision and model. Each group has one run per seed."""
     runs = defaultdict(list)
     for result in results:
         runs[result.precision, result.engine].append(result)
@@ -138,9 +138,13 @@ def _gpu_columns(gpu: GpuSteps) -> tuple[str, ...]:
 
 
 def _plot_loss(axes: "Axes", results: Sequence[TrainResult], index: int | None, name: str) -> None:
-    """Plot the smoothed curve of one loss of each model: the mean over its seeds.
+    """Plot a smoothed curve of one loss per precision and model: the mean over the seeds.
 
-    index None: the total loss.
+    Args:
+        axes: axes to draw into.
+        results: all runs.
+        index: column of the loss in `TrainResult.losses`. None: the total loss.
+        name: name of the loss, for the title.
     """
     import numpy as np
 

@@ -13,7 +13,7 @@ from ..common.processes import peak_memory_mib, reset_peak_memory
 from ..common.timing import Latency, latency_from_seconds
 from ..infer.gpu_time import GpuActivity, busy_microseconds, profile_gpu
 
-# Torch and the training stack are imported only in the process of a run.
+# Torch and the training modules are imported only in the process of a run.
 if TYPE_CHECKING:
     import torch
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ...training.distributed import Worker
 
 TrainPrecision = Literal["fp32", "tf32", "fp16", "bf16"]
-# The configured model, and its baselines: the same without compilation, and torchvision's model.
+# Baselines: the configured model without compilation, and torchvision's model. `this` is the
+# configured model itself.
 TrainPeer = Literal["eager", "torchvision"]
 TrainEngine = Literal["this"] | TrainPeer
 # Number of steps whose launch time is measured.
@@ -81,7 +82,7 @@ class TrainResult:
     data_share: float
     # Seconds of the first step, with compilation.
     first_step_seconds: float
-    # None on a CPU.
+    # Launch time, kernels and communication of a step. None on a CPU.
     gpu: GpuSteps | None
     # On a GPU the peak reserved by torch, on the CPU the peak resident memory.
     peak_memory_mib: float
@@ -103,7 +104,17 @@ def measure_rank(
     settings: TrainSettings,
     environment: Mapping[str, str],
 ) -> TrainResult:
-    """Train once as one of the ranks. Raise `ConfigError` if GPU memory runs out."""
+    """Train once in this process, as one rank, and return the measurement.
+
+    Args:
+        config: Configuration of the run.
+        engine: Model to train.
+        settings: Numbers of steps, and whether to measure the average precision.
+        environment: Environment variables of the rank. Empty: the only process.
+
+    Raises:
+        ConfigError: GPU memory runs out.
+    """
     os.environ.update(environment)
     import torch
 

@@ -28,9 +28,10 @@ def builders_from_options(
     Args:
         bundle: folder of the bundle that will hold the engines.
         kinds: values of `--engine`.
-        for_triton: whether Triton will run the engines. If so, each batch size gets a profile:
-            Triton does not pad batches, and each change of a profile's batch size leaks memory of
-            our plugins (https://github.com/NVIDIA/TensorRT/issues/4849).
+        for_triton: whether Triton will run the engines. If so, each batch size gets a profile,
+            because Triton does not pad batches, and in an engine with plugins each change of the
+            batch size within a profile leaks memory
+            (https://github.com/NVIDIA/TensorRT/issues/4849).
         choices: values of the other engine options. None or (): not given.
 
     Raises:

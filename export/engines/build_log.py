@@ -16,7 +16,7 @@ class BuildLog:
     def __init__(self, path: Path) -> None:
         """Set the path. The first `section` creates the file, or replaces an older one.
 
-        If the disk is full, logging stops and the build continues.
+        A message that cannot be written, as when the disk is full, is dropped without an error.
         """
         self.path = path
         # Errors of the current section, each on one line.
@@ -28,7 +28,10 @@ class BuildLog:
 
     @contextmanager
     def section(self, title: str) -> Iterator[None]:
-        """Write the messages of one engine build to the file, below the title."""
+        """Write TensorRT's messages within the block to the file, below a title.
+
+        Attributes `errors` and `listing` are cleared at the start.
+        """
         self.errors, self.listing = [], ""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self._file = self.path.open(self._mode)
@@ -43,7 +46,7 @@ class BuildLog:
 
     def write(self, severity: str, message: str) -> None:
         """Record a message of TensorRT. Outside of sections it is not written to the file."""
-        # TensorRT frees some objects late and logs that after the section.
+        # Messages after a section are expected, because TensorRT frees some objects late.
         if severity in ERRORS:
             self.errors.append(" ".join(message.split()))
         elif message.startswith("Layers:\n"):

@@ -115,8 +115,8 @@ class EngineBuilder(ABC):
         ):
             progress = BuildProgress(bars)
             try:
-                # A thread of its own, because TensorRT swallows a KeyboardInterrupt that is raised
-                # inside one of its callbacks.
+                # Build in a thread of its own. In the main thread, a KeyboardInterrupt may be
+                # raised inside a callback of TensorRT, which would swallow it.
                 plan = pool.submit(
                     self._build_plan, model, plan_path.name, precision, progress
                 ).result()
@@ -155,7 +155,7 @@ class EngineBuilder(ABC):
         return {}
 
     def _current_gpu(self) -> AbstractContextManager[None]:
-        """Select the building GPU in this thread."""
+        """Return a context that selects the building GPU in this thread; by default, a null one."""
         return nullcontext()
 
     def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:

@@ -12,7 +12,10 @@ from .level_top_k import split_top_k
 
 
 def load_model(path: Path) -> onnx.ModelProto:
-    """Load a result of `onnx_from_model` or `quantized_model`, and adapt it to TensorRT."""
+    """Load an exported ONNX file, and adapt it to TensorRT.
+
+    Each feature map gets a TopK of its own, and quantization becomes symmetric.
+    """
     model = onnx.load(path)
     split_top_k(model.graph)
     make_symmetric(model.graph)
@@ -30,8 +33,10 @@ def plugin_graph_from_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, li
     """
     nodes = [node for node in model.graph.node if node.domain == OPSET_DOMAIN]
     for node in nodes:
-        # Without this attribute the parser uses the function body, whatever the parser's flags.
+        # Without this attribute, the parser uses the node's function body instead of the plugin,
+        # whatever the parser's flags.
         node.attribute.append(helper.make_attribute("plugin_namespace", PLUGIN_NAMESPACE))
-    # Without bodies the parser cannot fall back on one silently.
+    # Without function bodies, a missing plugin is an error. With them, the parser would silently
+    # use a body instead.
     del model.functions[:]
     return model, sorted({f"{PLUGIN_NAMESPACE}::{node.op_type}" for node in nodes})

@@ -42,7 +42,7 @@ class EngineTensor:
     name: str
     is_input: bool
     dtype: str
-    # -1: a size that the optimization profile decides.
+    # Sizes of the axes. -1: dynamic size, for which each optimization profile has a range.
     shape: tuple[int, ...]
     # Smallest, best and largest shape for each optimization profile. Outputs: ().
     profiles: tuple[tuple[tuple[int, ...], ...], ...]
@@ -80,7 +80,8 @@ def inspected_layers(trt: Any, engine: Any) -> list[Layer]:
     Raises:
         EngineError: the engine was built without detailed profiling verbosity.
     """
-    # Formats depend on shapes, so fix the shapes in a context. It allocates no GPU memory.
+    # The inspector reports formats only if all shapes are known, so set them in a context. With
+    # USER_MANAGED, the context allocates no GPU memory.
     context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     for tensor in inspected_tensors(trt, engine):
         if tensor.is_input:

@@ -19,7 +19,7 @@ class LayerTensor:
     """Input or output tensor of a layer."""
 
     name: str
-    # -1: a size that is known only at run time.
+    # Sizes of the axes. -1: the size is known only at run time.
     shape: tuple[int, ...]
     # Name such as `fp16` or `int64`. Empty: unknown.
     dtype: str
@@ -55,22 +55,23 @@ class Layer:
         return read or frozenset({self.weights_dtype}) & _ARITHMETIC
 
 
-# Types that decide the precision of a layer; indices, images and booleans do not.
+# Types that decide the precision of a layer, unlike the types of indices, images and booleans.
 _ARITHMETIC = frozenset({"fp32", "fp16", "bf16", "fp8", "fp4", "int8"})
 _DTYPE = re.compile("BFLOAT16|BF16|HALF|FP16|FLOAT|FP32|FP8|FP4|U?INT8|INT(?:4|32|64)|BOOL")
-# Fewest channels of a map that a convolution reads in fp8.
+# Convolutions of fewer input channels need not read fp8.
 _MIN_FP8_CHANNELS = 16
-# TensorRT has several names for one type.
+# Our names of types, by TensorRT's alternative names.
 _SPELLINGS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
 
 
 def check_precision(layers: Sequence[Layer], precision: Precision, name: str) -> None:
     """Check that an engine computes in the types of its precision.
 
-    In fp16 and bf16 every convolution and at least one matrix product must read that type. In fp32
-    and tf32 all of them must read fp32; the types do not show whether TF32 is on. In int8 and fp8
-    every convolution except transposed ones must read that type, possibly beside fp32; in fp8 also
-    except those of a few channels, such as the first.
+    - fp16, bf16: every convolution and at least one matrix product must read this type.
+    - fp32, tf32: every convolution and matrix product must read fp32. The types do not show whether
+      TF32 is on.
+    - int8, fp8: every convolution must read this type, possibly beside fp32. Exceptions are
+      transposed convolutions and, in fp8, those with few input channels, such as the first.
 
     Raises:
         PrecisionError: a layer computes in another type, or no convolution is listed.
@@ -91,7 +92,8 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
     expected = frozenset({"fp32" if precision == "tf32" else precision})
     allowed = expected | ({"fp32"} if is_quantized else set())
     wrong = [c for c in convolutions if not expected <= c.compute_types <= allowed]
-    # The matrix product in the function body of NMS stays in fp32.
+    # The function body of NMS has a matrix product in fp32. In fp16 and bf16, therefore, differing
+    # products are an error only if all differ.
     products_differ = [layer for layer in products if layer.compute_types != expected]
     if precision not in ("fp16", "bf16") or len(products_differ) == len(products):
         wrong += products_differ
@@ -130,7 +132,7 @@ def layers_from_json(text: str) -> list[Layer]:
 
 
 def _tensors_from_json(records: Sequence[dict[str, Any]]) -> tuple[LayerTensor, ...]:
-    # The TensorRT backend decides whether the type has its own field or is in the format's name.
+    # The type is in a field of its own or in the format's name, depending on TensorRT's backend.
     return tuple(
         LayerTensor(
             record["Name"],

@@ -10,9 +10,12 @@ from onnx import helper, numpy_helper
 def split_top_k(graph: onnx.GraphProto) -> None:
     """Replace a TopK over padded rows by one TopK per row without padding, in place.
 
-    `Pad` of L tensors [B, N_l] to [B, N], `Unsqueeze`, `Concat` to [B, L, N], `Max` and `TopK` of k
-    become `Pad` to [B, k] if N_l < k, `Max` and `TopK` of [B, N_l], and `Concat` to [B, L, k]. The
-    results are the same. With the maps of a pyramid, only a quarter of the entries is sorted.
+    An exported model selects the k best anchors of each of L feature maps. It pads the scores of
+    each map from [B, N_l] to [B, N], concatenates them to [B, L, N], and applies `Max` and one
+    `TopK`. After this pass, each map has a `Max` and a `TopK` of its own, and the results are
+    concatenated to [B, L, k]. Only maps with N_l < k are padded, to [B, k].
+
+    The results are the same. With the maps of a pyramid, only a quarter of the entries is sorted.
     """
     producers = {name: node for node in graph.node for name in node.output}
 
@@ -47,7 +50,15 @@ def _replacement(
     lowest: str,
     axis: str,
 ) -> Iterator[onnx.NodeProto]:
-    """Yield the replacement. `lowest` and `axis`: second inputs of `Max` and `Unsqueeze`."""
+    """Yield the nodes that replace a TopK. Add their constants to the graph.
+
+    Args:
+        graph: graph of the TopK.
+        top_k: node to replace.
+        pads: `Pad` node of each feature map.
+        lowest: name of the second input of `Max`, a finite lower bound of the scores.
+        axis: name of the second input of `Unsqueeze`.
+    """
     shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.value_info}
     constants = {value.name: value for value in graph.initializer}
     k = int(numpy_helper.to_array(constants[top_k.input[1]]).item())

@@ -154,7 +154,7 @@ def engine_options(command: _Command) -> _Command:
 def check_engine_choices(
     choices: Mapping[str, object], bundle: Path, kinds: Sequence[EngineKind]
 ) -> None:
-    """Check that each given option applies to an engine kind, and that its file can be written.
+    """Check that each given option applies to a kind of engine, and that named files are writable.
 
     Args:
         choices: values of the given options by parameter name.

@@ -61,7 +61,11 @@ def profile_layers(trt: Any, engine: Any, batch: int, runs: int) -> dict[str, fl
 
 
 def _profile_for(tensors: list[EngineTensor], batch: int) -> int:
-    """Return the index of the first optimization profile that holds a batch size."""
+    """Return the index of the first optimization profile whose range includes a batch size.
+
+    Raises:
+        EngineError: no profile includes it.
+    """
     profiles = next(tensor.profiles for tensor in tensors if tensor.name == INPUT_NAMES[0])
     ranges = [(smallest[0], largest[0]) for smallest, _, largest in profiles]
     for number, (smallest, largest) in enumerate(ranges):
@@ -74,7 +78,7 @@ def _profile_for(tensors: list[EngineTensor], batch: int) -> int:
 def _inputs_and_outputs(
     trt: Any, engine: Any, tensors: list[EngineTensor], batch: int
 ) -> dict[str, Tensor]:
-    """Return tensors by name: images of noise that fill the input, their sizes, and outputs."""
+    """Return GPU tensors by name: noise images of the full input size, their sizes, and outputs."""
     memory = {}
     for name in (tensor.name for tensor in tensors):
         dtype = trt.nptype(engine.get_tensor_dtype(name))

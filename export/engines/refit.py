@@ -24,10 +24,12 @@ _ONNX_PRECISION: dict[Precision, Precision] = {"tf32": "fp32"}
 
 
 def refit_bundle(bundle: Path) -> list[str]:
-    """Insert the weights of a bundle's ONNX files into its engines without weights, in place.
+    """Insert the weights of a bundle's ONNX files into its engines without weights.
+
+    The engine files and the manifest are replaced. Engines with weights do not change.
 
     Returns:
-        Paths of these engines, relative to the bundle.
+        Paths of the engines that received weights, relative to the bundle.
 
     Raises:
         BundleError: the bundle is damaged.

@@ -37,7 +37,7 @@ class TensorRTEngineBuilder(EngineBuilder):
                 "TensorRT builds an engine on the GPU that will run it, and this machine has none; "
                 "export on that machine, or use --engine tensorrt-rtx, which needs no GPU"
             )
-        # `build` starts a thread for TensorRT, in which another GPU would be current.
+        # Remember the current GPU: `build` runs TensorRT in a new thread, where another is current.
         self._gpu = torch.cuda.current_device()
         major, minor = torch.cuda.get_device_capability(self._gpu)
         return (f"{major}.{minor}",)
@@ -127,11 +127,12 @@ class TensorRTEngineBuilder(EngineBuilder):
         return inspected_layers(self._trt, engine)
 
     def _timing_cache(self) -> Path:
-        """Return the path of the kernel timings: --timing-cache, or one per GPU and version."""
+        """Return the file of kernel timings: by default, one per GPU, version and plugin code."""
         if self._options.timing_cache is not None:
             return self._options.timing_cache
         gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name(self._gpu))
-        # TensorRT's cache keys contain neither attributes nor code of plugins.
+        # TensorRT's cache keys contain neither attributes nor code of plugins. The file name
+        # contains a digest of the code, so that timings of changed plugins are not used.
         kernels = kernels_digest(self._architecture)
         name = f"{gpu}-{self._trt.__version__}-{__version__}-{kernels}.cache"
         return cache_folder("timing") / name

@@ -87,8 +87,7 @@ def _name_batch_axis(graph: onnx.GraphProto) -> None:
 def _remove_reshapes_to_own_shape(graph: onnx.GraphProto) -> None:
     """Remove the Reshape nodes whose input has the shape of the output, and their constants.
 
-    The exporter leaves one behind each RoIAlign, in which TensorRT could not keep the maps
-    channels-last.
+    The exporter leaves one after each RoIAlign. TensorRT cannot keep maps channels-last across it.
     """
     shapes = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
@@ -180,9 +179,10 @@ _NODES: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def _custom_operations_replaced() -> Iterator[None]:
-    """Within the block, let the ONNX exporter's decomposition replace custom operations too."""
-    # `ExportedProgram.run_decompositions` would replace them too, but traces the whole model once
-    # more, which is a quarter of the export's time.
+    """Within the block, let the ONNX exporter replace custom operations as in `_NODES`."""
+    # Entries of the exporter's own decomposition table need no further pass.
+    # `ExportedProgram.run_decompositions` would trace the whole model once more, which is a quarter
+    # of the export's time.
     table = torch._decomp.decomposition_table
     table.update(_NODES)
     try:

@@ -75,6 +75,6 @@ def functions_for(config: ModelConfig) -> list[onnx.FunctionProto]:
         for attribute in average.attribute:
             attribute.ints[:] = [config.roi.sampling_ratio] * 2
     if PyramidRoIAlignAdaptive in pooling:
-        # Both bodies implement the same node.
+        # The adaptive body implements the node PyramidRoIAlign, too, so it gets the node's name.
         bodies[1].name = PyramidRoIAlign.name
     return bodies

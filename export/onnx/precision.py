@@ -61,6 +61,6 @@ class _Upsampling(nn.Module):
 
 
 def replace_transposed_convolution(model: MaskRCNN) -> None:
-    """Replace the transposed convolution of the mask head by equivalent operations, in place."""
+    """Replace the mask head's transposed convolution by an equivalent 1x1 convolution, in place."""
     predictor = model.roi_heads.mask_predictor
     predictor.conv5_mask = _Upsampling(predictor.conv5_mask)  # type: ignore[assignment]

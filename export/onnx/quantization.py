@@ -19,7 +19,7 @@ from ...model.image_files import read_image_file
 from ...model.images import decode_image
 from ...model.resizing import Pixels, pad_to_bucket, resize_image, resized_size
 
-# Most images of a calibration. With more, the ranges hardly change.
+# Maximum number of calibration images. With more, the ranges hardly change.
 _MOST_IMAGES = 64
 # Largest number in E4M3.
 _LARGEST_FP8 = 448
@@ -39,6 +39,9 @@ def quantized_model(
         paths: image files for the calibration, of which up to 64 are used.
         preprocessing: resizing of the images.
         bucket: input size of the model. Images that exceed it are cropped.
+
+    Returns:
+        A new model.
 
     Raises:
         ModuleNotFoundError: ONNX Runtime is not installed.
@@ -73,8 +76,8 @@ def float8_model(
 ) -> onnx.ModelProto:
     """Quantize convolutions and linear layers to fp8 (E4M3), for TensorRT.
 
-    Inputs, outputs and weights of the layers become fp8, with the symmetric ranges of
-    `quantized_model`. The arguments and errors are those of `quantized_model`.
+    Inputs, outputs and weights of the layers become fp8. Ranges are measured by `quantized_model`,
+    which has the same arguments, result and errors, and then made symmetric.
     """
     weights = {w.name: numpy_helper.to_array(w) for w in model.graph.initializer}
     quantized = quantized_model(model, paths, preprocessing, bucket)
@@ -82,7 +85,7 @@ def float8_model(
     make_symmetric(graph)
     constants = {constant.name: constant for constant in graph.initializer}
     nodes = [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
-    # Both nodes of a pair read the same constants.
+    # Both nodes of a pair read the same constants: collect them in a set, to scale them once.
     for scale, zero in {(node.input[1], node.input[2]) for node in nodes}:
         factor = numpy_helper.to_array(constants[scale]) * np.float32(127 / _LARGEST_FP8)
         constants[scale].CopyFrom(numpy_helper.from_array(factor, scale))
@@ -95,7 +98,8 @@ def float8_model(
             others = [axis for axis in range(weight.ndim) if axis != channels]
             scales = np.expand_dims(numpy_helper.to_array(constants[scale]), others)
             constants[data].CopyFrom(_fp8_constant(data, weight / scales))
-    # fp8 came with opset 19, in which the operators of opset 18 keep their meaning.
+    # fp8 needs opset 19. The operators of opset 18 have the same meaning there, so it is enough to
+    # raise the version.
     for opset in (
         *quantized.opset_import,
         *(o for f in quantized.functions for o in f.opset_import),
@@ -132,7 +136,7 @@ def make_symmetric(graph: onnx.GraphProto) -> None:
             bias = (value(data) * value(scale)).astype(np.float32)
             graph.initializer.append(numpy_helper.from_array(bias, node.output[0]))
             graph.node.remove(node)
-        elif value(zero).dtype == np.uint8:  # in the second node of a pair, int8 already
+        elif value(zero).dtype == np.uint8:  # int8: converted already, with the pair's first node
             point = int(value(zero))
             replace(scale, value(scale) * np.float32(max(point, 255 - point) / 127))
             replace(zero, np.zeros((), np.int8))

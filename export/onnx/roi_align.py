@@ -168,12 +168,13 @@ def RoIAlignOnMap(  # noqa: N802
     far = op.Cast(op.Constant(value_int=inclusive), to=1)
     one = op.Constant(value_float=1.0)
     x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
-    # The operator subtracts this half cell. Unaligned RoIs are widened to at least one cell.
+    # The operator subtracts half a cell, so unaligned RoIs add it first. They are also widened to
+    # at least one cell.
     left, top = x1 * scale + half - half * shift, y1 * scale + half - half * shift
     width = op.Max((x2 - far - x1) * scale, one - shift)
     height = op.Max((y2 - far - y1) * scale, one - shift)
     regions = op.Concat(left, top, left + width, top + height, axis=2)
-    # Empty if not chosen, so that adaptive sampling takes no samples there.
+    # Other RoIs become empty, so that adaptive sampling takes no samples in them.
     columns = op.Unsqueeze(chosen, op.Constant(value_ints=[2]))
     regions = op.Where(columns, regions, op.Constant(value_float=0.0))
     batch, count = op.Shape(rois, start=0, end=1), op.Shape(rois, start=1, end=2)

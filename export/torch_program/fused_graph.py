@@ -29,8 +29,8 @@ class _Fusion(NamedTuple):
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    It fuses convolutions before a ReLU and, in half precision, all 1x1 convolutions. An addition
-    between convolution and ReLU is fused too.
+    Convolutions are fused if a ReLU follows or, in half precision, if they are 1x1. An addition
+    after the convolution is fused too. Convolutions without bias, or with groups, stay as they are.
 
     Args:
         program: result of `run_decompositions`, which has no in-place operations.
@@ -97,7 +97,10 @@ def fuse_blocks(program: ExportedProgram) -> None:
 
 
 def _reduction_after(node: Node) -> Node | None:
-    """Return the 1x1 convolution of `node` with stride 1, a ReLU and no residual, if any."""
+    """Return the 1x1 convolution that reads `node` and can be fused with it. None: there is none.
+
+    It must have stride 1, a ReLU, and no residual.
+    """
     for user in node.users:
         if user.target is _own.convolution_relu.default:
             arguments: tuple[Any, ...] = user.args

@@ -13,6 +13,7 @@ from ...model.roi_heads import MaskPredictor
 from ...plugins.resnet_stem import arranged_weight, resnet_stem
 
 # Tensor cores process input channels in groups of four, and matrix columns in groups of eight.
+# Smaller groups are padded to these sizes.
 _STEM_CHANNELS = 4
 _MATRIX_MULTIPLE = 8
 
@@ -27,7 +28,7 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
     """
     if model.backbone.body.conv1.weight.dtype in (torch.float16, torch.bfloat16):
         fused = _FusedStem(model)
-        model.backbone.body.conv1 = fused  # so that its parameters move with the model
+        model.backbone.body.conv1 = fused  # registered, so that its parameters move with the model
         setattr(model, "stem", fused.forward)  # noqa: B010, a type checker sees a method
     else:
         model.backbone.body.conv1 = _PaddedStem(model.backbone.body.conv1)

@@ -46,8 +46,8 @@ def program_from_model(
         input_dtype: `torch.uint8` or `torch.float32`, both in 0..255.
 
     Returns:
-        A program of ATen operations and those of `plugins`. Inputs and outputs: see
-            `model.bundle.spec`.
+        A program of ATen operations and those of `plugins`. It takes images [B, 3, H, W] and image
+            sizes [B, 2], and returns the tensors that `model.bundle.spec` names as outputs.
     """
     # Two images, because a batch of one would be treated as a constant.
     images = torch.zeros(2, 3, *bucket, dtype=input_dtype)

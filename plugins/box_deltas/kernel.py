@@ -4,7 +4,8 @@ import math
 
 from ..runtime.compilation import Kernel, Launch
 
-# Natural logarithm of 1000 / 16, by which decoding scales a reference at most, as in Detectron.
+# Natural logarithm of the largest factor by which decoding enlarges a reference: 1000 / 16, as in
+# Detectron.
 MAX_LOG_SCALE = math.log(1000 / 16)
 # Threads per block.
 _THREADS = 256
@@ -28,7 +29,7 @@ def encode_boxes_launch(count: int) -> Launch:
 def decode_boxes_kernel(
     center_weight: float, size_weight: float, min_side: float, *, inclusive: bool
 ) -> Kernel:
-    """Return the decoding kernel; arguments are those of `maskrcnn::decode_boxes`."""
+    """Return the decoding kernel for these attributes, which `maskrcnn::decode_boxes` documents."""
     constants = (
         *_weights(center_weight, size_weight),
         ("MAX_LOG_SCALE", MAX_LOG_SCALE),

@@ -86,7 +86,7 @@ def decode_in_torch(
         center_weight: factor by which dx and dy were multiplied.
         size_weight: factor by which dw and dh were multiplied.
         inclusive: boxes include the pixels of their far edges, so clipping keeps one pixel or more.
-        min_side: minimum side in pixels.
+        min_side: minimum side in pixels of boxes that are `large`.
 
     Returns:
         boxes [B, K, 4] float32, xyxy in input pixels, zero for padding; `large` [B, K] bool: True

@@ -1,7 +1,7 @@
 """`maskrcnn::compress_runs`: compression of run lengths to COCO RLE strings.
 
-Contract of all implementations: the strings are those of `run_lengths.strings_from_runs`, but runs
-and strings are padded to one row per mask.
+Contract of all implementations: each string is the compressed `counts` of COCO RLE. Runs and
+strings are tensors with one row per mask, of which the ends are padding.
 """
 
 import torch

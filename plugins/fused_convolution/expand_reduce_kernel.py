@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.library import wrap_triton
 from triton import language as tl
 
-# Launch parameters of the kernel that were fastest for R-50-FPN on an H100: for up to 64 and for
-# more input channels. A block handles BLOCK_M pixels and, at a time, BLOCK_N channels between
-# the convolutions.
+# Launch parameters that were fastest for R-50-FPN on an H100: `_FEW` for up to 64 input channels,
+# `_MANY` for more. A block handles BLOCK_M pixels. It computes the channels between the two
+# convolutions in groups of BLOCK_N.
 _FEW: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
 _MANY: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
 
@@ -25,7 +25,10 @@ def launch_expand_reduce(
     output: Tensor,
     reduced: Tensor,
 ) -> None:
-    """Queue the kernel. Outputs are channels-last; `expand_reduce` documents the arguments."""
+    """Queue the kernel, which writes `output` and `reduced`, the results of `expand_reduce`.
+
+    Both are channels-last. The other arguments are those of `expand_reduce`.
+    """
     batch, channels, rows, columns = images.shape
     images, residual = (x.contiguous(memory_format=torch.channels_last) for x in (images, residual))
     blocks = _FEW if channels <= 64 else _MANY

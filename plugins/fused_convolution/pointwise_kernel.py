@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.library import wrap_triton
 from triton import language as tl
 
-# Launch parameters of the kernel that were fastest, or equally fast, for the 1x1 convolutions of
-# R-50-FPN on an H100: for many input channels, few input channels, few output channels.
+# Launch parameters that were fastest, or as fast as others, for the 1x1 convolutions of R-50-FPN on
+# an H100: `_DEEP` for many input channels, `_SHALLOW` for few, `_NARROW` for few output channels.
 _DEEP: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
 _SHALLOW: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
 _NARROW: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 16, "num_warps": 4, "num_stages": 4}
@@ -27,7 +27,10 @@ def launch_pointwise_convolution(
     stride: int,
     relu: bool,
 ) -> None:
-    """Queue the kernel. `output` is channels-last; `pointwise_convolution` documents the others."""
+    """Queue the kernel, which writes `output`, the channels-last result of `pointwise_convolution`.
+
+    The other arguments are those of `pointwise_convolution`.
+    """
     batch, channels, height, width = images.shape
     outputs, rows, columns = output.shape[1:]
     images = images.contiguous(memory_format=torch.channels_last)
@@ -89,10 +92,11 @@ def _pointwise_convolution(  # type: ignore[no-untyped-def]
 ):
     """Multiply pixels [pixels, CHANNELS] by weight [OUTPUTS, CHANNELS], a tile per block.
 
-    SHIFT: the residual has half the output's size. EARLY: load it before the product.
+    If RESIDUAL, add the residual map. SHIFT: the residual has half the output's height and width.
+    EARLY: load the residual before the product is computed, else afterwards.
     """
     tiles: tl.constexpr = tl.cdiv(OUTPUTS, BLOCK_N)
-    # Neighbouring blocks read the same pixels, which the first block brings into the cache.
+    # Blocks are numbered such that neighbours read the same pixels, so these are in the cache.
     pixel = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     channel_out = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     channel_in = tl.arange(0, BLOCK_K)
@@ -106,7 +110,7 @@ def _pointwise_convolution(  # type: ignore[no-untyped-def]
     if SHIFT:
         coarse = (image * (ROWS // 2) + row // 2) * (COLUMNS // 2) + column // 2
     added_pointers = residual + coarse[:, None].to(tl.int64) * OUTPUTS + channel_out[None, :]
-    # A long product needs the registers, so it loads the residual afterwards.
+    # With many input channels, the product needs the registers, so the residual is loaded later.
     if RESIDUAL and EARLY:
         added = tl.load(added_pointers, mask=is_value, other=0.0)
 

@@ -9,6 +9,8 @@ _ITEMS = 4
 # Ground-truth boxes that a block loads at once.
 _TILE = 128
 
+# Kernel that marks the candidates of highest IoU with each ground-truth box as positive. It runs
+# after `match_boxes_kernel` if `low_quality`.
 MATCH_BEST = Kernel("match_boxes/match_best.cu", "match_best", (("THREADS", _THREADS),))
 
 
@@ -35,9 +37,9 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
 
     With G = `truths` and N = `candidates` per image, inputs are ground-truth boxes [batch, G, 4],
     labels [batch, G] int64 and candidates [batch, N, 4], or [1, N, 4] if `shared`. Outputs are
-    target [batch, N] int64, positive and negative [batch, N] uint8. If `low_quality`, further
-    outputs are the highest IoUs: of each candidate [batch, N] float32, and of each ground-truth box
-    [batch, G] int32, the bits of a float, zero initially.
+    target [batch, N] int64, positive and negative [batch, N] uint8. If `low_quality`, there are two
+    more outputs: the highest IoU of each candidate [batch, N] float32, and of each ground-truth box
+    [batch, G], a float32 whose bits are stored as int32. The latter must be zero before the launch.
     """
     grid = (-(-candidates // (_THREADS * _ITEMS)), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))
@@ -46,8 +48,9 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
 def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
     """Return the grid, block and scalar arguments of `MATCH_BEST`.
 
-    Inputs are ground-truth boxes and candidates as in `match_boxes_launch`, and its two highest-IoU
-    outputs. Updates its outputs positive and negative.
+    Inputs are ground-truth boxes [batch, G, 4], candidates [batch, N, 4], or [1, N, 4] if `shared`,
+    and the two highest-IoU outputs of `match_boxes_kernel`. The kernel updates two other outputs of
+    `match_boxes_kernel`, positive and negative.
     """
     grid = (-(-candidates // _THREADS), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))

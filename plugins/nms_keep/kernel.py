@@ -21,7 +21,15 @@ def nms_keep_kernel(
     keep_type: Literal["bool", "int"] = "bool",
     name: KernelName = "nms_keep",
 ) -> Kernel:
-    """Return a kernel for these attributes of the operation; `keep_type` is the output's type."""
+    """Return a kernel of the operation.
+
+    Args:
+        iou_threshold: boxes with a larger IoU are suppressed.
+        max_keep: maximum boxes kept per set; 0: no limit.
+        keep_type: type of the output.
+        name: `nms_keep` computes the whole operation. `nms_overlaps` and `nms_select`, launched one
+            after the other, compute the same.
+    """
     constants = (
         ("IOU_THRESHOLD", iou_threshold),
         ("MAX_KEEP", max_keep),
@@ -48,8 +56,9 @@ def number_of_tiles(boxes: int) -> int:
 def overlaps_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_overlaps`.
 
-    The inputs are those of `nms_keep_launch`. The output is suppressors [sets, tiles, boxes] int64:
-    bit i is set if box i of the tile, unless itself suppressed, suppresses the box.
+    Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output is
+    suppressors [sets, tiles, boxes] int64: bit i is set if box i of the tile suppresses the box,
+    provided that box i is kept itself.
     """
     tiles = number_of_tiles(boxes)
     return Launch((tiles, tiles, sets), (_TILE_THREADS, 1, 1), (boxes,))
@@ -58,7 +67,8 @@ def overlaps_launch(sets: int, boxes: int) -> Launch:
 def select_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_select`.
 
-    Inputs are classes [sets, boxes] int64 and the suppressors. The output is keep [sets, boxes].
+    Inputs are classes [sets, boxes] int64 and the output of `nms_overlaps`. The output is keep
+    [sets, boxes].
     """
     return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 

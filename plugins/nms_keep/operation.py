@@ -40,7 +40,8 @@ def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int
             shape.
     """
     keep = torch.zeros(classes.shape, dtype=torch.bool)
-    # On a CPU, torchvision compares with a double: a float32 IoU of 0.6 would exceed 0.6.
+    # torchvision's CPU code compares with a double, and the float32 number 0.6 exceeds the double
+    # 0.6. Round the threshold, so that an IoU of 0.6 does not exceed it.
     iou_threshold = torch.tensor(iou_threshold, dtype=torch.float32).item()
     # Descending scores that keep the order of the boxes.
     ranks = torch.arange(classes.shape[1], 0, -1, dtype=boxes.dtype)

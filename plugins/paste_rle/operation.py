@@ -2,10 +2,11 @@
 
 Contract of all implementations, bit for bit: a mask gets a border of one zero sample on each side
 and is interpolated bilinearly over its box, in float32, along rows first. A pixel belongs to the
-mask if its value exceeds the threshold. torchvision's rule truncates the box with its border to
-whole pixels, far pixels included; pixels before the centre of the first sample repeat that sample.
-detectron2's rule uses the exact box. The mask is empty if the box is not finite, or a coordinate
-exceeds 2 ** 24 pixels: beyond, float32 does not represent all whole pixels.
+mask if its value exceeds the threshold. With torchvision's rule, the box and the border are
+truncated to whole pixels and include the pixels at the far edges; pixels before the centre of the
+first sample repeat that sample. With detectron2's rule, the box is exact. The mask is empty if the
+box is not finite, or if a coordinate exceeds 2 ** 24 pixels, because float32 does not represent all
+larger integers.
 
 COCO's run lengths are in column-major order and begin with zeros, so the first may be 0.
 """

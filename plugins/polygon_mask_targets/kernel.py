@@ -4,7 +4,7 @@ from ..runtime.compilation import Kernel, Launch
 
 # Threads per block.
 _THREADS = 128
-# Scaled corner coordinates are clamped to this multiple of the target's side.
+# Multiple of the target's side to which scaled corner coordinates are clamped.
 REACH = 100
 
 

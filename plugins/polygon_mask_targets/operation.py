@@ -96,7 +96,7 @@ def _rasterise(
 ) -> NDArray[np.uint8]:
     """Rasterise rings of n vertices [n, 2] within a box [4] to [side, side] of 0 and 1."""
     scale = side / np.maximum(box[2:] - box[:2], 1)
-    # pycocotools walks along the edges, so its time grows with their length.
+    # Clamp the corners: pycocotools walks along the edges, so its time grows with their length.
     reach = REACH * side
     scaled = [((ring - box[:2]) * scale).clip(-reach, reach).ravel().tolist() for ring in rings]
     # A ring of fewer than three corners has no area. pycocotools reads four numbers as a box.

@@ -12,8 +12,8 @@ MAX_LEVELS = 5
 _THREADS = 256
 # Pooled cells per block of the forward kernel: a whole 7 x 7 RoI.
 _CELLS = 49
-# Height and width of the tile that a block of the backward kernel computes, in feature cells: one
-# row per warp.
+# Height and width in feature cells of the tile that a block of the backward kernel computes. A warp
+# computes one row of the tile.
 _TILE = _THREADS // 32
 
 # Maximum number of channels per load of 16 bytes, by type of the features.
@@ -21,7 +21,7 @@ _VECTORS = {"float16": 8, "bfloat16": 8, "float": 4, "double": 2}
 
 
 class Pooling(NamedTuple):
-    """Attributes of `maskrcnn::pyramid_roi_align`; the operation documents them."""
+    """Attributes of `maskrcnn::pyramid_roi_align`, which documents each."""
 
     output_size: int
     sampling_ratio: int
@@ -73,7 +73,7 @@ def forward_kernel(
 
 
 def backward_kernel(pooling: Pooling, feature_type: str, channels: int) -> Kernel:
-    """Return the backward kernel, whose tensors are channels-last."""
+    """Return the backward kernel. Gradients that it reads and writes are channels-last."""
     return Kernel(
         "pyramid_roi_align/pyramid_roi_align_backward.cu",
         "pyramid_roi_align_backward",
@@ -101,8 +101,9 @@ def backward_launch(
 ) -> Launch:
     """Return the grid, block and scalar arguments of the backward kernel.
 
-    It takes gradients [B, R, P, P, C] and RoIs [B, R, 4] float32. Its outputs are the gradients of
-    the maps, [B, H_l, W_l, C].
+    With B = `batch`, R = `rois` per image, C = `channels` and P pooled cells per side, the kernel
+    takes the gradient of the pooled features [B, R, P, P, C] and RoIs [B, R, 4] float32. Its
+    outputs are the gradients of the maps [B, H_l, W_l, C], of `sizes` (H_l, W_l).
     """
     tiles = sum(-(-height // _TILE) * -(-width // _TILE) for height, width in sizes)
     per_block = 32 * int(dict(kernel.constants)["VECTOR"])

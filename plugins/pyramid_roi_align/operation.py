@@ -138,7 +138,7 @@ def pyramid_roi_align_backward(
     aligned: bool,
     inclusive: bool,
 ) -> list[Tensor]:
-    """Return the gradients of each level's features from that of the result [B, R, C, P, P]."""
+    """Return each level's gradient [B, C, H_l, W_l] from that of the pooled features, `grad`."""
     levels = _roi_levels(
         rois, output_size, spatial_scales, canonical_level, canonical_size
     ).flatten()
@@ -201,7 +201,7 @@ def _check_levels(features: Sequence[Tensor], spatial_scales: Sequence[float]) -
 
 
 def _is_channels_last(feature: Tensor) -> bool:
-    # Read no other stride or size, so that a symbolic batch size stays symbolic.
+    # Only this stride is read. In an export, reading the batch axis would fix its symbolic size.
     return feature.stride(1) == 1
 
 

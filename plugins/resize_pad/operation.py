@@ -55,7 +55,7 @@ def _(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -
         (image.data_ptr(), *image.stride(), *image.shape[1:], *(size if image.numel() else (0, 0)))
         for image, size in zip(images, pairs, strict=True)
     ]
-    # Pinned memory: the copy does not synchronise with the GPU.
+    # From pinned memory, the copy does not wait for the GPU.
     table = torch.tensor(rows, pin_memory=True).to(images[0].device, non_blocking=True)
     batch = _empty_batch(images, height, width)
     launch = resize_pad_launch(len(images), height, width)

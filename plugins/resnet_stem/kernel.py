@@ -4,7 +4,7 @@ from typing import Literal
 
 from ..runtime.compilation import Kernel, Launch
 
-# Pooled pixels per block; a block has 8 warps.
+# Rows and columns of pooled pixels per block, and threads per block.
 _ROWS, _COLUMNS = 7, 15
 _THREADS = 256
 
@@ -21,8 +21,8 @@ def resnet_stem_kernel(pixel_type: PixelType, value_type: ValueType) -> Kernel:
 def resnet_stem_launch(batch: int, height: int, width: int, rows: int, columns: int) -> Launch:
     """Return the grid, block and scalar arguments of the kernel.
 
-    Inputs are those of the operation, images [batch, 3, height, width]; the output is
-    [batch, rows, columns, 64].
+    Inputs are those of `maskrcnn::resnet_stem`, with images [batch, 3, height, width]. The output
+    is [batch, rows, columns, 64].
     """
     grid = ((columns + _COLUMNS - 1) // _COLUMNS, (rows + _ROWS - 1) // _ROWS, batch)
     return Launch(grid, (_THREADS, 1, 1), (height, width))

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-# Smallest magnitudes that need one more group of five bits; one bit of a number is its sign.
+# Smallest magnitudes that need 2 to 7 groups of five bits. One bit of a number is its sign.
 _GROUP_LIMITS = tuple(1 << (5 * groups - 1) for groups in range(1, 7))
 
 
@@ -64,7 +64,13 @@ def strings_from_runs(
 def _text_from_values(
     values: NDArray[np.signedinteger], positions: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> bytes:
-    """Encode numbers as text, each at its position with the given number of characters."""
+    """Encode numbers as groups of five bits, one character per group.
+
+    Args:
+        values: [V] numbers.
+        positions: [V], index of the first character of each number in the text.
+        lengths: [V], number of characters of each number.
+    """
     text = np.empty(lengths.sum(), np.uint8)
     while len(values):
         more = lengths > 1

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-# In bytes: kernels load up to 16 bytes at once, which must be aligned.
+# Alignment of tensors in bytes. Kernels load up to 16 bytes at once, which must be aligned.
 _ALIGNMENT = 16
 
 

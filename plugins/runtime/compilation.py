@@ -86,7 +86,7 @@ def compile_kernel(
 
 
 def unique_entry(kernel: Kernel, architecture: int) -> str:
-    """Return a function name that only this kernel with these constants has."""
+    """Return a function name that is unique to a kernel's source, constants and architecture."""
     return f"{kernel.name}_{_digest(kernel.source, _options(kernel, architecture, 'ptx'))[:16]}"
 
 
@@ -105,7 +105,10 @@ def nvrtc_cuda_version() -> int:
 
 
 def newest_supported_architecture(architecture: int) -> int:
-    """Return the newest architecture up to the given one that the installed NVRTC supports."""
+    """Return the newest architecture up to the given one that the installed NVRTC supports.
+
+    If NVRTC supports only newer ones, return the given one.
+    """
     # A GPU that is newer than the compiler runs the PTX of this architecture.
     return max((a for a in supported_architectures() if a <= architecture), default=architecture)
 

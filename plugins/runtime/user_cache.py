@@ -16,8 +16,8 @@ def cache_folder(subject: str) -> Path:
 
 
 def write_cached(path: Path, content: bytes) -> None:
-    """Write a cache file atomically; ignore errors."""
-    # If the file is missing, its content is computed again.
+    """Write a cache file atomically. If it cannot be written, do nothing."""
+    # An error need not be reported: without the file, its content is computed again.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -12,7 +12,7 @@ _THREADS = 1024
 
 
 def survivors(count: int, k: int) -> int:
-    """Return the number of entries that one `prune_kernel` leaves of a row of `count` entries."""
+    """Return how many of a row's `count` entries remain after one launch of `prune_kernel`."""
     full = (count - 1) // CHUNK
     return full * k + min(k, count - full * CHUNK)
 
@@ -29,8 +29,9 @@ def prune_launch(rows: int, stride: int, count: int, k: int) -> Launch:
     """Return the grid, block and scalar arguments of `prune_kernel`.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, count] int32: ascending indices into a row. An empty tensor means all entries. The output
-    is the indices of the remaining candidates [rows, survivors(count, k)] int32, ascending.
+    [rows, count] int32, ascending indices into a row. If candidates is empty, all entries of a row
+    are candidates. The output is the indices of the remaining candidates, ascending,
+    [rows, survivors(count, k)] int32.
     """
     chunks = -(-count // CHUNK)
     scalars = (stride, count, k, survivors(count, k))
@@ -45,8 +46,9 @@ def sort_kernel(value_type: str, count: int) -> Kernel:
 def sort_launch(rows: int, stride: int, count: int, k: int) -> Launch:
     """Return the grid, block and scalar arguments of `sort_kernel`.
 
-    The inputs are those of `prune_launch`. Outputs are the values of the largest entries [rows, k]
-    and their indices [rows, k] int64.
+    Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
+    [rows, count] int32, as in `prune_launch`. Outputs are the k largest candidates' values
+    [rows, k] and indices [rows, k] int64.
     """
     return Launch((rows, 1, 1), (_THREADS, 1, 1), (stride, count, k))
 

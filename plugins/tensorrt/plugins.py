@@ -33,8 +33,8 @@ PLUGIN_NAMESPACE = "maskrcnn"
 # The only version that quickly deployable plugins can have.
 _VERSION = "1"
 
-# Annotations of attributes by Python type: arrays, because TensorRT 10 cannot read scalars with
-# NumPy 2.4 or later. Not `NDArray`: TensorRT 10 cannot read that of NumPy 2.5 or later.
+# Annotations of attributes by Python type. They are arrays, because TensorRT 10 cannot read scalars
+# with NumPy 2.4 or later, and not `NDArray`, which it cannot read with NumPy 2.5 or later.
 _FLOATS = np.ndarray[Any, np.dtype[np.float32]]
 _FIELDS = {int: np.ndarray[Any, np.dtype[np.int32]], float: _FLOATS, list: _FLOATS}
 
@@ -82,7 +82,7 @@ def register_plugins(architecture: int) -> dict[str, str]:
     trt, trtp = import_module("tensorrt"), import_module("tensorrt.plugin")
     for name, plugin in _PLUGINS.items():
         plugin_id = f"{PLUGIN_NAMESPACE}::{name}"
-        # A plugin can be registered once per process, its implementation repeatedly.
+        # A plugin can be registered only once per process, but its implementation several times.
         if not hasattr(getattr(trtp.op, PLUGIN_NAMESPACE, None), name):
             trtp.register(plugin_id)(_description(plugin, trt, trtp))
             trtp.autotune(plugin_id)(_combinations(plugin, trtp))
@@ -143,7 +143,7 @@ def _implement_pooled(
 ) -> tuple[Kernel, Launch]:
     *features, rois = inputs
     if len(set(spatial_scales)) == 1:
-        # The bindings of TensorRT 10.15 and older repeat the first value of the parser's arrays.
+        # TensorRT 10.15 and older repeat the first value of an array from the parser: recompute it.
         spatial_scales = [spatial_scales[0] / 2**level for level in range(len(features))]
     pooling = Pooling(
         spatial_scales=tuple(spatial_scales),
@@ -168,8 +168,9 @@ def _implement_pooled(
 def _combine_pooled(*inputs: Any) -> list[tuple[str, str]]:
     *features, _rois = inputs
     levels = len(features)
-    # Types of the maps, and formats of the maps and of the output. Convolutions read and write
-    # channels-last, fully connected layers read linear. HWC8 pads channels to a multiple of eight.
+    # Types of the maps, and formats of the maps and of the output. The output has both formats,
+    # because convolutions read channels-last and fully connected layers linear. HWC8 pads channels
+    # to a multiple of eight.
     choices = [("FP32|FP16|BF16", "LINEAR", "LINEAR")]
     choices += [("FP32", "HWC", pooled) for pooled in ("LINEAR", "HWC")]
     if features[0].shape[1] % 8 == 0:
@@ -252,7 +253,7 @@ def _implementation(plugin: _Plugin, trt: Any, trtp: Any, architecture: int) -> 
         for index, scalar in enumerate(launch.scalars):
             # Arithmetic turns a size into a SymIntExpr, which lacks the bit width of SymInt32.
             scalars[index] = trtp.SymInt32(scalar)
-        # A plan can hold several variants of a kernel, which differ in their constants only.
+        # Unique, because a plan can hold variants of a kernel that differ in their constants only.
         entry = unique_entry(kernel, known)
         ptx = compile_kernel(kernel, known, "ptx", entry).rstrip(b"\0").decode()
         return entry, ptx, trtp.KernelLaunchParams(*launch.grid, *launch.block), scalars
@@ -275,7 +276,7 @@ def _signed(
 ) -> Callable[..., Any]:
     """Return the function with a signature, from which TensorRT reads names and types.
 
-    Its errors are recorded for `plugin_errors`.
+    Errors of the function are recorded for `plugin_errors`, and raised.
     """
 
     def recorded(*arguments: Any, **keywords: Any) -> Any:
