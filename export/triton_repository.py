@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from ..model.bundle.manifest import (
     Artifact,
     BatchProfile,
@@ -17,6 +15,7 @@ from ..model.bundle.manifest import (
     read_manifest,
     verified_path,
 )
+from ..model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES
 
 # Triton's names of the platform and of the model file, by kind of artifact.
 _PLATFORMS = {"onnx": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
@@ -25,13 +24,6 @@ _FILES = {"onnx": "model.onnx", "tensorrt": "model.plan"}
 _MAX_BATCH = 8
 # Time that Triton waits for a batch to fill, in microseconds.
 _MAX_DELAY_US = 2000
-# Triton's names of ONNX data types.
-_TRITON_TYPES = {
-    "UINT8": "TYPE_UINT8",
-    "INT64": "TYPE_INT64",
-    "FLOAT": "TYPE_FP32",
-    "FLOAT16": "TYPE_FP16",
-}
 
 
 def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, ...]:
@@ -66,7 +58,7 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
     names = []
     for artifact in served:
         name = f"{manifest.model_name}-{artifact.precision}-{artifact.bucket}-{artifact.kind}"
-        config = _config(name, bundle, manifest, artifact)
+        config = _config(name, manifest, artifact)
         _add_version(repository, name, verified_path(bundle, artifact), artifact, config)
         names.append(name)
     return tuple(names)
@@ -100,11 +92,11 @@ def _add_version(
         (fresh / "config.pbtxt").replace(model / "config.pbtxt")
 
 
-def _config(name: str, bundle: Path, manifest: Manifest, artifact: Artifact) -> str:
+def _config(name: str, manifest: Manifest, artifact: Artifact) -> str:
     """Return the model's `config.pbtxt`."""
     profiles = () if artifact.engine is None else artifact.engine.profiles
     max_batch = max((profile.max for profile in profiles), default=_MAX_BATCH)
-    inputs, outputs = _tensors_of(bundle, manifest, artifact)
+    inputs, outputs = _tensors_of(manifest, artifact)
     has_ranges = any(profile.min < profile.max for profile in profiles)
     warm = (1, max_batch) if has_ranges or not profiles else (profile.max for profile in profiles)
     text = {
@@ -156,27 +148,31 @@ def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
 
 
 def _tensors_of(
-    bundle: Path, manifest: Manifest, artifact: Artifact
+    manifest: Manifest, artifact: Artifact
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return inputs and outputs of an artifact.
-
-    Those of a plan are read from the bundle's ONNX file of the same precision and input size.
-    """
-    (source,) = (
-        candidate
-        for candidate in manifest.artifacts_for(artifact.precision)
-        if candidate.bucket == artifact.bucket
+    """Return an artifact's inputs and outputs. They have the same types in all precisions."""
+    detections, side = manifest.max_detections, manifest.mask_side
+    pixels = {"uint8": "UINT8", "float32": "FP32"}[artifact.input_dtype]
+    inputs = (pixels, [3, *artifact.bucket]), ("INT64", [2])
+    outputs = (
+        ("INT64", []),
+        ("FP32", [detections, 4]),
+        ("FP32", [detections]),
+        ("INT64", [detections]),
+        ("FP32", [detections, side, side]),
     )
-    graph = onnx.load(verified_path(bundle, source)).graph
-    return [_tensor(info) for info in graph.input], [_tensor(info) for info in graph.output]
+    return _tensors(INPUT_NAMES, inputs), _tensors(OUTPUT_NAMES, outputs)
 
 
-def _tensor(info: onnx.ValueInfoProto) -> dict[str, Any]:
-    kind = onnx.TensorProto.DataType.Name(info.type.tensor_type.elem_type)
-    batch, *dims = (axis.dim_value for axis in info.type.tensor_type.shape.dim)
-    assert batch == 0, f"{info.name} has no dynamic batch"
-    tensor = {"name": info.name, "data_type": BareWord(_TRITON_TYPES[kind]), "dims": dims or [1]}
-    return tensor if dims else {**tensor, "reshape": {"shape": []}}
+def _tensors(
+    names: Sequence[str], types_and_sizes: Sequence[tuple[str, list[int]]]
+) -> list[dict[str, Any]]:
+    tensors: list[dict[str, Any]] = []
+    for name, (kind, dims) in zip(names, types_and_sizes, strict=True):
+        scalar = {} if dims else {"reshape": {"shape": []}}
+        data_type = BareWord(f"TYPE_{kind}")
+        tensors.append({"name": name, "data_type": data_type, "dims": dims or [1], **scalar})
+    return tensors
 
 
 def _warmup(inputs: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:

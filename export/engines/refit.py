@@ -8,7 +8,6 @@ from ...model.bundle.manifest import (
     Artifact,
     EngineBuild,
     Manifest,
-    Precision,
     read_manifest,
     sha256_of,
     verified_path,
@@ -18,9 +17,6 @@ from ...plugins.tensorrt.log import errors_of, shared_logger
 from ..errors import EngineError
 from .engine_graph import load_model, plugin_graph_from_model
 from .inspection import load_engine
-
-# Precision of the ONNX file that engines of another precision are built from.
-_ONNX_PRECISION: dict[Precision, Precision] = {"tf32": "fp32"}
 
 
 def refit_bundle(bundle: Path) -> list[str]:
@@ -80,8 +76,7 @@ def _plan_with_weights(plan: Path, artifact: Artifact, model: bytes) -> bytes:
 
 def _model_for(bundle: Path, manifest: Manifest, artifact: Artifact) -> bytes:
     """Return the serialized ONNX model from which an engine was built."""
-    precision = _ONNX_PRECISION.get(artifact.precision, artifact.precision)
-    graphs = manifest.artifacts_for(precision, "onnx")
+    graphs = manifest.artifacts_for(artifact.precision, "onnx")
     graph = next(graph for graph in graphs if graph.bucket == artifact.bucket)
     model = load_model(verified_path(bundle, graph))
     assert isinstance(artifact.engine, EngineBuild)
