@@ -121,7 +121,8 @@ def _neighbours(
     size: int, resized: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
     """Return the two source pixels of each resized pixel along an axis, and the second's weight."""
-    # As torch computes them: the scale is a float32, and a fused multiply-add rounds once.
+    # To get torch's values, round as torch does: the scale to float32, and the result of the fused
+    # multiply-add once.
     scale = float(np.float32(size) / np.float32(resized))
     positions = ((np.arange(resized) + 0.5) * scale - 0.5).clip(0).astype(np.float32)
     first = np.minimum(positions.astype(np.intp), size - 1)

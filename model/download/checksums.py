@@ -26,8 +26,8 @@ class Checksum:
 
         Args:
             path: Path of an existing file.
-            step: First argument of `on_progress`.
-            on_progress: See `ByteProgress`.
+            step: Name of the computation for `on_progress`, such as `checking val2017.zip`.
+            on_progress: Called repeatedly with `step`, and the bytes read so far and in total.
         """
         digest, size = hashlib.new(self.algorithm, usedforsecurity=False), path.stat().st_size
         with path.open("rb") as file:

@@ -59,7 +59,7 @@ _PYRAMID_LEVELS = 5
 
 @dataclass(frozen=True)
 class Detectron2Config:
-    """Settings in a configuration file of detectron2. Absent ones get no defaults here."""
+    """Settings that a configuration file of detectron2 states. Others are absent here too."""
 
     # Values of `ModelConfig`, and of `InputConfig` below `preprocessing`, by dotted key.
     settings: Settings

@@ -62,6 +62,6 @@ def number_box_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     convs = sum(bool(re.fullmatch(r"roi_heads\.box_head\.\d+\.0\.weight", n)) for n in tensors)
     if not convs:
         return tensors
-    # The flattening between the convolutions and `fc6` has an index too.
+    # Between the convolutions and `fc6`, the module that flattens has an index too.
     layer = f"roi_heads.box_head.{convs + 1}."
     return {n.replace("roi_heads.box_head.fc6.", layer): t for n, t in tensors.items()}

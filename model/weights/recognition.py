@@ -33,7 +33,7 @@ _SUPPORTED = "resnet18, resnet50 and resnet101 are supported"
 
 
 def read_weights(path: Path, config: Path | None = None) -> Weights:
-    """Read a weights file of any known origin, which is recognised by content.
+    """Read a weights file of any known origin. The origin is recognised by the file's content.
 
     Args:
         path: the file.
@@ -123,7 +123,7 @@ def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> We
         tensors=tensors,
         structure=structure,
         assumed=assumed,
-        # Pixel statistics become settings.
+        # Pixel statistics are not ignored: the settings contain them.
         ignored=tuple(name for name in ignored if not name.startswith("pixel_")),
     )
 
