@@ -55,7 +55,8 @@ def read_values(
 
 
 def _merged(source: str, folder: Path, above: tuple[str, ...]) -> Values:
-    # `above`: names of the sources that lead here through `base`, to detect cycles.
+    # `above` holds the names of the sources that lead here through `base`. A name that is in it
+    # already closes a cycle.
     name = source if source in presets() else os.path.normpath(folder / source)
     if name in above:
         raise SourceError(f"{' has base '.join((*above, name))}: these bases form a cycle")

@@ -14,7 +14,12 @@ class EarlyStopping:
     """Early-stopping state: best metric of a run, and number of evaluations since then."""
 
     def __init__(self, settings: EvaluationConfig, state: Mapping[str, Any]) -> None:
-        """Continue from the `training_state` of a checkpoint. Empty: a new run."""
+        """Create the state of a new run, or restore that of a resumed one.
+
+        Args:
+            settings: Section `evaluation` of the configuration.
+            state: `training_state` of the checkpoint to resume from. Empty: a new run.
+        """
         self._settings = settings
         self._best_ap: float = state.get("best_ap", -1.0)
         # Checkpoints of earlier versions lack this number.

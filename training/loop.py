@@ -43,7 +43,8 @@ class TrainingLoop:
             trainer: Model and optimiser, new or restored from `last`.
             dataset: Training set.
             folder: Folder for checkpoints.
-            identity: Result of `run_identity`, stored in each checkpoint.
+            identity: Configuration and hashes of the training set, as `run_identity` returns them.
+                They are stored in each checkpoint.
             progress: Progress bars from `terminal_progress`.
             last: Checkpoint that the run resumes from. None: a new run.
 

@@ -61,7 +61,8 @@ def train_seeds(config: TrainConfig, count: int, *, resume: bool = False) -> Sta
         resume: Resume interrupted runs and skip finished ones.
 
     Raises:
-        ConfigError: The configuration has no evaluation, or as for `run_training`.
+        ConfigError: The configuration has no evaluation, or does not fit the data, the machine or
+            the resumed runs.
         DataError: The data set is missing or invalid.
         DivergenceError: A loss or a weight is not finite.
         ExpectationError: A mean metric is below `evaluation.expected`.

@@ -14,10 +14,11 @@ from ..config import ConfigError, TrainConfig
 def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Validate overrides of `TrainConfig`. Return only the overridden values, by dotted key.
 
-    A value that contradicts the default of another key is accepted: that key is fitted later.
+    A value that contradicts the default of another key is accepted, because the other key is fitted
+    to the overrides later.
 
     Args:
-        path: Data set; stands for `data.train` in the validation.
+        path: Path of the data set, used as a placeholder for the required paths of `data.train`.
         overrides: Overrides of the form `key.path=value`.
 
     Raises:

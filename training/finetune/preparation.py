@@ -59,7 +59,7 @@ class Finetuning:
     train: CocoDataset
     # None: there is only one image.
     val: CocoDataset | None
-    # Training images with objects whose file cannot be used, each with the reason.
+    # Paths of unusable image files of training images with objects, each with the reason.
     unusable: tuple[str, ...]
     # The same of validation images, with or without objects.
     unusable_val: tuple[str, ...]
@@ -68,7 +68,7 @@ class Finetuning:
 
     @property
     def train_description(self) -> str:
-        """Number of usable training images, and of those without objects among them."""
+        """Text with the numbers of usable training images and of images without objects."""
         empty = sum(not record.objects for record in self.train.records)
         without = f", {empty} of them without objects" if empty else ""
         return f"{len(self.train) - len(self.unusable)} training images{without}"
@@ -165,7 +165,10 @@ def check_resumed_data(path: Path, config: TrainConfig) -> None:
 
 
 def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:
-    """Return commands that export, run and serve the trained model, with samples of a folder."""
+    """Return the commands that export, run and serve a trained model.
+
+    `images` is the folder from which the export copies sample images into the bundle.
+    """
     model, bundle, samples = (
         shlex.quote(str(path)) for path in (checkpoint, checkpoint.parent / "bundle", images)
     )
@@ -177,7 +180,7 @@ def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:
 
 
 def _read_splits(splits: ChosenSplits) -> tuple[CocoDataset, CocoDataset | None]:
-    # The plan describes the invalid entries.
+    # Suppress warnings about invalid entries, because the printed plan lists them.
     with _no_warnings():
         train = CocoDataset(splits.train)
         val = CocoDataset(splits.val) if splits.val is not None else None

@@ -64,7 +64,7 @@ def _split_named(names: Sequence[str], word: str) -> str | None:
     """Return the split named `word`, else the shortest name that contains it, else None.
 
     Raises:
-        DataError: Several names contain it, and the shortest is not unique.
+        DataError: Several names contain `word`, none equals it, and the shortest is not unique.
     """
     matches = [name for name in names if word in name.lower()]
     matches.sort(key=lambda name: (name.lower() != word, len(name)))
@@ -79,7 +79,10 @@ def _split_named(names: Sequence[str], word: str) -> str | None:
 def _prepared(
     name: str, split: LayoutSplit, folder: Path, faults: dict[str, Sequence[str]]
 ) -> DatasetConfig:
-    """Return the paths of a split. Write its annotations if they must be converted."""
+    """Return the paths of a split's images and COCO file.
+
+    If the annotations must be converted, write them to `folder`, and add their faults to `faults`.
+    """
     if split.convert is None:
         return split.config
     source = split.convert()

@@ -79,7 +79,7 @@ def instance_from_annotation(
     if right <= left or bottom <= top:
         raise InvalidAnnotationError("box without area inside the image")
     area = annotation.get("area")
-    # An integer may be too large for a float.
+    # Compute the area if it is missing, not a number, or an integer too large for a float.
     if not isinstance(area, _NUMBERS) or abs(area) > sys.float_info.max:
         area = mask_from_segmentation(segmentation, (height, width), (height, width)).sum()
     name = annotation.get("id", -1)
@@ -204,7 +204,8 @@ def _ring_from(points: Any, limit: float) -> Ring:
         raise InvalidAnnotationError(FAR_OUTSIDE) from None
     if ring.ndim == 2 and ring.shape[1] == 2:
         ring = ring.ravel()
-    # A ring of one or two points covers nothing, and pycocotools reads four numbers as a box.
+    # Reject rings of one or two points: they cover nothing, and pycocotools would read the four
+    # numbers of two points as a box.
     if ring.ndim != 1 or ring.size < 6 or ring.size % 2:
         raise InvalidAnnotationError("polygon of fewer than three points")
     extent = np.abs(ring).max()

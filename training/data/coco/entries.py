@@ -39,7 +39,7 @@ class ImageIndex(NamedTuple):
 def index_images(
     entries: list[dict[str, Any]], folder: Path, faults: Findings, repairs: Findings
 ) -> ImageIndex:
-    """Validate the entries of the list `images`.
+    """Validate the entries of the list `images`. Return the valid ones by id.
 
     Args:
         entries: The list.
@@ -131,7 +131,7 @@ def _size_of(entry: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
     if height and width and min(height, width) > 0:
         return height, width
     try:
-        # As annotation tools show the image.
+        # Annotations refer to the image as annotation tools show it, which is upright.
         return read_header_size(path).upright
     except ImageError:
         return None

@@ -15,7 +15,7 @@ from .dataset import DataError
 logger = logging.getLogger(__name__)
 
 _PREFIX = "instances_"
-# Other names of splits.
+# Usual name of a split by its other names.
 _SYNONYMS = {"valid": "val", "validation": "val", "training": "train", "testing": "test"}
 # Number of image files that are looked up to find the image folder of an annotation file.
 _LOOKUPS = 5
@@ -69,7 +69,8 @@ def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, Dataset
 def annotation_files(folder: Path) -> list[Path]:
     """Return the files `annotations/instances_*.json` of a folder, else `annotations/*.json`."""
     files = sorted((folder / "annotations").glob("[!.]*.json"))
-    # COCO also publishes files with captions and keypoints here, which are ignored.
+    # In this folder, COCO also has files with captions and keypoints. Ignore all other files if
+    # there are instances files.
     return [file for file in files if file.name.startswith(_PREFIX)] or files
 
 
@@ -79,7 +80,7 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
     Args:
         folder: Folder of the data set.
         split: Name of the split.
-        file: Its annotation file.
+        file: Annotation file of the split.
         by_split: Annotation files of all splits.
     """
     common = folder / "images"
@@ -99,7 +100,10 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
 
 
 def _is_named(place: Path, split: str) -> bool:
-    """Whether the name of an image folder is that of a split, as `val2014` for `minival2014`."""
+    """Whether a split's name ends with that of an image folder, as `minival2014` with `val2014`.
+
+    Synonyms, such as `valid` and `val`, match too.
+    """
     name = place.name.lower()
     return split.lower().endswith(name) or _SYNONYMS.get(name) == _SYNONYMS.get(split, split)
 

@@ -151,7 +151,8 @@ def _relative(path: Path, folder: Path) -> str:
 
 def _image_of(path: Path, image_path: str, folder: Path) -> Path | None:
     """Return the image of a LabelMe file. None: missing."""
-    # Files are often moved after annotation, and `imagePath` may come from Windows.
+    # Search several folders, because files are often moved after annotation. `imagePath` may come
+    # from Windows, so it may contain backslashes.
     written = image_path.replace("\\", "/")
     name = written.rpartition("/")[2]
     places = [path.parent, path.parent / "images", path.parent.parent / "images"]

@@ -27,7 +27,7 @@ def find_images(folder: Path, root: str, value: Any) -> FoundImages:
 
     Args:
         folder: Folder of the YAML file.
-        root: Its key `path`. The empty string: it has none.
+        root: Value of the key `path` in the YAML file. Empty: the file does not have this key.
         value: A folder, a text file that lists images, or a list of these.
     """
     images: set[Path] = set()
@@ -50,10 +50,10 @@ def find_images(folder: Path, root: str, value: Any) -> FoundImages:
 
 
 def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
-    """Return the label files that have no image, in the folders of those that have one.
+    """Return the label files for which there is no image, sorted by path.
 
     Args:
-        label_files: Label file by image.
+        label_files: Label file by image. The folders of these label files are searched.
     """
     image_folders: dict[Path, set[Path]] = defaultdict(set)
     for image, labels in label_files.items():
@@ -88,7 +88,8 @@ def _resolve(folder: Path, root: str, text: str) -> Path | None:
     parts = [part for part in text.split("/") if part not in ("", ".", "..")]
     candidates = [folder / root / text, folder / text]
     # Programs write paths relative to other folders, such as `../train/images`, and absolute paths
-    # of the machine that exported the data. The name `images` alone could refer to another split.
+    # of the machine that exported the data. Therefore try every end of the path, except for the
+    # name `images` alone, which could refer to another split.
     ends = (parts[start:] for start in range(len(parts)))
     candidates += [folder.joinpath(*end) for end in ends if end != ["images"] or len(parts) == 1]
     # Not `Path.exists`, which raises an error for a name that is too long.
