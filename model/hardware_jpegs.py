@@ -62,7 +62,7 @@ class _Slot:
 
 
 class HardwareJpegDecoder:
-    """Decoder of baseline JPEGs on one GPU. It never waits for the GPU."""
+    """Decoder of baseline JPEGs on one GPU. Its methods never wait for the GPU."""
 
     # torchvision's decoder uses the same hardware, but waits for the previous batch and occupies a
     # CPU core meanwhile (benchmarks/results/jpeg-decoder-h100-202611.md).
@@ -106,7 +106,7 @@ class HardwareJpegDecoder:
             return [outputs.get(index) for index in range(len(files))]
 
     def _supported_size(self, file: Tensor) -> tuple[int, int] | None:
-        """Return height and width of a JPEG. None: the hardware does not support it."""
+        """Return height and width of a JPEG. None: the hardware does not support the file."""
         library, handle, header = self._library, self._handle, self._header
         width, height, unsupported = c_uint(), c_uint(), c_int(1)
         references = ctypes.byref(width), ctypes.byref(height)

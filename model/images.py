@@ -113,8 +113,8 @@ def decode_image(
     Args:
         data: the encoded image.
         max_pixels: larger images are rejected before decoding.
-        apply_orientation: apply the EXIF orientation. Use False with COCO annotations, which refer
-            to the stored pixels.
+        apply_orientation: apply the EXIF orientation. Use False if annotations refer to the stored
+            pixels, as those of the COCO data sets do.
 
     Returns:
         [H, W, 3] RGB uint8.
@@ -234,7 +234,7 @@ def _check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
 
 
 def _ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
-    """Whether decoders stop after the first scan, because it holds all components in full."""
+    """Whether decoders stop after the first scan, because this scan holds all components."""
     components = len(image.layer) if isinstance(image, JpegImageFile) else 0
     # The number of components follows the marker and the length of the scan's header, of two bytes
     # each.

@@ -71,7 +71,7 @@ class MaskRCNN(nn.Module):
         return self.losses(images, image_sizes, targets, seeds)
 
     def detect(self, images: Tensor, image_sizes: Tensor) -> BatchDetections:
-        """Return the detections of a batch; arguments as in `forward`."""
+        """Return the detections of a batch. The arguments are those of `forward`."""
         features = self._features(images, image_sizes)
         proposals = self.rpn.propose(self.rpn(features, images.shape[2:]), image_sizes)
         found = self.roi_heads.detect(features, proposals, image_sizes)
@@ -98,7 +98,7 @@ class MaskRCNN(nn.Module):
         return LossTerms(sums, counts.float())
 
     def _features(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
-        """Return the feature maps, finest first; arguments as in `forward`."""
+        """Return the backbone's feature maps of raw images, finest first."""
         return self.backbone.stages(self.stem(images, image_sizes))
 
     def stem(self, images: Tensor, image_sizes: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ def resized_size(
     """
     shorter, longer = min(height, width), max(height, width)
     if rule == "detectron2":
-        # detectron2's order of operations: the rounding of products close to .5 depends on it.
+        # Keep detectron2's order of operations, on which the rounding of products close to .5
+        # depends.
         sides = min_size * 1.0, min_size / shorter * longer
         if sides[1] > max_size:
             sides = sides[0] * (max_size / sides[1]), sides[1] * (max_size / sides[1])

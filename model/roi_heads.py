@@ -242,7 +242,7 @@ class RoiHeads(nn.Module):
         if self.config.mask_crop_size is not None:
             owners = take_rows(targets.boxes, matched)
             boxes = boxes_within_crops(boxes, owners, self.config.mask_crop_size)
-        # RoIs that are not positive get empty targets.
+        # The index -1 gives empty targets to RoIs that are not positive.
         matched = torch.where(positive, matched, -1)
         wanted = mask_targets_from_crops(targets.masks, boxes, matched, logits.shape[-1])
         return F.binary_cross_entropy_with_logits(

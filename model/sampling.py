@@ -64,7 +64,7 @@ def random_keys(seeds: Tensor, count: int, stream: int) -> Tensor:
     mixed = (seeds[:, None] * 567062103879103985 + positions) * 2862933555777941757 + stream
     for shift, factor in ((31, -4658895280553007687), (27, -7723592293110705685), (33, 1)):
         mixed = (mixed ^ (mixed >> shift)) * factor
-    # 24 bits: as many as the significand of a float32 holds.
+    # Use 24 bits, as many as the significand of a float32 holds, so that no number is rounded to 1.
     return ((mixed >> 16) & 0xFFFFFF).float() / 2**24
 
 

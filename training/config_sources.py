@@ -102,7 +102,7 @@ def _read(source: str, path: Path) -> Values:
 
 
 def _overlay(base: Values, values: Values) -> Values:
-    """Merge two nested mappings. A value in `values` replaces that of the same key in `base`."""
+    """Return `base` with the entries of `values`. Mappings under the same key are merged too."""
     merged = base | values
     for key, value in values.items():
         if isinstance(below := base.get(key), dict) and isinstance(value, dict):

@@ -18,7 +18,7 @@ def device_from(value: Any) -> Device:
     """
     if value in ("auto", "cpu", "cuda"):
         return cast(Device, value)
-    # YAML reads `0` as a number and `0,1` as text.
+    # YAML reads `0` as a number and `0,1` as text, so convert both to text.
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise ValueError(f"{value!r} is neither auto, cpu, cuda nor numbers of GPUs, as in 0,1")

@@ -22,7 +22,7 @@ class EarlyStopping:
         """
         self._settings = settings
         self._best_ap: float = state.get("best_ap", -1.0)
-        # Checkpoints of earlier versions lack this number.
+        # Checkpoints of earlier versions lack this number: count from 0.
         self._since_best: int = state.get("evaluations_since_best", 0)
 
     def state(self) -> dict[str, Any]:
@@ -30,7 +30,7 @@ class EarlyStopping:
         return {"best_ap": self._best_ap, "evaluations_since_best": self._since_best}
 
     def record(self, metrics: Mapping[str, float]) -> bool:
-        """Record the metrics of an evaluation. Return whether they are the best of the run."""
+        """Record the metrics of an evaluation. Return whether the mask AP is the best so far."""
         is_best = metrics.get(BEST_BY, -1) > self._best_ap
         if is_best:
             self._best_ap = metrics[BEST_BY]

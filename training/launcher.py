@@ -46,7 +46,7 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: A signal such as SIGKILL ended a process.
     """
-    # Importing torch takes seconds, and a single process does not need it here.
+    # Import torch only now: the import takes seconds, and this process may not need torch.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
@@ -66,13 +66,14 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
         )
 
         def forward(number: int, _: FrameType | None) -> None:
-            # torch's own handler would kill the ranks before they have written a checkpoint.
+            # Pass the signal on. torch's own handler would kill the ranks before they have written
+            # a checkpoint.
             for pid in processes.pids().values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
         for number, handler in previous.items():
-            # An ignored signal stays ignored, such as SIGHUP under `nohup`.
+            # A signal that is ignored, such as SIGHUP under `nohup`, stays ignored.
             signal.signal(number, handler if handler == signal.SIG_IGN else forward)
         result = processes.wait(period=0.2)
     if result is None or not result.is_failed():

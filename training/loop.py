@@ -169,7 +169,8 @@ class TrainingLoop:
         stops, worker = self._interruption.requested, trainer.worker
         if worker.world_size > 1:
             # Ranks receive a signal at different times, but must stop after the same iteration.
-            # They agree by an all-reduce. It makes the host wait for the device, so it is rare.
+            # They agree by an all-reduce, which makes the host wait for the device. Therefore they
+            # do so only every `log_period` iterations.
             if trainer.iteration % config.log_period:
                 return
             stops = bool(worker.sum_over_ranks(torch.tensor(float(stops), device=worker.device)))

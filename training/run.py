@@ -99,7 +99,8 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         if rank.is_main:
             _record(config)
         if last is not None:
-            # The checkpoint holds the weights. The file of initial weights may no longer exist.
+            # Do not read the initial weights. Their file may no longer exist, and the checkpoint
+            # holds the current weights.
             config = config.model_copy(update={"weights": None})
         trainer = Trainer(config, rank)
         if last is not None:

@@ -74,9 +74,9 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
 
 @contextmanager
 def errors_of_main_process() -> Iterator[None]:
-    """Let only rank 0 raise `DivergenceError` or `ExpectationError`. They occur on all ranks.
+    """Within the block, let only rank 0 raise `DivergenceError` and `ExpectationError`.
 
-    The other ranks exit with code 1 without a message.
+    These errors occur on all ranks. The other ranks exit with code 1 without a message.
     """
     try:
         yield

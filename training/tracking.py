@@ -55,7 +55,7 @@ def open_trackers(config: TrainConfig, first_iteration: int) -> list[Tracker]:
 
     Args:
         config: Configuration of the run.
-        first_iteration: Completed iterations. 0: a new run.
+        first_iteration: Number of iterations that the run has completed. 0: a new run.
 
     Raises:
         ConfigError: A tracker cannot start, for example because it needs a login.

@@ -130,7 +130,8 @@ class Trainer:
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        # With a moving average, `weights` is the average, and the training state has the model.
+        # With a moving average, the checkpoint's `weights` are the average, and its training state
+        # has the weights of the trained model.
         self.model.load_state_dict(state.get("model", checkpoint.weights))
         if self.average is not None:
             self.average.model.load_state_dict(checkpoint.weights)
@@ -231,7 +232,7 @@ class Trainer:
                     counts, sums = self.worker.sum_over_ranks(torch.stack([terms.counts, sums]))
                 loss = terms.means(counts).sum()
                 # `counts` covers all ranks, so the gradients of the ranks must be summed.
-                # DistributedDataParallel averages them.
+                # DistributedDataParallel averages them, so multiply by the number of ranks.
                 self.scaler.scale(loss * world_size if averages else loss).backward()  # type: ignore[no-untyped-call]
         if len(batches) > 1:
             sums = self.worker.sum_over_ranks(sums)

@@ -38,7 +38,7 @@ class Program:
     def __call__(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs (`OUTPUT_NAMES`) for images [B, 3, H, W] and image sizes [B, 2].
 
-        On a GPU, both must be contiguous.
+        On a GPU, both tensors must be contiguous.
         """
         with torch_math_mode(self._precision), ignore_torch_warnings():
             return self._run(images, image_sizes)

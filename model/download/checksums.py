@@ -13,7 +13,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Checksum:
-    """Expected hash of a file. `digest` holds all or only the first of its hexadecimal digits."""
+    """Hash of a file. `digest` has all of its hexadecimal digits, or only the first ones."""
 
     algorithm: Literal["md5", "sha256"]
     digest: str

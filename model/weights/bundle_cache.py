@@ -45,7 +45,7 @@ def bundle_from_reference(
     """
     if is_zoo_name(reference):
         model = zoo_model(str(reference))
-        # Files of a mirror can differ from the published ones.
+        # Files of a mirror can differ from the published ones, so the name contains their checksum.
         checksum = mirror_checksums().get(model.file_name, model.checksum)
         label = re.sub(r"\W+", "-", f"{model}-{checksum.digest[:8]}")
     elif is_url(reference) or Path(reference).is_file():
@@ -95,7 +95,7 @@ def _export(
     }.items():
         for value in values:
             command += [option, str(value)]
-    # Standard output is for the results of the calling command.
+    # Send the export's output to standard error. Standard output is for the calling command.
     code = subprocess.run(command, stdout=_STDERR, check=False).returncode
     if code:
         raise click.exceptions.Exit(code if code > 0 else 128 - code)

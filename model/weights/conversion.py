@@ -146,7 +146,9 @@ def checkpoint_from_weights(
 
 
 def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> ConversionConfig:
-    """Build a configuration from defaults, settings and overrides; later ones take precedence.
+    """Build a configuration from settings and overrides. Keys in neither have their defaults.
+
+    An override of the form `key.path=value` takes precedence over a setting with the same key.
 
     Raises:
         WeightsError: a key or value is not allowed.

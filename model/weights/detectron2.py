@@ -80,7 +80,10 @@ _RULES: Rules = (
 
 
 def _pixel_statistics(state: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
-    """Return the pixels' mean and standard deviation in the network's channel order."""
+    """Return the pixels' mean and standard deviation in the network's channel order.
+
+    If the file lacks them, they are those of MSRA's ResNets.
+    """
     mean, std = (state.get(f"pixel_{name}") for name in ("mean", "std"))
     return (
         list(_MSRA_MEAN_BGR) if mean is None else [round(x, 4) for x in mean.flatten().tolist()],

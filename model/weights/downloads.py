@@ -58,7 +58,7 @@ def weights_path(reference: str | Path) -> Path:
     if is_url(reference):
         url = str(reference)
         name = PurePosixPath(urlsplit(url).path).name
-        # First digits of the SHA-256, as in `resnet50-0676ba61.pth`.
+        # The name may contain the first digits of the SHA-256, as in `resnet50-0676ba61.pth`.
         digits = re.search(r"-([0-9a-f]{8,64})\.", name)
         checksum = Checksum("sha256", digits[1]) if digits else None
         if checksum is None:

@@ -19,7 +19,7 @@ CLASS_ROWS = tuple(
 
 
 def reverse_channels(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Reverse the input channels of the first convolution, from BGR to RGB or back."""
+    """Return the tensors with the first convolution's input channels reversed (BGR, RGB)."""
     return tensors | ({STEM: tensors[STEM].flip(1)} if STEM in tensors else {})
 
 
@@ -40,7 +40,7 @@ def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             rows = tensors.get(f"{layer}.{kind}")
             if rows is not None:
                 rows = torch.cat([rows] * classes) if len(rows) == size else rows
-                # Rows of the background are never read.
+                # Rows of the background are never read, so fill them with zeros.
                 moved[f"{layer}.{kind}"] = torch.cat([torch.zeros_like(rows[:size]), rows])
     return moved
 

@@ -93,7 +93,8 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
     }
     absent = [n for n in expected if n not in fitting and not n.endswith("num_batches_tracked")]
     loaded_modules = {_module_of(name) for name in fitting}
-    # A module may be absent as a whole, but not in part.
+    # A module may be absent as a whole. If only a part of a module is absent, the file is
+    # incomplete.
     broken = [n for n in absent if _module_of(n) in loaded_modules and n not in CLASS_ROWS]
     if broken or "backbone.body" not in loaded_modules:
         lacking = abbreviated(broken or absent)
@@ -176,7 +177,7 @@ def _is_equivalent(key: str, value: Any, other: Any) -> bool:
 
 
 def _has_merged_norms(weights: Weights) -> bool:
-    """Whether batch norms have mean 0, variance 1 and epsilon 0: they only scale and shift."""
+    """Whether batch norms only scale and shift: they have mean 0, variance 1 and epsilon 0."""
     values = {"running_mean": 0, "running_var": 1}
     statistics = [(n, t) for n, t in weights.tensors.items() if n.endswith(tuple(values))]
     return (

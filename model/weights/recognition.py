@@ -106,7 +106,7 @@ def is_checkpoint(content: object) -> bool:
 
 
 def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> Weights:
-    """Convert a file's tensors to our names and layout.
+    """Convert a file's tensors to the names and layout of this model, and infer its settings.
 
     Raises:
         WeightsError: the tensors are not of a supported Mask R-CNN or ResNet.
@@ -135,7 +135,7 @@ def _tensors_in(content: Any) -> dict[str, Tensor]:
             content = content[wrapper]
     if not isinstance(content, Mapping):
         return {}
-    # Data-parallel training prefixes every name with `module.`.
+    # Remove the prefix `module.`, which data-parallel training adds to every name.
     return {
         re.sub(r"^(?:module\.)+", "", name): _tensor_from(value)
         for name, value in content.items()
@@ -227,6 +227,9 @@ def _norm(module: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _count(pattern: str, tensors: Mapping[str, Tensor]) -> int:
-    """Return the largest index that a pattern captures in names, plus one; 0: no match."""
+    """Return one more than the largest index that a pattern captures in a tensor's name.
+
+    0: the pattern matches no name.
+    """
     matches = (re.fullmatch(pattern, name) for name in tensors)
     return 1 + max((int(match[1]) for match in matches if match), default=-1)

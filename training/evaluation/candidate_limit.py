@@ -18,7 +18,7 @@ class LimitedImages:
     """
 
     def __init__(self, model: MaskRCNN) -> None:
-        """Create a counter of 0 for the calls of one model."""
+        """Create a counter for the calls of one model. It starts at 0."""
         self._roi_heads = model.roi_heads
         self._config = model.config.roi
         # [B * R]: candidates of each RoI in the model's last call.

@@ -80,7 +80,7 @@ def _curves_of_pycocotools(
         if results:
             detections = truth.loadRes([dict(result) for result in results])
         else:
-            # `loadRes` fails on an empty list.
+            # `loadRes` fails on an empty list, so load a file without annotations instead.
             detections = _load(COCO(), {**ground_truth, "annotations": []})
         evaluation = COCOeval(truth, detections, iou_type)
         evaluation.evaluate()

@@ -30,7 +30,7 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     except OverrideError as error:
         raise ConfigError(str(error)) from None
     except ValidationError as error:
-        # A value that contradicts the default of another key may agree with its fitted value.
+        # Ignore contradictions between keys, because a fitted value of the other key may agree.
         first = error.errors()[0]
         if first["type"] != "value_error" or first["loc"] == ("device",):
             raise ConfigError(validation_message(error, TrainConfig)) from None

@@ -87,7 +87,7 @@ class Finetuning:
 
     @property
     def replaced_predictors(self) -> tuple[str, ...]:
-        """Layers that are initialised at random, because their number of classes differs."""
+        """Layers that start at random, because the weights have another number of classes."""
         if self.config.weights is None or not self.start.categories:
             return ()
         if self.start.model_config.num_classes == len(self.train.categories):
@@ -116,7 +116,8 @@ def prepare_finetuning(
 
     Args:
         path: Folder of the data set, or YAML file of YOLO.
-        overrides: Values of `TrainConfig` as `key.path=value`. The others are fitted to them.
+        overrides: Values of `TrainConfig` as `key.path=value`. All other values are fitted to
+            these.
         given: Result of `given_values` for these overrides.
         output: Folder of the run.
 

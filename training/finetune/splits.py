@@ -31,8 +31,8 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     """Choose the training and the validation set, and write the converted annotations.
 
     If there is no validation split, 10 % of the training images are held out by a hash of their
-    file names, so that a larger version of the data set holds out the same ones. A split `test` is
-    not used.
+    file names, so that a larger version of the data set holds out the same images. A split `test`
+    is not used.
 
     Args:
         layout: The data set.

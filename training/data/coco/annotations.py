@@ -104,7 +104,11 @@ def coco_from_segmentation(segmentation: Segmentation) -> list[list[float]] | di
 def _segmentation_from(
     annotation: Mapping[str, Any], height: int, width: int, limit: float
 ) -> tuple[Segmentation, bool]:
-    """Return the segmentation, and whether all its polygons are valid."""
+    """Return an annotation's segmentation, and whether all its polygons are valid.
+
+    Raises:
+        InvalidAnnotationError: The RLE or all polygons are invalid, or neither exists.
+    """
     value = annotation.get("segmentation")
     if not value:
         raise InvalidAnnotationError(
@@ -169,7 +173,11 @@ def _clip(bbox: tuple[float, float, float, float], height: int, width: int) -> R
 
 
 def _polygons_from(value: list[Any], limit: float) -> tuple[tuple[Ring, ...], bool]:
-    """Return the valid polygons of a segmentation, and whether all its polygons are valid."""
+    """Return the valid polygons of a segmentation, and whether all its polygons are valid.
+
+    Raises:
+        InvalidAnnotationError: All polygons are invalid.
+    """
     rings, reasons = [], []
     for points in _point_lists(value):
         try:

@@ -118,7 +118,7 @@ def index_annotations(
 
 
 def _integer_ids(keys: Sequence[int | str | None]) -> dict[int | str, int]:
-    """Return integer ids: integers are kept, strings get new ones in order of appearance."""
+    """Return an integer id per key. Integers stay, strings get new ids in order of appearance."""
     integers = [key for key in keys if isinstance(key, int)]
     strings = dict.fromkeys(key for key in keys if isinstance(key, str))
     free = max((0, *integers)) + 1
@@ -126,7 +126,10 @@ def _integer_ids(keys: Sequence[int | str | None]) -> dict[int | str, int]:
 
 
 def _size_of(entry: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
-    """Return height and width from an entry or, if they are missing, from its file's header."""
+    """Return height and width from an entry or, if they are missing, from the image file's header.
+
+    None: the header cannot be read either.
+    """
     height, width = integer_from(entry.get("height")), integer_from(entry.get("width"))
     if height and width and min(height, width) > 0:
         return height, width

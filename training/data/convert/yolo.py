@@ -176,7 +176,17 @@ def _categories_from(names: Any, file: Path) -> tuple[Category, ...]:
 def _convert(
     image: Path, labels: Mapping[Path, Path], folder: Path, known: set[int]
 ) -> ConvertedImage:
-    """Read the labels of an image. Faults are named by paths relative to `folder`."""
+    """Read the labels of an image.
+
+    Args:
+        image: Image file.
+        labels: Label file by image. An image without an entry has no objects.
+        folder: Folder to which the paths in faults are relative.
+        known: Numbers of the classes.
+
+    Raises:
+        UnusableSourceError: The image's header cannot be read.
+    """
     try:
         # Coordinates in label files refer to the upright image.
         height, width = read_header_size(image).upright
@@ -199,7 +209,7 @@ def _convert(
 
 
 def _annotation_from(line: str, height: int, width: int, known: set[int]) -> dict[str, Any] | str:
-    """Return the annotation of a line of a label file, or the reason why it is invalid."""
+    """Return the COCO annotation for a line of a label file, or the reason why it is invalid."""
     try:
         number, *values = (float(word) for word in line.split())
     except ValueError:

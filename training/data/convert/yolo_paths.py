@@ -83,7 +83,13 @@ def _has_labels(path: Path) -> bool:
 
 
 def _resolve(folder: Path, root: str, text: str) -> Path | None:
-    """Return the first existing path to which `text` may refer. None: there is none."""
+    """Return the first existing path to which `text` may refer. None: there is none.
+
+    Args:
+        folder: Folder of the file that contains `text`.
+        root: Folder that paths may be relative to, itself relative to `folder` or absolute.
+        text: Path of an image, folder or list of images.
+    """
     text = text.replace("\\", "/")
     parts = [part for part in text.split("/") if part not in ("", ".", "..")]
     candidates = [folder / root / text, folder / text]

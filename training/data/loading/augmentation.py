@@ -43,7 +43,7 @@ def random_numbers(seed: int) -> Iterator[None]:
 
 
 class Augmentation:
-    """Random transforms of samples. They use torch's generator on the CPU."""
+    """Random transforms of samples, with random numbers of torch's generator on the CPU."""
 
     def __init__(self, transforms: Sequence[TransformConfig]) -> None:
         """Separate the transforms into resizing, copy-paste, and those of resized images."""

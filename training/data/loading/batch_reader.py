@@ -160,7 +160,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     def _transformed(
         self, augmentation: Augmentation, index: int, seed: int, *, flip: bool
     ) -> Sample:
-        """Return an augmented sample with masks of the whole image, no larger than its bucket."""
+        """Return an augmented sample with masks of the whole image, cropped to its shape bucket."""
         record = self.records[index]
         min_size = augmentation.min_size(self._config.min_size)
         size = augmentation.input_size(self._input_size(record, min_size))
