@@ -37,7 +37,8 @@ def read_header_size(path: Path) -> HeaderSize:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(path, formats=_FORMATS) as image:
                 width, height = image.size
-                # Of a TIFF, Pillow reports the upright size.
+                # Of a TIFF, Pillow reports the upright size. Of other formats, it reports the
+                # stored size.
                 is_upright = image.format == "TIFF"
                 # Of a PNG, use only metadata before the pixels: `getexif` would decode the whole
                 # image to find others.

@@ -61,7 +61,7 @@ class Finetuning:
     val: CocoDataset | None
     # Paths of unusable image files of training images with objects, each with the reason.
     unusable: tuple[str, ...]
-    # The same of validation images, with or without objects.
+    # Paths of unusable image files of all validation images, each with the reason.
     unusable_val: tuple[str, ...]
     # Model of the initial weights.
     start: Checkpoint
@@ -194,7 +194,7 @@ def _records_with_objects(dataset: CocoDataset) -> list[ImageRecord]:
     """Return the images with objects.
 
     Raises:
-        DataError: There is none.
+        DataError: No image has objects.
     """
     records = [record for record in dataset.records if record.objects]
     if not records:
@@ -206,7 +206,7 @@ def _records_with_objects(dataset: CocoDataset) -> list[ImageRecord]:
 def _usable_records(
     dataset: CocoDataset, records: Sequence[ImageRecord]
 ) -> tuple[list[ImageRecord], tuple[str, ...]]:
-    """Return those of a data set's images whose files are usable, and the others' reasons.
+    """Return the images with usable files, and the paths of unusable files with the reasons.
 
     Raises:
         DataError: No file is usable.

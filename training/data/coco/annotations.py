@@ -155,7 +155,7 @@ def _bbox_from(value: Any, limit: float) -> tuple[float, float, float, float]:
 
 
 def _floats_from(values: list[Any]) -> list[float]:
-    """Convert numbers, some of which are text. Return an empty list if one is not a number."""
+    """Convert numbers, which may be written as text. Empty: one of the values is not a number."""
     try:
         return [*map(float, values)]
     except (TypeError, ValueError, OverflowError):

@@ -43,7 +43,9 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
 
 
 def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, DatasetConfig]:
-    """Find the image folder of each split in a data set's folder; see `find_splits`.
+    """Pair each split's annotation file with its image folder in the data set's folder.
+
+    Splits without an image folder are skipped with a warning.
 
     Raises:
         DataError: No split has an image folder.
@@ -88,7 +90,8 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
     named = [place for place in places if _is_named(place, split)]
     named.sort(key=lambda place: len(place.name), reverse=True)
     others = [other for other in by_split if other != split]
-    # If other splits have folders in `images/`, their images may have the same names.
+    # Use `images/` itself only if other splits have no folders in it. Otherwise, the images of
+    # several splits may have the same names.
     if common.is_dir() and not any(_is_named(p, o) for p in _subfolders(common) for o in others):
         named.append(common)
     names = list(islice(_file_names(file), _LOOKUPS))

@@ -155,7 +155,10 @@ def _coco_layout(folder: Path) -> DataLayout:
 
 
 def _splits_beside_images(folder: Path, files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
-    """Return the splits of COCO files, by split, in a folder that also contains the images."""
+    """Return the splits of COCO files that are in the same folder as the images.
+
+    `files` is the COCO file by split.
+    """
     if len(files) > 1:
         return _layout_splits(pair_splits(folder, files))
     return {

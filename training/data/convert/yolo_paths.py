@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ....model.image_files import IMAGE_FILE_SUFFIXES, is_image_file
 from ..coco.entries import Findings
 
-# Suffixes of image files. Those in unsupported formats, such as .gif, are reported as unusable.
+# Suffixes of image files. Files in unsupported formats, such as .gif, are reported as unusable.
 _SUFFIXES = IMAGE_FILE_SUFFIXES | {".gif", ".heic"}
 
 
