@@ -27,7 +27,8 @@ def cell_anchors(config: AnchorConfig, strides: Sequence[int]) -> Tensor:
 def _anchors_of_map(sizes: Sequence[float], config: AnchorConfig, stride: int) -> Tensor:
     sizes_S, ratios = torch.tensor(sizes), torch.tensor(config.aspect_ratios)
     if config.convention == "legacy":
-        # Girshick's Faster R-CNN rounds the sides of an anchor of stride**2 pixels, then scales it.
+        # As in Girshick's Faster R-CNN, round the sides of an anchor with an area of stride**2
+        # pixels first, and scale the rounded sides afterwards.
         widths_R = (stride**2 / ratios).sqrt().round()
         sides_R2 = torch.stack([widths_R, (widths_R * ratios).round()], dim=1) / stride
         center = stride / 2
@@ -59,5 +60,6 @@ def grid_steps(
     if config.convention != "torchvision":
         return [(stride, stride) for stride in strides]
     # torchvision divides the input size by the grid size and rounds down. Unless the input size is
-    # a multiple of 64, the anchors of the coarsest level are slightly denser than the stride.
+    # a multiple of 64, the anchors of the coarsest level are slightly denser than the stride. Do
+    # the same, so that its weights give the same results.
     return [(input_size[0] // rows, input_size[1] // columns) for rows, columns in grid_sizes]

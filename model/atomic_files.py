@@ -36,7 +36,7 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             partial.unlink()
         raise
     if durable:
-        # The new name is on the disk only once its folder is.
+        # The rename survives a power loss only after its folder is flushed too.
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -43,7 +43,11 @@ class FeaturePyramid(FeaturePyramidNetwork):  # type: ignore[misc]
     """torchvision's feature pyramid (Lin et al., 2017), with faster upsampling in training."""
 
     def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the pyramid's maps by name, finest first, from those of the ResNet in `x`."""
+        """Return the pyramid's feature maps by name, finest first.
+
+        Args:
+            x: feature maps of the ResNet by name, finest first.
+        """
         inputs = list(x.values())
         inner = self.get_result_from_inner_blocks(inputs[-1], -1)
         maps = [self.get_result_from_layer_blocks(inner, -1)]
@@ -55,25 +59,26 @@ class FeaturePyramid(FeaturePyramidNetwork):  # type: ignore[misc]
         return dict(zip(names, outputs, strict=True))
 
     def merge(self, features: Tensor, coarse: Tensor, index: int) -> Tensor:
-        """Return level `index` before its last convolution.
+        """Return a pyramid level before its output convolution: ResNet map plus upsampled `coarse`.
 
         Args:
-            features: map [B, N, H, W] of the ResNet.
-            coarse: the next coarser level [B, C, h, w], of about half the size.
+            features: map [B, N, H, W] of the ResNet for this level.
+            coarse: result [B, C, h, w] for the next coarser level, of about half the size.
             index: number of the level; 0 is the finest.
         """
         fine: Tensor = self.get_result_from_inner_blocks(features, index)
         batch, channels, height, width = coarse.shape
         if not self.training or fine.shape[2:] != (2 * height, 2 * width):
             return fine + F.interpolate(coarse, size=fine.shape[2:], mode="nearest")
-        # The gradient of a broadcast is a sum. That of `interpolate` compiles to a scatter with
-        # atomic additions: 2 ms of a training step of 8 images of 800x1344 on an H100.
+        # Upsample by broadcasting, whose gradient is a sum. The gradient of `interpolate` compiles
+        # to a scatter with atomic additions, which takes 2 ms of a training step of 8 images of
+        # 800x1344 on an H100.
         blocks = fine.view(batch, channels, height, 2, width, 2) + coarse[:, :, :, None, :, None]
         return blocks.view(fine.shape)
 
 
 def norm_layer(norm: Norm, eps: float = 1e-5) -> Callable[[int], nn.Module] | None:
-    """Return a function that builds a normalisation layer for a number of channels."""
+    """Return a function from a number of channels to a normalisation layer. None: no layer."""
     kinds: dict[Norm, Callable[[int], nn.Module] | None] = {
         "none": None,
         "frozen_bn": partial(FrozenBatchNorm2d, eps=eps),
@@ -89,10 +94,13 @@ def feature_strides(config: BackboneConfig) -> tuple[int, ...]:
 
 
 def build_resnet(config: BackboneConfig) -> resnet.ResNet:
-    """Build torchvision's ResNet classifier; a backbone uses some of its stages."""
+    """Build torchvision's ResNet classifier with the norms, strides and dilation of a backbone.
+
+    The classifier has all stages; the backbone and the C4 head use some of them.
+    """
     dilate = config.features == "c5"
     build = partial(resnet.ResNet, resnet.BasicBlock, [1, 1, 1, 1])
-    if config.name != "resnet10":  # torchvision has no function for it
+    if config.name != "resnet10":  # torchvision has no function `resnet10`
         build = getattr(resnet, config.name)
     network: resnet.ResNet = build(
         norm_layer=norm_layer(config.norm, config.norm_eps),
@@ -120,7 +128,7 @@ class Backbone(nn.Module):
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
         network = build_resnet(config)
-        # The width doubles from stage to stage; that of the last stage is `inplanes`.
+        # The width doubles from stage to stage, up to `inplanes` channels in the last stage.
         widths = {f"layer{i}": network.inplanes * 2**i // 16 for i in range(1, 5)}
         last = _LAST_STAGES[config.features]
         self.body = IntermediateLayerGetter(network, {name: name for name in last})
@@ -155,7 +163,7 @@ class Backbone(nn.Module):
         return self.stages(self.stem(images))
 
     def stem(self, images: Tensor) -> Tensor:
-        """Return the input [B, C, H / 4, W / 4] of the first residual stage."""
+        """Return the first residual stage's input [B, C, H / 4, W / 4] for normalised images."""
         body = self.body
         stem: Tensor = body.maxpool(body.relu(body.bn1(body.conv1(images))))
         return stem

@@ -62,7 +62,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         with atomic_write(path) as file:
             torch.save(content, file)
     except (OSError, RuntimeError) as error:
-        # After a failed write torch cannot complete the archive, and raises a RuntimeError.
+        # After a failed write, torch cannot complete the archive, and raises a RuntimeError in the
+        # context of the OSError.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise

@@ -7,7 +7,8 @@ decoded values (0..255) from Pillow's:
     full                1.5     16
     half                5       48
 
-Resized values differ from Pillow's by at most 1. The rule `torchvision` gives torchvision's values.
+With the resize rules `pillow` and `detectron2`, resized values differ from Pillow's by at most 1.
+With the rule `torchvision`, they are those of torchvision.
 """
 
 from collections.abc import Sequence
@@ -31,12 +32,12 @@ _MIRRORED_COLUMNS = frozenset({2, 3, 6, 7})
 
 def tensor_from_bytes(data: bytes | memoryview) -> Tensor:
     """Copy bytes into a tensor [N] uint8."""
-    # torch rejects the read-only memory of `bytes`.
+    # Without the copy, torch would warn that the memory of `bytes` is read-only.
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor | ImageError]:
-    """Decode plain JPEGs (`ImageHeader.is_plain_jpeg`).
+    """Decode plain JPEGs: complete files, grey or YCbCr (`ImageHeader.is_plain_jpeg`).
 
     Args:
         files: contents as [N] uint8 tensors on the CPU.
@@ -56,12 +57,12 @@ def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor |
 def _decode_with_torchvision(
     files: Sequence[Tensor], device: torch.device
 ) -> list[Tensor | ImageError]:
-    """Decode plain JPEGs, on a GPU after a wait for the current stream."""
+    """Decode plain JPEGs with torchvision. On a GPU, wait for the current stream first."""
     if not files:
         return []
     if device.type == "cuda":
-        # The decoder has its own stream. The allocator may give it memory that kernels queued in
-        # the current stream still use.
+        # The decoder writes in its own stream. The allocator may give it memory that kernels queued
+        # in the current stream still use, so wait for these kernels.
         torch.cuda.current_stream(device).synchronize()
     try:
         return list(decode_jpeg(list(files), ImageReadMode.RGB, device))

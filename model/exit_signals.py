@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 def exit_on_signals() -> Iterator[Callable[[], None]]:
     """Exit with status 128 + signal number on SIGTERM and SIGHUP, so that `finally` blocks run.
 
-    A signal that is ignored, as under `nohup`, or already handled keeps its handler. After the
-    first signal both are ignored until the process ends.
+    A signal that is ignored, as under `nohup`, or already has a handler is left alone. After the
+    first signal, the process ignores further ones while it exits.
 
     Yields:
         Function that makes the process ignore both signals.
@@ -33,7 +33,7 @@ def exit_on_signals() -> Iterator[Callable[[], None]]:
     def exit_process(number: int, _: object) -> NoReturn:
         nonlocal is_exiting
         is_exiting = True
-        handle_with(signal.SIG_IGN)  # `timeout` and shells send a signal twice
+        handle_with(signal.SIG_IGN)  # `timeout` and shells repeat a signal
         sys.exit(128 + number)
 
     handle_with(exit_process)

@@ -26,11 +26,11 @@ class _Image(ctypes.Structure):
 
 
 class _Library:
-    """Functions of nvJPEG."""
+    """C functions of nvJPEG, with the types of their arguments."""
 
     def __init__(self, path: str) -> None:
-        # PyDLL keeps the GIL. To release it for some microseconds would cost more than it gives
-        # other threads.
+        # Short functions are called through PyDLL, which keeps the GIL. They take microseconds:
+        # releasing the GIL would cost this thread more than the other threads gain.
         short, long = ctypes.PyDLL(path), ctypes.CDLL(path)
         self.create = long.nvjpegCreateEx
         self.create.argtypes = (c_int, c_void_p, c_void_p, c_uint, c_void_p)
@@ -51,24 +51,27 @@ class _Library:
 
 
 class _Slot:
-    """Decoder state of one batch, and the event after which it can be used again."""
+    """Decoder state for one batch at a time. After the event, another batch can use it."""
 
     def __init__(self, state: c_void_p) -> None:
         self.state = state
         self.batch_size = 0
-        # The files that the GPU reads until the event.
+        # Files of the batch. The GPU reads them until the event, so they must stay in memory.
         self.files: Sequence[Tensor] = ()
         self.decoded: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class HardwareJpegDecoder:
-    """Decoder of baseline JPEGs on one GPU. It never waits for the GPU."""
+    """Decoder of baseline JPEGs on one GPU. Its methods never wait for the GPU."""
 
     # torchvision's decoder uses the same hardware, but waits for the previous batch and occupies a
     # CPU core meanwhile (benchmarks/results/jpeg-decoder-h100-202611.md).
 
     def __init__(self, library: _Library, handle: c_void_p, device: torch.device) -> None:
-        """Take ownership of an nvJPEG handle of the device; see `hardware_jpeg_decoder`."""
+        """Take ownership of an nvJPEG handle of the device.
+
+        Use `hardware_jpeg_decoder`, which creates the handle and shares one decoder per GPU.
+        """
         self._library = library
         self._handle = handle
         self._device = device
@@ -103,7 +106,7 @@ class HardwareJpegDecoder:
             return [outputs.get(index) for index in range(len(files))]
 
     def _supported_size(self, file: Tensor) -> tuple[int, int] | None:
-        """Return height and width of a JPEG. None: the hardware does not support it."""
+        """Return height and width of a JPEG. None: the hardware does not support the file."""
         library, handle, header = self._library, self._handle, self._header
         width, height, unsupported = c_uint(), c_uint(), c_int(1)
         references = ctypes.byref(width), ctypes.byref(height)
@@ -116,7 +119,7 @@ class HardwareJpegDecoder:
         return height.value, width.value
 
     def _queue(self, files: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-        """Queue the decoding of supported files. Return False if nvJPEG reports an error."""
+        """Queue the decoding of supported files into `outputs`. False: nvJPEG reports an error."""
         slot = self._take_slot()
         try:
             library, count = self._library, len(files)
@@ -152,7 +155,7 @@ class HardwareJpegDecoder:
 
 
 def hardware_jpeg_decoder(device: torch.device) -> HardwareJpegDecoder | None:
-    """Return the decoder of a GPU. None: the GPU has no decoder hardware."""
+    """Return the only decoder of a GPU. None: no decoder hardware, or nvJPEG is not loaded."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return _decoder_of(torch.device("cuda", index))
 

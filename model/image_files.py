@@ -31,24 +31,29 @@ _PLUGINS: dict[bytes, type[ImageFile]] = {
 # Pillow's modes that PNG stores without loss, and those that are converted to RGB first.
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _COLOUR_MODES = ("CMYK", "YCbCr", "LAB", "RGBX", "RGBa", "PA")
-# Orientations whose transposition undoes that of another. Those of all others undo themselves.
+# Orientations whose transposition undoes that of another. All other orientations undo themselves.
 _OPPOSITES = {6: 8, 8: 6}
-# High byte of the largest value that a 16-bit colour image must exceed, so as not to turn dark.
+# A 16-bit colour image is rejected if the high byte of its largest value is not above this number:
+# Pillow keeps only the high bytes, so the image would turn dark.
 _DARK = 0x3F
 
 
 def is_image_file(path: PurePath, suffixes: Collection[str] = IMAGE_FILE_SUFFIXES) -> bool:
-    """Whether a file is an image by its name. `suffixes`: those of the formats, in lower case."""
+    """Whether a file is an image, judged by its name alone.
+
+    `suffixes` are the accepted suffixes in lower case.
+    """
     # macOS adds a file `._a.jpg`, which has no pixels, to each `a.jpg` on foreign file systems.
     return path.suffix.lower() in suffixes and not path.name.startswith("._")
 
 
 def read_image_file(path: Path) -> bytes:
-    """Return the bytes of an image file; those of a BMP or TIFF file are converted to PNG.
+    """Return the content of an image file. A BMP or TIFF image is converted to PNG.
 
     Raises:
         OSError: the file cannot be read.
-        ImageError: as `png_from_other_formats`.
+        ImageError: the content is of no supported format, or is a BMP or TIFF image that cannot be
+            converted.
     """
     return png_from_other_formats(path.read_bytes())
 
@@ -56,11 +61,12 @@ def read_image_file(path: Path) -> bytes:
 def png_from_other_formats(data: bytes) -> bytes:
     """Convert a BMP or TIFF image to PNG without loss. Return JPEG, PNG and WebP data unchanged.
 
-    A TIFF yields its first page. The PNG has its EXIF orientation.
+    Of a TIFF, the first page is converted. The PNG has the EXIF orientation of the TIFF.
 
     Raises:
-        ImageError: the data are of none of these formats, or the BMP or TIFF image is damaged, has
-            more than `MAX_PIXELS`, or has pixels that are neither 8-bit nor 16-bit grey.
+        ImageError: the data are of none of these formats, or the BMP or TIFF image is damaged, is
+            too small, has more than `MAX_PIXELS`, has a pixel type that PNG lacks, or has 16-bit
+            colours that would turn dark.
     """
     plugin = next((own for start, own in _PLUGINS.items() if data.startswith(start)), None)
     if plugin is None:
@@ -89,7 +95,10 @@ def png_from_other_formats(data: bytes) -> bytes:
 
 
 def _png_compatible(image: Image, has_deep_colours: bool) -> Image:
-    """Convert a loaded image to a mode of PNG."""
+    """Convert a loaded image to a pixel type that PNG can store.
+
+    `has_deep_colours` means that the file has 16 bits per colour channel.
+    """
     if has_deep_colours:
         extrema: Any = image.getextrema()
         if max(high for _, high in extrema[:3]) <= _DARK:

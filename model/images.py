@@ -36,7 +36,8 @@ _MARKER_AFTER_SCAN = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]", re.DOTALL)
 # Maximum scans of a JPEG, and maximum pixels of all scans: each scan is a pass over all pixels.
 # Progressive JPEGs have about ten scans.
 _MAX_SCANS, _MAX_SCANNED_PIXELS = 100, 16 * MAX_PIXELS
-# Markers of arithmetic coding, with which a block of 64 pixels can take less than one bit.
+# Markers of arithmetic coding, with which a block of 64 pixels can take less than one bit. The
+# limit `MAX_PIXELS_PER_BYTE` does not apply to such files.
 _ARITHMETIC_CODING = (b"\xff\xc9", b"\xff\xca")
 # Maximum segments before the first scan of a JPEG, and from there to its end. A large colour
 # profile or description takes hundreds.
@@ -48,7 +49,8 @@ _MAX_CHUNKS = 100_000
 # Peak memory of decoding and resizing in bytes per pixel. Pillow stores four bytes per pixel.
 # libwebp stores several such copies.
 _PILLOW_BYTES, _BYTES_PER_PIXEL, _WEBP_BYTES_PER_PIXEL = 4, 8, 18
-# Bit depths of sensors. Unless scaled, 16-bit images whose values have fewer bits would turn dark.
+# Bit depths of sensors. The values of a 16-bit image may have fewer bits. Such an image would turn
+# dark if its values were not scaled.
 _DEPTHS = (8, 10, 12, 14, 16)
 _PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type exif")
 
@@ -76,9 +78,17 @@ def is_jpeg(data: bytes) -> bool:
 def read_header(
     data: bytes, *, max_pixels: int = MAX_PIXELS, apply_orientation: bool = True
 ) -> ImageHeader:
-    """Read an image's header without decoding it; arguments and errors as in `decode_image`.
+    """Read the header of an encoded image, without decoding the pixels.
 
-    Some damaged headers are reported only by `decode_image`.
+    Args:
+        data: the encoded image.
+        max_pixels: larger images are rejected.
+        apply_orientation: return the size of the upright image. False: return the stored size, and
+            orientation 1.
+
+    Raises:
+        ImageError: the data are not a JPEG, PNG or WebP image, the header is damaged, or the size
+            is invalid. Some damaged headers are reported only by `decode_image`.
     """
     if size := size_of_usual_jpeg(data):
         check_size(*size, max_pixels)
@@ -103,8 +113,8 @@ def decode_image(
     Args:
         data: the encoded image.
         max_pixels: larger images are rejected before decoding.
-        apply_orientation: apply the EXIF orientation. Use False with COCO annotations, which refer
-            to the stored pixels.
+        apply_orientation: apply the EXIF orientation. Use False if annotations refer to the stored
+            pixels, as those of the COCO data sets do.
 
     Returns:
         [H, W, 3] RGB uint8.
@@ -124,16 +134,19 @@ def decode_image(
 
 
 def decoding_memory(data: bytes, *, max_pixels: int = MAX_PIXELS) -> int:
-    """Return the peak memory in bytes of `decode_image` and resizing, estimated from the header.
+    """Estimate the peak memory in bytes of decoding and resizing an image from its header.
 
-    Arguments and errors are those of `decode_image`.
+    Raises:
+        ImageError: the data are not a JPEG, PNG or WebP image, the header is damaged, or the image
+            is too small or has more than `max_pixels` pixels.
     """
     image = _opened(data, max_pixels)
     per_pixel: float = _BYTES_PER_PIXEL
     if isinstance(image, WebPImageFile):
         per_pixel = _WEBP_BYTES_PER_PIXEL
     elif isinstance(image, JpegImageFile) and not _ends_with_scan(image, data, _first_scan(data)):
-        # libjpeg keeps all coefficients, of two bytes, until the last scan.
+        # Of a JPEG with several scans, libjpeg keeps all coefficients, of two bytes each, until the
+        # last scan.
         areas = [across * down for _, across, down, _ in image.layer]
         per_pixel = max(per_pixel, _PILLOW_BYTES + 2 * sum(areas) / max(areas))
     return round(per_pixel * image.width * image.height)
@@ -164,7 +177,7 @@ def plugin_for(data: bytes) -> type[ImageFile] | None:
 
 
 def _opened(data: bytes, max_pixels: int) -> ImageFile:
-    """Read the header of an encoded image, and check its size."""
+    """Open an encoded image. Check its header and size, but do not decode its pixels yet."""
     # PIL.Image.open has a global limit of pixels, so the format's plugin is called directly.
     plugin = plugin_for(data)
     if plugin is None:
@@ -177,7 +190,8 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
         image = plugin(BytesIO(data))
     except Exception as error:  # on hostile bytes, codecs raise exceptions of any type
         raise ImageError(f"the image's header is damaged: {error}") from error
-    # One block. With several, Pillow copies the unused rest of the data for each block.
+    # Let Pillow decode the data as one block. For each of several blocks, it would copy the unused
+    # rest of the data.
     image.decodermaxblock = len(data)
     check_size(image.height, image.width, max_pixels)
     if first_scan:
@@ -186,7 +200,8 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
 
 
 def _orientation_of(image: ImageFile, data: bytes) -> int:
-    # Pillow decodes a whole PNG to find metadata after its pixels, which most PNGs lack.
+    # To find metadata after the pixels of a PNG, Pillow decodes the whole image. Most PNGs have no
+    # metadata, so search for its names first.
     if isinstance(image, PngImageFile) and not any(name in data for name in _PNG_METADATA):
         return 1
     try:
@@ -213,21 +228,24 @@ def _check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
     if _ends_with_scan(image, data, first_scan):
         return
     # This count is fast but too high: it includes thumbnails, and videos behind the image's end.
+    # Only if it exceeds the limit are the scans counted exactly.
     if _occurrences(_START_OF_SCAN, data) > allowed:
         _check_scans(data, first_scan, allowed)
 
 
 def _ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
-    """Whether decoders stop after the first scan, because it holds all components in full."""
+    """Whether decoders stop after the first scan, because this scan holds all components."""
     components = len(image.layer) if isinstance(image, JpegImageFile) else 0
-    # The marker and the length of the scan's header take two bytes each.
+    # The number of components follows the marker and the length of the scan's header, of two bytes
+    # each.
     in_scan = data[first_scan + 4 : first_scan + 5]
     return "progressive" not in image.info and in_scan == bytes([components & 255])
 
 
 def _first_scan(data: bytes) -> int:
     """Check a JPEG's header. Return the position of its first scan, or the end of the data."""
-    # Pillow parses the header in Python, byte by byte between segments.
+    # Pillow parses the header in Python, and byte by byte between segments. Limit both, because a
+    # hostile header would take long.
     position, junk = 2, 0
     for _ in range(_MAX_SEGMENTS):
         match = _JPEG_MARKER.search(data, position)
@@ -242,7 +260,10 @@ def _first_scan(data: bytes) -> int:
 
 
 def _check_scans(data: bytes, position: int, allowed: int) -> None:
-    """Check the number of scans and segments between a JPEG's first scan and its end."""
+    """Reject a JPEG with more than `allowed` scans, or too many segments after its header.
+
+    `position` is that of the first scan.
+    """
     scans = 0
     for _ in range(_MAX_SEGMENTS):
         match = _MARKER_AFTER_SCAN.search(data, position)
@@ -274,7 +295,7 @@ def _occurrences(pair: bytes, data: bytes) -> int:
 
 def _check_png(data: bytes) -> None:
     """Reject a PNG with over `_MAX_CHUNKS` chunks."""
-    # Pillow reads each chunk in Python.
+    # Pillow reads each chunk in Python, so a file of many tiny chunks would take long.
     position = 8
     for _ in range(_MAX_CHUNKS):
         if position >= len(data):
@@ -284,7 +305,7 @@ def _check_png(data: bytes) -> None:
 
 
 def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
-    # Read `tile` before loading the image, which removes it.
+    # Read `tile` before `load`, which empties this attribute.
     is_deep = isinstance(image, PngImageFile) and "16B" in str(image.tile)
     image.load()
     return upright_rgb(image, orientation, _excess_bits(image) if is_deep else 0)

@@ -33,6 +33,7 @@ def smooth_l1_sum(prediction: Tensor, target: Tensor, mask: Tensor, beta: float)
 
     The loss is linear for errors above `beta`. Targets outside of the mask may be infinite or NaN.
     """
-    # A target equal to the prediction adds nothing to loss and gradient.
+    # Outside of the mask, set the target to the prediction. It then adds nothing to the loss and
+    # its gradient.
     target = torch.where(mask[..., None], target, prediction.detach())
     return F.smooth_l1_loss(prediction, target, beta=beta, reduction="sum")

@@ -61,7 +61,8 @@ class MaskRCNN(nn.Module):
             images: [B, 3, H, W] RGB in 0..255, any dtype; pixels in the padding are ignored.
             image_sizes: [B, 2] int64, height and width before padding.
             targets: ground truth. None: detect.
-            seeds: [B] int64, random seed of each image's sampling; required with targets.
+            seeds: [B] int64, seeds for the random sampling of anchors and RoIs. Required with
+                targets.
         """
         if targets is None:
             return self.detect(images, image_sizes)
@@ -70,7 +71,7 @@ class MaskRCNN(nn.Module):
         return self.losses(images, image_sizes, targets, seeds)
 
     def detect(self, images: Tensor, image_sizes: Tensor) -> BatchDetections:
-        """Return the detections of a batch; arguments as in `forward`."""
+        """Return the detections of a batch. The arguments are those of `forward`."""
         features = self._features(images, image_sizes)
         proposals = self.rpn.propose(self.rpn(features, images.shape[2:]), image_sizes)
         found = self.roi_heads.detect(features, proposals, image_sizes)
@@ -83,7 +84,7 @@ class MaskRCNN(nn.Module):
     def losses(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return the five losses of a batch; arguments as in `forward`."""
+        """Return the sums and counts of a batch's losses. The arguments are those of `forward`."""
         features = self._features(images, image_sizes)
         anchors = self.rpn(features, images.shape[2:])
         objectness, rpn_regression, num_anchors = self.rpn.losses(anchors, targets, seeds)
@@ -97,11 +98,14 @@ class MaskRCNN(nn.Module):
         return LossTerms(sums, counts.float())
 
     def _features(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
-        """Return the feature maps, finest first; arguments as in `forward`."""
+        """Return the backbone's feature maps of raw images, finest first."""
         return self.backbone.stages(self.stem(images, image_sizes))
 
     def stem(self, images: Tensor, image_sizes: Tensor) -> Tensor:
-        """Return the stem's map of the normalised images; arguments as in `forward`."""
+        """Normalise images, set their padding to 0, and return the output of the ResNet's stem.
+
+        The arguments are those of `forward`.
+        """
         mean, std = (x.float()[:, None, None] for x in (self.pixel_mean, self.pixel_std))
         height, width = image_sizes[:, :, None, None].unbind(dim=1)
         rows = torch.arange(images.shape[2], device=images.device)[:, None]

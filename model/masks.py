@@ -140,11 +140,12 @@ def _counts_from_probabilities(
     threshold: float,
 ) -> NDArray[np.int64]:
     """Paste a mask [S, S], border included, and return the run lengths, zeros first."""
-    # Not a matrix product, because BLAS would start its own threads for it.
+    # Interpolate without a matrix product, because BLAS would start threads of its own for that.
     low_SW, high_SW = mask[:, columns.low], mask[:, columns.high]
     rows_SW = low_SW * (1 - columns.fraction) + high_SW * columns.fraction
     fraction_H1 = rows.fraction[:, None]
-    # A row of zeros ends each column's last run, unless the column spans the whole image height.
+    # Append a zero to each column of the crop, which ends the column's last run. If the crop spans
+    # the whole image height, do not: a run can then continue in the next column.
     covered = len(rows.low)
     stride = min(covered + 1, height)
     step = max(1, _CHUNK_PIXELS // stride)
@@ -170,7 +171,10 @@ def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 
 def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _AxisSamples:
-    """Return the samples of a mask stretched over pixels `start` to `stop`, both included."""
+    """Return the samples of a mask stretched over pixels `start` to `stop`, both included.
+
+    `size` is the image's size along this axis, `side` that of the mask with its border.
+    """
     length = max(stop - start + 1, 1)
     first = max(start, 0)
     pixels = np.arange(first, min(stop + 1, size), dtype=np.float32) - np.float32(start)
@@ -180,7 +184,10 @@ def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _Ax
 
 
 def _exact_samples(start: float, stop: float, size: int, side: int) -> _AxisSamples:
-    """Return the samples of a mask whose cells, without the border, span `start` to `stop`."""
+    """Return the samples of a mask whose cells, without the border, span `start` to `stop`.
+
+    `size` is the image's size along this axis, `side` that of the mask with its border.
+    """
     cell = (stop - start) / (side - 2)
     if cell <= 0:
         return _samples_at(np.zeros(0, np.float32), 0, side)

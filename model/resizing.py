@@ -36,7 +36,8 @@ def resized_size(
     """
     shorter, longer = min(height, width), max(height, width)
     if rule == "detectron2":
-        # detectron2's order of operations: the rounding of products close to .5 depends on it.
+        # Keep detectron2's order of operations, on which the rounding of products close to .5
+        # depends.
         sides = min_size * 1.0, min_size / shorter * longer
         if sides[1] > max_size:
             sides = sides[0] * (max_size / sides[1]), sides[1] * (max_size / sides[1])
@@ -121,7 +122,8 @@ def _neighbours(
     size: int, resized: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
     """Return the two source pixels of each resized pixel along an axis, and the second's weight."""
-    # As torch computes them: the scale is a float32, and a fused multiply-add rounds once.
+    # To get torch's values, round as torch does: the scale to float32, and the result of the fused
+    # multiply-add once.
     scale = float(np.float32(size) / np.float32(resized))
     positions = ((np.arange(resized) + 0.5) * scale - 0.5).clip(0).astype(np.float32)
     first = np.minimum(positions.astype(np.intp), size - 1)

@@ -50,6 +50,6 @@ def upright_rgb(image: Image, orientation: int, excess_bits: int) -> NDArray[np.
 def _rgb_from_strip(strip: Image, excess_bits: int) -> NDArray[np.uint8]:
     if strip.mode.startswith("I;16"):
         strip = fromarray((np.asarray(strip) >> excess_bits).astype(np.uint8))
-    elif strip.mode == "P":  # RGBA first: palettes may hold transparency
+    elif strip.mode == "P":  # via RGBA, because palettes may hold transparency
         strip = strip.convert("RGBA")
     return np.asarray(strip if strip.mode == "RGB" else strip.convert("RGB"))

@@ -27,7 +27,8 @@ from .targets import Targets
 
 # Factors of (dx, dy) and (dw, dh) in the regression targets.
 _DELTA_WEIGHTS = 10.0, 5.0
-# `stream` of `random_keys` with which RoIs are sampled; anchors are sampled with another.
+# Random stream of `random_keys` for the sampling of RoIs. The sampling of anchors uses another one,
+# so that both are independent.
 _SAMPLING_STREAM = 2
 # log2 of 16, the stride of the map from which RoIs of `canonical_size` are pooled.
 _CANONICAL_LEVEL = 4
@@ -78,7 +79,8 @@ class MaskPredictor(nn.Module):
         """Return mask logits [K, 2P, 2P] of K RoIs of features [K, C, P, P] and labels [K]."""
         features = F.relu(self.conv5_mask(features))
         weight, bias = (parameter[labels] for parameter in self.mask_fcn_logits.parameters())
-        # One matrix product per RoI, in the order whose gradient has the layout of the features.
+        # Compute one matrix product per RoI. The order of the factors is such that the gradient has
+        # the memory layout of the features.
         if features.is_contiguous():
             weight, cells = weight[:, :, 0].mT, features.flatten(2)
             logits = torch.baddbmm(bias[:, None, None], weight, cells)
@@ -95,7 +97,8 @@ class BoxHead(TwoMLPHead):  # type: ignore[misc]
         """Return hidden features [K, N] of K RoIs of pooled features [K, C, P, P]."""
         weight = self.fc6.weight
         if pooled.stride(1) == 1 and pooled.is_cuda:
-            # Reorder the weights: they are smaller than the channels-last features.
+            # The weights and the channels-last features have different orders. Reorder the weights,
+            # which are smaller.
             weight = weight.unflatten(1, pooled.shape[1:]).permute(0, 2, 3, 1).flatten(1)
             pooled = pooled.permute(0, 2, 3, 1)
         hidden = F.relu(F.linear(pooled.flatten(1), weight, self.fc6.bias))
@@ -239,7 +242,7 @@ class RoiHeads(nn.Module):
         if self.config.mask_crop_size is not None:
             owners = take_rows(targets.boxes, matched)
             boxes = boxes_within_crops(boxes, owners, self.config.mask_crop_size)
-        # RoIs that are not positive get empty targets.
+        # The index -1 gives empty targets to RoIs that are not positive.
         matched = torch.where(positive, matched, -1)
         wanted = mask_targets_from_crops(targets.masks, boxes, matched, logits.shape[-1])
         return F.binary_cross_entropy_with_logits(

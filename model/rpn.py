@@ -22,7 +22,8 @@ from .targets import Targets
 
 # Factors of (dx, dy) and (dw, dh) in the regression targets.
 _DELTA_WEIGHTS = 1.0, 1.0
-# `stream` of `random_keys` with which anchors are sampled; RoIs are sampled with another.
+# Random stream of `random_keys` for the sampling of anchors. The sampling of RoIs uses another one,
+# so that both are independent.
 _SAMPLING_STREAM = 1
 
 
@@ -36,7 +37,7 @@ class Proposals(NamedTuple):
 
 
 class RpnOutputs(NamedTuple):
-    """RPN head outputs for B images and N anchors, those of all feature maps, finest first."""
+    """RPN head outputs for B images and the N anchors of all feature maps, finest map first."""
 
     # [N, 4], xyxy in input pixels.
     anchors: Tensor
@@ -119,8 +120,8 @@ class RegionProposalNetwork(nn.Module):
         """
         longest = max(outputs.counts)
         maps = torch.split(outputs.logits.detach(), outputs.counts, dim=1)
-        # One top k for all maps, padded to the largest. On a GPU it takes no longer than one
-        # for the largest map alone.
+        # Compute one top-k for all maps, padded to the size of the largest map. On a GPU, it takes
+        # no longer than a top-k of the largest map alone.
         padded = [F.pad(x, (0, longest - x.shape[1]), value=-torch.inf) for x in maps]
         scores, indices = stable_top_k(torch.stack(padded, dim=1), width)
         firsts = accumulate(outputs.counts[:-1], initial=0)

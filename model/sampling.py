@@ -59,12 +59,12 @@ def random_keys(seeds: Tensor, count: int, stream: int) -> Tensor:
     # A number depends only on seed, stream and position: an image gets the same numbers on any
     # device, in any batch and on any rank, and resuming needs no generator state.
     positions = torch.arange(count, device=seeds.device)
-    # Equal modulo 2**64 to seeds * 6364136223846793005 + positions * 2862933555777941757. In this
-    # form, the positions alone, which torch.compile computes in 32 bits, have no factor.
+    # Equal modulo 2**64 to seeds * 6364136223846793005 + positions * 2862933555777941757. This form
+    # does not multiply the positions alone, because torch.compile would do so in 32 bits.
     mixed = (seeds[:, None] * 567062103879103985 + positions) * 2862933555777941757 + stream
     for shift, factor in ((31, -4658895280553007687), (27, -7723592293110705685), (33, 1)):
         mixed = (mixed ^ (mixed >> shift)) * factor
-    # 24 bits: as many as the significand of a float32 holds.
+    # Use 24 bits, as many as the significand of a float32 holds, so that no number is rounded to 1.
     return ((mixed >> 16) & 0xFFFFFF).float() / 2**24
 
 
@@ -85,8 +85,8 @@ def sample_candidates(
     """Sample up to `size` candidates per image at random, with a limited share of positives.
 
     Args:
-        positive: [B, N] bool.
-        negative: [B, N] bool, disjoint from `positive`.
+        positive: [B, N] bool, candidates that can be sampled as positives.
+        negative: [B, N] bool, candidates that can be sampled as negatives; none is in `positive`.
         keys: [B, N] in [0, 1); candidates with the highest keys are sampled.
         size: maximum number of sampled candidates per image.
         positive_fraction: positives are at most this share of `size`; negatives fill the rest.

@@ -47,6 +47,7 @@ class CompiledLosses:
             required: Fail if torch cannot compile. False: warn, and compute without compilation.
         """
         # On import, torch sets the variable to a folder in /tmp, unless the user has set it.
+        # Replace only that default.
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))
         # Do not split the program where DistributedDataParallel's buckets end: the parts would
@@ -69,13 +70,14 @@ class CompiledLosses:
             ConfigError: torch cannot compile on this machine, and compilation is required.
         """
         if not torch.is_grad_enabled():
-            # The extra forward pass of gradient accumulation, which is not worth a compilation.
+            # Gradients are disabled only in the extra forward pass of gradient accumulation, which
+            # is not worth a compilation.
             return self._eager(images, image_sizes, targets, seeds)
         if self._graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             targets = _padded(targets)
         for tensor in targets:
-            # The number of objects differs from batch to batch.
+            # The number of objects differs from batch to batch, so do not compile for each number.
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
         if images.shape in self._compiled:
             return self._losses(images, image_sizes, targets, seeds)
@@ -88,7 +90,8 @@ class CompiledLosses:
         height, width = images.shape[2:]
         logger.info("compiling the training step for images of %dx%d pixels", height, width)
         start = time.perf_counter()
-        # Compile the backward pass now too. By default, torch compiles it when it first runs.
+        # Compile the backward pass now too, so that its time and errors belong to this
+        # call. By default, torch compiles it when it first runs.
         eagerly = autograd_config.patch(force_non_lazy_backward_lowering=True)
         try:
             with eagerly, warnings.catch_warnings():
@@ -106,6 +109,6 @@ class CompiledLosses:
 
 
 def _padded(targets: Targets) -> Targets:
-    """Pad the number of objects per image to a multiple of `_OBJECTS`."""
+    """Append empty objects, so that their number per image is a multiple of `_OBJECTS`."""
     missing = -targets.labels.shape[1] % _OBJECTS
     return Targets(*(F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) for x in targets))

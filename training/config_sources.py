@@ -55,7 +55,8 @@ def read_values(
 
 
 def _merged(source: str, folder: Path, above: tuple[str, ...]) -> Values:
-    # `above`: names of the sources that lead here through `base`, to detect cycles.
+    # `above` holds the names of the sources that lead here through `base`. A name that is in it
+    # already closes a cycle.
     name = source if source in presets() else os.path.normpath(folder / source)
     if name in above:
         raise SourceError(f"{' has base '.join((*above, name))}: these bases form a cycle")
@@ -101,7 +102,7 @@ def _read(source: str, path: Path) -> Values:
 
 
 def _overlay(base: Values, values: Values) -> Values:
-    """Merge two nested mappings. A value in `values` replaces that of the same key in `base`."""
+    """Return `base` with the entries of `values`. Mappings under the same key are merged too."""
     merged = base | values
     for key, value in values.items():
         if isinstance(below := base.get(key), dict) and isinstance(value, dict):

@@ -27,7 +27,7 @@ def draw_curves(folder: Path) -> Path:
         for name in names:
             points = [(entry["iteration"], entry[name]) for entry in entries if name in entry]
             if points:
-                # With markers, because a line through a single evaluation is invisible.
+                # Draw markers too, because a line through a single evaluation is invisible.
                 axes.plot(*zip(*points, strict=True), marker=".", label=name)
         axes.set(title=title, xlabel="iteration", ylim=(0, None))
         if axes.lines:

@@ -11,14 +11,14 @@ Device = Literal["auto", "cpu", "cuda"] | tuple[int, ...]
 
 
 def device_from(value: Any) -> Device:
-    """Return the device that a value of the key `device` means, as in "0,1".
+    """Convert a value of the configuration key `device`, such as "0,1", to a `Device`.
 
     Raises:
         ValueError: The value is neither a kind of device nor numbers of GPUs.
     """
     if value in ("auto", "cpu", "cuda"):
         return cast(Device, value)
-    # YAML reads `0` as a number and `0,1` as text.
+    # YAML reads `0` as a number and `0,1` as text, so convert both to text.
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise ValueError(f"{value!r} is neither auto, cpu, cuda nor numbers of GPUs, as in 0,1")
@@ -48,5 +48,11 @@ def number_of_processes(device: Device, processes: int | None) -> int:
 
 
 def processes_to_start(device: Device, processes: int | None) -> int:
-    """Return `number_of_processes`, or 1 in a process that `torchrun` or this program started."""
+    """Return the number of processes that this process must start, or 1 if it trains itself.
+
+    A process that `torchrun` or this program started always trains itself.
+
+    Raises:
+        ValueError: `processes` differs from the number of GPUs in `device`.
+    """
     return 1 if "WORLD_SIZE" in os.environ else number_of_processes(device, processes)

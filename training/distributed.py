@@ -69,7 +69,7 @@ class Worker(NamedTuple):
 
 
 def local_device(device: Device) -> torch.device:
-    """Return the device of this process: the CPU, or GPU `LOCAL_RANK` of those in `device`.
+    """Return the device of this process: the CPU, or the GPU at index `LOCAL_RANK` in `device`.
 
     Raises:
         ConfigError: There is no such GPU, or there are more processes than GPUs.
@@ -99,7 +99,7 @@ def worker(device: Device) -> Iterator[Worker]:
     """Join the process group of `torchrun`. Without `torchrun`, this process is the only rank.
 
     Raises:
-        ConfigError: As for `local_device`.
+        ConfigError: A GPU in `device` does not exist, or there are more processes than GPUs.
         RankLostError: Another rank ended before this one, or does not answer for 30 minutes.
     """
     own = local_device(device)
@@ -116,7 +116,7 @@ def worker(device: Device) -> Iterator[Worker]:
     try:
         yield Worker(rank, world_size, own)
     except RuntimeError as error:
-        # Gloo has no exception type of its own.
+        # Gloo has no exception type of its own, so its errors are recognised by their text.
         if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
             raise
         raise RankLostError(
@@ -124,9 +124,10 @@ def worker(device: Device) -> Iterator[Worker]:
             "continue from the last checkpoint with --resume"
         ) from error
     finally:
-        # Keep a reference to the group until the process exits. Otherwise the destructor of
-        # DistributedDataParallel's reducer may be what joins Gloo's threads. torch runs it with the
-        # GIL held, for which one of these threads may be waiting (pytorch/pytorch#56297).
+        # Keep a reference to the group until the process exits. Otherwise, the destructor of
+        # DistributedDataParallel's reducer may join Gloo's threads. torch runs this destructor with
+        # the GIL held. If one of the threads waits for the GIL, both wait forever
+        # (pytorch/pytorch#56297).
         ended = [distributed.group.WORLD]
         atexit.register(ended.clear)
         distributed.destroy_process_group()

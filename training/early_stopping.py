@@ -14,10 +14,15 @@ class EarlyStopping:
     """Early-stopping state: best metric of a run, and number of evaluations since then."""
 
     def __init__(self, settings: EvaluationConfig, state: Mapping[str, Any]) -> None:
-        """Continue from the `training_state` of a checkpoint. Empty: a new run."""
+        """Create the state of a new run, or restore that of a resumed one.
+
+        Args:
+            settings: Section `evaluation` of the configuration.
+            state: `training_state` of the checkpoint to resume from. Empty: a new run.
+        """
         self._settings = settings
         self._best_ap: float = state.get("best_ap", -1.0)
-        # Checkpoints of earlier versions lack this number.
+        # Checkpoints of earlier versions lack this number: count from 0.
         self._since_best: int = state.get("evaluations_since_best", 0)
 
     def state(self) -> dict[str, Any]:
@@ -25,7 +30,7 @@ class EarlyStopping:
         return {"best_ap": self._best_ap, "evaluations_since_best": self._since_best}
 
     def record(self, metrics: Mapping[str, float]) -> bool:
-        """Record the metrics of an evaluation. Return whether they are the best of the run."""
+        """Record the metrics of an evaluation. Return whether the mask AP is the best so far."""
         is_best = metrics.get(BEST_BY, -1) > self._best_ap
         if is_best:
             self._best_ap = metrics[BEST_BY]

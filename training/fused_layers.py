@@ -34,7 +34,7 @@ def fuse_layers(model: MaskRCNN) -> None:
 
 
 def _replace(module: nn.Module, name: str, fused: Callable[..., Tensor]) -> None:
-    """Let a method of a module call `fused(module, ...)` under autocast."""
+    """Replace a method of a module: under autocast call `fused(module, ...)`, else the original."""
     original = getattr(module, name)
 
     def method(features: Tensor, *others: Any) -> Tensor:

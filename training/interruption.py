@@ -13,15 +13,16 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Context manager that records the first SIGINT or SIGTERM, so that the step can be completed.
+    """Context manager that records SIGINT and SIGTERM, so that the step can be completed.
 
-    A second signal has its usual effect. In threads other than the main one, where Python allows no
-    signal handlers, signals keep their usual effect.
+    The first signal sets `requested`. A second signal has its usual effect. In threads other than
+    the main one, where Python allows no signal handlers, signals keep their usual effect.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        # Whether a signal raises `TrainingInterrupted` at once.
+        # Whether the first signal also raises `TrainingInterrupted` at once. Set during
+        # evaluations, which need not be completed.
         self.immediate = False
         self._previous: dict[signal.Signals, Any] = {}
 

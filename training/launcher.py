@@ -17,10 +17,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch_processes(device: Device, processes: int | None) -> None:
-    """If the configuration has several processes, run this command in them, and exit.
+    """If several processes are configured, run this command in them, and exit with their code.
 
-    Under `torchrun`, and in the started processes, return at once. The arguments are configuration
-    keys.
+    If one process is configured, under `torchrun`, and in the started processes, return at once.
+    The arguments are the values of the configuration keys `device` and `processes`.
 
     Raises:
         ConfigError: `processes` differs from the number of GPUs in `device`, or a signal such as
@@ -46,11 +46,11 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: A signal such as SIGKILL ended a process.
     """
-    # Importing torch takes seconds, and a single process does not need it here.
+    # Import torch only now: the import takes seconds, and this process may not need torch.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-    # The processes print their own errors.
+    # The processes print their own errors, so silence those of torch's launcher.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # The ranks connect to this store. It is open already, so no other program can take its port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -66,13 +66,14 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
         )
 
         def forward(number: int, _: FrameType | None) -> None:
-            # torch's own handler would kill the ranks before they have written a checkpoint.
+            # Pass the signal on. torch's own handler would kill the ranks before they have written
+            # a checkpoint.
             for pid in processes.pids().values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
         for number, handler in previous.items():
-            # An ignored signal stays ignored, such as SIGHUP under `nohup`.
+            # A signal that is ignored, such as SIGHUP under `nohup`, stays ignored.
             signal.signal(number, handler if handler == signal.SIG_IGN else forward)
         result = processes.wait(period=0.2)
     if result is None or not result.is_failed():
@@ -108,7 +109,7 @@ def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        # Otherwise each process would start as many threads as there are cores.
+        # Divide the cores. Otherwise, each process would start as many threads as there are cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
     }
     return {name: str(value) for name, value in values.items()}

@@ -43,7 +43,8 @@ class TrainingLoop:
             trainer: Model and optimiser, new or restored from `last`.
             dataset: Training set.
             folder: Folder for checkpoints.
-            identity: Result of `run_identity`, stored in each checkpoint.
+            identity: Configuration and hashes of the training set, as `run_identity` returns them.
+                They are stored in each checkpoint.
             progress: Progress bars from `terminal_progress`.
             last: Checkpoint that the run resumes from. None: a new run.
 
@@ -168,7 +169,8 @@ class TrainingLoop:
         stops, worker = self._interruption.requested, trainer.worker
         if worker.world_size > 1:
             # Ranks receive a signal at different times, but must stop after the same iteration.
-            # They agree by an all-reduce. It makes the host wait for the device, so it is rare.
+            # They agree by an all-reduce, which makes the host wait for the device. Therefore they
+            # do so only every `log_period` iterations.
             if trainer.iteration % config.log_period:
                 return
             stops = bool(worker.sum_over_ranks(torch.tensor(float(stops), device=worker.device)))

@@ -1,7 +1,8 @@
 """Seed, save and restore the global random generators of Python, numpy and torch.
 
-After initialisation, only custom layers (such as dropout) use them: batches, flips and sampling are
-functions of seed and iteration. They are saved so that such layers resume exactly.
+After the initialisation of the model, only layers that users add, such as dropout, use these
+generators. Batches, flips and sampling are functions of seed and iteration instead. The states are
+saved so that a resumed run with such layers equals an uninterrupted one.
 """
 
 import random
@@ -19,7 +20,10 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Return the generators' states, of types that `torch.load(weights_only=True)` accepts."""
+    """Return the states of the generators of Python, numpy, torch and, on a GPU, of this GPU.
+
+    All values are of types that `torch.load(weights_only=True)` accepts.
+    """
     numpy_state: Any = np.random.get_state(legacy=False)
     twister = numpy_state["state"]
     key = torch.from_numpy(twister["key"].astype(np.int64))
@@ -34,7 +38,11 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(states: dict[str, Any], device: torch.device) -> None:
-    """Restore states from `generator_states`. On the CPU, the state of the GPU is ignored."""
+    """Restore states that `generator_states` returned.
+
+    If `device` is the CPU, a state of a GPU is ignored. On a GPU without a saved state, its
+    generator is left alone.
+    """
     random.setstate(states["python"])
     twister = states["numpy"]["state"]
     key = twister["key"].numpy().astype(np.uint32)

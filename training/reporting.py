@@ -122,7 +122,7 @@ class TrainingReport:
         self._period_start = time.perf_counter()
 
     def record_metrics(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Write metrics after `iteration` iterations to `metrics.jsonl` and the trackers."""
+        """On rank 0, write metrics after `iteration` iterations to `metrics.jsonl` and trackers."""
         if not self._is_main:
             return
         self._jsonl.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
@@ -170,7 +170,7 @@ class TrainingReport:
 def with_progress(
     items: Iterable[_Item], total: int, progress: Progress, description: str
 ) -> Iterator[_Item]:
-    """Yield items, and show the number of finished ones on a progress bar.
+    """Yield items, and show the number of processed items on a progress bar.
 
     Args:
         items: Items to yield.

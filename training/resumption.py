@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 # Configuration keys and sections that a resumed run must not change: they determine the model, the
 # images of each step and their sizes.
 _FIXED = ("model", "seed", "data", "solver.optimizer", "solver.images_per_batch")
-# Keys within `_FIXED` that may change. The paths in `data.train` may, because the ids of the images
-# and the hash of the annotation file are compared instead.
+# Keys within `_FIXED` that may change. The paths in `data.train` may change, because the ids of the
+# images and the hash of the annotation file are compared instead.
 _FREE = (
     "data.train",
     "data.val",
@@ -33,10 +33,10 @@ _IGNORED = {"output_dir", "weights"}
 
 
 def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
-    """Return the configuration and hashes of the training set. Checkpoints store them.
+    """Return the configuration and hashes of the training set, to store in checkpoints.
 
-    `check_resumable` compares them on every rank, because each host may have its own copy of the
-    data.
+    When a run is resumed, `check_resumable` compares the stored values with the current ones. Every
+    rank does so, because each host may have its own copy of the data.
     """
     ids = ",".join(str(record.id) for record in dataset.records)
     return {

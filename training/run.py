@@ -77,7 +77,13 @@ def evaluate_checkpoint(
 
 
 def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:
-    """Train on this rank, as in `run_training`. Return the final checkpoint's path and metrics."""
+    """Train a model on this rank, or resume the run in `output_dir`. Every rank must call this.
+
+    Errors are those of `run_training`, except that `evaluation.expected` is not checked.
+
+    Returns:
+        Path of the final checkpoint, and its metrics by name. Empty: it was not evaluated.
+    """
     set_arithmetic(config)
     check_trackers(config.trackers)
     folder = RunFolder(config.output_dir, config.keep_checkpoints)
@@ -93,7 +99,8 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         if rank.is_main:
             _record(config)
         if last is not None:
-            # The checkpoint holds the weights. The file of initial weights may no longer exist.
+            # Do not read the initial weights. Their file may no longer exist, and the checkpoint
+            # holds the current weights.
             config = config.model_copy(update={"weights": None})
         trainer = Trainer(config, rank)
         if last is not None:

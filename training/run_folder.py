@@ -88,7 +88,8 @@ class RunFolder:
 
     def _remove_older_than(self, iteration: int) -> None:
         """Remove numbered checkpoints up to `iteration`, except the last `_keep` of them."""
-        # Later checkpoints exist if the user resumed from an older one. They are not removed.
+        # Later checkpoints exist if the user resumed from an older one. Keep them, because this run
+        # did not write them.
         if self._keep is None:
             return
         matches = (re.fullmatch(r"model_(\d{7,})\.pth", path.name) for path in self.path.iterdir())

@@ -25,7 +25,7 @@ def finetuning_epochs(images: int) -> float:
 
 
 def with_run_length(dataset: CocoDataset, config: TrainConfig) -> TrainConfig:
-    """Return a configuration whose `solver.max_iterations` is set from `solver.epochs`.
+    """Return a configuration whose `solver.max_iterations` follows from `solver.epochs`, if set.
 
     If the run has far more epochs than a data set of this size needs, a warning is logged.
 

@@ -96,7 +96,8 @@ class SolverConfig(FrozenConfig):
     def with_epoch_length(self, iterations_per_epoch: int) -> "SolverConfig":
         """Return the configuration with `epochs` converted to `max_iterations`.
 
-        `steps` keep their shares of the run. Without `epochs`, nothing changes.
+        `steps` are scaled to the new length, and the warm-up is at most a tenth of it. If `epochs`
+        is None, the configuration is returned unchanged.
 
         Args:
             iterations_per_epoch: Iterations in which each training image is seen once.
@@ -108,7 +109,7 @@ class SolverConfig(FrozenConfig):
         changes = {
             "epochs": None,
             "max_iterations": length,
-            # In a short run, several steps may fall on the same iteration.
+            # Use a set, because in a short run several steps may fall on the same iteration.
             "steps": tuple(sorted({round(step * ratio) for step in self.steps} - {0})),
             "warmup_iterations": min(self.warmup_iterations, length // 10),
         }

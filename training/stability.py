@@ -41,7 +41,7 @@ class Stability(NamedTuple):
         path.write_text(json.dumps(content, indent=2) + "\n")
 
     def table(self) -> Table:
-        """Return a table of box AP and mask AP: one row per seed, their mean and deviation."""
+        """Return a table of box AP and mask AP: a row per seed, and rows of mean and deviation."""
         table = Table("seed", "box AP", "mask AP")
         rows = {str(seed): metrics for seed, metrics in self.metrics.items()}
         for name, metrics in (rows | {"mean": self.mean, "deviation": self.deviation}).items():
@@ -61,7 +61,8 @@ def train_seeds(config: TrainConfig, count: int, *, resume: bool = False) -> Sta
         resume: Resume interrupted runs and skip finished ones.
 
     Raises:
-        ConfigError: The configuration has no evaluation, or as for `run_training`.
+        ConfigError: The configuration has no evaluation, or does not fit the data, the machine or
+            the resumed runs.
         DataError: The data set is missing or invalid.
         DivergenceError: A loss or a weight is not finite.
         ExpectationError: A mean metric is below `evaluation.expected`.

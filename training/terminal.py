@@ -44,8 +44,8 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
     """
     console = Console(stderr=True)
     if console.is_jupyter:
-        # Plain log lines. Rich would put each line into an HTML element of its own, and notebooks
-        # cannot redraw its progress bars.
+        # Print plain log lines. Rich would put each line into an HTML element of its own, and
+        # notebooks cannot redraw its progress bars.
         console = Console(stderr=True, force_jupyter=False, force_terminal=False)
     handlers: list[logging.Handler] = [_ConsoleHandler(console)]
     if worker.is_main and log is not None:
@@ -74,9 +74,9 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
 
 @contextmanager
 def errors_of_main_process() -> Iterator[None]:
-    """Let only rank 0 raise `DivergenceError` or `ExpectationError`. They occur on all ranks.
+    """Within the block, let only rank 0 raise `DivergenceError` and `ExpectationError`.
 
-    The other ranks exit with code 1 without a message.
+    These errors occur on all ranks. The other ranks exit with code 1 without a message.
     """
     try:
         yield

@@ -55,7 +55,7 @@ def open_trackers(config: TrainConfig, first_iteration: int) -> list[Tracker]:
 
     Args:
         config: Configuration of the run.
-        first_iteration: Completed iterations. 0: a new run.
+        first_iteration: Number of iterations that the run has completed. 0: a new run.
 
     Raises:
         ConfigError: A tracker cannot start, for example because it needs a login.
@@ -89,7 +89,7 @@ class _TensorBoard:
     def __init__(self, folder: Path, first_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Values that a killed run wrote after its last checkpoint are hidden.
+        # `purge_step` hides the values that a killed run wrote after its last checkpoint.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_iteration + 1)
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
@@ -113,7 +113,8 @@ class _MLflow:
         self._mlflow.log_dict(config.model_dump(mode="json"), "config.json")
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
-        # MLflow rejects other characters in metric names. Class names may contain them.
+        # Replace characters that MLflow rejects in metric names, because class names may contain
+        # them.
         named = {re.sub(r"[^\w./ -]", "_", name): value for name, value in values.items()}
         self._mlflow.log_metrics(named, step=iteration, run_id=self.id)
 
@@ -134,7 +135,8 @@ class _WandB:
             config=config.model_dump(mode="json"),
         )
         self.id: str = self._run.id
-        # A resumed run repeats iterations, but W&B's own steps only increase.
+        # A resumed run may repeat iterations, but W&B's own steps can only increase. Therefore plot
+        # all metrics over the logged value `iteration`.
         self._run.define_metric("*", step_metric="iteration")
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:

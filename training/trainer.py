@@ -89,10 +89,11 @@ class Trainer:
             from .compiled_losses import CompiledLosses  # slow import
 
             if worker.device.type == "cuda":
-                # Only if compiled: in eager mode, launching the fused operations takes as long as
-                # they save.
+                # Fuse only if the model is compiled. In eager mode, launching the fused operations
+                # takes as long as they save.
                 fuse_layers(self.model)
-            # Compiled inside DistributedDataParallel, if there is one.
+            # Replace the method before `_over_ranks`, so that DistributedDataParallel, if there is
+            # one, wraps the compiled losses.
             self.model.losses = CompiledLosses(  # type: ignore[method-assign]
                 self.model,
                 # A CUDA graph overwrites the gradients of its last replay, so they cannot be
@@ -110,10 +111,10 @@ class Trainer:
 
     def _over_ranks(self) -> nn.Module:
         """Wrap the model in DistributedDataParallel, unless `_step` sums the gradients itself."""
-        # Only batch norm changes buffers.
+        # Ranks must exchange buffers only if there is batch norm, which alone changes buffers.
         buffers = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
-        # A compiled backward pass returns all gradients at its end. DistributedDataParallel could
-        # not send one sooner, and would copy each into its buckets.
+        # A compiled backward pass returns all gradients at its end, so DistributedDataParallel
+        # could not send any of them sooner. It would only copy each gradient into its buckets.
         if self.worker.world_size == 1 or (self._compiles() and not buffers):
             return self.model
         return DistributedDataParallel(self.model, broadcast_buffers=buffers)
@@ -129,7 +130,8 @@ class Trainer:
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        # With a moving average, `weights` is the average, and the training state has the model.
+        # With a moving average, the checkpoint's `weights` are the average, and its training state
+        # has the weights of the trained model.
         self.model.load_state_dict(state.get("model", checkpoint.weights))
         if self.average is not None:
             self.average.model.load_state_dict(checkpoint.weights)
@@ -158,10 +160,11 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Return the states of optimiser, loss scaler and random generators, for a checkpoint.
 
-        With a moving average, they include the weights of the trained model.
+        With a moving average, the result includes the weights of the trained model, because the
+        checkpoint's `weights` are the average.
 
-        Every rank must call it, because the generators of all ranks are gathered on rank 0. The
-        result is complete only there.
+        Every rank must call this method, because the generators' states of all ranks are gathered
+        on rank 0. The result is complete only on rank 0.
         """
         trained = {} if self.average is None else {"model": self.model.state_dict()}
         return {
@@ -184,8 +187,8 @@ class Trainer:
         )
         backbone.freeze()
         for parameter in parameters:
-            # The optimiser skips parameters without gradient. Their momentum would only make
-            # checkpoints larger.
+            # Drop the optimiser's state. The optimiser skips parameters without gradient, so their
+            # momentum would only make checkpoints larger.
             self.optimizer.state.pop(parameter, None)
         # DistributedDataParallel expects gradients of the parameters that were trainable when it
         # was constructed, so it is constructed again.
@@ -229,7 +232,7 @@ class Trainer:
                     counts, sums = self.worker.sum_over_ranks(torch.stack([terms.counts, sums]))
                 loss = terms.means(counts).sum()
                 # `counts` covers all ranks, so the gradients of the ranks must be summed.
-                # DistributedDataParallel averages them.
+                # DistributedDataParallel averages them, so multiply by the number of ranks.
                 self.scaler.scale(loss * world_size if averages else loss).backward()  # type: ignore[no-untyped-call]
         if len(batches) > 1:
             sums = self.worker.sum_over_ranks(sums)
@@ -249,7 +252,8 @@ class Trainer:
 
     def _counts(self, batches: Sequence[Batch]) -> Tensor:
         """Return the losses' denominators [5]: sampled anchors, RoIs, mask pixels of all ranks."""
-        # Copies of the buffers, so that batch norm does not include the images twice.
+        # Run on copies of the buffers, so that the statistics of batch norm do not include these
+        # images twice.
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
         def forward(*inputs: Any) -> LossTerms:

@@ -23,7 +23,8 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, model: MaskRCNN, step: int) -> None:
         """Update the average with the weights of the model after a step, counted from 1."""
-        # The limit is TensorFlow's: at the start, the average forgets the initial weights quickly.
+        # Limit the decay as TensorFlow does, so that the average quickly forgets the initial
+        # weights.
         decay = min(self._decay, (1 + step) / (10 + step))
         pairs = zip(self.model.state_dict().values(), model.state_dict().values(), strict=True)
         floats = []

@@ -42,7 +42,11 @@ def current_target() -> CompileTarget:
 
 
 def load_artifact(bundle: Path, artifact: Artifact, device: torch.device) -> Program:
-    """Load an artifact's torch program: the one compiled for this GPU if the bundle has it.
+    """Load an artifact's torch program.
+
+    If the bundle has a program that was compiled ahead of time for this environment
+    (`CompileTarget`), load it. Otherwise, load the exported program, which is compiled on a GPU in
+    the first call.
 
     Args:
         bundle: folder of the bundle.
@@ -73,7 +77,7 @@ def write_compiled_program(
         path: file of the exported program.
         precision: precision of the program's artifact.
         device: device to compile for: a GPU with its index, or the CPU.
-        images: shape [2, 3, H, W] of a batch of images.
+        images: shape [2, 3, H, W] of an example batch; H x W is the size of the bucket.
         dtype: type of the images.
         compiled: file to write.
     """
@@ -111,7 +115,7 @@ def _weights(program: ExportedProgram) -> list[Tensor]:
 def _compiled(
     program: ExportedProgram, weights: Sequence[Tensor], images: Tensor, *, any_batch: bool
 ) -> bytes:
-    """Compile a program for the batch size of `images`, or for any batch size."""
+    """Compile a program for the batch size of `images`, or for any batch size, and serialise it."""
     # The shape environment of a loaded program confuses expressions with symbols: use a new one.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     first = DimDynamic.DYNAMIC if any_batch else DimDynamic.STATIC

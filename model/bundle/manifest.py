@@ -94,11 +94,11 @@ class EngineBuild(_Record):
     profiles: tuple[BatchProfile, ...] = Field(min_length=1)
     # Name of the building GPU. None: the plan was built for several types of GPU.
     gpu_name: str | None = None
-    # GPUs besides the building one that can run the plan.
+    # Types of GPUs, besides that of the building GPU, that can run the plan.
     hardware_compatibility: HardwareCompatibility = "none"
     # Whether newer versions of the runtime can load the plan.
     version_compatible: bool = False
-    # Whether the plan lacks its weights; see `maskrcnn engine refit`.
+    # Whether the plan was stored without weights, which `maskrcnn engine refit` inserts.
     stripped: bool = False
     # Version of the plugins' PTX, such as `9.0`, and the lowest CUDA version of drivers that load
     # it, such as 13000 for 13.0. None: the plan has no plugins.
@@ -107,7 +107,7 @@ class EngineBuild(_Record):
 
 
 class CompileTarget(_Record):
-    """Environment that a compiled program was built for; it runs in no other."""
+    """Environment that a compiled program was built for. The program runs in no other one."""
 
     torch_version: str
     # Such as `3.12`.

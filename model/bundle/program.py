@@ -38,7 +38,7 @@ class Program:
     def __call__(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs (`OUTPUT_NAMES`) for images [B, 3, H, W] and image sizes [B, 2].
 
-        On a GPU, both must be contiguous.
+        On a GPU, both tensors must be contiguous.
         """
         with torch_math_mode(self._precision), ignore_torch_warnings():
             return self._run(images, image_sizes)
@@ -46,10 +46,12 @@ class Program:
     def prepare(self, images: Tensor, image_sizes: Tensor) -> None:
         """Warm up on a GPU for this batch shape: compile, load kernels, select algorithms.
 
-        During the first run, the GPU memory limit of the process is lowered.
+        The outputs are discarded. During the first run, the GPU memory limit of the process is
+        lowered.
         """
-        # In fp32, some algorithms that cuDNN tries would take all GPU memory, also from other
-        # processes. The first run has a limit. If the model itself needs more, the second has none.
+        # In fp32, some algorithms that cuDNN tries would take all GPU memory, also that which other
+        # processes need. Therefore the first run has a lower memory limit. If the model itself
+        # exceeds that limit, it runs a second time with the previous limit.
         allowed = torch.cuda.get_per_process_memory_fraction(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
         bound = (torch.cuda.memory_reserved(self.device) + _TRIAL_BYTES) / total
@@ -97,7 +99,10 @@ def load_exported_program(path: Path, device: torch.device) -> ExportedProgram:
 
 @contextlib.contextmanager
 def torch_math_mode(precision: Precision) -> Iterator[None]:
-    """Within the block, allow TF32 only for `tf32`, and enable cuDNN's benchmark mode."""
+    """Within the block, allow TF32 only for "tf32", and enable cuDNN's benchmark mode.
+
+    The previous settings are restored afterwards.
+    """
     tf32 = precision == "tf32"
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
@@ -110,7 +115,7 @@ def torch_math_mode(precision: Precision) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignore_torch_warnings() -> Iterator[None]:
-    """Within the block, suppress Python warnings, which torch emits about its internals."""
+    """Within the block, suppress all Python warnings: torch emits some about its internals."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -37,7 +37,7 @@ def _key_of(details: ErrorDetails) -> str:
 
 def _unknown_key_message(details: ErrorDetails, model: type[BaseModel]) -> str:
     name = _key_of(details)
-    *above, leaf = map(str, details["loc"])  # a key read from YAML may itself contain dots
+    *above, leaf = map(str, details["loc"])  # a key in YAML may contain dots: do not split `name`
     known = _all_keys(model)
     elsewhere = [other for other in known if other.rpartition(".")[2] == leaf]
     close = elsewhere or difflib.get_close_matches(name, known, n=1)

@@ -52,7 +52,7 @@ def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
 
 
 def values_by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested values into one dictionary by dotted key."""
+    """Flatten nested values into one dictionary by dotted key. Each key begins with `prefix`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

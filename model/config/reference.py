@@ -38,7 +38,13 @@ class ConfigSection:
 
 
 def sections(model: type[BaseModel], name: str = "", meaning: str = "") -> Iterator[ConfigSection]:
-    """Yield descriptions of a configuration class and its subsections, in order of definition."""
+    """Yield descriptions of a configuration class and its subsections, in order of definition.
+
+    Args:
+        model: configuration class.
+        name: dotted path of its section. Empty: the top level.
+        meaning: description of its section. Empty: the docstring of the class.
+    """
     inner: list[tuple[str, type[BaseModel], str]] = []
     keys: list[Key] = []
     for field_name, field in model.model_fields.items():

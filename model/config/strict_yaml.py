@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        # Raised by Python's own parsers of numbers, dates and tags, without a location.
+        # Python's own parsers of numbers, dates and tags raise these without a location, so add it.
         except (ValueError, LookupError, ArithmeticError, AttributeError):
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(

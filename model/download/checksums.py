@@ -13,7 +13,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Checksum:
-    """Expected hash of a file. `digest` holds all or only the first of its hexadecimal digits."""
+    """Hash of a file. `digest` has all of its hexadecimal digits, or only the first ones."""
 
     algorithm: Literal["md5", "sha256"]
     digest: str
@@ -26,8 +26,8 @@ class Checksum:
 
         Args:
             path: Path of an existing file.
-            step: First argument of `on_progress`.
-            on_progress: See `ByteProgress`.
+            step: Name of the computation for `on_progress`, such as `checking val2017.zip`.
+            on_progress: Called repeatedly with `step`, and the bytes read so far and in total.
         """
         digest, size = hashlib.new(self.algorithm, usedforsecurity=False), path.stat().st_size
         with path.open("rb") as file:

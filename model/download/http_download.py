@@ -47,9 +47,10 @@ class RetryPolicy:
 class Remedies:
     """Parts of error messages that say what the user can do."""
 
-    # If the server does not respond or has no such file, as in `use a mirror (--mirror)`.
+    # Remedy if the server does not respond or lacks the file, as in `use a mirror (--mirror)`.
     unreachable: str
-    # To accept a file of another checksum, as in `pass its checksum with --checksums`.
+    # Remedy if the user trusts a file of another checksum, as in `pass its checksum with
+    # --checksums`.
     trust: str
 
 
@@ -71,7 +72,7 @@ def download_file(
     wait: bool = False,
     on_progress: ByteProgress = no_progress,
 ) -> None:
-    """Download a file, or check its checksum if it exists.
+    """Download a file. If it exists already, only compare its checksum with the expected one.
 
     The content is written to `NAME.partial`, which is renamed if its checksum is correct. After a
     failure, the next call resumes the partial file if the server supports range requests and the
@@ -80,12 +81,13 @@ def download_file(
     Args:
         url: HTTP or HTTPS URL.
         path: File to create in an existing folder.
-        checksum: Expected checksum. None: unknown.
+        checksum: Expected checksum. None: do not check the content.
         remedies: Parts of the error messages.
         size: Expected size in bytes, checked before the download. None: unknown.
         policy: Timeouts and retries.
-        wait: If another process downloads the file, wait for it.
-        on_progress: See `ByteProgress`.
+        wait: If another process downloads the file, wait for it. False: raise an error.
+        on_progress: Called repeatedly with a step such as `downloading val2017.zip`, the bytes
+            done, and the bytes in total (None: unknown).
 
     Raises:
         DownloadError: The download failed, or the file has another size or checksum.
@@ -114,7 +116,10 @@ def download_file(
 def _mismatch(
     file: Path, checksum: Checksum | None, path: Path, on_progress: ByteProgress
 ) -> str | None:
-    """Describe how a file's checksum differs. None: it is correct, or none is expected."""
+    """Describe how the checksum of `file` differs from the expected one.
+
+    None: the checksums are equal, or none is expected. `path` names the download in the progress.
+    """
     if checksum is None:
         return None
     actual = checksum.of(file, f"checking {path.name}", on_progress)
@@ -169,7 +174,8 @@ class _Download:
     def _advance(self, client: httpx.Client) -> bool:
         """Make one attempt. Return whether the file is complete.
 
-        A failed attempt returns False if it received `_MIN_ATTEMPT_BYTES`; otherwise it raises.
+        If the attempt fails after it has received `_MIN_ATTEMPT_BYTES` or more, return False, so
+        that it does not count as a retry. If it fails earlier, raise its error.
         """
         before, version = self.partial.size, self.partial.version
         if before and before == version.total:
@@ -223,6 +229,11 @@ class _Download:
     def _restart(self, start: int, version: RemoteVersion, sent: RemoteVersion) -> None:
         """Empty the partial file, because the server sends the file from its first byte.
 
+        Args:
+            start: Bytes in the partial file so far.
+            version: Recorded version of the partial file.
+            sent: Version that the server sends now.
+
         Raises:
             DownloadError: The file on the server does not have the expected size.
         """
@@ -244,7 +255,7 @@ def _reason(error: BaseException) -> str:
 
 def _version_of(response: httpx.Response) -> RemoteVersion:
     etag = response.headers.get("ETag")
-    # HTTP forbids weak entity tags in If-Range, because they do not guarantee equal bytes.
+    # Drop weak entity tags, which HTTP forbids in If-Range: they do not guarantee equal bytes.
     strong = etag if etag is not None and not etag.startswith("W/") else None
     if response.status_code == httpx.codes.PARTIAL_CONTENT:
         length = response.headers.get("Content-Range", "").rpartition("/")[2]
@@ -273,7 +284,7 @@ def _first_byte(response: httpx.Response) -> int:
 
 
 def _with_min_speed(chunks: Iterable[bytes], policy: RetryPolicy) -> Iterator[bytes]:
-    """Yield chunks. Raise _AttemptError if they arrive more slowly than `policy.min_speed`."""
+    """Yield chunks. Raise _AttemptError if chunks arrive more slowly than `policy.min_speed`."""
     since, received = time.monotonic(), 0
     for chunk in chunks:
         yield chunk

@@ -76,7 +76,7 @@ class RemoteVersion(FrozenConfig):
         return self.etag or self.last_modified
 
     def agrees_with(self, other: "RemoteVersion") -> bool:
-        """Whether the two versions differ in no header that the server sent for both."""
+        """Whether all headers that the server sent for both versions have equal values."""
         pairs = ((getattr(self, key), getattr(other, key)) for key in RemoteVersion.model_fields)
         return all(mine == theirs or None in (mine, theirs) for mine, theirs in pairs)
 
@@ -95,7 +95,7 @@ class PartialFile:
 
     @property
     def version(self) -> RemoteVersion:
-        """Version of the remote file that was downloaded. Empty if it was not recorded."""
+        """Recorded version of the remote file; `RemoteVersion()` if none was recorded."""
         try:
             return RemoteVersion.model_validate_json(self._version_path.read_bytes())
         except (FileNotFoundError, ValidationError):
@@ -108,7 +108,7 @@ class PartialFile:
         self._version_path.write_text(version.model_dump_json())
 
     def publish(self, path: Path) -> None:
-        """Flush the partial file to the disk and rename it to `path`."""
+        """Flush the partial file to the disk, rename it to `path`, and delete its version file."""
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
         self.path.replace(path)

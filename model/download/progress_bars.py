@@ -21,7 +21,7 @@ from .progress import ByteProgress
 @contextmanager
 def progress_bars() -> Iterator[ByteProgress]:
     """Yield a function that shows the progress of each step as a bar on standard error."""
-    # On a narrow terminal, only the bars become narrower.
+    # The texts do not wrap, so that a narrow terminal shortens only the bars.
     columns = (
         TextColumn("{task.description}", table_column=Column(no_wrap=True)),
         BarColumn(),

@@ -26,9 +26,10 @@ def bundle_from_reference(
     engines: Sequence[str] = (),
     buckets: Sequence[ShapeBucket] = (),
 ) -> Path:
-    """Return the bundle of a model reference. Download and export it if necessary.
+    """Return the path of a model's bundle. If necessary, download the model and export it first.
 
-    A path that does not exist is returned unchanged: reading it raises the error.
+    The path of a bundle is returned unchanged. So is a path that does not exist: reading the bundle
+    raises the error.
 
     Args:
         reference: Folder of a bundle, path or http(s) URL of a checkpoint or of weights of another
@@ -44,14 +45,14 @@ def bundle_from_reference(
     """
     if is_zoo_name(reference):
         model = zoo_model(str(reference))
-        # Files of a mirror can differ from the published ones.
+        # Files of a mirror can differ from the published ones, so the name contains their checksum.
         checksum = mirror_checksums().get(model.file_name, model.checksum)
         label = re.sub(r"\W+", "-", f"{model}-{checksum.digest[:8]}")
     elif is_url(reference) or Path(reference).is_file():
         path = weights_path(reference)
         label = f"{path.stem}-{sha256_of(path)[:12]}"
         config = path.with_name(CONFIG_NAME)
-        if config.is_file():  # a conversion reads it
+        if config.is_file():  # its content changes the bundle
             label += f"-{sha256_of(config)[:12]}"
     else:
         return Path(reference)
@@ -59,7 +60,7 @@ def bundle_from_reference(
     settings = ["+".join(precisions), *map(str, buckets), *engines, __version__]
     bundle = cache_folder("bundles") / "-".join([label, *settings])
     if not _is_bundle(bundle):
-        weights_path(reference)  # in this process, to show progress and errors
+        weights_path(reference)  # download here, to show progress and errors
         bundle.parent.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(bundle, wait=True):
             if not _is_bundle(bundle):
@@ -94,7 +95,7 @@ def _export(
     }.items():
         for value in values:
             command += [option, str(value)]
-    # Standard output is for the results of the calling command.
+    # Send the export's output to standard error. Standard output is for the calling command.
     code = subprocess.run(command, stdout=_STDERR, check=False).returncode
     if code:
         raise click.exceptions.Exit(code if code > 0 else 128 - code)

@@ -83,7 +83,7 @@ _RULES: Rules = (
 
 
 def _layout(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if "conv_rpn_w" in state:  # C4: the fifth stage is the head, but named as part of the body
+    if "conv_rpn_w" in state:  # C4: the fifth stage, named as part of the body, is a head
         tensors = {
             name.replace("backbone.body.layer4", "roi_heads.shared_head"): tensor
             for name, tensor in tensors.items()
@@ -107,7 +107,12 @@ def _with_statistics(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) ->
 
 
 def legacy_conventions(structure: Settings, state: Mapping[str, Tensor]) -> Settings:
-    """Return the default settings of Caffe2's Detectron and of maskrcnn-benchmark."""
+    """Return the default settings of Caffe2's Detectron and of maskrcnn-benchmark.
+
+    Args:
+        structure: settings that were inferred from the tensors, such as the norm.
+        state: tensors of the file by its own names.
+    """
     gn = structure["backbone.norm"] == "gn"
     has_statistics = any(name.endswith(("bn_rm", "bn_running_mean")) for name in state)
     fpn = structure.get("backbone.features") == "fpn"

@@ -69,7 +69,7 @@ def list_() -> None:
     """List the published models that can be given by name, as in `torchvision:NAME`."""
     from .zoo import LICENCES, ZOO_MODELS
 
-    # Not a table of rich, which cuts names on narrow terminals.
+    # Print plain lines, because a table of rich would cut names on narrow terminals.
     for model in ZOO_MODELS:
         click.echo(f"{model!s:<65} {model.dataset:<10} {model.min_size}/{model.max_size}")
     click.echo("\ncolumns: name; training data; test size (shorter side / maximum of the longer)")

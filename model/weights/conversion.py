@@ -53,7 +53,7 @@ class InputConfig(FrozenConfig):
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
-        """Landscape and portrait input size."""
+        """Landscape and portrait input size. One size if the input is square."""
         sides = [math.ceil(side / _BUCKET_STEP) * _BUCKET_STEP for side in self.sides]
         return tuple(dict.fromkeys((ShapeBucket(*sides), ShapeBucket(*sides[::-1]))))
 
@@ -146,7 +146,9 @@ def checkpoint_from_weights(
 
 
 def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> ConversionConfig:
-    """Build a configuration from defaults, settings and overrides; later ones take precedence.
+    """Build a configuration from settings and overrides. Keys in neither have their defaults.
+
+    An override of the form `key.path=value` takes precedence over a setting with the same key.
 
     Raises:
         WeightsError: a key or value is not allowed.
@@ -195,7 +197,11 @@ def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 def default_categories(num_classes: int) -> tuple[Category, ...]:
-    """Return COCO's categories for 80 classes (90: with its unused ids), else numbered ones."""
+    """Return categories for weights that do not name their classes.
+
+    80 classes get COCO's names. 90 classes get the names of COCO's 90 ids, including its unused
+    ones. Any other number of classes gets the names `class 1`, `class 2`, ...
+    """
     ids = range(1, len(_COCO_NAMES))
     used = [i for i in ids if _COCO_NAMES[i] != "N/A"]
     for candidates in (ids, used):

@@ -8,13 +8,15 @@ from torch import Tensor
 from .layouts import background_first, reverse_channels
 from .origins import MAX_HEAD_CONVS, Rules, Settings, WeightsOrigin
 
-# Pixel statistics of torchvision's ResNets. Files converted to detectron2's names lack them.
+# Pixel statistics of torchvision's ResNets. They are added to files of these ResNets in
+# detectron2's format, which lack them.
 TORCHVISION_STATISTICS = {
     "pixel_mean": torch.tensor([123.675, 116.28, 103.53]),
     "pixel_std": torch.tensor([58.395, 57.12, 57.375]),
 }
 
-# Name of a boolean tensor: whether the network takes BGR. Only config.yaml states it.
+# Name of a boolean tensor that is True if the network takes BGR. Weights files lack it: it is added
+# if config.yaml states the channel order.
 IS_BGR = "pixel_is_bgr"
 
 _MSRA_MEAN_BGR = (103.53, 116.28, 123.675)
@@ -78,7 +80,10 @@ _RULES: Rules = (
 
 
 def _pixel_statistics(state: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
-    """Return the pixels' mean and standard deviation in the network's channel order."""
+    """Return the pixels' mean and standard deviation in the network's channel order.
+
+    If the file lacks them, they are those of MSRA's ResNets.
+    """
     mean, std = (state.get(f"pixel_{name}") for name in ("mean", "std"))
     return (
         list(_MSRA_MEAN_BGR) if mean is None else [round(x, 4) for x in mean.flatten().tolist()],
@@ -89,7 +94,7 @@ def _pixel_statistics(state: Mapping[str, Tensor]) -> tuple[list[float], list[fl
 def _takes_bgr(state: Mapping[str, Tensor]) -> bool:
     if IS_BGR in state:
         return bool(state[IS_BGR])
-    # In all published pixel means, red is the largest.
+    # The order of the pixel means shows the channel order: in all published means, red is largest.
     mean, _ = _pixel_statistics(state)
     return mean[0] <= mean[2]
 

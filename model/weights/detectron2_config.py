@@ -59,7 +59,7 @@ _PYRAMID_LEVELS = 5
 
 @dataclass(frozen=True)
 class Detectron2Config:
-    """Settings in a configuration file of detectron2. Absent ones get no defaults here."""
+    """Settings that a configuration file of detectron2 states. Others are absent here too."""
 
     # Values of `ModelConfig`, and of `InputConfig` below `preprocessing`, by dotted key.
     settings: Settings
@@ -105,7 +105,7 @@ def read_config(path: Path) -> Detectron2Config | None:
 
 
 def _values_in(path: Path) -> dict[str, Any]:
-    """Return the file's values by dotted key, with those of the file that `_BASE_` names."""
+    """Return a file's values by dotted key, including those inherited through its key `_BASE_`."""
     try:
         content = value_from_yaml(path.read_bytes())
     except OSError as error:
@@ -123,7 +123,11 @@ def _values_in(path: Path) -> dict[str, Any]:
 
 
 def _anchors(path: Path, values: Mapping[str, Any]) -> Settings:
-    """Return the sizes and aspect ratios of anchors."""
+    """Return the settings for sizes and aspect ratios of anchors, if the file states them.
+
+    Raises:
+        WeightsError: a pyramid level has several sizes, or levels have different aspect ratios.
+    """
     settings: Settings = {}
     key = "MODEL.ANCHOR_GENERATOR.SIZES"
     if sizes := values.get(key):

@@ -26,7 +26,8 @@ MIRROR_VARIABLE: Final = "MASKRCNN_ZOO_MIRROR"
 # Environment variable: file in the format of `sha256sum` or `md5sum`. Its checksums replace those
 # of the published files, for a mirror with other files.
 CHECKSUMS_VARIABLE: Final = "MASKRCNN_ZOO_CHECKSUMS"
-# Number of retries, after pauses of 1, 2 and 4 s: a missing network is reported soon.
+# Number of retries, after pauses of 1, 2 and 4 s. It is low, so that a missing network is reported
+# soon.
 _RETRIES: Final = 3
 
 
@@ -57,7 +58,7 @@ def weights_path(reference: str | Path) -> Path:
     if is_url(reference):
         url = str(reference)
         name = PurePosixPath(urlsplit(url).path).name
-        # First digits of the SHA-256, as in `resnet50-0676ba61.pth`.
+        # The name may contain the first digits of the SHA-256, as in `resnet50-0676ba61.pth`.
         digits = re.search(r"-([0-9a-f]{8,64})\.", name)
         checksum = Checksum("sha256", digits[1]) if digits else None
         if checksum is None:
@@ -70,6 +71,8 @@ def weights_path(reference: str | Path) -> Path:
 
 def mirror_checksums() -> dict[str, Checksum]:
     """Return the checksums that replace those of the published files, by file name.
+
+    Empty: the environment variable `MASKRCNN_ZOO_CHECKSUMS` is not set.
 
     Raises:
         DownloadError: The file with the checksums cannot be read.
@@ -115,7 +118,7 @@ def _download(url: str, path: Path, checksum: Checksum | None) -> None:
 
 
 def _mirrored(url: str) -> str:
-    """Return the URL of a published file on the mirror, if there is one."""
+    """Return the mirror's URL for a published file. Without a mirror, return `url`."""
     mirror = os.environ.get(MIRROR_VARIABLE)
     parts = urlsplit(url)
     if not mirror or f"{parts.scheme}://{parts.netloc}" not in HOSTS.values():
@@ -129,7 +132,10 @@ def _mirrored(url: str) -> str:
 
 
 def _bars() -> AbstractContextManager[ByteProgress]:
-    """Return a context manager for progress bars, which are off if stderr is not a terminal."""
+    """Return a context manager that yields a progress callback.
+
+    The callback draws progress bars. If standard error is not a terminal, it does nothing.
+    """
     if not sys.stderr.isatty():
         return nullcontext(no_progress)
     from ..download.progress_bars import progress_bars

@@ -46,7 +46,8 @@ def local_path(source: str | Path) -> Path:
     """Return the path of a weights file. Download it into the cache folder if necessary.
 
     Args:
-        source: a reference as for `weights_path`, or torchvision's name of its weights, such as
+        source: path, http(s) URL, name of a published model such as
+            `detectron2:mask_rcnn_R_50_FPN_3x`, or torchvision's name of its weights, such as
             `ResNet50_Weights.IMAGENET1K_V1`.
 
     Raises:
@@ -111,7 +112,11 @@ class _ForbiddenGlobalError(Exception):
 
 
 def _encode_latin1(text: str, encoding: str) -> bytes:
-    """Encode as Latin-1: the only use of `_codecs.encode` in array pickles of Python 2."""
+    """Encode as Latin-1, for which array pickles of Python 2 call `_codecs.encode`.
+
+    Raises:
+        ValueError: the encoding is another one, so the pickle holds other objects than arrays.
+    """
     if codecs.lookup(encoding).name != "iso8859-1":
         raise ValueError(f"bytes encoded as {encoding}")
     return text.encode("latin1")

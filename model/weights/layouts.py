@@ -19,7 +19,7 @@ CLASS_ROWS = tuple(
 
 
 def reverse_channels(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Reverse the input channels of the first convolution, from BGR to RGB or back."""
+    """Return the tensors with the first convolution's input channels reversed (BGR, RGB)."""
     return tensors | ({STEM: tensors[STEM].flip(1)} if STEM in tensors else {})
 
 
@@ -40,7 +40,7 @@ def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             rows = tensors.get(f"{layer}.{kind}")
             if rows is not None:
                 rows = torch.cat([rows] * classes) if len(rows) == size else rows
-                # Rows of the background are never read.
+                # Rows of the background are never read, so fill them with zeros.
                 moved[f"{layer}.{kind}"] = torch.cat([torch.zeros_like(rows[:size]), rows])
     return moved
 
@@ -62,6 +62,6 @@ def number_box_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     convs = sum(bool(re.fullmatch(r"roi_heads\.box_head\.\d+\.0\.weight", n)) for n in tensors)
     if not convs:
         return tensors
-    # The flattening between the convolutions and `fc6` has an index too.
+    # Between the convolutions and `fc6`, the module that flattens has an index too.
     layer = f"roi_heads.box_head.{convs + 1}."
     return {n.replace("roi_heads.box_head.fc6.", layer): t for n, t in tensors.items()}

@@ -18,7 +18,8 @@ from .layouts import CLASS_ROWS
 from .origins import Weights, abbreviated
 from .references import checkpoint_from_reference, read_reference
 
-# Settings of `ModelConfig` that must equal those that the weights were trained with.
+# Settings of `ModelConfig` that the weights depend on. A model must have the values with which its
+# weights were trained.
 _MEANING_SETTINGS = (
     "pixel_mean",
     "pixel_std",
@@ -67,9 +68,17 @@ class LoadReport:
 
 
 def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
-    """Load weights of any origin into a model; see `local_path` for the forms of `source`.
+    """Load weights of any origin into a model.
 
     Heads that the file lacks, and predictors of another number of classes, keep the model's values.
+
+    Args:
+        model: model to fill.
+        source: path or http(s) URL of a checkpoint or weights file, name of a published model, or
+            torchvision's name of its weights.
+
+    Returns:
+        Report of the tensors that were loaded, kept and ignored.
 
     Raises:
         CheckpointError: the file cannot be downloaded or read, or needs another configuration.
@@ -84,7 +93,8 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
     }
     absent = [n for n in expected if n not in fitting and not n.endswith("num_batches_tracked")]
     loaded_modules = {_module_of(name) for name in fitting}
-    # A module may be absent as a whole, but not in part.
+    # A module may be absent as a whole. If only a part of a module is absent, the file is
+    # incomplete.
     broken = [n for n in absent if _module_of(n) in loaded_modules and n not in CLASS_ROWS]
     if broken or "backbone.body" not in loaded_modules:
         lacking = abbreviated(broken or absent)
@@ -167,7 +177,7 @@ def _is_equivalent(key: str, value: Any, other: Any) -> bool:
 
 
 def _has_merged_norms(weights: Weights) -> bool:
-    """Whether batch norms have mean 0, variance 1 and epsilon 0: they only scale and shift."""
+    """Whether batch norms only scale and shift: they have mean 0, variance 1 and epsilon 0."""
     values = {"running_mean": 0, "running_var": 1}
     statistics = [(n, t) for n, t in weights.tensors.items() if n.endswith(tuple(values))]
     return (
@@ -178,7 +188,10 @@ def _has_merged_norms(weights: Weights) -> bool:
 
 
 def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
-    """Rename the tensors for `config`'s model, and fit variances to its epsilon."""
+    """Return the tensors under the names of a model with this configuration.
+
+    Merged batch norms get variances that offset the model's epsilon.
+    """
     tensors = dict(weights.tensors)
     if config.backbone.features == "c4":
         tensors = {
@@ -186,7 +199,7 @@ def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
             for name, tensor in tensors.items()
         }
     if _has_merged_norms(weights):
-        # The model adds its epsilon to the variance. Subtract it, so that the sum stays 1.
+        # The model adds its epsilon to the variance. Subtract the epsilon, so that their sum is 1.
         for name in tensors:
             if name.endswith("running_var"):
                 tensors[name] = tensors[name] - config.backbone.norm_eps

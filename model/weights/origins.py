@@ -23,7 +23,7 @@ MAX_HEAD_CONVS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsOrigin:
-    """Implementation whose weights files can be read."""
+    """Implementation whose weights files can be read, with the rules to convert them."""
 
     name: str
     # Regular expression of a tensor name that is in every file of this origin and in no other.
@@ -67,7 +67,7 @@ class Weights:
 def rename_tensors(
     state: Mapping[str, Tensor], origin: WeightsOrigin
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return an origin's tensors under our names, and the names of ignored tensors.
+    """Return an origin's tensors under the names of this model, and the names of ignored tensors.
 
     Raises:
         WeightsError: a tensor that may affect detections has no counterpart in this model.

@@ -33,7 +33,7 @@ _SUPPORTED = "resnet18, resnet50 and resnet101 are supported"
 
 
 def read_weights(path: Path, config: Path | None = None) -> Weights:
-    """Read a weights file of any known origin, which is recognised by content.
+    """Read a weights file of any known origin. The origin is recognised by the file's content.
 
     Args:
         path: the file.
@@ -106,7 +106,7 @@ def is_checkpoint(content: object) -> bool:
 
 
 def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> Weights:
-    """Convert a file's tensors to our names and layout.
+    """Convert a file's tensors to the names and layout of this model, and infer its settings.
 
     Raises:
         WeightsError: the tensors are not of a supported Mask R-CNN or ResNet.
@@ -123,7 +123,7 @@ def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> We
         tensors=tensors,
         structure=structure,
         assumed=assumed,
-        # Pixel statistics become settings.
+        # Pixel statistics are not ignored: the settings contain them.
         ignored=tuple(name for name in ignored if not name.startswith("pixel_")),
     )
 
@@ -135,7 +135,7 @@ def _tensors_in(content: Any) -> dict[str, Tensor]:
             content = content[wrapper]
     if not isinstance(content, Mapping):
         return {}
-    # Data-parallel training prefixes every name with `module.`.
+    # Remove the prefix `module.`, which data-parallel training adds to every name.
     return {
         re.sub(r"^(?:module\.)+", "", name): _tensor_from(value)
         for name, value in content.items()
@@ -227,6 +227,9 @@ def _norm(module: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _count(pattern: str, tensors: Mapping[str, Tensor]) -> int:
-    """Return the largest index that a pattern captures in names, plus one; 0: no match."""
+    """Return one more than the largest index that a pattern captures in a tensor's name.
+
+    0: the pattern matches no name.
+    """
     matches = (re.fullmatch(pattern, name) for name in tensors)
     return 1 + max((int(match[1]) for match in matches if match), default=-1)

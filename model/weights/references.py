@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def read_reference(reference: str | Path, config: Path | None = None) -> Weights:
-    """Read the weights of a reference; see `local_path` for its forms.
+    """Read the weights of a reference. Download them if necessary.
 
     For a published model, settings that its file may lack are taken from `zoo.py`.
 
     Args:
-        reference: path, URL or name of the weights.
+        reference: path, http(s) URL, name of a published model, or torchvision's name of weights.
         config: detectron2's configuration of the model. None: `config.yaml` beside a file of
             detectron2, if there is one.
 
@@ -56,10 +56,20 @@ def convert_reference(
     other_channel_order: bool = False,
     config: Path | None = None,
 ) -> WeightsConversion:
-    """Convert the weights of a reference; see `checkpoint_from_weights` for the arguments.
+    """Convert the weights of a reference to a checkpoint that gives the same results.
 
-    A published model gets its own classes and test size. `config` is as for `read_reference`. A
-    warning names assumptions that may be wrong.
+    A published model gets its own classes and test size. For other weights, a warning names assumed
+    settings that may be wrong.
+
+    Args:
+        reference: path, http(s) URL, name of a published model, or torchvision's name of weights.
+        overrides: `key.path=value` settings of `ConversionConfig` that replace assumed ones.
+        categories: COCO annotation file that names the classes. None: the names of the published
+            model or of COCO's classes.
+        other_channel_order: the network takes RGB although its origin usually takes BGR, or the
+            reverse.
+        config: detectron2's configuration of the model. None: `config.yaml` beside a file of
+            detectron2, if there is one.
 
     Raises:
         CheckpointError: the file cannot be read or converted, or is a checkpoint of this program.
@@ -113,7 +123,7 @@ def _warn_of_assumptions(
 
 
 def checkpoint_from_reference(reference: str | Path) -> Checkpoint:
-    """Return the checkpoint of a reference, converted from another implementation if necessary.
+    """Read a checkpoint, or convert weights of another implementation. Download it if necessary.
 
     Raises:
         CheckpointError: the file cannot be read or converted.

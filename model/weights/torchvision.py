@@ -28,7 +28,8 @@ _RULES: Rules = (
 
 
 def _conventions(structure: Settings, _: Mapping[str, Tensor]) -> Settings:
-    # The published weights were trained with epsilon 0, which the file does not record.
+    # The published weights were trained with epsilon 0, which the file does not record. Recognise
+    # them by their number of classes and their frozen batch norm.
     published = structure.get("num_classes") == 90 and structure["backbone.norm"] == "frozen_bn"
     return {
         "backbone.norm_eps": 0.0 if published else 1e-5,

@@ -89,7 +89,7 @@ _CITYSCAPES: Final = {
 _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "scratch_.*_9x_": {"pixel_std": (58.395, 57.12, 57.375), "backbone.stride_in_1x1": False},
     ".*_noaug_": {"roi.aligned": False, "roi.sampling_ratio": 2},
-    # Over 1,230 classes, 300 detections can need more candidates than the default.
+    # With 1,230 classes and a low threshold, an image can have more candidates than the default.
     "LVIS": {"roi.score_threshold": 0.0001, "roi.max_detections": 300, "roi.nms_candidates": 8192},
 }
 # Reasons why models of the zoos are not supported, by a pattern of their names.
@@ -205,7 +205,8 @@ def _detectron2_models() -> Iterator[ZooModel]:
                     settings |= values
             yield ZooModel(
                 zoo="detectron2",
-                # Two LVIS models have the names of COCO models.
+                # Two LVIS models have the names of COCO models, so the folder is part of their
+                # names.
                 name=f"{folder}/{name}" if lvis else name,
                 path=f"/detectron2/{folder}/{name}/{model_id}/model_final_{digits}.pkl",
                 checksum=Checksum("md5", digits),

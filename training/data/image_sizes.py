@@ -8,7 +8,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from ...model.images import ImageError
 
-# Formats that `decode_image` reads, and those of which `read_image_file` makes PNG.
+# Formats that `decode_image` reads, and BMP and TIFF, which `read_image_file` converts to PNG.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
 # EXIF orientations from this one on swap width and height.
 _FIRST_SWAPPED = 5
@@ -37,10 +37,11 @@ def read_header_size(path: Path) -> HeaderSize:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(path, formats=_FORMATS) as image:
                 width, height = image.size
-                # Of a TIFF, Pillow reports the upright size.
+                # Of a TIFF, Pillow reports the upright size. Of other formats, it reports the
+                # stored size.
                 is_upright = image.format == "TIFF"
-                # `getexif` would decode a whole PNG to find metadata after its pixels, so only
-                # metadata before them counts.
+                # Of a PNG, use only metadata before the pixels: `getexif` would decode the whole
+                # image to find others.
                 has_exif = image.format != "PNG" or "exif" in image.info
                 orientation = image.getexif().get(ExifTags.Base.Orientation) if has_exif else 1
     except UnidentifiedImageError:

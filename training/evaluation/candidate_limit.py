@@ -13,17 +13,17 @@ class LimitedImages:
 
     A candidate is a pair of proposal and class with a score above `roi.score_threshold`. If an
     image has more than `roi.nms_candidates`, the model drops those with the lowest scores before
-    NMS. This can change the result only if fewer than `roi.max_detections` detections remain. Use
-    the counter as a context manager around the model's calls.
+    NMS. This can change the result only if fewer than `roi.max_detections` detections remain.
+    Call the model inside a `with` block of the counter, and `add` after each call.
     """
 
     def __init__(self, model: MaskRCNN) -> None:
-        """Create a counter of 0 for the calls of one model."""
+        """Create a counter for the calls of one model. It starts at 0."""
         self._roi_heads = model.roi_heads
         self._config = model.config.roi
         # [B * R]: candidates of each RoI in the model's last call.
         self._candidates = torch.zeros(0)
-        # Stays on the model's device, so that evaluation does not wait for copies.
+        # The count stays on the model's device, so that the evaluation does not wait for copies.
         self._count = torch.zeros((), dtype=torch.int64)
 
     def __enter__(self) -> Self:
@@ -39,7 +39,7 @@ class LimitedImages:
         self._candidates = (scores > self._config.score_threshold).sum(dim=1)
 
     def add(self, num_detections: Tensor) -> None:
-        """Count the images of the model's last call.
+        """Count the images of the model's last call that may lack detections.
 
         Args:
             num_detections: [B] int64: detections of each image in that call.
@@ -50,5 +50,5 @@ class LimitedImages:
         self._count = self._count.to(limited.device) + limited.sum()
 
     def count(self) -> int:
-        """Return the number of such images so far."""
+        """Return the number of images so far that may lack detections."""
         return int(self._count)

@@ -52,7 +52,7 @@ def coco_curves(
     results: Mapping[IouType, list[dict[str, Any]]],
     evaluator: EvaluatorName,
 ) -> dict[IouType, Curves]:
-    """Compute the curves of detections.
+    """Compute COCO's precision-recall curves of detections, over boxes, masks or both.
 
     Args:
         ground_truth: Parsed COCO annotation file with at least one image.
@@ -80,7 +80,7 @@ def _curves_of_pycocotools(
         if results:
             detections = truth.loadRes([dict(result) for result in results])
         else:
-            # `loadRes` fails on an empty list.
+            # `loadRes` fails on an empty list, so load a file without annotations instead.
             detections = _load(COCO(), {**ground_truth, "annotations": []})
         evaluation = COCOeval(truth, detections, iou_type)
         evaluation.evaluate()
@@ -91,15 +91,16 @@ def _curves_of_pycocotools(
 def _curves_by_class(
     ground_truth: dict[str, Any], results: Mapping[IouType, list[dict[str, Any]]]
 ) -> dict[IouType, Curves]:
-    """Compute the curves of each class with faster-coco-eval, from this class's images only.
+    """Compute the curves of each class with faster-coco-eval, from the images of this class only.
 
-    The library's time is proportional to images x classes, but a class is in few images.
+    The library's time is proportional to images x classes. As a class is in few images, separate
+    runs take less time than one run for all classes.
     """
     classes = len(ground_truth["categories"])
     shape = (10, 101, classes, len(AREAS), len(LIMITS))
     curves = {t: Curves(np.full(shape, -1.0), np.full((10, *shape[2:]), -1.0)) for t in results}
     tasks = list(_class_tasks(ground_truth, results))
-    # The largest first, so that all processes end at about the same time.
+    # Begin with the largest tasks, so that all processes end at about the same time.
     tasks.sort(key=lambda task: len(task.detections), reverse=True)
     for task, (precision, recall) in zip(tasks, _class_curves(tasks), strict=True):
         curves[task.iou_type].precision[:, :, task.number] = precision
@@ -122,18 +123,20 @@ def _class_tasks(
 
 
 def _class_curves(tasks: list[_ClassTask]) -> Iterable[Curves]:
-    """Compute the curves of each class, without axes for classes."""
+    """Return one `Curves` per task, without the axis of classes."""
     processes = min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
     if processes == 1 or sum(len(task.detections) for task in tasks) < _PARALLEL_FROM:
         return map(_curves_of_class, tasks)
-    # Threads would wait for the GIL. Forked processes inherit the tasks and use no GPU.
+    # Use processes, because threads would wait for the GIL. Forked processes inherit the tasks and
+    # use no GPU.
     with ProcessPoolExecutor(
         processes, get_context("fork"), initializer=_inherit_tasks, initargs=(tasks,)
     ) as pool:
         return list(pool.map(_curves_of_inherited_task, range(len(tasks))))
 
 
-# Set in forked processes only, where it saves a copy of all detections through a pipe.
+# Tasks of the forked processes; empty in the main process. Inheriting them saves a copy of all
+# detections through a pipe.
 _inherited_tasks: list[_ClassTask] = []
 
 
@@ -153,7 +156,8 @@ def _curves_of_class(task: _ClassTask) -> Curves:
         areas = [result["bbox"][2] * result["bbox"][3] for result in task.detections]
     else:
         areas = coco_mask.area([result["segmentation"] for result in task.detections]).tolist()
-    # The library cannot read negative image ids, and adds keys to the ground truth.
+    # The library cannot read negative image ids, and adds keys to the ground truth. Pass copies
+    # with new image ids.
     numbers = {image["id"]: number for number, image in enumerate(task.images)}
     truth = [{**entry, "image_id": numbers[entry["image_id"]]} for entry in task.truth]
     detected = [

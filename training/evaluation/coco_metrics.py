@@ -76,7 +76,7 @@ def coco_metrics(
 
 
 def summary_lines(metrics: dict[str, float], iou_type: IouType) -> list[str]:
-    """Format metrics as the twelve lines that pycocotools' `summarize` prints."""
+    """Format box or mask metrics as the twelve lines that pycocotools' `summarize` prints."""
     lines = []
     for metric in _SUMMARY:
         title = f"Average {metric.kind}"

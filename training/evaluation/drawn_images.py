@@ -15,7 +15,10 @@ from .matching import DEFAULT_THRESHOLD, matched_images
 
 
 def chosen_images(dataset: CocoDataset, count: int) -> CocoDataset:
-    """Return a data set of at most `count` evenly spaced images, with objects if possible."""
+    """Return a data set of at most `count` evenly spaced images of `dataset`.
+
+    Images without objects are chosen only if no image has objects.
+    """
     records = [record for record in dataset.records if record.objects] or list(dataset.records)
     chosen = copy.copy(dataset)
     chosen.records = tuple(records[:: -(-len(records) // count)])
@@ -25,7 +28,7 @@ def chosen_images(dataset: CocoDataset, count: int) -> CocoDataset:
 def draw_detections(
     dataset: CocoDataset, results: Iterable[Mapping[str, Any]], title: str, path: Path
 ) -> None:
-    """Draw ground truth and, beside it, the detections with a score of at least 0.5.
+    """Draw each image twice: with its ground truth, and with detections of score 0.5 or more.
 
     Args:
         dataset: Images to draw.
@@ -46,7 +49,7 @@ def draw_detections(
 
 
 def join_drawings(paths: Iterable[Path], image: Path) -> None:
-    """Stack the existing ones of the drawings `paths` into a PNG file, the first on top."""
+    """Stack the drawings `paths` in the PNG file `image`, the first on top. Skip missing files."""
     drawings = [Image.open(path) for path in paths if path.exists()]
     size = max(d.width for d in drawings), sum(d.height for d in drawings)
     joined, top = Image.new("RGB", size, "white"), 0

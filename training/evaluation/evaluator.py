@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class CocoEvaluator:
-    """Collects this rank's detections and evaluates those of all ranks against the ground truth."""
+    """Collects one rank's detections, and computes the metrics of all ranks' detections."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class CocoEvaluator:
                     "NMS; raise model.roi.nms_candidates (at most 16384)",
                     limited_images,
                 )
-            # Sorted by image id, so that the files do not depend on the number of ranks.
+            # Sort by image id, so that the files do not depend on the number of ranks.
             detections = sorted(
                 (pair for part in gathered for pair in part), key=lambda pair: pair[0]
             )
@@ -190,7 +190,8 @@ def validation_losses(
         for batch in prefetch_batches(device, batches):
             assert batch.targets is not None
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                # The class's method, because `compile=true` replaces that of the instance.
+                # Call the method of the class, because `compile=true` replaces `losses` of the
+                # instance with a compiled function.
                 terms = MaskRCNN.losses(
                     model, batch.images, batch.image_sizes, batch.targets, batch.seeds
                 )

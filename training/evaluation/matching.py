@@ -26,7 +26,8 @@ class MatchedImage(NamedTuple):
     detections: tuple[Instance, ...]
     # [D].
     scores: NDArray[np.float64]
-    # Mask IoU [D, G]; with crowds, the share of the detection that is inside.
+    # [D, G] mask IoU of each detection with each instance. For a crowd: the share of the detection
+    # that is inside the crowd.
     ious: NDArray[np.float64]
     # [D] index of the matching instance of the detection's class. -1: no match.
     matches: NDArray[np.int64]
@@ -130,6 +131,10 @@ def confusion_matrix(
 
     Detections and objects that remain after matching within classes are matched across classes.
 
+    Args:
+        images: Matched detections.
+        thresholds: Minimum score of each class, in the order of the labels.
+
     Returns:
         [C + 1, C + 1]: rows are classes of objects, the last for detections without an object;
         columns are classes of detections, the last for missed objects.
@@ -172,8 +177,14 @@ def _match(
 ) -> NDArray[np.int64]:
     """Return the index of the instance that each detection matches `[D]`, or -1.
 
-    In row order, each detection matches the free object with the highest IoU. If there is no such
-    object, it may match a crowd. Any number of detections can match the same crowd.
+    In row order, each detection matches the allowed object with the highest IoU that no earlier
+    detection matches. If there is no such object, it may match a crowd. Any number of detections
+    can match the same crowd.
+
+    Args:
+        ious: [D, G] mask IoU.
+        allowed: [D, G] whether a detection may match an instance.
+        crowds: [G] whether an instance is a crowd.
     """
     matches = np.full(len(ious), -1)
     free = ~crowds
@@ -190,7 +201,7 @@ def _match(
 def _curve(objects: int, scores: NDArray[np.float64], correct: NDArray[np.bool_]) -> ClassCurve:
     order = np.argsort(-scores, kind="stable")
     scores, hits = scores[order], np.cumsum(correct[order])
-    # Detections of equal score reach a threshold together, so they are one point of the curve.
+    # Detections of equal score reach a threshold together, so keep one point of the curve for all.
     last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True)[: len(scores)])
     return ClassCurve(objects, scores[last], hits[last] / (last + 1), hits[last] / max(objects, 1))
 

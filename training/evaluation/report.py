@@ -19,7 +19,7 @@ from .coco_metrics import IOU_TITLES
 from .matching import ClassCurve, class_curves, confusion_matrix, matched_images
 from .worst_images import draw_worst_images
 
-# Maximum number of classes for which the curves have a legend and matrix cells show counts.
+# With more classes, the curves have no legend, and the cells of the matrix show no counts.
 _MAX_LABELS = 20
 _STYLE = """
 body { font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }
@@ -117,7 +117,7 @@ def _class_table(
 
 
 def _number(value: float | None) -> str:
-    # -1: the data set has no object of the class or size.
+    # A metric of -1 means that the data set has no object of the class or size.
     return "-" if value is None or value < 0 else f"{value:.3f}"
 
 
@@ -138,7 +138,7 @@ def _curves_figure(names: Sequence[str], curves: Sequence[ClassCurve]) -> bytes:
     recall.set(xlabel="recall", ylabel="precision", **limits)
     scores.set(xlabel="minimum score", ylabel="F1", **limits)
     if 0 < len(shown) <= _MAX_LABELS:
-        # Class names may contain dollar signs, which matplotlib reads as formulas.
+        # Print class names as they are: matplotlib would read dollar signs in them as formulas.
         for text in recall.legend(recall.lines, [name for name, _ in shown], fontsize=7).texts:
             text.set_parse_math(False)
     return _png(figure)

@@ -98,11 +98,13 @@ class Validation:
         return metrics
 
     def drawing_is_due(self, iteration: int) -> bool:
-        """Return whether `draw` is due after `iteration` iterations, even without an evaluation."""
+        """Whether images must be drawn after `iteration` iterations, even without an evaluation."""
         return bool(self._config.evaluation.draw_images) and iteration in self._drawing_iterations()
 
     def draw(self, model: MaskRCNN, iteration: int) -> None:
-        """On rank 0, draw `evaluation.draw_images` images with a model's detections.
+        """On rank 0, draw `evaluation.draw_images` images with a model's detections as a PNG file.
+
+        After 10, 30 and 100 % of the run, the drawings of these times are joined in `progress.png`.
 
         Args:
             model: Model to evaluate. It is not changed.
@@ -148,7 +150,7 @@ class Validation:
 
 
 def log_metrics(metrics: dict[str, float]) -> None:
-    """Log box and mask metrics as pycocotools prints them."""
+    """Log box and mask metrics in pycocotools' format. If there are no metrics, log nothing."""
     for iou_type in IOU_TYPES if metrics else ():
         logger.info("%s AP and AR", IOU_TITLES[iou_type])
         for line in summary_lines(metrics, iou_type):

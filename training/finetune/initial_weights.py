@@ -16,10 +16,13 @@ _MIN_SIZE, _MAX_SIZE = 800, 1333
 
 
 def initial_checkpoint(reference: str | None) -> Checkpoint:
-    """Return the model that training starts from, for the configuration key `weights`.
+    """Return the model and preprocessing that a fine-tuning starts from.
 
-    If the weights are None or those of a backbone only, the other layers and the preprocessing are
-    the defaults. All weights are then on the device `meta`, because only their shapes are used.
+    For a backbone or random weights, the other layers and the preprocessing are the defaults. All
+    weights are then on the device `meta`, because only their shapes are used.
+
+    Args:
+        reference: Value of the configuration key `weights`. None: random weights.
 
     Raises:
         CheckpointError: The weights cannot be read or converted.

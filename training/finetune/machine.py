@@ -13,7 +13,7 @@ class Machine(NamedTuple):
     """Device, free memory and CPU cores."""
 
     device: Literal["cpu", "cuda"]
-    # Free memory of the device in bytes; on a CPU, this process's share.
+    # Free memory in bytes of the GPU. On a CPU: free memory of the machine divided by `processes`.
     memory: int
     has_bf16: bool
     cores: int
@@ -22,10 +22,10 @@ class Machine(NamedTuple):
 
 
 def this_machine(device: Device) -> Machine:
-    """Return the properties of this machine. `device` is the configuration key.
+    """Return the properties of this machine, for the value of the configuration key `device`.
 
     Raises:
-        ConfigError: As for `local_device`.
+        ConfigError: A GPU in `device` does not exist, or there are more processes than GPUs.
     """
     import torch
 

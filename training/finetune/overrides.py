@@ -14,10 +14,11 @@ from ..config import ConfigError, TrainConfig
 def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Validate overrides of `TrainConfig`. Return only the overridden values, by dotted key.
 
-    A value that contradicts the default of another key is accepted: that key is fitted later.
+    A value that contradicts the default of another key is accepted, because the other key is fitted
+    to the overrides later.
 
     Args:
-        path: Data set; stands for `data.train` in the validation.
+        path: Path of the data set, used as a placeholder for the required paths of `data.train`.
         overrides: Overrides of the form `key.path=value`.
 
     Raises:
@@ -29,7 +30,7 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     except OverrideError as error:
         raise ConfigError(str(error)) from None
     except ValidationError as error:
-        # A value that contradicts the default of another key may agree with its fitted value.
+        # Ignore contradictions between keys, because a fitted value of the other key may agree.
         first = error.errors()[0]
         if first["type"] != "value_error" or first["loc"] == ("device",):
             raise ConfigError(validation_message(error, TrainConfig)) from None

@@ -79,12 +79,12 @@ def plan_finetuning(
     *,
     is_pretrained: bool = True,
 ) -> FittedSettings:
-    """Return the configuration of a fine-tuning.
+    """Return fitted values of a fine-tuning's configuration, with the reasons for them.
 
     Args:
         images: Statistics of the training images.
-        start: Model and preprocessing of the initial weights. Its weights determine the cost of a
-            step on a CPU.
+        start: Model and preprocessing of the initial weights. On a CPU, the shapes of its weights
+            determine the estimated cost of a step.
         machine: Properties of the machine.
         given: Values that the user has set, by dotted key. Other values are fitted to them.
         is_pretrained: Whether training starts from the weights of `start`. False: from random ones.
@@ -118,7 +118,7 @@ def plan_finetuning(
             "max_iterations": iterations,
             "steps": sorted({round(0.7 * iterations), round(0.9 * iterations)} - {0, iterations}),
             "warmup_iterations": min(500, iterations // 10),
-            # Initial gradients of new predictors are large.
+            # Clip gradients, because the first gradients of newly initialised predictors are large.
             "clip_gradient_norm": 1.0,
         },
         "evaluation": {
@@ -164,7 +164,7 @@ def _padded_pixels(data: Mapping[str, Any]) -> int:
 
 
 def _usable_memory(machine: Machine) -> float:
-    """Return the memory in bytes for the images of a batch, at least that of a small image."""
+    """Return the memory in bytes for the images of a batch, at least enough for 128x128 pixels."""
     free = _MEMORY_SHARE * machine.memory - _FIXED_MEMORY[machine.device]
     return max(free, _PIXEL_MEMORY[machine.device] * (4 * _STRIDE) ** 2)
 
@@ -172,7 +172,7 @@ def _usable_memory(machine: Machine) -> float:
 def _batch(images: ImageStatistics, pixels: int, machine: Machine) -> tuple[int, str]:
     """Return the number of images per step over all processes, and the reason."""
     fitting = int(_usable_memory(machine) / _PIXEL_MEMORY[machine.device] / pixels)
-    # A small data set needs many steps rather than large ones.
+    # Limit the batch, because a small data set needs many steps rather than large batches.
     enough = max(2, images.count // 10)
     limit = _CPU_BATCH if machine.device == "cpu" else _MAX_BATCH
     batch = max(1, min(fitting, enough // machine.processes, limit))
@@ -187,9 +187,9 @@ def _batch(images: ImageStatistics, pixels: int, machine: Machine) -> tuple[int,
 def _images_to_see(
     images: ImageStatistics, start: Checkpoint, machine: Machine, pixels: int, length: int
 ) -> tuple[int, str]:
-    """Return the number of images in all steps together, and the reason.
+    """Return the number of images in all steps together, with repetitions, and the reason.
 
-    `length` multiplies the number of epochs.
+    The number of epochs that fine-tuning needs is multiplied by `length`.
     """
     epochs = length * finetuning_epochs(images.count)
     seen = math.ceil(epochs * images.count)
@@ -226,10 +226,10 @@ def _forward_multiplications(start: Checkpoint, pixels: int) -> float:
 
 def _model_values(start: Checkpoint, machine: Machine) -> dict[str, Any]:
     values: dict[str, Any] = start.model_config.model_dump(mode="json")
-    # Training sets it to the number of categories of the data set.
+    # Remove this key, because training sets it to the data set's number of categories.
     del values["num_classes"]
     if values["backbone"]["norm"] == "bn":
-        # The statistics of small batches would be too noisy.
+        # Freeze batch norm, because the statistics of small batches would be too noisy.
         values["backbone"]["norm"] = "frozen_bn"
     proposals = _CPU_PROPOSALS if machine.device == "cpu" else 1000
     rpn, sampling = values["rpn"], values["roi"]["sampling"]

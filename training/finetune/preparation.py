@@ -59,16 +59,16 @@ class Finetuning:
     train: CocoDataset
     # None: there is only one image.
     val: CocoDataset | None
-    # Training images with objects whose file cannot be used, each with the reason.
+    # Paths of unusable image files of training images with objects, each with the reason.
     unusable: tuple[str, ...]
-    # The same of validation images, with or without objects.
+    # Paths of unusable image files of all validation images, each with the reason.
     unusable_val: tuple[str, ...]
     # Model of the initial weights.
     start: Checkpoint
 
     @property
     def train_description(self) -> str:
-        """Number of usable training images, and of those without objects among them."""
+        """Text with the numbers of usable training images and of images without objects."""
         empty = sum(not record.objects for record in self.train.records)
         without = f", {empty} of them without objects" if empty else ""
         return f"{len(self.train) - len(self.unusable)} training images{without}"
@@ -87,7 +87,7 @@ class Finetuning:
 
     @property
     def replaced_predictors(self) -> tuple[str, ...]:
-        """Layers that are initialised at random, because their number of classes differs."""
+        """Layers that start at random, because the weights have another number of classes."""
         if self.config.weights is None or not self.start.categories:
             return ()
         if self.start.model_config.num_classes == len(self.train.categories):
@@ -116,7 +116,8 @@ def prepare_finetuning(
 
     Args:
         path: Folder of the data set, or YAML file of YOLO.
-        overrides: Values of `TrainConfig` as `key.path=value`. The others are fitted to them.
+        overrides: Values of `TrainConfig` as `key.path=value`. All other values are fitted to
+            these.
         given: Result of `given_values` for these overrides.
         output: Folder of the run.
 
@@ -165,7 +166,10 @@ def check_resumed_data(path: Path, config: TrainConfig) -> None:
 
 
 def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:
-    """Return commands that export, run and serve the trained model, with samples of a folder."""
+    """Return the commands that export, run and serve a trained model.
+
+    `images` is the folder from which the export copies sample images into the bundle.
+    """
     model, bundle, samples = (
         shlex.quote(str(path)) for path in (checkpoint, checkpoint.parent / "bundle", images)
     )
@@ -177,7 +181,7 @@ def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:
 
 
 def _read_splits(splits: ChosenSplits) -> tuple[CocoDataset, CocoDataset | None]:
-    # The plan describes the invalid entries.
+    # Suppress warnings about invalid entries, because the printed plan lists them.
     with _no_warnings():
         train = CocoDataset(splits.train)
         val = CocoDataset(splits.val) if splits.val is not None else None
@@ -190,7 +194,7 @@ def _records_with_objects(dataset: CocoDataset) -> list[ImageRecord]:
     """Return the images with objects.
 
     Raises:
-        DataError: There is none.
+        DataError: No image has objects.
     """
     records = [record for record in dataset.records if record.objects]
     if not records:
@@ -202,7 +206,7 @@ def _records_with_objects(dataset: CocoDataset) -> list[ImageRecord]:
 def _usable_records(
     dataset: CocoDataset, records: Sequence[ImageRecord]
 ) -> tuple[list[ImageRecord], tuple[str, ...]]:
-    """Return those of a data set's images whose files are usable, and the others' reasons.
+    """Return the images with usable files, and the paths of unusable files with the reasons.
 
     Raises:
         DataError: No file is usable.

@@ -31,8 +31,8 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     """Choose the training and the validation set, and write the converted annotations.
 
     If there is no validation split, 10 % of the training images are held out by a hash of their
-    file names, so that a larger version of the data set holds out the same ones. A split `test` is
-    not used.
+    file names, so that a larger version of the data set holds out the same images. A split `test`
+    is not used.
 
     Args:
         layout: The data set.
@@ -64,7 +64,7 @@ def _split_named(names: Sequence[str], word: str) -> str | None:
     """Return the split named `word`, else the shortest name that contains it, else None.
 
     Raises:
-        DataError: Several names contain it, and the shortest is not unique.
+        DataError: Several names contain `word`, none equals it, and the shortest is not unique.
     """
     matches = [name for name in names if word in name.lower()]
     matches.sort(key=lambda name: (name.lower() != word, len(name)))
@@ -79,7 +79,10 @@ def _split_named(names: Sequence[str], word: str) -> str | None:
 def _prepared(
     name: str, split: LayoutSplit, folder: Path, faults: dict[str, Sequence[str]]
 ) -> DatasetConfig:
-    """Return the paths of a split. Write its annotations if they must be converted."""
+    """Return the paths of a split's images and COCO file.
+
+    If the annotations must be converted, write them to `folder`, and add their faults to `faults`.
+    """
     if split.convert is None:
         return split.config
     source = split.convert()

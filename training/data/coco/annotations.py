@@ -79,7 +79,7 @@ def instance_from_annotation(
     if right <= left or bottom <= top:
         raise InvalidAnnotationError("box without area inside the image")
     area = annotation.get("area")
-    # An integer may be too large for a float.
+    # Compute the area if it is missing, not a number, or an integer too large for a float.
     if not isinstance(area, _NUMBERS) or abs(area) > sys.float_info.max:
         area = mask_from_segmentation(segmentation, (height, width), (height, width)).sum()
     name = annotation.get("id", -1)
@@ -104,7 +104,11 @@ def coco_from_segmentation(segmentation: Segmentation) -> list[list[float]] | di
 def _segmentation_from(
     annotation: Mapping[str, Any], height: int, width: int, limit: float
 ) -> tuple[Segmentation, bool]:
-    """Return the segmentation, and whether all its polygons are valid."""
+    """Return an annotation's segmentation, and whether all its polygons are valid.
+
+    Raises:
+        InvalidAnnotationError: The RLE or all polygons are invalid, or neither exists.
+    """
     value = annotation.get("segmentation")
     if not value:
         raise InvalidAnnotationError(
@@ -151,7 +155,7 @@ def _bbox_from(value: Any, limit: float) -> tuple[float, float, float, float]:
 
 
 def _floats_from(values: list[Any]) -> list[float]:
-    """Convert numbers, some of which are text. Return an empty list if one is not a number."""
+    """Convert numbers, which may be written as text. Empty: one of the values is not a number."""
     try:
         return [*map(float, values)]
     except (TypeError, ValueError, OverflowError):
@@ -169,7 +173,11 @@ def _clip(bbox: tuple[float, float, float, float], height: int, width: int) -> R
 
 
 def _polygons_from(value: list[Any], limit: float) -> tuple[tuple[Ring, ...], bool]:
-    """Return the valid polygons of a segmentation, and whether all its polygons are valid."""
+    """Return the valid polygons of a segmentation, and whether all its polygons are valid.
+
+    Raises:
+        InvalidAnnotationError: All polygons are invalid.
+    """
     rings, reasons = [], []
     for points in _point_lists(value):
         try:
@@ -204,7 +212,8 @@ def _ring_from(points: Any, limit: float) -> Ring:
         raise InvalidAnnotationError(FAR_OUTSIDE) from None
     if ring.ndim == 2 and ring.shape[1] == 2:
         ring = ring.ravel()
-    # A ring of one or two points covers nothing, and pycocotools reads four numbers as a box.
+    # Reject rings of one or two points: they cover nothing, and pycocotools would read the four
+    # numbers of two points as a box.
     if ring.ndim != 1 or ring.size < 6 or ring.size % 2:
         raise InvalidAnnotationError("polygon of fewer than three points")
     extent = np.abs(ring).max()

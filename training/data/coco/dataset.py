@@ -110,7 +110,8 @@ class CocoDataset:
             ImageRecord(image.id, image.path, image.height, image.width, tuple(instances[image.id]))
             for image in sorted(images.valid.values(), key=lambda image: image.id)
         )
-        # Later collections would take seconds to traverse these objects, and free none.
+        # Exclude these objects from later garbage collections, which would take seconds to traverse
+        # them and free none.
         gc.freeze()
 
     def __len__(self) -> int:
@@ -161,7 +162,7 @@ class CocoDataset:
 
 
 def summary_of(findings: Mapping[str, Sequence[str]]) -> str:
-    """Return a text with the number of entries per reason, and the names of the first ones."""
+    """Return a text with the number of entries per reason, and the names of the first entries."""
     return "; ".join(
         f"{len(ids)} {reason} ({', '.join(ids[:_IDS_SHOWN])}"
         f"{', ...' if len(ids) > _IDS_SHOWN else ''})"
@@ -180,7 +181,8 @@ def read_json(path: Path) -> Any:
         try:
             return from_json(content)
         except ValueError:
-            # Three times as slow, but it accepts byte order marks, UTF-16 and lone surrogates.
+            # `json` is three times as slow as `from_json`, but accepts byte order marks, UTF-16 and
+            # lone surrogates.
             return json.loads(content)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; {_REMEDY}") from None

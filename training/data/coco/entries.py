@@ -39,7 +39,7 @@ class ImageIndex(NamedTuple):
 def index_images(
     entries: list[dict[str, Any]], folder: Path, faults: Findings, repairs: Findings
 ) -> ImageIndex:
-    """Validate the entries of the list `images`.
+    """Validate the entries of the list `images`. Return the valid ones by id.
 
     Args:
         entries: The list.
@@ -118,7 +118,7 @@ def index_annotations(
 
 
 def _integer_ids(keys: Sequence[int | str | None]) -> dict[int | str, int]:
-    """Return integer ids: integers are kept, strings get new ones in order of appearance."""
+    """Return an integer id per key. Integers stay, strings get new ids in order of appearance."""
     integers = [key for key in keys if isinstance(key, int)]
     strings = dict.fromkeys(key for key in keys if isinstance(key, str))
     free = max((0, *integers)) + 1
@@ -126,12 +126,15 @@ def _integer_ids(keys: Sequence[int | str | None]) -> dict[int | str, int]:
 
 
 def _size_of(entry: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
-    """Return height and width from an entry or, if they are missing, from its file's header."""
+    """Return height and width from an entry or, if they are missing, from the image file's header.
+
+    None: the header cannot be read either.
+    """
     height, width = integer_from(entry.get("height")), integer_from(entry.get("width"))
     if height and width and min(height, width) > 0:
         return height, width
     try:
-        # As annotation tools show the image.
+        # Annotations refer to the image as annotation tools show it, which is upright.
         return read_header_size(path).upright
     except ImageError:
         return None

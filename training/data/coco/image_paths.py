@@ -21,8 +21,8 @@ class ImagePaths(NamedTuple):
 def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
     """Find the listed files of an image folder.
 
-    If a file is not at the listed path, the file of its name in any subfolder is used, unless
-    several files, or several entries of the list, have the name.
+    If a file is not at the listed path, a file of the same name in any subfolder is used, unless
+    several files, or several entries of the list, have this name.
 
     Args:
         folder: Image folder.
@@ -36,7 +36,8 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
         return ImagePaths(paths, frozenset(), frozenset())
     found = _files_named(folder, {*missing.values()})
     uses = Counter(map(_last_part, names))
-    # With several entries, the file may be the image of another entry, as in `a/0.jpg`, `b/0.jpg`.
+    # Use a file only if exactly one entry has its name. Of several entries, such as `a/0.jpg` and
+    # `b/0.jpg`, the file may be the image of any.
     moved = {
         n: found[last][0] for n, last in missing.items() if len(found[last]) == uses[last] == 1
     }
@@ -46,7 +47,7 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
 
 def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
     """Return the path of an image file in a folder with the files `present`. None: missing."""
-    # Programs on Windows write backslashes.
+    # Programs on Windows write backslashes, so try the name with slashes too.
     for candidate in (name, name.replace("\\", "/")):
         # Not `Path.is_file`, which raises an error for a name that is too long.
         if candidate in present or os.path.isfile(folder / candidate):
@@ -59,7 +60,7 @@ def _last_part(name: str) -> str:
 
 
 def _files_named(folder: Path, names: set[str]) -> defaultdict[str, list[Path]]:
-    """Return the files in a folder, at any depth, by name, for some names."""
+    """Return the paths of the files with these names in a folder, at any depth, by name."""
     found = defaultdict(list)
     for parent, _, files in os.walk(folder):
         for name in names.intersection(files):

@@ -43,7 +43,8 @@ def mask_from_segmentation(
         return resized_mask(mask_from_rle(segmentation), target, (left, top, right, bottom))
     # Vertices are scaled before they are rasterized, so that edges stay sharp.
     scale = np.array([width / (right - left), height / (bottom - top)])
-    # Rasterizing takes time proportional to the edge length, which is huge for a tiny region.
+    # Rasterizing takes time proportional to the edge length. After scaling, an object around a tiny
+    # region has huge edges, so clip the coordinates.
     limit = _CLIP_FACTOR * max(target)
     rings = [
         ((ring.reshape(-1, 2) - (left, top)) * scale).clip(-limit, limit).ravel()
@@ -57,7 +58,7 @@ def resized_mask(
     mask: NDArray[np.uint8], target: tuple[int, int], region: Region
 ) -> NDArray[np.uint8]:
     """Crop a mask [H, W] of 0 and 1 to the box `region`, and resize it to height and width."""
-    # The image is resized with the same filter, so that mask and image stay aligned.
+    # Use the filter with which the image is resized, so that mask and image stay aligned.
     image = Image.fromarray(mask * np.uint8(255))
     resized = image.resize(target[::-1], Image.Resampling.BILINEAR, box=region)
     return (np.asarray(resized) >= 128).astype(np.uint8)

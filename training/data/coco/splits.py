@@ -15,7 +15,7 @@ from .dataset import DataError
 logger = logging.getLogger(__name__)
 
 _PREFIX = "instances_"
-# Other names of splits.
+# Usual name of a split by its other names.
 _SYNONYMS = {"valid": "val", "validation": "val", "training": "train", "testing": "test"}
 # Number of image files that are looked up to find the image folder of an annotation file.
 _LOOKUPS = 5
@@ -43,7 +43,9 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
 
 
 def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, DatasetConfig]:
-    """Find the image folder of each split in a data set's folder; see `find_splits`.
+    """Pair each split's annotation file with its image folder in the data set's folder.
+
+    Splits without an image folder are skipped with a warning.
 
     Raises:
         DataError: No split has an image folder.
@@ -69,7 +71,8 @@ def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, Dataset
 def annotation_files(folder: Path) -> list[Path]:
     """Return the files `annotations/instances_*.json` of a folder, else `annotations/*.json`."""
     files = sorted((folder / "annotations").glob("[!.]*.json"))
-    # COCO also publishes files with captions and keypoints here, which are ignored.
+    # In this folder, COCO also has files with captions and keypoints. Ignore all other files if
+    # there are instances files.
     return [file for file in files if file.name.startswith(_PREFIX)] or files
 
 
@@ -79,7 +82,7 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
     Args:
         folder: Folder of the data set.
         split: Name of the split.
-        file: Its annotation file.
+        file: Annotation file of the split.
         by_split: Annotation files of all splits.
     """
     common = folder / "images"
@@ -87,7 +90,8 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
     named = [place for place in places if _is_named(place, split)]
     named.sort(key=lambda place: len(place.name), reverse=True)
     others = [other for other in by_split if other != split]
-    # If other splits have folders in `images/`, their images may have the same names.
+    # Use `images/` itself only if other splits have no folders in it. Otherwise, the images of
+    # several splits may have the same names.
     if common.is_dir() and not any(_is_named(p, o) for p in _subfolders(common) for o in others):
         named.append(common)
     names = list(islice(_file_names(file), _LOOKUPS))
@@ -99,7 +103,10 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
 
 
 def _is_named(place: Path, split: str) -> bool:
-    """Whether the name of an image folder is that of a split, as `val2014` for `minival2014`."""
+    """Whether a split's name ends with that of an image folder, as `minival2014` with `val2014`.
+
+    Synonyms, such as `valid` and `val`, match too.
+    """
     name = place.name.lower()
     return split.lower().endswith(name) or _SYNONYMS.get(name) == _SYNONYMS.get(split, split)
 

@@ -31,7 +31,8 @@ CATEGORIES = tuple(
 _SPLITS = ("train", "val")
 _ID_BY_NAME = {category.name: category.id for category in CATEGORIES}
 _POLYGONS, _INSTANCE_IDS = "_gtFine_polygons.json", "_gtFine_instanceIds.png"
-# The instance id of an object is class * 1000 + number. That of a group of objects is the class.
+# The instance id of an object is class * 1000 + number. The instance id of a group of objects is
+# the class alone.
 _IDS_PER_CLASS = 1000
 # Cityscapes' label maps do not show this class: its pixels belong to the car.
 _OMITTED = "license plate"
@@ -52,9 +53,9 @@ class _Frame(BaseModel):
 def cityscapes(folder: Path) -> ForeignDataset:
     """Find the annotations of Cityscapes in a folder that contains `gtFine` and `leftImg8bit`.
 
-    They are read from `*_gtFine_instanceIds.png` or, if that does not exist, from
-    `*_gtFine_polygons.json`. All groups of one class in an image, such as `cargroup`, become one
-    crowd.
+    The annotations of an image are read from `*_gtFine_instanceIds.png` or, if this file does not
+    exist, from `*_gtFine_polygons.json`. All groups of one class in an image, such as `cargroup`,
+    become one crowd.
 
     Raises:
         DataError: The folder has no annotations.

@@ -116,7 +116,7 @@ def prepare_files(folder: Path, splits: Iterable[str], *, overwrite: bool) -> di
 
 
 def write_coco_file(path: Path, source: SourceContent) -> WrittenSplit:
-    """Write the content of a split to a COCO annotation file atomically."""
+    """Write the content of a split to a COCO file atomically. Return its path and counts."""
     content = source.content
     with atomic_write(path) as file:
         file.write(json.dumps(content).encode())
@@ -144,7 +144,8 @@ def source_content(
         except UnusableSourceError as error:
             faults[error.reason].append(error.name)
             continue
-        # The reader of an image that is in several splits does not know the image folder.
+        # An image can be in several splits with different image folders. Its reader then does not
+        # know the folder, and leaves `file_name` None.
         file_name = image.file_name or source.relative_to(split.images).as_posix()
         size = {"height": image.height, "width": image.width}
         images.append({"id": image_id, "file_name": file_name, **size})

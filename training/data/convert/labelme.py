@@ -150,8 +150,15 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _image_of(path: Path, image_path: str, folder: Path) -> Path | None:
-    """Return the image of a LabelMe file. None: missing."""
-    # Files are often moved after annotation, and `imagePath` may come from Windows.
+    """Return the path of the image that the LabelMe file `path` annotates. None: not found.
+
+    Args:
+        path: LabelMe file.
+        image_path: Value of the key `imagePath` in this file.
+        folder: Folder of the data set.
+    """
+    # Search several folders, because files are often moved after annotation. `imagePath` may come
+    # from Windows, so it may contain backslashes.
     written = image_path.replace("\\", "/")
     name = written.rpartition("/")[2]
     places = [path.parent, path.parent / "images", path.parent.parent / "images"]
@@ -198,7 +205,7 @@ def _polygon_from(shape: Mapping[str, Any]) -> Points:
 def _annotation_from_mask(
     shape: Mapping[str, Any], category_id: int, height: int, width: int
 ) -> dict[str, Any]:
-    """Convert a shape of type `mask`: a PNG in base64, and the corners of its box."""
+    """Convert a shape of type `mask` (a PNG in base64, and its box) to a COCO annotation."""
     try:
         with Image.open(io.BytesIO(base64.b64decode(shape["mask"])), formats=["PNG"]) as image:
             crop = np.asarray(image.convert("L")) != 0

@@ -18,8 +18,8 @@ from .labelme import is_labelme, labelme
 from .yolo import yolo, yolo_file
 
 _ROBOFLOW_FILE = "_annotations.coco.json"
-# Maximum numbers of JSON files that are read to recognise the layout of a folder: of its own, and
-# of those in it and its subfolders.
+# To recognise a layout, at most this number of JSON files are read: directly in the folder, and in
+# the folder and its subfolders together.
 _OWN_SAMPLES = 20
 _SAMPLES = 5
 
@@ -56,8 +56,9 @@ class LayoutSplit:
         """Read and validate the annotations. Errors are those of `CocoDataset`.
 
         Args:
-            on_broken: See `CocoDataset`.
-            known: Classes of a model. If the data set has only names, they get the ids of these.
+            on_broken: "skip": skip invalid entries with a warning. "refuse": raise `DataError`.
+            known: Classes of a model. If the data set names its classes without ids, classes of
+                equal names get the ids of the model.
         """
         source = None if self.convert is None else self.convert()
         if source is not None and not self.has_ids:
@@ -88,7 +89,8 @@ def recognize_layout(path: Path) -> DataLayout:
     if files := _roboflow_files(path):
         return DataLayout("COCO as exported by Roboflow", _roboflow_splits(files))
     coco = annotation_files(path)
-    # `instances_*.json` are not read: those of COCO have hundreds of megabytes.
+    # Files `instances_*.json` count as COCO without being read, because they may have hundreds of
+    # megabytes.
     if coco and (coco[0].name.startswith("instances_") or not is_labelme(_content_of(coco[0]))):
         return _coco_layout(path)
     if (file := yolo_file(path)) is not None:
@@ -107,7 +109,7 @@ def recognize_layout(path: Path) -> DataLayout:
         return DataLayout("COCO", _splits_beside_images(path, files))
     folders = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))]
     if len(folders) == 1:
-        # Archives often contain a single folder, with the data set inside.
+        # Archives often contain a single folder with the data set inside, so look there.
         return recognize_layout(folders[0])
     raise DataError(
         f"{path} has none of the known layouts: COCO (annotations/instances_*.json), Roboflow "
@@ -147,13 +149,16 @@ def _foreign(
 
 def _coco_layout(folder: Path) -> DataLayout:
     splits = _layout_splits(find_splits(folder))
-    # CVAT has the images in `images/`, and calls the split of a task without subsets `default`.
+    # CVAT is recognised by images in `images/` or its subfolders.
     is_cvat = all(folder / "images" in (s.images, s.images.parent) for s in splits.values())
     return DataLayout("COCO as exported by CVAT" if is_cvat else "COCO", splits)
 
 
 def _splits_beside_images(folder: Path, files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
-    """Return the splits of COCO files, by split, in a folder that also contains the images."""
+    """Return the splits of COCO files that are in the same folder as the images.
+
+    `files` is the COCO file by split.
+    """
     if len(files) > 1:
         return _layout_splits(pair_splits(folder, files))
     return {
@@ -183,7 +188,7 @@ def _roboflow_splits(files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
 def _group_categories(contents: Sequence[Mapping[str, Any]]) -> frozenset[int | str | None]:
     """Return the ids of categories that have no annotations, and are supercategories of others.
 
-    Roboflow adds such a category with id 0.
+    Roboflow adds such a category with id 0, which is not a class.
     """
     used = {id_from(a.get("category_id")) for c in contents for a in c["annotations"]}
     categories = [category for c in contents for category in c["categories"]]

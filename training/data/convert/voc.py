@@ -100,7 +100,7 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
 
 
 def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:
-    """Whether the XML box that matches an annotation is marked as difficult."""
+    """Whether the XML box that matches an annotation is marked as difficult. False: no match."""
     name = CATEGORIES[annotation["category_id"] - 1].name
     same_class = [box for box in boxes if box.name == name]
     if not same_class:

@@ -30,9 +30,9 @@ _BOX_VALUES = 4
 
 
 class _TextLoader(yaml.SafeLoader):
-    """Safe loader that keeps the text of scalars."""
+    """YAML loader that returns each scalar as the text in the file."""
 
-    # Only the merge key `<<` is resolved.
+    # Keep only the rule for the merge key `<<`. The others convert numbers, dates and booleans.
     yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # noqa: RUF012
 
 
@@ -89,14 +89,17 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
 def _source_splits(
     file: Path, found: Mapping[str, FoundImages], labels: Mapping[Path, Path]
 ) -> dict[str, SourceSplit]:
-    """Return the splits. `labels` is the label file by image."""
+    """Return the images of each split, with label files that lack an image as faults.
+
+    `labels` is the label file by image.
+    """
     splits = {}
     reported: set[Path] = set()
     for name, (images, faults) in found.items():
         # The image folder is the deepest folder that contains all images of the split.
         root = Path(os.path.commonpath([image.parent for image in images]))
         alone = labels_without_image({image: labels[image] for image in images if image in labels})
-        # Splits that text files define can have the same folders.
+        # Splits that text files define can share folders, so report each label file only once.
         if new := [path for path in alone if path not in reported]:
             reported.update(new)
             faults["labels: image file missing"] = [relative_name(p, file.parent) for p in new]
@@ -105,7 +108,7 @@ def _source_splits(
 
 
 def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Path, Path]) -> None:
-    """Report the number of images without a label file: background images, or misplaced labels.
+    """Log the number of images without a label file: background images, or misplaced labels.
 
     Raises:
         DataError: No image of the split `train` has a label file.
@@ -173,9 +176,19 @@ def _categories_from(names: Any, file: Path) -> tuple[Category, ...]:
 def _convert(
     image: Path, labels: Mapping[Path, Path], folder: Path, known: set[int]
 ) -> ConvertedImage:
-    """Read the labels of an image. Faults are named by paths relative to `folder`."""
+    """Read the labels of an image.
+
+    Args:
+        image: Image file.
+        labels: Label file by image. An image without an entry has no objects.
+        folder: Folder to which the paths in faults are relative.
+        known: Numbers of the classes.
+
+    Raises:
+        UnusableSourceError: The image's header cannot be read.
+    """
     try:
-        # Label files refer to the upright image.
+        # Coordinates in label files refer to the upright image.
         height, width = read_header_size(image).upright
     except ImageError as error:
         raise UnusableSourceError(f"images: {error}", relative_name(image, folder)) from None
@@ -196,7 +209,7 @@ def _convert(
 
 
 def _annotation_from(line: str, height: int, width: int, known: set[int]) -> dict[str, Any] | str:
-    """Return the annotation of a line of a label file, or the reason why it is invalid."""
+    """Return the COCO annotation for a line of a label file, or the reason why it is invalid."""
     try:
         number, *values = (float(word) for word in line.split())
     except ValueError:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ....model.image_files import IMAGE_FILE_SUFFIXES, is_image_file
 from ..coco.entries import Findings
 
-# Suffixes of image files. Those in unsupported formats, such as .gif, are reported as unusable.
+# Suffixes of image files. Files in unsupported formats, such as .gif, are reported as unusable.
 _SUFFIXES = IMAGE_FILE_SUFFIXES | {".gif", ".heic"}
 
 
@@ -27,7 +27,7 @@ def find_images(folder: Path, root: str, value: Any) -> FoundImages:
 
     Args:
         folder: Folder of the YAML file.
-        root: Its key `path`. The empty string: it has none.
+        root: Value of the key `path` in the YAML file. Empty: the file does not have this key.
         value: A folder, a text file that lists images, or a list of these.
     """
     images: set[Path] = set()
@@ -50,10 +50,10 @@ def find_images(folder: Path, root: str, value: Any) -> FoundImages:
 
 
 def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
-    """Return the label files that have no image, in the folders of those that have one.
+    """Return the label files for which there is no image, sorted by path.
 
     Args:
-        label_files: Label file by image.
+        label_files: Label file by image. The folders of these label files are searched.
     """
     image_folders: dict[Path, set[Path]] = defaultdict(set)
     for image, labels in label_files.items():
@@ -83,12 +83,19 @@ def _has_labels(path: Path) -> bool:
 
 
 def _resolve(folder: Path, root: str, text: str) -> Path | None:
-    """Return the first existing path to which `text` may refer. None: there is none."""
+    """Return the first existing path to which `text` may refer. None: there is none.
+
+    Args:
+        folder: Folder of the file that contains `text`.
+        root: Folder that paths may be relative to, itself relative to `folder` or absolute.
+        text: Path of an image, folder or list of images.
+    """
     text = text.replace("\\", "/")
     parts = [part for part in text.split("/") if part not in ("", ".", "..")]
     candidates = [folder / root / text, folder / text]
     # Programs write paths relative to other folders, such as `../train/images`, and absolute paths
-    # of the machine that exported the data. The name `images` alone could refer to another split.
+    # of the machine that exported the data. Therefore try every end of the path, except for the
+    # name `images` alone, which could refer to another split.
     ends = (parts[start:] for start in range(len(parts)))
     candidates += [folder.joinpath(*end) for end in ends if end != ["images"] or len(parts) == 1]
     # Not `Path.exists`, which raises an error for a name that is too long.

@@ -41,7 +41,7 @@ class CocoArchive:
 
 
 def annotations_in(root: Path, images: str) -> Path:
-    """Return the path of the annotation file in `root` for images such as `val2017`."""
+    """Return the path of the annotation file for an image folder such as `val2017` in `root`."""
     return root / "annotations" / f"instances_{images}.json"
 
 

@@ -44,8 +44,8 @@ def verify_part(
     """Check the archive and the extracted folder of a part of COCO, if they exist.
 
     The archive must have the size and MD5 of the published one. The files in the folder must have
-    the CRCs in the archive. If the archive is missing or damaged, all annotated images must exist
-    and not be empty.
+    the CRCs in the archive. If the archive is missing or damaged, no CRCs are known: then all
+    annotated images must exist and not be empty.
 
     Args:
         edition: Edition of COCO.
@@ -53,7 +53,7 @@ def verify_part(
         archive: Published archive of the part.
         root: Folder of the data set.
         decode: Also decode images that cannot be compared with an archive.
-        on_progress: See `ByteProgress`.
+        on_progress: Called repeatedly with a step, and its bytes done and in total.
 
     Returns:
         One result for the archive and one for the folder, if they exist. If neither exists, one

@@ -26,8 +26,8 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 
     Args:
         content: The data set.
-        shares: Share of the images by name of the part, such as `val`. If there are enough images
-            with annotations, each part gets at least one. `train` gets the others.
+        shares: Share of the images by name of the part, such as `val`. The part `train` gets the
+            remaining images. If there are enough annotated images, each part gets at least one.
 
     Returns:
         Content by name of the part, with `train` first.
@@ -56,7 +56,8 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, SourceContent]:
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
-    If several data sets list the same image file, its annotations are joined.
+    If several data sets list the same image file, the merged set has one image with the annotations
+    of all.
 
     Args:
         sources: Image folder and content of each data set, at least one.
@@ -105,7 +106,7 @@ def filter_content(
     min_area: float = 0.0,
     drop_empty: bool = False,
 ) -> Content:
-    """Select annotations by class and area.
+    """Return a data set with only the annotations of some classes and of a minimum area.
 
     Args:
         content: The data set.
@@ -140,7 +141,7 @@ def filter_content(
 
 
 def _hash_of(file_name: str) -> float:
-    """Return a number in [0, 1) that depends on the path of the source image only."""
+    """Hash a file name to [0, 1). Roboflow's augmented copies of an image get the same number."""
     name = _COPY_SUFFIX.sub("", file_name.replace("\\", "/"))
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) / 2**48
 
@@ -154,11 +155,13 @@ def _with_images(content: Content, images: list[dict[str, Any]]) -> Content:
 def _merge_categories(
     entries: Sequence[dict[str, Any]], categories: dict[str, dict[str, Any]], folder: Path
 ) -> dict[int | str | None, int]:
-    """Add categories with new names, with their ids if these are free. Return new ids by old.
+    """Merge a data set's categories into `categories` by name. Return the merged id by old id.
+
+    A category with a new name keeps its id if no other category has this id.
 
     Args:
         entries: Categories of the data set to add.
-        categories: Categories so far, by name. Extended.
+        categories: Merged categories so far, by name. New ones are added.
         folder: Image folder of the data set to add, for errors.
     """
     taken = {category["id"] for category in categories.values()}

@@ -56,9 +56,9 @@ class _Measurements(NamedTuple):
 
     # `[N, 4]` bounding boxes xyxy.
     bounds: _Floats
-    # `[N]` area of the union if the polygons lie within each other.
+    # `[N]` lower bound of the area: that of the largest polygon, which may contain the others.
     min_area: _Floats
-    # `[N]` area of the union if the polygons are disjoint.
+    # `[N]` upper bound of the area: the sum over all polygons, which may be disjoint.
     max_area: _Floats
     # `[N]` total length of the outlines. Rasterizing changes the area by at most half of it.
     length: _Floats
@@ -124,14 +124,15 @@ def _contradicts(areas: _Floats, measured: _Measurements) -> _Bools:
     low = (1 - _AREA_RELATIVE_TOLERANCE) * measured.min_area - slack
     high = (1 + _AREA_RELATIVE_TOLERANCE) * measured.max_area + slack
     is_possible = (areas >= low) & (areas <= high) & (areas > 0)
-    # The area of a polygon that crosses itself is unknown.
+    # Do not report polygons that cross themselves, because their area is unknown.
     return ~(is_possible | measured.is_twisted)
 
 
 def _is_duplicate(group_N: NDArray[np.int64], boxes_N4: _Floats) -> _Bools:
     """Whether each box nearly equals an earlier box of the same group (image and class)."""
-    # Comparing all pairs would be slow in crowded images. Boxes are sorted by their left side, and
-    # each is compared with its successors until these are too far to the right for a high IoU.
+    # Comparing all pairs would be slow in crowded images. Therefore sort the boxes by their left
+    # side, and compare each box with its successors until they are too far to the right for a high
+    # IoU.
     order = np.lexsort((boxes_N4[:, 0], group_N))
     group, boxes = group_N[order], boxes_N4[order]
     reach = (1 - _DUPLICATE_IOU) * (boxes[:, 2] - boxes[:, 0])

@@ -113,8 +113,8 @@ def rotated_files(
 
 
 def unlisted_files(folders: Iterable[Path], listed: Iterable[Path]) -> list[Path]:
-    """Find image files in folders, at any depth, that are not in `listed`. Sort them by path."""
-    # File names may contain `..`.
+    """Return the image files in folders, at any depth, that are not in `listed`, sorted by path."""
+    # Normalise the paths on both sides, because file names in annotations may contain `..`.
     files = {
         Path(os.path.normpath(os.path.join(parent, name)))
         for folder in folders

@@ -60,7 +60,7 @@ class ClassCount:
 # The fields of a report are keys of the JSON file that `maskrcnn data inspect --json` writes.
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """Statistics, and invalid and suspicious entries, of a split. Counts omit invalid ones."""
+    """Statistics, and invalid and suspicious entries, of a split. Counts omit invalid entries."""
 
     image_folder: str
     annotation_file: str
@@ -111,7 +111,7 @@ def inspect_splits(
     Args:
         splits: Splits by name.
         min_size: Shorter side of resized images in pixels, as in `data.min_size`.
-        max_size: Upper limit of their longer side in pixels, as in `data.max_size`.
+        max_size: Upper limit of the longer side in pixels, as in `data.max_size`.
         decode: Also decode each image, which takes some milliseconds per image. False: read only
             the headers of the files.
         on_image: Called after each decoded image.

@@ -30,9 +30,9 @@ _TITLE_CHARACTERS = 50
 _OPACITY = 0.35
 # Height of a class name relative to the image.
 _NAME_HEIGHT = 0.05
-# Side of the shown square around a suspicious object, relative to the object.
+# Side of the shown square around a suspicious object, relative to the object's longer side.
 _VIEW = 6.0
-# Lower and upper limit of that side, relative to the longer side of the image.
+# Lower and upper limit of the square's side, relative to the longer side of the image.
 _MIN_VIEW, _MAX_VIEW = 0.25, 1.1
 # Coordinates are clipped to this multiple of the image's longer side.
 _CLIP_FACTOR = 10
@@ -158,7 +158,7 @@ def _draw_box(axes: Axes, record: ImageRecord, instance: Instance, **style: Any)
 
 
 def _clipped(record: ImageRecord, coordinates: ArrayLike) -> NDArray[np.float64]:
-    # Matplotlib fails with an overflow on huge coordinates.
+    # Clip the coordinates, because Matplotlib fails with an overflow on huge ones.
     limit = _CLIP_FACTOR * max(record.height, record.width)
     return np.clip(np.asarray(coordinates, np.float64), -limit, limit)
 

@@ -43,7 +43,7 @@ def random_numbers(seed: int) -> Iterator[None]:
 
 
 class Augmentation:
-    """Random transforms of samples. They use torch's generator on the CPU."""
+    """Random transforms of samples, with random numbers of torch's generator on the CPU."""
 
     def __init__(self, transforms: Sequence[TransformConfig]) -> None:
         """Separate the transforms into resizing, copy-paste, and those of resized images."""
@@ -78,13 +78,14 @@ class Augmentation:
     def transform(self, sample: Sample, limits: tuple[int, int]) -> Sample:
         """Apply the transforms of resized images to a sample.
 
-        If `changes_outlines` is True, the sample must have masks of the whole image. It is cropped
-        to at most the height and width `limits`, its boxes are computed from the masks, and objects
-        without a visible pixel are dropped.
+        If `changes_outlines` is True, the sample must have masks of the whole image. The sample is
+        then cropped to at most the height and width `limits`, its boxes are computed from the
+        masks, and objects without a visible pixel are dropped. Otherwise, `limits` is not used.
         """
         height, width = sample.size
         pixels = torch.from_numpy(np.ascontiguousarray(_pixels_of(sample).transpose(2, 0, 1)))
-        # torchvision expects floats in 0..1.
+        # torchvision expects floats in 0..1, so divide by 255 before the transforms, and multiply
+        # afterwards.
         range_ = 255 if pixels.is_floating_point() else 1
         items: dict[str, Any] = {
             "image": tv_tensors.Image(pixels / range_ if range_ > 1 else pixels),
@@ -130,7 +131,7 @@ def paste_objects(sample: Sample, source: Sample) -> Sample:
 
 
 def with_cropped_masks(sample: Sample, side: int | None) -> Sample:
-    """Crop a sample's masks to its boxes: [n, side, side]. None: return it unchanged."""
+    """Crop a sample's masks to its boxes, resized to [n, side, side]. None: leave them whole."""
     if side is None:
         return sample
     masks = np.zeros((len(sample.masks), side, side), np.uint8)

@@ -79,7 +79,8 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
 
     def __getitem__(self, plan: BatchPlan) -> Batch | EncodedBatch | DataError:
         """Read the images of a batch. Return the batch, or an error for the caller to raise."""
-        # DataLoader would add the worker's traceback to the message of a raised error.
+        # Return errors, because DataLoader adds the worker's traceback to the message of a raised
+        # error.
         samples: list[Sample] = []
         skipped: list[str] = []
         for position, planned in enumerate(plan.indices, start=plan.position):
@@ -111,12 +112,17 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
                     yield other
 
     def read(self, index: int, iteration: int = 0, position: int = 0) -> Sample:
-        """Read an image. Iteration and position in the global batch seed its augmentation.
+        """Read an image, resize and augment it, and build its ground truth.
+
+        Args:
+            index: Index into `records`.
+            iteration: Training iteration. Seeds the augmentation together with `position`.
+            position: Position of the image in the global batch.
 
         Raises:
             ImageError: The file cannot be read.
         """
-        # Seeded by the position in the global batch, so that the result is independent of the
+        # Seed with the position in the global batch, so that the result is independent of the
         # number of data loader workers, ranks and accumulation steps.
         rng = np.random.default_rng([self._seed, iteration, position])
         flip = bool(rng.random() < self._config.flip_probability) and self._training
@@ -139,7 +145,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
             return augmentation.transform(plain, size)
         sample = self._transformed(augmentation, index, seed, flip=flip)
         if augmentation.pastes():
-            # The other image is of the same bucket, so that both have similar sizes.
+            # Choose another image of the same bucket, so that both have similar sizes.
             others = np.flatnonzero(np.equal(self.buckets, self.buckets[index]))
             other = int(others[int(torch.randint(len(others), ()))])
             flip = bool(torch.rand(1) < self._config.flip_probability)
@@ -154,7 +160,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     def _transformed(
         self, augmentation: Augmentation, index: int, seed: int, *, flip: bool
     ) -> Sample:
-        """Return an augmented sample with masks of the whole image, no larger than its bucket."""
+        """Return an augmented sample with masks of the whole image, cropped to its shape bucket."""
         record = self.records[index]
         min_size = augmentation.min_size(self._config.min_size)
         size = augmentation.input_size(self._input_size(record, min_size))
@@ -170,7 +176,11 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         *,
         flip: bool,
     ) -> Sample:
-        """Return an image resized to a height and width, with its ground truth."""
+        """Return an image resized to a height and width, with its ground truth.
+
+        `mask_side` is the side of masks that are cropped to their boxes. None: masks of the whole
+        image.
+        """
         height, width = size
         image = self._image_of(record, size, flip=flip)
         objects = record.objects if self._training else ()
@@ -214,7 +224,7 @@ def _masks_of(
     target: tuple[int, int],
     side: int | None,
 ) -> NDArray[np.uint8]:
-    """Return masks [n, h, w] of size `target`, or [n, side, side] cropped to `regions`."""
+    """Return masks [n, h, w] of size `target` or, with `side`, [n, side, side] of `regions`."""
     shape = (side, side) if side else target
     masks = np.zeros((len(objects), *shape), np.uint8)
     for mask, instance, region in zip(masks, objects, regions, strict=True):

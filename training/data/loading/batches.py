@@ -107,7 +107,7 @@ class EncodedBatch:
 
     def pin_memory(self) -> "EncodedBatch":
         """Return a copy in page-locked memory, except for the JPEG files."""
-        # The JPEG decoder reads files from pageable memory.
+        # JPEG files stay as they are, because the decoder reads them from pageable memory.
         images = (i if isinstance(i, EncodedImage) else i.pin_memory() for i in self.images)
         return replace(self, rest=self.rest.pin_memory(), images=tuple(images))
 

@@ -32,7 +32,8 @@ def encoded_image(
     """Read an image file to decode it on the device later.
 
     Returns:
-        None if the file is unreadable, not a plain JPEG, rotated, or not of the annotated size.
+        The file. None: it cannot be decoded on the device, because it is unreadable, not a plain
+        JPEG, rotated, or not of the annotated size.
     """
     try:
         data = record.path.read_bytes()

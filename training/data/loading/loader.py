@@ -36,13 +36,13 @@ class BatchLoader:
             sampler=plans,
             batch_size=None,
             num_workers=config.workers,
-            # The workers share the data set's memory, and need not import torch. The default varies
-            # with the version of Python, and with how this process was started.
+            # Forked workers share the data set's memory, and need not import torch. The default
+            # start method varies with the version of Python and with how this process was started.
             multiprocessing_context="fork" if config.workers else None,
             pin_memory=pin_memory,
             worker_init_fn=_initialise_worker,
-            # DataLoader draws a number from this generator at each start. Drawing it from the
-            # global generator would make a resumed run differ from an uninterrupted one.
+            # DataLoader draws a number at each start. If it drew from the global generator, a
+            # resumed run would differ from an uninterrupted one.
             generator=torch.Generator(),
         )
 
@@ -157,8 +157,8 @@ def eval_loader(
 ) -> BatchLoader:
     """Create the loader of one rank's evaluation batches, without augmentation.
 
-    Each image of the data set is loaded by exactly one rank. With `ground_truth`, batches have
-    targets as in training.
+    Each image of the data set is loaded by exactly one rank. If `ground_truth` is True, batches
+    have targets, to compute losses.
     """
     data, side = config.data, None
     if ground_truth:

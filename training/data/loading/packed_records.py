@@ -16,12 +16,12 @@ from ..coco.mask_targets import Segmentation
 class PackedRecords(Sequence[ImageRecord]):
     """Image records in one block of bytes. They are unpacked when they are indexed.
 
-    Using a Python object changes its reference count, and so its page of memory. Processes that
-    read a tuple of records would each copy all of it over time.
+    Reading a Python object changes its reference count, and thereby its page of memory. Forked
+    processes that read a tuple of records would each copy all of its pages over time.
     """
 
     def __init__(self, records: Iterable[ImageRecord]) -> None:
-        """Pack records."""
+        """Serialise the records one after the other into one block of bytes."""
         packed = [_pack(record) for record in records]
         self._ends = np.cumsum([len(content) for content in packed], dtype=np.int64)
         self._content = b"".join(packed)
@@ -42,7 +42,7 @@ class PackedRecords(Sequence[ImageRecord]):
 
 
 def _pack(record: ImageRecord) -> bytes:
-    # Pickling the objects themselves takes three times as long.
+    # Pickle plain values, because pickling the objects themselves takes three times as long.
     instances = [
         (i.annotation_id, i.label, i.bbox, i.area, i.is_crowd, _plain(i.segmentation))
         for i in record.instances

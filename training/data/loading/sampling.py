@@ -34,8 +34,8 @@ class GlobalBatches:
     """Sequence of the global batches (images of all ranks) by iteration. Each has one shape bucket.
 
     In each epoch, every image occurs once in random order, or `factors` times on average. The last
-    batch of a bucket is filled up with the bucket's first images. The order of the batches is
-    random.
+    batch of a bucket is filled up with the first images of the bucket's random order. The order of
+    the batches is random.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class GlobalBatches:
     def _repeated(
         self, members: NDArray[np.int64], size: int, rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Repeat images by their factors, in random order: `size` in all."""
+        """Return `size` indices in random order, in which each image is repeated by its factor."""
         assert self._factors is not None
-        # Systematic sampling: each image occurs floor or ceil of its factor times, and an epoch has
-        # the same length whatever the random numbers are.
+        # Use systematic sampling: each image occurs floor or ceil of its factor times, and an epoch
+        # has the same length whatever the random numbers are.
         ends = np.cumsum(self._factors[members])
         ends *= size / ends[-1]
         ends[-1] = size
@@ -105,9 +105,9 @@ class GlobalBatches:
 def repeat_factors(records: Sequence[ImageRecord], threshold: float | None) -> NDArray[np.float64]:
     """Return the average number of times that an epoch shows each image, [n].
 
-    It is the image's weight, times its repeat factor of Gupta et al. (LVIS, 2019) if there is a
-    threshold: max(1, sqrt(threshold / f)), where f is the share of images with the rarest of the
-    image's classes.
+    Without a threshold, this is `ImageRecord.weight`. With a threshold, the weight is multiplied by
+    the repeat factor of Gupta et al. (LVIS, 2019): max(1, sqrt(threshold / f)), where f is the
+    share of images with the rarest of the image's classes.
     """
     weights = np.array([record.weight for record in records])
     if threshold is None:

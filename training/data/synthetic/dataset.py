@@ -68,7 +68,7 @@ def draw_dataset(
     Args:
         folder: Output folder. It is created if it does not exist.
         config: Settings of the data set.
-        workers: Number of processes. The files do not depend on it.
+        workers: Number of processes. The files do not depend on this number.
         on_image: Called after each image.
     """
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
@@ -127,8 +127,8 @@ def _imap(draw: Callable[[int], _Drawn], count: int, workers: int) -> Iterator[_
     if workers == 1:
         yield from map(draw, range(count))
         return
-    # "spawn", because a fork would copy locks that other threads hold. The workers ignore SIGINT,
-    # because the main process handles it and ends the pool.
+    # Start the processes with "spawn", because a fork would copy locks that other threads hold. The
+    # workers ignore SIGINT, because the main process handles it and ends the pool.
     with get_context("spawn").Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
         yield from pool.imap(draw, range(count), chunksize=8)
 

@@ -58,7 +58,8 @@ def draw_scene(rng: Generator, height: int, width: int, classes: Sequence[str]) 
         classes: Names of shapes, in the order of their labels.
     """
     figures = _random_figures(rng, height, width, classes)
-    # Figures are sorted from front to back: the visible part is what earlier ones leave uncovered.
+    # Figures are sorted from front to back, so the visible part of a figure is the part that the
+    # earlier figures leave uncovered.
     uncovered = np.ones((height, width), np.float32)
     shown: list[tuple[_Figure, NDArray[np.float32]]] = []
     for figure in figures:

@@ -13,7 +13,7 @@ _SUPERSAMPLING = 4
 # Vertices `[N, 2]` (x, y) of a polygon.
 Points = NDArray[np.float64]
 
-# Shape within the unit circle: polygon of the border, then those of the holes.
+# Shape within the unit circle: polygon of the border, then the polygons of the holes.
 Outline = tuple[Points, ...]
 
 
