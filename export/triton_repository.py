@@ -154,7 +154,7 @@ def _tensors_of(
     detections, side = manifest.max_detections, manifest.mask_side
     pixels = {"uint8": "UINT8", "float32": "FP32"}[artifact.input_dtype]
     inputs = (pixels, [3, *artifact.bucket]), ("INT64", [2])
-    outputs = (
+    outputs: Sequence[tuple[str, list[int]]] = (
         ("INT64", []),
         ("FP32", [detections, 4]),
         ("FP32", [detections]),
@@ -169,7 +169,7 @@ def _tensors(
 ) -> list[dict[str, Any]]:
     tensors: list[dict[str, Any]] = []
     for name, (kind, dims) in zip(names, types_and_sizes, strict=True):
-        scalar = {} if dims else {"reshape": {"shape": []}}
+        scalar: dict[str, Any] = {} if dims else {"reshape": {"shape": []}}
         data_type = BareWord(f"TYPE_{kind}")
         tensors.append({"name": name, "data_type": data_type, "dims": dims or [1], **scalar})
     return tensors
