@@ -134,7 +134,8 @@ def pool_by_onnx(features: Sequence[Tensor], rois: Tensor, mode: Mode = DEFAULT)
     kind = TensorProto.FLOAT16 if features[0].dtype == torch.float16 else TensorProto.FLOAT
     feeds = {f"feature_{level}": feature.numpy() for level, feature in enumerate(features)}
     session = onnx_session(len(features), kind, mode)
-    return torch.from_numpy(session.run(["pooled"], feeds | {"rois": rois.numpy()})[0])
+    (pooled,) = session.run(["pooled"], feeds | {"rois": rois.numpy()})
+    return torch.from_numpy(pooled.reshape(*rois.shape[:2], *pooled.shape[1:]))
 
 
 OWN = [*IMPLEMENTATIONS, pytest.param(pool_by_onnx, id="onnx-function")]
