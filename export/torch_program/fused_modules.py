@@ -26,7 +26,10 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
     Args:
         model: model after `fold_batch_norms`.
     """
-    if model.backbone.body.conv1.weight.dtype in (torch.float16, torch.bfloat16):
+    body = model.backbone.body
+    is_half = body.conv1.weight.dtype in (torch.float16, torch.bfloat16)
+    # A group norm, which cannot be folded into the convolution, stays behind it.
+    if is_half and isinstance(body.bn1, nn.Identity):
         fused = _FusedStem(model)
         model.backbone.body.conv1 = fused  # registered, so that its parameters move with the model
         setattr(model, "stem", fused.forward)  # noqa: B010, a type checker sees a method
