@@ -4,10 +4,26 @@ import pytest
 import torch
 from small_models import HEIGHT, WIDTH, noise_images, random_model, small_config
 
-from maskrcnn_trt.export.onnx.precision import fold_batch_norms
+from maskrcnn_trt.export.onnx.precision import fold_batch_norms, halve
 from maskrcnn_trt.export.torch_program.fused_modules import optimize_for_gpu
 from maskrcnn_trt.export.torch_program.program import program_from_model
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
+
+
+@pytest.mark.parametrize("norm", ["gn", "bn", "frozen_bn"])
+@torch.no_grad()
+def test_stem_in_16_bits_keeps_its_norm(norm: str) -> None:
+    """A group norm cannot be folded into the convolution before it."""
+    model = random_model(small_config("resnet18", "fpn", norm)).eval()
+    for parameter in model.backbone.body.bn1.parameters():
+        parameter.uniform_(0.5, 1.5)
+    images, image_sizes = noise_images()
+    expected = model.stem(images, image_sizes)
+    fold_batch_norms(model)
+    halve(model, torch.bfloat16)
+    optimize_for_gpu(model)
+    actual = model.stem(images, image_sizes).float()
+    torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.slow
