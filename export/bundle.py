@@ -9,6 +9,7 @@ import torch
 
 from .. import __version__
 from ..model.bundle.manifest import (
+    MISSING_PRECISIONS,
     Artifact,
     InputDtype,
     Manifest,
@@ -42,9 +43,6 @@ _TYPES: dict[Precision, Precision] = {
     "int8": "int8",
     "fp8": "fp8",
 }
-# Precisions that ONNX Runtime does not support. Engines are built from ONNX files in these
-# precisions, but the files are not part of the bundle.
-_WITHOUT_ONNXRUNTIME: tuple[Precision, ...] = ("bf16", "fp8")
 
 # Data type of the `images` input by its name in the manifest.
 _INPUT_DTYPES: dict[InputDtype, torch.dtype] = {"uint8": torch.uint8, "float32": torch.float32}
@@ -107,7 +105,7 @@ def bundle_from_checkpoint(
     sizes = buckets or checkpoint.buckets
     settings = ExportSettings(precisions, sizes, dtype, calibration, report)
     with atomic_folder(bundle) as partial:
-        for_onnxruntime = [p for p in precisions if p not in _WITHOUT_ONNXRUNTIME]
+        for_onnxruntime = [p for p in precisions if p not in MISSING_PRECISIONS["onnx"]]
         graphs = _export_graphs(checkpoint, partial, settings._replace(precisions=for_onnxruntime))
         engines = []
         if builders:
@@ -167,7 +165,7 @@ def _export_programs(
     compilations = []
     dtype = _INPUT_DTYPES[settings.input_dtype]
     for precision in dict.fromkeys(settings.precisions):
-        if precision in ("int8", "fp8"):
+        if precision in MISSING_PRECISIONS["torch"]:
             continue
         types = _TYPES[precision]
         model = model_for_export(checkpoint, types)
@@ -211,7 +209,7 @@ def _engine_sources(
         )
         graphs = []
     else:
-        others = [p for p in settings.precisions if p in _WITHOUT_ONNXRUNTIME]
+        others = [p for p in settings.precisions if p in MISSING_PRECISIONS["onnx"]]
         settings = settings._replace(precisions=others)
     folder = partial.with_name("sources")
     folder.mkdir()

@@ -10,7 +10,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..model.bundle.manifest import EngineKind, InputDtype, Manifest, Precision
+from ..model.bundle.manifest import (
+    MISSING_PRECISIONS,
+    EngineKind,
+    InputDtype,
+    Manifest,
+    Precision,
+)
 from ..model.bundle.spec import ShapeBucket
 from ..model.exit_signals import exit_on_signals
 from ..model.image_files import is_image_file
@@ -155,7 +161,7 @@ def export(
     from .output_folder import copy_samples
     from .triton_repository import triton_repository_from_bundle
 
-    without_onnx = [precision for precision in ("bf16", "fp8") if precision in precisions]
+    without_onnx = [p for p in MISSING_PRECISIONS["onnx"] if p in precisions]
     if without_onnx and engines["strip_weights"]:
         raise click.UsageError(
             f"--strip-weights: the bundle will have no ONNX file in {without_onnx[0]} from which "

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..model.bundle.manifest import BundleError, InputDtype, Precision, Preprocessing
+from ..model.bundle.manifest import (
+    QUANTIZED_PRECISIONS,
+    BundleError,
+    InputDtype,
+    Precision,
+    Preprocessing,
+)
 from ..model.bundle.spec import ShapeBucket
 from ..model.resizing import pixel_dtype
 
@@ -42,7 +48,7 @@ def check_precisions(
         raise BundleError(
             "neither ONNX Runtime nor torch computes in fp8; add --engine tensorrt or tensorrt-rtx"
         )
-    for precision in ("int8", "fp8"):
+    for precision in QUANTIZED_PRECISIONS:
         if precision in precisions and not is_calibrated:
             raise BundleError(
                 f"{precision} needs images to measure ranges of values; run maskrcnn export with "

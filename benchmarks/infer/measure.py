@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ...model.bundle.manifest import Precision
+from ...model.bundle.manifest import QUANTIZED_PRECISIONS, Precision
 from ...model.bundle.spec import ShapeBucket
 from ...serving.config import BackendName
 from ..common.images import batch_from_encoded, noise_jpeg
@@ -150,7 +150,7 @@ def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[M
 
     bucket = settings.bucket or first_bucket(models[0])
     config = checkpoint_from_reference(checkpoint).model_config
-    floats = [p for p in settings.precisions if p not in ("int8", "fp8")]
+    floats = [p for p in settings.precisions if p not in QUANTIZED_PRECISIONS]
     return list(iterate_in_process(measure_matmul_rooflines, floats, config, bucket))
 
 

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...model.bundle.manifest import BundleError, Precision, read_manifest
+from ...model.bundle.manifest import (
+    QUANTIZED_PRECISIONS,
+    BundleError,
+    Precision,
+    read_manifest,
+)
 from ...model.bundle.spec import OUTPUT_NAMES, ShapeBucket
 from ...serving.backends.base import Backend, DeviceBackend
 from ...serving.config import BackendName
@@ -89,7 +94,7 @@ class EngineChoice:
         """
         if self.model.is_dir():
             return BundleRunner(self.model, self.precision, self.backend, bucket, max_batch)
-        if self.precision in ("int8", "fp8"):
+        if self.precision in QUANTIZED_PRECISIONS:
             raise BundleError(f"{self.precision} needs a bundle; export one with --calibration")
         from ...model.weights.references import checkpoint_from_reference
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...model.bundle.manifest import Precision
+from ...model.bundle.manifest import QUANTIZED_PRECISIONS, Precision
 from ..errors import EngineError
 
 
@@ -83,7 +83,7 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
             f"cannot check the precision of {name}, because TensorRT's engine inspector "
             "reports no convolutions; build it with a TensorRT version that export/README.md lists"
         )
-    is_quantized = precision in ("int8", "fp8")
+    is_quantized = precision in QUANTIZED_PRECISIONS
     if is_quantized:
         convolutions = [layer for layer in convolutions if "deconv" not in layer.kind.lower()]
         products = []

@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -22,6 +23,13 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8", "fp8"]
 InputDtype = Literal["uint8", "float32"]
 EngineKind = Literal["tensorrt", "tensorrt-rtx"]
 ArtifactKind = Literal["onnx", "torch", EngineKind]
+# Precisions of models whose ranges of values are measured on calibration images.
+QUANTIZED_PRECISIONS: tuple[Precision, ...] = ("int8", "fp8")
+# Precisions in which a bundle has no artifacts of a kind, because its runtime lacks them.
+MISSING_PRECISIONS: Mapping[ArtifactKind, tuple[Precision, ...]] = {
+    "onnx": ("bf16", "fp8"),
+    "torch": QUANTIZED_PRECISIONS,
+}
 HardwareCompatibility = Literal["none", "same-compute-capability", "ampere-plus"]
 
 
@@ -219,14 +227,10 @@ class Manifest(_Record):
         chosen = tuple(a for a in self.artifacts if (a.precision, a.kind) == (precision, kind))
         if chosen:
             return chosen
-        if precision in ("bf16", "fp8") and kind == "onnx":
+        if precision in MISSING_PRECISIONS.get(kind, ()):
+            runtime = "ONNX Runtime" if kind == "onnx" else "the torch backend"
             raise BundleError(
-                f"ONNX Runtime does not compute in {precision}; choose another backend or precision"
-            )
-        if precision in ("int8", "fp8") and kind == "torch":
-            raise BundleError(
-                f"the torch backend does not compute in {precision}; choose another backend or "
-                "precision"
+                f"{runtime} does not compute in {precision}; choose another backend or precision"
             )
         available = dict.fromkeys(f"{a.precision} {a.kind}" for a in self.artifacts)
         engine = "" if kind == "onnx" else f" --engine {kind}"
