@@ -75,7 +75,7 @@ _USER_ERRORS = frozenset(
         "maskrcnn_trt.export.errors.VerificationError",
         "maskrcnn_trt.model.checkpoint.CheckpointError",
         "maskrcnn_trt.model.download.local_files.DownloadError",
-        "maskrcnn_trt.model.images.ImageError",
+        "maskrcnn_trt.model.image_limits.ImageError",
         "maskrcnn_trt.model.bundle.manifest.BundleError",
         "maskrcnn_trt.model.weights.zoo.ZooError",
         "maskrcnn_trt.plugins.runtime.compilation.KernelError",

@@ -22,7 +22,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from ..plugins.resize_pad import resize_pad
 from .bundle.spec import ResizeRule
 from .hardware_jpegs import hardware_jpeg_decoder
-from .images import ImageError
+from .image_limits import ImageError
 
 # EXIF orientations that need a transposition, or mirrored rows or columns.
 _TRANSPOSED = frozenset({5, 6, 7, 8})

@@ -17,7 +17,8 @@ from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from .bundle.spec import MAX_PIXELS
-from .images import IMAGE_SUFFIXES, ImageError, check_size, plugin_for
+from .image_limits import ImageError, check_size
+from .images import IMAGE_SUFFIXES, plugin_for
 from .rgb_strips import TRANSPOSES
 
 # Lower-case suffixes by which image files in a folder are recognised.

@@ -4,7 +4,6 @@ Training, serving and prediction share these functions, so that they see the sam
 [H, W, 3] RGB uint8.
 """
 
-import re
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -12,40 +11,27 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags
 from PIL.ImageFile import ImageFile
-from PIL.JpegImagePlugin import MARKER, JpegImageFile
+from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from .bundle.spec import MAX_PIXELS
-from .jpeg_headers import MAX_PIXELS_PER_BYTE, size_of_usual_jpeg
+from .image_limits import (
+    END_OF_JPEG,
+    ImageError,
+    check_jpeg,
+    check_png,
+    check_size,
+    ends_with_scan,
+    find_first_scan,
+)
+from .jpeg_headers import size_of_usual_jpeg
 from .rgb_strips import upright_rgb
-
-# Minimum height and width of an image in pixels.
-MIN_SIDE = 8
 
 # Lower-case suffixes by which images in a folder are recognised.
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 
 _START_OF_JPEG = b"\xff\xd8\xff"
-_END_OF_JPEG = b"\xff\xd9"
-_START_OF_SCAN = b"\xff\xda"
-_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
-# Markers that end the data of a scan: neither restart markers nor reserved ones.
-_MARKER_AFTER_SCAN = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]", re.DOTALL)
-# Limits against files that are small but slow to decode.
-# Maximum scans of a JPEG, and maximum pixels of all scans: each scan is a pass over all pixels.
-# Progressive JPEGs have about ten scans.
-_MAX_SCANS, _MAX_SCANNED_PIXELS = 100, 16 * MAX_PIXELS
-# Markers of arithmetic coding, with which a block of 64 pixels can take less than one bit. The
-# limit `MAX_PIXELS_PER_BYTE` does not apply to such files.
-_ARITHMETIC_CODING = (b"\xff\xc9", b"\xff\xca")
-# Maximum segments before the first scan of a JPEG, and from there to its end. A large colour
-# profile or description takes hundreds.
-_MAX_SEGMENTS = 2000
-# Maximum bytes between the segments of a JPEG's header.
-_MAX_JUNK = 4096
-# Maximum chunks of a PNG; at the usual 8 KiB per chunk the largest allowed image has fewer.
-_MAX_CHUNKS = 100_000
 # Peak memory of decoding and resizing in bytes per pixel. Pillow stores four bytes per pixel.
 # libwebp stores several such copies.
 _PILLOW_BYTES, _BYTES_PER_PIXEL, _WEBP_BYTES_PER_PIXEL = 4, 8, 18
@@ -53,10 +39,6 @@ _PILLOW_BYTES, _BYTES_PER_PIXEL, _WEBP_BYTES_PER_PIXEL = 4, 8, 18
 # dark if its values were not scaled.
 _DEPTHS = (8, 10, 12, 14, 16)
 _PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type exif")
-
-
-class ImageError(ValueError):
-    """Invalid image; the message is one sentence with the reason."""
 
 
 class ImageHeader(NamedTuple):
@@ -92,7 +74,7 @@ def read_header(
     """
     if size := size_of_usual_jpeg(data):
         check_size(*size, max_pixels)
-        return ImageHeader(size, 1, _END_OF_JPEG in data[-1024:])
+        return ImageHeader(size, 1, END_OF_JPEG in data[-1024:])
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1
     width, height = image.size
@@ -144,25 +126,14 @@ def decoding_memory(data: bytes, *, max_pixels: int = MAX_PIXELS) -> int:
     per_pixel: float = _BYTES_PER_PIXEL
     if isinstance(image, WebPImageFile):
         per_pixel = _WEBP_BYTES_PER_PIXEL
-    elif isinstance(image, JpegImageFile) and not _ends_with_scan(image, data, _first_scan(data)):
+    elif isinstance(image, JpegImageFile) and not ends_with_scan(
+        image, data, find_first_scan(data)
+    ):
         # Of a JPEG with several scans, libjpeg keeps all coefficients, of two bytes each, until the
         # last scan.
         areas = [across * down for _, across, down, _ in image.layer]
         per_pixel = max(per_pixel, _PILLOW_BYTES + 2 * sum(areas) / max(areas))
     return round(per_pixel * image.width * image.height)
-
-
-def check_size(height: int, width: int, max_pixels: int) -> None:
-    """Check the size of an image.
-
-    Raises:
-        ImageError: the image has over `max_pixels` pixels, or a side is shorter than `MIN_SIDE`.
-    """
-    size = f"the image is {height}x{width} pixels (height x width)"
-    if height * width > max_pixels:
-        raise ImageError(f"{size}, more than the {max_pixels} pixels allowed")
-    if min(height, width) < MIN_SIDE:
-        raise ImageError(f"{size}; each side must have at least {MIN_SIDE}")
 
 
 def plugin_for(data: bytes) -> type[ImageFile] | None:
@@ -183,9 +154,9 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
     if plugin is None:
         reason = "the data is not a JPEG, PNG or WebP image" if data else "the image is empty"
         raise ImageError(reason)
-    first_scan = _first_scan(data) if plugin is JpegImageFile else 0
+    scan = find_first_scan(data) if plugin is JpegImageFile else 0
     if plugin is PngImageFile:
-        _check_png(data)
+        check_png(data)
     try:
         image = plugin(BytesIO(data))
     except Exception as error:  # on hostile bytes, codecs raise exceptions of any type
@@ -194,8 +165,8 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
     # rest of the data.
     image.decodermaxblock = len(data)
     check_size(image.height, image.width, max_pixels)
-    if first_scan:
-        _check_jpeg(image, data, first_scan)
+    if scan:
+        check_jpeg(image, data, scan)
     return image
 
 
@@ -212,96 +183,10 @@ def _orientation_of(image: ImageFile, data: bytes) -> int:
 
 
 def _is_plain_jpeg(image: ImageFile, data: bytes) -> bool:
-    if not isinstance(image, JpegImageFile) or _END_OF_JPEG not in data[-1024:]:
+    if not isinstance(image, JpegImageFile) or END_OF_JPEG not in data[-1024:]:
         return False
     stores_rgb = image.info.get("adobe_transform") == 0 or [c[0] for c in image.layer] == [*b"RGB"]
     return image.mode == "L" or (image.mode == "RGB" and not stores_rgb)
-
-
-def _check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
-    """Reject a JPEG that is much slower to decode than others of its size."""
-    pixels = image.height * image.width
-    is_huffman = not any(marker in data[:first_scan] for marker in _ARITHMETIC_CODING)
-    if is_huffman and pixels > MAX_PIXELS_PER_BYTE * (len(data) - first_scan):
-        raise ImageError(f"the image is truncated: {len(data)} bytes cannot hold {pixels} pixels")
-    allowed = min(_MAX_SCANS, _MAX_SCANNED_PIXELS // pixels)
-    if _ends_with_scan(image, data, first_scan):
-        return
-    # This count is fast but too high: it includes thumbnails, and videos behind the image's end.
-    # Only if it exceeds the limit are the scans counted exactly.
-    if _occurrences(_START_OF_SCAN, data) > allowed:
-        _check_scans(data, first_scan, allowed)
-
-
-def _ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
-    """Whether decoders stop after the first scan, because this scan holds all components."""
-    components = len(image.layer) if isinstance(image, JpegImageFile) else 0
-    # The number of components follows the marker and the length of the scan's header, of two bytes
-    # each.
-    in_scan = data[first_scan + 4 : first_scan + 5]
-    return "progressive" not in image.info and in_scan == bytes([components & 255])
-
-
-def _first_scan(data: bytes) -> int:
-    """Check a JPEG's header. Return the position of its first scan, or the end of the data."""
-    # Pillow parses the header in Python, and byte by byte between segments. Limit both, because a
-    # hostile header would take long.
-    position, junk = 2, 0
-    for _ in range(_MAX_SEGMENTS):
-        match = _JPEG_MARKER.search(data, position)
-        start = match.start() if match else len(data)
-        junk += start - position
-        if junk > _MAX_JUNK:
-            raise ImageError(f"the image's header has over {_MAX_JUNK} bytes outside of segments")
-        if match is None or match[0] == _START_OF_SCAN:
-            return start
-        position = _end_of_segment(data, start)
-    raise ImageError(f"the image's header has more than {_MAX_SEGMENTS} segments")
-
-
-def _check_scans(data: bytes, position: int, allowed: int) -> None:
-    """Reject a JPEG with more than `allowed` scans, or too many segments after its header.
-
-    `position` is that of the first scan.
-    """
-    scans = 0
-    for _ in range(_MAX_SEGMENTS):
-        match = _MARKER_AFTER_SCAN.search(data, position)
-        if match is None or match[0] == _END_OF_JPEG:
-            return
-        scans += match[0] == _START_OF_SCAN
-        if scans > allowed:
-            raise ImageError(f"the image has more than the {allowed} scans allowed for its size")
-        position = _end_of_segment(data, match.start())
-    raise ImageError(f"the image has more than {_MAX_SEGMENTS} segments")
-
-
-def _end_of_segment(data: bytes, start: int) -> int:
-    """Return the end of the JPEG segment whose marker is at `start`."""
-    position = start + 2
-    *_, segment = MARKER.get(int.from_bytes(data[start:position]), (None,))
-    if segment is None:  # a marker alone; segments begin with their length
-        return position
-    return position + max(2, int.from_bytes(data[position : position + 2]))
-
-
-def _occurrences(pair: bytes, data: bytes) -> int:
-    """Count the occurrences of a pair of bytes."""
-    # NumPy takes a fifth of the time of `bytes.count`.
-    (number,) = np.frombuffer(pair, np.uint16)
-    pairs = (np.frombuffer(data, np.uint16, (len(data) - odd) // 2, odd) for odd in (0, 1))
-    return sum(int(np.count_nonzero(half == number)) for half in pairs)
-
-
-def _check_png(data: bytes) -> None:
-    """Reject a PNG with over `_MAX_CHUNKS` chunks."""
-    # Pillow reads each chunk in Python, so a file of many tiny chunks would take long.
-    position = 8
-    for _ in range(_MAX_CHUNKS):
-        if position >= len(data):
-            return
-        position += 12 + int.from_bytes(data[position : position + 4])
-    raise ImageError(f"the image has more than {_MAX_CHUNKS} chunks")
 
 
 def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:

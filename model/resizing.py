@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL.Image import Resampling, fromarray
 
 from .bundle.spec import ResizeRule, ShapeBucket
-from .images import ImageError
+from .image_limits import ImageError
 
 # Rows that are interpolated at a time. Intermediate results of whole images would take more memory.
 _STRIP_ROWS = 32

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..model.images import ImageError
+from ..model.image_limits import ImageError
 
 if TYPE_CHECKING:
     import grpc  # worker processes start faster without it

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import grpc
 
-from ..model.images import ImageError
+from ..model.image_limits import ImageError
 from .call_context import CallContext
 from .errors import (
     BackendDownError,

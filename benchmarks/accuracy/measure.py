@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ...model.bundle.manifest import Precision, read_manifest
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ...serving.backends.loading import load_backend, served_precision
 from ...serving.config import BackendName
 from ...serving.detections import Detections

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...model.bundle.manifest import Manifest, Precision, read_manifest
 from ...model.bundle.spec import MAX_PIXELS, ShapeBucket
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ...serving.backends.base import Backend
 from ...serving.backends.loading import load_backend, served_precision
 from ...serving.config import BackendName

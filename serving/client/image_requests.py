@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...model.image_files import read_image_file
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import DetectionOptions, Detections, MaskFormat
 from ..errors import AccessError, ClientError, ClosedError, DeadlineError, RefusedError

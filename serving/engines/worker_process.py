@@ -26,7 +26,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from ...model.bundle.manifest import BundleError
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ..errors import BackendError, ServingError
 from ..host import name_thread
 

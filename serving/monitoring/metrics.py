@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ...protos.inference import open_inference_pb2 as pb
 from ..detections import Timing
 from ..errors import (

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from ...model.bundle.manifest import Manifest
 from ...model.bundle.spec import MAX_PIXELS, ShapeBucket
 from ...model.image_files import read_image_file
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ..backends.base import Backend, DeviceBackend
 from ..detections import DEFAULT_OPTIONS, DetectionOptions
 from ..errors import image_error_from_os_error

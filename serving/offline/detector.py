@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...model.bundle.manifest import Precision, read_manifest
 from ...model.bundle.spec import MAX_PIXELS
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ..backends.loading import load_backend, served_precision
 from ..config import BackendName
 from ..detections import DEFAULT_OPTIONS, DetectionOptions, Detections

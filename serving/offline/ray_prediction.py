@@ -17,7 +17,7 @@ import ray.exceptions
 
 from ...model.bundle.manifest import Precision, read_manifest
 from ...model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, png_from_other_formats
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ..config import BackendName
 from ..detections import DetectionOptions, Detections
 from ..errors import ServingError, image_error_from_os_error

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ...protos.inference import open_inference_pb2 as pb
 from ..config import ServeConfig
 from ..detections import DetectionOptions, Detections, MaskFormat, TimedResponse, Timing

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...model.images import ImageError, check_size
+from ...model.image_limits import ImageError, check_size
 from ...protos.inference import open_inference_pb2 as pb
 from ..errors import InvalidRequestError
 from ..steps.preprocessing import SourceImage

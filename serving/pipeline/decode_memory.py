@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ..config import ServeConfig
 from ..host import memory_limit
 

@@ -15,7 +15,7 @@ from rich.progress import track
 from ...model.atomic_files import atomic_write
 from ...model.exit_signals import exit_on_signals
 from ...model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, read_image_file
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ..config import ReportFormat
 from ..detections import Detections
 from ..errors import ClientError, image_error_from_os_error

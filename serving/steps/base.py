@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ...model.bundle.spec import ShapeBucket
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ..backends.base import HostOutputs
 from ..detections import DetectionOptions, Detections, ResponseEncoder, TimedResponse
 from .preprocessing import ModelInput, PlannedImage

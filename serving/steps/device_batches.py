@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...model.bundle.spec import ShapeBucket
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ..backends.base import ModelOutputs
 from ..detections import MaskFormat, Timing
 from .base import BatchEntry, ImageRequest

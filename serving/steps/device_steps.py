@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...model.bundle.manifest import Manifest
 from ...model.device_images import decode_jpegs, resize_pixels, tensor_from_bytes
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from ...model.masks import Rle
 from ...plugins.resize_pad import resize_pad
 from ..backends.base import DeviceBackend

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...model.device_images import apply_orientation
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 from .preprocessing import PlannedImage, resized_pixels
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from maskrcnn_trt.model.bundle.manifest import (
     write_manifest,
 )
 from maskrcnn_trt.model.checkpoint import load_checkpoint
-from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.image_limits import ImageError
 
 
 def test_untouched_bundle_passes(torch_bundle: Path, tiny_checkpoint: Path) -> None:

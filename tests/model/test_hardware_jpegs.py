@@ -11,7 +11,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from maskrcnn_trt.model.device_images import decode_jpegs, tensor_from_bytes
 from maskrcnn_trt.model.hardware_jpegs import HardwareJpegDecoder, hardware_jpeg_decoder
-from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.image_limits import ImageError
 
 pytestmark = pytest.mark.gpu
 

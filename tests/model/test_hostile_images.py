@@ -134,7 +134,8 @@ READ: dict[str, Callable[[], bytes]] = {
 # Reads images under limits of CPU time and memory, which end the process if they are exceeded.
 LIMITED = """
 import json, pickle, resource, sys
-from maskrcnn_trt.model.images import ImageError, decode_image, read_header
+from maskrcnn_trt.model.image_limits import ImageError
+from maskrcnn_trt.model.images import decode_image, read_header
 
 resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))

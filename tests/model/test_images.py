@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maskrcnn_trt.model import rgb_strips
-from maskrcnn_trt.model.images import ImageError, ImageHeader, decode_image, read_header
+from maskrcnn_trt.model.image_limits import ImageError
+from maskrcnn_trt.model.images import ImageHeader, decode_image, read_header
 from maskrcnn_trt.model.jpeg_headers import size_of_usual_jpeg
 
 

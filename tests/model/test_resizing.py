@@ -6,7 +6,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.device_images import resize_pixels
-from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.model.resizing import pad_to_bucket, resize_image, resized_size, smallest_bucket
 
 

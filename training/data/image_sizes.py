@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from ...model.images import ImageError
+from ...model.image_limits import ImageError
 
 # Formats that `decode_image` reads, and BMP and TIFF, which `read_image_file` converts to PNG.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")

@@ -12,7 +12,7 @@ import pytest
 
 from maskrcnn_trt.model.bundle.manifest import BundleError, Preprocessing, read_manifest
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
-from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.model.resizing import resized_size, smallest_bucket
 
 Write = Callable[..., Path]

@@ -12,7 +12,7 @@ from faulty_engines import ActionEngine
 from server_load import wait_until
 
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
-from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
 from maskrcnn_trt.serving.engines.worker_pool import (

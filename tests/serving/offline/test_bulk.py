@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from maskrcnn_trt.model.bundle.manifest import Manifest, read_manifest
-from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.model.masks import mask_from_rle
 from maskrcnn_trt.serving.backends.base import Backend
 from maskrcnn_trt.serving.backends.loading import load_backend

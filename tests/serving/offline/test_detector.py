@@ -14,7 +14,7 @@ from torchvision.models.detection.transform import resize_boxes
 from torchvision.ops import clip_boxes_to_image
 
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
-from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.offline.detector import Detector
 
 Encode = Callable[..., bytes]

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("pyarrow.fs")
 pytest.importorskip("ray")
 
-from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.errors import ServingError
 from maskrcnn_trt.serving.offline.ray_prediction import StoredImages, read_image, stored_images
 

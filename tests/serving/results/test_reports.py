@@ -18,7 +18,7 @@ from command_line import run_main
 from PIL import Image
 from server_load import wait_until
 
-from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.errors import UnreachableError

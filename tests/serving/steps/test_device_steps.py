@@ -12,7 +12,7 @@ from PIL import Image
 from torchvision.ops import box_iou
 
 from maskrcnn_trt.model.bundle.manifest import Manifest, read_manifest
-from maskrcnn_trt.model.images import ImageError
+from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.backends.torch import TorchBackend
 from maskrcnn_trt.serving.detections import (
     DEFAULT_OPTIONS,

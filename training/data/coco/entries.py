@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....model.bundle.spec import MAX_PIXELS
-from ....model.images import ImageError
+from ....model.image_limits import ImageError
 from ..image_sizes import read_header_size
 from .annotations import Instance, InvalidAnnotationError, instance_from_annotation
 from .image_paths import find_image_paths

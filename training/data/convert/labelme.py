@@ -15,7 +15,7 @@ from PIL import Image
 
 from ....model.bundle.manifest import Category
 from ....model.image_files import IMAGE_FILE_SUFFIXES
-from ....model.images import ImageError
+from ....model.image_limits import ImageError
 from ....model.masks import coco_from_rle, rle_from_mask
 from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError, read_json

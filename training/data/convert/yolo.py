@@ -14,7 +14,7 @@ import yaml
 
 from ....model.bundle.manifest import Category
 from ....model.config.strict_yaml import value_from_yaml
-from ....model.images import ImageError
+from ....model.image_limits import ImageError
 from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError
 from ..image_sizes import read_header_size

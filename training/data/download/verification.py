@@ -11,7 +11,8 @@ from typing import Any
 
 from ....model.download.checksums import Checksum
 from ....model.download.progress import ByteProgress, no_progress
-from ....model.images import ImageError, decode_image
+from ....model.image_limits import ImageError
+from ....model.images import decode_image
 from ..coco.dataset import DataError
 from .coco_archives import CocoArchive, Edition, Part, annotations_in
 from .extraction import missing_members

@@ -5,7 +5,7 @@ from itertools import islice
 
 import numpy as np
 
-from ....model.images import ImageError
+from ....model.image_limits import ImageError
 from ....model.masks import rle_from_mask
 from ...config import DataConfig
 from ..coco.annotations import Instance

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ....model.image_files import is_image_file
-from ....model.images import ImageError
+from ....model.image_limits import ImageError
 from ..coco.dataset import ImageRecord
 from ..image_sizes import HeaderSize, read_header_size
 from .annotation_checks import Suspicion

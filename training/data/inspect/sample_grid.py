@@ -16,7 +16,7 @@ from matplotlib.patches import Polygon, Rectangle
 from numpy.typing import ArrayLike, NDArray
 
 from ....model.bundle.manifest import Category
-from ....model.images import ImageError
+from ....model.image_limits import ImageError
 from ....model.masks import Rle, mask_from_rle
 from ..coco.annotations import Instance
 from ..coco.dataset import CocoDataset, ImageRecord

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from ....model.image_files import read_image_file
-from ....model.images import ImageError, decode_image
+from ....model.image_limits import ImageError
+from ....model.images import decode_image
 from ....model.resizing import Pixels, resize_image, resized_size, smallest_bucket
 from ...config import DataConfig
 from ..coco.annotations import Instance

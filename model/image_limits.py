@@ -1,0 +1,135 @@
+"""Limits on images: their size, and files that are small but slow to decode."""
+
+import re
+
+import numpy as np
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import MARKER, JpegImageFile
+
+from .bundle.spec import MAX_PIXELS
+from .jpeg_headers import MAX_PIXELS_PER_BYTE
+
+# Minimum height and width of an image in pixels.
+MIN_SIDE = 8
+
+END_OF_JPEG = b"\xff\xd9"
+_START_OF_SCAN = b"\xff\xda"
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
+# Markers that end the data of a scan: neither restart markers nor reserved ones.
+_MARKER_AFTER_SCAN = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]", re.DOTALL)
+# Maximum scans of a JPEG, and maximum pixels of all scans: each scan is a pass over all pixels.
+# Progressive JPEGs have about ten scans.
+_MAX_SCANS, _MAX_SCANNED_PIXELS = 100, 16 * MAX_PIXELS
+# Markers of arithmetic coding, with which a block of 64 pixels can take less than one bit. The
+# limit `MAX_PIXELS_PER_BYTE` does not apply to such files.
+_ARITHMETIC_CODING = (b"\xff\xc9", b"\xff\xca")
+# Maximum segments before the first scan of a JPEG, and from there to its end. A large colour
+# profile or description takes hundreds.
+_MAX_SEGMENTS = 2000
+# Maximum bytes between the segments of a JPEG's header.
+_MAX_JUNK = 4096
+# Maximum chunks of a PNG; at the usual 8 KiB per chunk the largest allowed image has fewer.
+_MAX_CHUNKS = 100_000
+
+
+class ImageError(ValueError):
+    """Invalid image; the message is one sentence with the reason."""
+
+
+def check_size(height: int, width: int, max_pixels: int) -> None:
+    """Check the size of an image.
+
+    Raises:
+        ImageError: the image has over `max_pixels` pixels, or a side is shorter than `MIN_SIDE`.
+    """
+    size = f"the image is {height}x{width} pixels (height x width)"
+    if height * width > max_pixels:
+        raise ImageError(f"{size}, more than the {max_pixels} pixels allowed")
+    if min(height, width) < MIN_SIDE:
+        raise ImageError(f"{size}; each side must have at least {MIN_SIDE}")
+
+
+def check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
+    """Reject a JPEG that is much slower to decode than others of its size."""
+    pixels = image.height * image.width
+    is_huffman = not any(marker in data[:first_scan] for marker in _ARITHMETIC_CODING)
+    if is_huffman and pixels > MAX_PIXELS_PER_BYTE * (len(data) - first_scan):
+        raise ImageError(f"the image is truncated: {len(data)} bytes cannot hold {pixels} pixels")
+    allowed = min(_MAX_SCANS, _MAX_SCANNED_PIXELS // pixels)
+    if ends_with_scan(image, data, first_scan):
+        return
+    # This count is fast but too high: it includes thumbnails, and videos behind the image's end.
+    # Only if it exceeds the limit are the scans counted exactly.
+    if _occurrences(_START_OF_SCAN, data) > allowed:
+        _check_scans(data, first_scan, allowed)
+
+
+def ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
+    """Whether decoders stop after the first scan, because this scan holds all components."""
+    components = len(image.layer) if isinstance(image, JpegImageFile) else 0
+    # The number of components follows the marker and the length of the scan's header, of two bytes
+    # each.
+    in_scan = data[first_scan + 4 : first_scan + 5]
+    return "progressive" not in image.info and in_scan == bytes([components & 255])
+
+
+def find_first_scan(data: bytes) -> int:
+    """Check a JPEG's header. Return the position of its first scan, or the end of the data."""
+    # Pillow parses the header in Python, and byte by byte between segments. Limit both, because a
+    # hostile header would take long.
+    position, junk = 2, 0
+    for _ in range(_MAX_SEGMENTS):
+        match = _JPEG_MARKER.search(data, position)
+        start = match.start() if match else len(data)
+        junk += start - position
+        if junk > _MAX_JUNK:
+            raise ImageError(f"the image's header has over {_MAX_JUNK} bytes outside of segments")
+        if match is None or match[0] == _START_OF_SCAN:
+            return start
+        position = _end_of_segment(data, start)
+    raise ImageError(f"the image's header has more than {_MAX_SEGMENTS} segments")
+
+
+def _check_scans(data: bytes, position: int, allowed: int) -> None:
+    """Reject a JPEG with more than `allowed` scans, or too many segments after its header.
+
+    `position` is that of the first scan.
+    """
+    scans = 0
+    for _ in range(_MAX_SEGMENTS):
+        match = _MARKER_AFTER_SCAN.search(data, position)
+        if match is None or match[0] == END_OF_JPEG:
+            return
+        scans += match[0] == _START_OF_SCAN
+        if scans > allowed:
+            raise ImageError(f"the image has more than the {allowed} scans allowed for its size")
+        position = _end_of_segment(data, match.start())
+    raise ImageError(f"the image has more than {_MAX_SEGMENTS} segments")
+
+
+def _end_of_segment(data: bytes, start: int) -> int:
+    """Return the end of the JPEG segment whose marker is at `start`."""
+    position = start + 2
+    *_, segment = MARKER.get(int.from_bytes(data[start:position]), (None,))
+    if segment is None:  # a marker alone; segments begin with their length
+        return position
+    return position + max(2, int.from_bytes(data[position : position + 2]))
+
+
+def _occurrences(pair: bytes, data: bytes) -> int:
+    """Count the occurrences of a pair of bytes."""
+    # NumPy takes a fifth of the time of `bytes.count`.
+    (number,) = np.frombuffer(pair, np.uint16)
+    pairs = (np.frombuffer(data, np.uint16, (len(data) - odd) // 2, odd) for odd in (0, 1))
+    return sum(int(np.count_nonzero(half == number)) for half in pairs)
+
+
+def check_png(data: bytes) -> None:
+    """Reject a PNG with over `_MAX_CHUNKS` chunks."""
+    # Pillow reads each chunk in Python, so a file of many tiny chunks would take long.
+    position = 8
+    for _ in range(_MAX_CHUNKS):
+        if position >= len(data):
+            return
+        position += 12 + int.from_bytes(data[position : position + 4])
+    raise ImageError(f"the image has more than {_MAX_CHUNKS} chunks")
