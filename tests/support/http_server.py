@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 from in_process_server import served_in_thread
+
+# Begin of a request with an image, and of one in chunks from a client with the token `user`.
+HEAD = b"POST /v1/detect HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = HEAD + b"Authorization: Bearer user\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class HttpAddress(NamedTuple):
@@ -47,3 +52,9 @@ def response_of(connection: socket.socket) -> bytes:
         while data := connection.recv(1 << 16):
             received += data
     return received
+
+
+def is_live(server: HttpAddress) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{server.url}/v2/health/live").status_code == 200
+    return False
