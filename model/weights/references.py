@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from ..bundle.manifest import MANIFEST_NAME
 from ..checkpoint import Checkpoint, load_checkpoint
 from ..config.reference import text_from_value
@@ -72,7 +74,8 @@ def convert_reference(
             detectron2, if there is one.
 
     Raises:
-        CheckpointError: the file cannot be read or converted, or is a checkpoint of this program.
+        CheckpointError: the file cannot be read or converted, is a checkpoint of this program, or
+            has NaN or infinite weights.
         ZooError: the zoo does not have the model, or this program does not support it.
         DownloadError: the download failed, or the file has another checksum.
     """
@@ -87,6 +90,7 @@ def convert_reference(
         )
     except WeightsError as error:
         raise WeightsError(f"{reference}: {error}") from None
+    _check_finite(reference, conversion.checkpoint)
     model = _zoo_model_of(reference)
     if model is None:
         given = {override.partition("=")[0] for override in overrides}
@@ -126,14 +130,26 @@ def checkpoint_from_reference(reference: str | Path) -> Checkpoint:
     """Read a checkpoint, or convert weights of another implementation. Download it if necessary.
 
     Raises:
-        CheckpointError: the file cannot be read or converted.
+        CheckpointError: the file cannot be read or converted, or has NaN or infinite weights.
         ZooError: the zoo does not have the model, or this program does not support it.
         DownloadError: the download failed, or the file has another checksum.
     """
     path = local_path(reference)
     if path.is_file() and is_checkpoint(read_file(path)):
-        return load_checkpoint(path)
+        checkpoint = load_checkpoint(path)
+        _check_finite(reference, checkpoint)
+        return checkpoint
     return convert_reference(reference).checkpoint
+
+
+def _check_finite(reference: str | Path, checkpoint: Checkpoint) -> None:
+    # A model with other weights detects nothing, or its operations fail.
+    for name, tensor in checkpoint.weights.items():
+        if not torch.isfinite(tensor).all():
+            raise WeightsError(
+                f"{reference}: {name} has NaN or infinite values, as after a training that "
+                "diverged; give an earlier checkpoint, or train again with a lower learning rate"
+            )
 
 
 def _zoo_model_of(reference: str | Path) -> ZooModel | None:

@@ -1,6 +1,7 @@
 """Checkpoints of published models: settings, classes and sizes that their files do not hold."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from foreign_states import detectron2, random_state
 from zoo_mirror import zoo_mirror
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
-from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
+from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.weights.files import WeightsError
 from maskrcnn_trt.model.weights.references import checkpoint_from_reference, convert_reference
@@ -126,6 +127,25 @@ def test_own_checkpoints_are_not_converted(tiny_checkpoint: Path) -> None:
     assert checkpoint_from_reference(str(tiny_checkpoint)).categories == expected.categories
     with pytest.raises(WeightsError, match="already a checkpoint"):
         convert_reference(tiny_checkpoint)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(
+    tiny_checkpoint: Path, tmp_path: Path, value: float
+) -> None:
+    """A run can still be resumed from them."""
+    tiny, path = load_checkpoint(tiny_checkpoint), tmp_path / "weights.pth"
+    weights = {name: tensor.clone() for name, tensor in tiny.weights.items()}
+    weights["rpn.head.cls_logits.bias"][1] = value
+    save_checkpoint(path, replace(tiny, weights=weights))
+    with pytest.raises(WeightsError, match=r"weights\.pth: rpn\.head\.cls_logits\.bias has"):
+        checkpoint_from_reference(path)
+    assert load_checkpoint(path).iteration == 0
+    state = random_state(ModelConfig.model_validate({"backbone": BACKBONE, "roi": HEADS}))
+    state["backbone.body.conv1.weight"][0] = value
+    torch.save(detectron2(state, pyramid=True), path)
+    with pytest.raises(WeightsError, match=r"weights\.pth: backbone\.body\.conv1\.weight has"):
+        convert_reference(path)
 
 
 def test_a_bundle_holds_no_weights(tmp_path: Path) -> None:
