@@ -53,7 +53,7 @@ def bundle_from_checkpoint(
     bundle: Path,
     *,
     precisions: Sequence[Precision] = ("fp32", "fp16"),
-    buckets: Sequence[ShapeBucket] = (),
+    buckets: Sequence[tuple[int, int]] = (),
     input_dtype: InputDtype | None = None,
     builders: Sequence[EngineBuilder] = (),
     with_programs: bool = False,
@@ -73,7 +73,7 @@ def bundle_from_checkpoint(
             a published model.
         bundle: folder of a new or an older bundle.
         precisions: precisions to export. `fp32` and `tf32` share an ONNX file.
-        buckets: input sizes, multiples of 32. Empty: those of the training.
+        buckets: input sizes as (height, width), multiples of 32. Empty: those of the training.
         input_dtype: type of the `images` input. Its values are 0..255 in both types. None: float32
             if the checkpoint's resize rule is `torchvision`, which does not round, else uint8.
         builders: one engine builder per kind of engine to build.
@@ -89,9 +89,9 @@ def bundle_from_checkpoint(
         ZooError: there is no published model of this name, or this program does not support it.
         DownloadError: the download failed, or the file has another checksum.
         EngineError: an engine cannot be built, or its GPUs do not compute in a precision.
-        BundleError: the folder exists and is not a bundle, an input size is too small for all
-            images, the resize rule needs another `input_dtype`, or a precision needs another kind
-            of artifact or `calibration`.
+        BundleError: the folder exists and is not a bundle, an input size is not a multiple of 32,
+            too large, or too small for all images, the resize rule needs another `input_dtype`, or
+            a precision needs another kind of artifact or `calibration`.
         ImageError: an image of the calibration cannot be read.
         OSError: the bundle cannot be written.
     """
@@ -100,9 +100,9 @@ def bundle_from_checkpoint(
     for builder in builders:
         builder.check(precisions)
     checkpoint = checkpoint_from_reference(reference)
-    check_buckets(buckets, checkpoint.preprocessing)
+    sizes = [ShapeBucket(*bucket) for bucket in buckets or checkpoint.buckets]
+    check_buckets(sizes, checkpoint.preprocessing)
     dtype = checked_dtype(input_dtype, checkpoint.preprocessing)
-    sizes = buckets or checkpoint.buckets
     settings = ExportSettings(precisions, sizes, dtype, calibration, report)
     with atomic_folder(bundle) as partial:
         for_onnxruntime = [p for p in precisions if p not in MISSING_PRECISIONS["onnx"]]

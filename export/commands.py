@@ -17,7 +17,7 @@ from ..model.bundle.manifest import (
     Manifest,
     Precision,
 )
-from ..model.bundle.spec import ShapeBucket
+from ..model.bundle.spec import BUCKET_STEP, ShapeBucket
 from ..model.exit_signals import exit_on_signals
 from ..model.image_files import is_image_file
 from .engines.options import engine_options
@@ -40,8 +40,10 @@ class BucketType(click.ParamType[ShapeBucket]):
         if not (height.isdecimal() and width.isdecimal()):
             self.fail(f"{value!r} is not of the form HEIGHTxWIDTH, as in 800x1344", param, ctx)
         bucket = ShapeBucket(int(height), int(width))
-        if min(bucket) < 32 or bucket.height % 32 or bucket.width % 32:
-            self.fail(f"{value} must be a multiple of 32 pixels on both sides", param, ctx)
+        if min(bucket) < BUCKET_STEP or bucket.height % BUCKET_STEP or bucket.width % BUCKET_STEP:
+            self.fail(
+                f"{value} must be a multiple of {BUCKET_STEP} pixels on both sides", param, ctx
+            )
         return bucket
 
 

@@ -13,7 +13,7 @@ from ..model.bundle.manifest import (
     Precision,
     Preprocessing,
 )
-from ..model.bundle.spec import ShapeBucket
+from ..model.bundle.spec import BUCKET_STEP, MAX_PIXELS, ShapeBucket
 from ..model.resizing import pixel_dtype
 
 
@@ -57,13 +57,25 @@ def check_precisions(
 
 
 def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) -> None:
-    """Check that resized images can fit into each input size.
+    """Check that the model can have each input size, and that resized images can fit into it.
 
     Raises:
-        BundleError: an input size is too small for all images.
+        BundleError: a side is not a multiple of 32 pixels, or an input size is too large, or too
+            small for all images.
     """
     shorter, longer = preprocessing.min_size, preprocessing.max_size
     for bucket in buckets:
+        if min(bucket) < BUCKET_STEP or bucket.height % BUCKET_STEP or bucket.width % BUCKET_STEP:
+            raise BundleError(
+                f"inputs of {bucket} are not a multiple of {BUCKET_STEP} pixels on both sides; "
+                "choose another --shape"
+            )
+        # The server refuses larger images by default. The largest feature maps have 16 values per
+        # pixel: at this limit, one image has half of the 2**31 values that a 32-bit index reaches.
+        if bucket.height * bucket.width > MAX_PIXELS:
+            raise BundleError(
+                f"inputs of {bucket} have more than {MAX_PIXELS} pixels; choose a smaller --shape"
+            )
         if not preprocessing.fits(bucket):
             raise BundleError(
                 f"inputs of {bucket} are too small: images are resized to a shorter side of "

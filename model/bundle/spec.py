@@ -22,6 +22,10 @@ OUTPUT_NAMES = ("num_detections", "boxes", "scores", "labels", "masks")
 # ONNX domain and opset version of the custom operations.
 OPSET_DOMAIN, OPSET_VERSION = "maskrcnn", 1
 
+# Sides of input sizes are multiples of this number of pixels: the stride of the coarsest features
+# of the backbone.
+BUCKET_STEP = 32
+
 # Default maximum number of pixels of an image.
 MAX_PIXELS = 64_000_000
 

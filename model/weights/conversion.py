@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.models.detection import MaskRCNN_ResNet50_FPN_Weights
 
 from ..bundle.manifest import Category, Preprocessing
-from ..bundle.spec import ResizeRule, ShapeBucket
+from ..bundle.spec import BUCKET_STEP, ResizeRule, ShapeBucket
 from ..checkpoint import Checkpoint
 from ..config.error_messages import validation_message
 from ..config.overrides import OverrideError, value_at, with_overrides, with_value
@@ -22,8 +22,6 @@ from .files import WeightsError
 from .layouts import reverse_channels
 from .origins import Settings, Weights, abbreviated
 
-# Input sizes are multiples of this number of pixels.
-_BUCKET_STEP = 32
 # Settings that no weights file holds. All origins have the same defaults for them.
 _NEVER_STORED = (
     "anchors.sizes",
@@ -54,7 +52,7 @@ class InputConfig(FrozenConfig):
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
         """Landscape and portrait input size. One size if the input is square."""
-        sides = [math.ceil(side / _BUCKET_STEP) * _BUCKET_STEP for side in self.sides]
+        sides = [math.ceil(side / BUCKET_STEP) * BUCKET_STEP for side in self.sides]
         return tuple(dict.fromkeys((ShapeBucket(*sides), ShapeBucket(*sides[::-1]))))
 
     @property

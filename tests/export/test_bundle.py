@@ -11,7 +11,6 @@ import pytest
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest, verified_path
-from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 
 
@@ -52,6 +51,13 @@ def test_folder_of_an_older_bundle_has_any_name(
 
 
 @pytest.mark.usefixtures("quick_graphs")
+def test_input_sizes_may_be_plain_tuples(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    bundle_from_checkpoint(tiny_checkpoint, tmp_path, precisions=("fp32",), buckets=[(96, 160)])
+    (artifact,) = read_manifest(tmp_path).artifacts
+    assert artifact.path == "model-fp32-96x160.onnx"
+
+
+@pytest.mark.usefixtures("quick_graphs")
 def test_torchvisions_resize_rule_needs_float_inputs(tiny_checkpoint: Path, tmp_path: Path) -> None:
     tiny = load_checkpoint(tiny_checkpoint)
     rule = tiny.preprocessing.model_copy(update={"resize": "torchvision"})
@@ -87,8 +93,9 @@ def test_unusable_folders_and_sizes_are_refused_before_the_export(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images are resized to a shorter side of 96 pixels or a longer side of 160."""
-    with pytest.raises(BundleError, match=r"64x128.*--shape"):
-        bundle_from_checkpoint(tiny_checkpoint, tmp_path / "bundle", buckets=[ShapeBucket(64, 128)])
+    for size in ((64, 128), (100, 160), (0, 160), (64000, 64000)):
+        with pytest.raises(BundleError, match=rf"{size[0]}x{size[1]}.*--shape"):
+            bundle_from_checkpoint(tiny_checkpoint, tmp_path / "bundle", buckets=[size])
     assert not (tmp_path / "bundle").exists()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
     with pytest.raises(BundleError, match="mount point"):
