@@ -1,10 +1,12 @@
 """Output folder of an export: checks, atomic replacement, an older bundle, sample images."""
 
+import fcntl
+import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from ..model.images import IMAGE_SUFFIXES
 
 # Number of sample images in a bundle.
 _SAMPLES = 6
+# File in the temporary folder of an export. The export holds a lock on it until it ends.
+_LOCK_NAME = ".export-lock"
 
 
 def check_output_folder(bundle: Path) -> None:
@@ -54,12 +58,18 @@ def check_output_folder(bundle: Path) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Create a temporary folder that replaces `path` when the block ends without an exception.
 
+    The temporary folders of killed processes are removed first.
+
     Raises:
         OSError: the folder cannot be created or written.
     """
     path = path.resolve()  # to replace the target of a link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+    _remove_leftovers(path)
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch,
+        _lock_in(Path(scratch)),
+    ):
         partial = Path(scratch, "new")
         partial.mkdir()
         try:
@@ -72,6 +82,31 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         if path.exists():
             path.replace(Path(scratch, "older"))
         partial.replace(path)
+
+
+@contextmanager
+def _lock_in(folder: Path) -> Iterator[None]:
+    """Hold a lock that shows other exports that a temporary folder is in use."""
+    fresh = folder / f"{_LOCK_NAME}.new"
+    with fresh.open("w") as file:
+        # Lock the file before it gets its name, so that another export never finds it unlocked. If
+        # the file system has no locks, the file gets no name, and the folder is never removed.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fresh.rename(folder / _LOCK_NAME)
+        yield
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary folders of killed exports to `path`."""
+    for lock in path.parent.glob(f".{glob.escape(path.name)}.*/{_LOCK_NAME}"):
+        # OSError: the export is alive and holds the lock, or the folder is another user's.
+        with suppress(OSError), lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            older = lock.with_name("older")
+            if older.exists() and not path.exists():  # killed between the two renames
+                older.replace(path)
+            shutil.rmtree(lock.parent)
 
 
 def with_older_artifacts(

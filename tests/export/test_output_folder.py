@@ -1,13 +1,15 @@
 """Exports into the folder of an older bundle."""
 
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
-from maskrcnn_trt.export.output_folder import copy_samples
+from maskrcnn_trt.export.output_folder import atomic_folder, copy_samples
 from maskrcnn_trt.model.bundle.manifest import Manifest, Precision, read_manifest, verified_path
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
@@ -77,3 +79,32 @@ def test_bundles_of_other_checkpoints_are_replaced(
     assert contents(older, manifest) == [("tf32", WIDE), ("tf32", HIGH)]
     assert any("replacing" in sentence and str(older) in sentence for sentence in reports)
     assert (older / "samples" / "street.png").read_bytes() == b"image"
+
+
+def test_leftovers_of_killed_exports_are_removed(older: Path, tmp_path: Path) -> None:
+    """The folder of an export that is alive stays. A bundle that was moved away comes back."""
+    program = (
+        "from maskrcnn_trt.export.output_folder import *\n"
+        "with atomic_folder(Path('bundle')) as partial:\n"
+        "    Path('bundle').replace(partial.with_name('older'))\n"
+        "    print('ready', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import sys\n{program}"],
+        cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        with atomic_folder(tmp_path / "bundle") as first:
+            assert len(list(tmp_path.glob(".bundle.*"))) == 2
+            (first / "alone").touch()
+            (tmp_path / ".bundle.mine").mkdir()
+        shutil.rmtree(tmp_path / "bundle")
+        process.kill()
+    with atomic_folder(tmp_path / "bundle") as second:
+        assert {p.name for p in tmp_path.glob(".bundle.*")} == {
+            ".bundle.mine",
+            second.parent.name,
+        }
+        assert read_manifest(older).artifacts
