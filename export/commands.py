@@ -169,6 +169,11 @@ def export(
             f"--strip-weights: the bundle will have no ONNX file in {without_onnx[0]} from which "
             "to insert the weights; leave it out, or choose another precision"
         )
+    if triton_repository and triton_repository.resolve().is_relative_to(bundle.resolve()):
+        raise click.UsageError(
+            f"--triton-repository {triton_repository} is inside the bundle, which is replaced as a "
+            "whole; choose a folder outside of it"
+        )
     image_paths = [] if not images else _images_in(Path(images), "--verify")
     sample_paths = _images_in(Path(samples), "--samples") if samples else []
     calibration_paths = _images_in(Path(calibration), "--calibration") if calibration else []

@@ -28,10 +28,10 @@ _LOCK_NAME = ".export-lock"
 
 
 def check_output_folder(bundle: Path) -> None:
-    """Check that the folder is absent, empty, or a bundle.
+    """Check that the folder is absent, empty, or a bundle, and can be replaced.
 
     Raises:
-        BundleError: the folder has other files, or is a mount point.
+        BundleError: the folder has other files, is a mount point, or holds the current folder.
     """
     other_files = {path.name for path in bundle.iterdir()} if bundle.exists() else set()
     try:
@@ -46,6 +46,12 @@ def check_output_folder(bundle: Path) -> None:
     if other_files:
         raise BundleError(
             f"{bundle} exists and holds {min(other_files)}, which is not part of a bundle; choose "
+            "another folder"
+        )
+    if Path.cwd().is_relative_to(bundle.resolve()):
+        # The shell would stay in a deleted folder, in which no command finds a path.
+        raise BundleError(
+            f"{bundle} is or holds the current folder and cannot be replaced; run the export in "
             "another folder"
         )
     if bundle.resolve().is_mount():

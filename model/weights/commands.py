@@ -55,6 +55,12 @@ def convert(
     from ..checkpoint import save_checkpoint
     from .references import convert_reference
 
+    for source in (Path(file), categories, config):
+        if source and source.exists() and output.exists() and output.samefile(source):
+            raise click.BadParameter(
+                f"{output} is the same file as {source}, which it would replace; choose another",
+                param_hint="--output",
+            )
     conversion = convert_reference(
         file, overrides, categories, other_channel_order=other_channel_order, config=config
     )

@@ -35,19 +35,32 @@ def test_polygraphy_finds_no_fault(bundle: Path, half_bundle: Path, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("quick_graphs")
-@pytest.mark.parametrize("name", [".", "../bundle", "../link"])
+@pytest.mark.parametrize("name", ["bundle", "new/../bundle", "link"])
 def test_folder_of_an_older_bundle_has_any_name(
     tiny_checkpoint: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A damaged bundle is replaced."""
     older = shutil.copytree(bundle, tmp_path / "bundle")
     (tmp_path / "link").symlink_to(older)
-    if name == "../bundle":
+    if name == "bundle":
         (older / "manifest.json").write_text("{")
-    monkeypatch.chdir(older)
+    monkeypatch.chdir(tmp_path)
     manifest = bundle_from_checkpoint(tiny_checkpoint, Path(name), precisions=("tf32",))
     assert read_manifest(older) == manifest
     assert {path.name for path in tmp_path.iterdir()} == {"bundle", "link"}
+
+
+@pytest.mark.parametrize("name", [".", "../bundle", "../link", ".."])
+def test_the_current_folder_is_not_replaced(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "outer" / "bundle").mkdir(parents=True)
+    (tmp_path / "outer" / "link").symlink_to("bundle")
+    (tmp_path / "outer" / "manifest.json").write_text("{")  # a damaged bundle
+    monkeypatch.chdir(tmp_path / "outer" / "bundle")
+    with pytest.raises(BundleError, match=rf"{name} .*current folder"):
+        bundle_from_checkpoint(tiny_checkpoint, Path(name))
+    assert list(Path.cwd().iterdir()) == []
 
 
 @pytest.mark.usefixtures("quick_graphs")

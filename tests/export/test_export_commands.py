@@ -129,6 +129,8 @@ def test_bf16_engines_need_their_weights(tiny_checkpoint: Path, tmp_path: Path) 
     ("options", "fact"),
     [(("--engine", "tensorrt", "--build-log", "bundle/x/file"), "--build-log {}/bundle/x/file"),
      (("--engine", "tensorrt", "--timing-cache", "bundle/x"), "--timing-cache {}/bundle/x"),
+     (("--triton-repository", "bundle"), "--triton-repository {}/bundle"),
+     (("--triton-repository", "bundle/models"), "--triton-repository {}/bundle/models"),
      (("--engine", "tensorrt", "--timing-cache", "file/x"), "{}/file (File exists)"),
      (("--verify", "empty"), "{}/empty"), (("--verify", "missing"), "{}/missing"),
      (("--precision", "int8", "--calibration", "empty"), "{}/empty")],

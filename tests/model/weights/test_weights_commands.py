@@ -84,3 +84,24 @@ def test_unconvertible_files_are_rejected_with_a_remedy(
         assert fact in err
         assert err.count("\n") == 1
         assert not (tmp_path / "converted.pth").exists()
+
+
+@pytest.mark.parametrize("name", ["model.pth", "folder/../model.pth", "link.pth", "classes.json"])
+def test_inputs_are_not_overwritten(
+    state: State,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    path, categories = tmp_path / "model.pth", tmp_path / "classes.json"
+    torch.save(state, path)
+    categories.write_text("{}")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.pth").symlink_to(path)
+    words = ("weights", "convert", path, "--categories", categories, "-o", tmp_path / name)
+    code, _, err = run_main(monkeypatch, capsys, *map(str, words))
+    assert code == 2
+    assert str(tmp_path / name) in err
+    assert torch.load(path, weights_only=True).keys() == state.keys()
+    assert categories.read_text() == "{}"
