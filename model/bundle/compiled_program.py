@@ -24,9 +24,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from .manifest import Artifact, CompileTarget, Precision, verified_path
 from .program import (
     Program,
+    check_images,
     ignore_torch_warnings,
     load_exported_program,
-    load_program,
+    program_from_exported,
     torch_math_mode,
 )
 
@@ -54,13 +55,17 @@ def load_artifact(bundle: Path, artifact: Artifact, device: torch.device) -> Pro
         device: the CPU, or a GPU with its index.
 
     Raises:
-        BundleError: the program's file is missing or damaged.
+        BundleError: the program's file is missing or damaged, or takes other images than the
+            manifest states.
     """
     compiled = artifact.compiled
     if device.type == "cuda" and compiled is not None and compiled.target == current_target():
         path = verified_path(bundle, compiled)
         return load_compiled_program(path, artifact.precision, device)
-    return load_program(verified_path(bundle, artifact), artifact.precision, device)
+    path = verified_path(bundle, artifact)
+    exported = load_exported_program(path, device)
+    check_images(path, exported, artifact)
+    return program_from_exported(exported, artifact.precision, device)
 
 
 def write_compiled_program(

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
 from ...plugins import operations  # noqa: F401, registers the operations of programs
-from .manifest import Precision
+from .manifest import Artifact, BundleError, Precision
 
 # Additional GPU memory in bytes that a warm-up run may take while cuDNN tries algorithms.
 _TRIAL_BYTES = 8 << 30
@@ -66,18 +66,20 @@ class Program:
         self(images, image_sizes)
 
 
-def load_program(path: Path, precision: Precision, device: torch.device) -> Program:
-    """Load an exported program; on a GPU, the first call compiles it.
+def program_from_exported(
+    exported: ExportedProgram, precision: Precision, device: torch.device
+) -> Program:
+    """Make an exported program executable; on a GPU, the first call compiles it.
 
     On a GPU, batch size 1 and all larger batch sizes are compiled separately. On the CPU, the
     program is interpreted.
 
     Args:
-        path: file of the exported program.
+        exported: result of `load_exported_program` for the device.
         precision: precision of the program's artifact.
         device: the CPU, or a GPU with its index.
     """
-    module = load_exported_program(path, device).module()
+    module = exported.module()
     if device.type != "cuda":
         return Program(module, precision, device)
     compiled = torch.compile(module, fullgraph=True)
@@ -92,9 +94,41 @@ def load_program(path: Path, precision: Precision, device: torch.device) -> Prog
 
 
 def load_exported_program(path: Path, device: torch.device) -> ExportedProgram:
-    """Load an exported program onto a device."""
+    """Load an exported program onto a device.
+
+    Raises:
+        BundleError: the file is damaged.
+    """
     with ignore_torch_warnings():
-        return move_to_device_pass(torch.export.load(path), str(device))
+        try:
+            program = torch.export.load(path)
+        except Exception as error:  # a damaged file fails in many ways
+            raise BundleError(
+                f"{path} is damaged, or was written by another version of torch; export the bundle "
+                "again"
+            ) from error
+        return move_to_device_pass(program, str(device))
+
+
+def check_images(path: Path, exported: ExportedProgram, artifact: Artifact) -> None:
+    """Check that a program's images have the dtype and size that the manifest states.
+
+    Args:
+        path: file of the program.
+        exported: the program.
+        artifact: manifest entry of the program.
+
+    Raises:
+        BundleError: dtype or size differ.
+    """
+    name = exported.graph_signature.user_inputs[0]
+    images = next(n for n in exported.graph.nodes if n.name == name).meta["val"]
+    expected = getattr(torch, artifact.input_dtype), (3, *artifact.bucket)
+    if (images.dtype, tuple(images.shape[1:])) != expected:
+        raise BundleError(
+            f"{path} takes images of {images.dtype} and shape {list(images.shape)}, but the "
+            f"manifest states {artifact.input_dtype} and {artifact.bucket}; export the bundle again"
+        )
 
 
 @contextlib.contextmanager

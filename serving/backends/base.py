@@ -70,14 +70,16 @@ def black_batch(bucket: ShapeBucket, count: int) -> tuple[NDArray[np.uint8], NDA
     return np.zeros((count, 3, *bucket), np.uint8), np.full((count, 2), bucket, np.int64)
 
 
-def check_outputs(outputs: HostOutputs, manifest: Manifest) -> None:
+def check_outputs(outputs: ModelOutputs[Any], manifest: Manifest) -> None:
     """Check that the masks have the shape that the bundle's manifest states.
+
+    Only shapes are compared, so each batch can be checked without a copy to the host.
 
     Raises:
         BundleError: the shapes differ.
     """
     rows, side = manifest.max_detections, manifest.mask_side
-    expected, actual = (rows, side, side), outputs.masks.shape[1:]
+    expected, actual = (rows, side, side), tuple(outputs.masks.shape[1:])
     if actual != expected:
         raise BundleError(
             f"the model's masks have shape {list(actual)}, but max_detections and mask_side in the "
@@ -115,10 +117,8 @@ class Backend(Protocol):
     def warm_up(self, max_batch: int) -> None:
         """Compute a batch of each size up to `max_batch` (see `batch_sizes`), for each bucket.
 
-        Requests then need not wait for compilation or memory allocation.
-
-        Raises:
-            BundleError: the masks do not have the shape that the manifest states.
+        Requests then need not wait for compilation or memory allocation. Errors are those of
+        `infer`.
         """
 
     def infer(
@@ -134,6 +134,9 @@ class Backend(Protocol):
 
         Returns:
             Outputs for the B images, in host memory.
+
+        Raises:
+            BundleError: the masks do not have the shape that the manifest states.
         """
 
     def close(self) -> None:
@@ -156,4 +159,7 @@ class DeviceBackend(Backend, Protocol[Array]):
 
         Returns:
             New tensors on the device, valid once the stream has run the queued work.
+
+        Raises:
+            BundleError: the masks do not have the shape that the manifest states.
         """

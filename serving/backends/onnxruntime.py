@@ -9,7 +9,12 @@ from typing import Any, Literal
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
-from onnxruntime.capi.onnxruntime_pybind11_state import InvalidGraph, InvalidProtobuf, NoSuchFile
+from onnxruntime.capi.onnxruntime_pybind11_state import (
+    InvalidArgument,
+    InvalidGraph,
+    InvalidProtobuf,
+    NoSuchFile,
+)
 
 from ...model.bundle.manifest import BundleError, Manifest, Precision, verified_path
 from ...model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
@@ -27,6 +32,10 @@ _ANY = -1
 # Memory limit of a GPU session in bytes: constant part, and part per input pixel. The limit is more
 # than twice the need of a session with small convolution workspaces.
 _AMPLE_BYTES, _AMPLE_BYTES_PER_PIXEL = 1 << 30, 3 << 10
+# Errors of a file that is missing, damaged or empty.
+_INVALID_MODEL = (InvalidArgument, InvalidGraph, InvalidProtobuf, NoSuchFile)
+# ONNX Runtime's names of the dtypes of images.
+_TYPE_NAMES = {np.dtype(np.uint8): "tensor(uint8)", np.dtype(np.float32): "tensor(float)"}
 # Texts in ONNX Runtime's errors when the GPU's memory or the session's limit is exhausted.
 _OUT_OF_MEMORY = ("Failed to allocate memory", "is smaller than requested bytes")
 
@@ -47,7 +56,8 @@ class OnnxRuntimeBackend:
         """Load the bundle's ONNX models of a precision.
 
         Raises:
-            BundleError: the bundle has no such model, or a file is missing or damaged.
+            BundleError: the bundle has no such model, or a file is missing, damaged, or has other
+                inputs than the manifest states.
         """
         self._manifest = manifest
         self._precision = precision
@@ -75,14 +85,10 @@ class OnnxRuntimeBackend:
         return tuple(self._paths)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket once; on a GPU, at every batch size.
-
-        Raises:
-            BundleError: the masks do not have the shape that the manifest states.
-        """
+        """Run every bucket once; on a GPU, at every batch size. Errors are those of `infer`."""
         for bucket in self.buckets:
             for batch in batch_sizes(max_batch if self.device == "cuda" else 1):
-                check_outputs(self.infer(bucket, *black_batch(bucket, batch)), self._manifest)
+                self.infer(bucket, *black_batch(bucket, batch))
 
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
@@ -90,10 +96,15 @@ class OnnxRuntimeBackend:
         """Compute the model for a batch of images [B, 3, H, W] of one bucket.
 
         `image_sizes` [B, 2] are their heights and widths before padding.
+
+        Raises:
+            BundleError: the masks do not have the shape that the manifest states.
         """
         session, inputs = self._prepare(bucket, images, image_sizes)
-        outputs = session.run(OUTPUT_NAMES, inputs)
-        return ModelOutputs(*(output[: len(images)] for output in outputs))
+        results = session.run(OUTPUT_NAMES, inputs)
+        outputs = ModelOutputs(*(result[: len(images)] for result in results))
+        check_outputs(outputs, self._manifest)
+        return outputs
 
     def bind_on_device(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
@@ -216,11 +227,22 @@ class OnnxRuntimeBackend:
             providers.insert(0, (_CUDA, cuda_options(self._precision, memory_bound)))
         path = self._paths[bucket]
         try:
-            return onnxruntime.InferenceSession(path, options, providers=providers)
-        except (InvalidGraph, InvalidProtobuf, NoSuchFile) as error:
+            session = onnxruntime.InferenceSession(path, options, providers=providers)
+        except _INVALID_MODEL as error:
             raise BundleError(
                 f"{path} is missing or no valid ONNX model; export the bundle again ({error})"
             ) from None
+        expected = {
+            INPUT_NAMES[0]: (_TYPE_NAMES[self._dtypes[bucket]], [3, *bucket]),
+            INPUT_NAMES[1]: ("tensor(int64)", [2]),
+        }
+        actual = {i.name: (i.type, i.shape[1:]) for i in session.get_inputs()}
+        if actual != expected:
+            raise BundleError(
+                f"{path} has the inputs {actual}, but the manifest needs {expected}; export the "
+                "bundle again"
+            )
+        return session
 
 
 def cuda_options(precision: Precision, memory_bound: int | None) -> dict[str, str]:

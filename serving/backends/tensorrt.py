@@ -84,9 +84,7 @@ class TensorRTBackend:
     def warm_up(self, max_batch: int) -> None:
         """Run every bucket at each batch size of its plan, and capture its CUDA graphs.
 
-        Raises:
-            BackendError: the runtime fails.
-            BundleError: the masks do not have the shape that the manifest states.
+        Errors are those of `infer`.
         """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
@@ -94,7 +92,7 @@ class TensorRTBackend:
                 # Two runs per set of buffers, which successive batches use in turn: one that is
                 # captured, and the first replay, which is slower than later ones.
                 for _ in range(2 * self.concurrency):
-                    check_outputs(self.infer(bucket, *images), self._manifest)
+                    self.infer(bucket, *images)
 
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
@@ -105,6 +103,7 @@ class TensorRTBackend:
 
         Raises:
             BackendError: the runtime fails.
+            BundleError: the masks do not have the shape that the manifest states.
         """
         plan = self._plans[bucket]
         batch = plan.batch_for(len(images))
@@ -114,11 +113,13 @@ class TensorRTBackend:
             self._launch(bucket, batch, addresses, stream)
 
         with self._driver.current():
-            outputs = self._batches.run(inputs, plan.specs(batch), launch)
-        rows = (outputs[name][: len(images)] for name in OUTPUT_NAMES)
-        return ModelOutputs(
+            results = self._batches.run(inputs, plan.specs(batch), launch)
+        rows = (results[name][: len(images)] for name in OUTPUT_NAMES)
+        outputs = ModelOutputs(
             *(r.astype(t, copy=False) for r, t in zip(rows, OUTPUT_DTYPES, strict=True))
         )
+        check_outputs(outputs, self._manifest)
+        return outputs
 
     def close(self) -> None:
         """Release the GPU memory, and write TensorRT-RTX's compiled kernels to their cache file."""

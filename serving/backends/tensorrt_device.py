@@ -19,9 +19,7 @@ class TensorRTDeviceBackend(TensorRTBackend):
     def warm_up(self, max_batch: int) -> None:
         """Run every bucket at each batch size of its plan, and capture its CUDA graph.
 
-        Raises:
-            BackendError: the runtime fails.
-            BundleError: the masks do not have the shape that the manifest states.
+        Errors are those of `infer_on_device`.
         """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
@@ -29,9 +27,8 @@ class TensorRTDeviceBackend(TensorRTBackend):
                 images, sizes = (torch.from_numpy(array).cuda() for array in arrays)
                 # One run that is captured, and the first replay, which is slower than later ones.
                 for _ in range(2):
-                    outputs = self.infer_on_device(bucket, images, sizes)
-                hosts = (output.cpu().numpy() for output in outputs)
-                check_outputs(ModelOutputs(*hosts), self._manifest)
+                    self.infer_on_device(bucket, images, sizes)
+                torch.cuda.current_stream().synchronize()
 
     def infer_on_device(
         self, bucket: ShapeBucket, images: Tensor, image_sizes: Tensor
@@ -48,6 +45,7 @@ class TensorRTDeviceBackend(TensorRTBackend):
 
         Raises:
             BackendError: the batch is too large, or the runtime fails.
+            BundleError: the masks do not have the shape that the manifest states.
         """
         plan, count = self._plans[bucket], len(images)
         batch = plan.batch_for(count)
@@ -63,12 +61,14 @@ class TensorRTDeviceBackend(TensorRTBackend):
                 # CUDA graphs and plans refer to addresses, so the memory is the same each time.
                 addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
                 self._launch(bucket, batch, addresses, handle)
-                outputs = [
+                copies = (
                     tensors[name][:count].to(_torch_dtype(dtype), copy=True)
                     for name, dtype in zip(OUTPUT_NAMES, OUTPUT_DTYPES, strict=True)
-                ]
+                )
+                outputs = ModelOutputs(*copies)
             current.wait_stream(stream)
-        return ModelOutputs(*outputs)
+        check_outputs(outputs, self._manifest)
+        return outputs
 
     def _allocate(self, sizes: Mapping[str, int], resources: ExitStack) -> None:
         super()._allocate(sizes, resources)

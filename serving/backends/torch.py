@@ -43,7 +43,8 @@ class TorchBackend:
             max_batch: Maximum batch size.
 
         Raises:
-            BundleError: the bundle has no such program, or a file is missing or damaged.
+            BundleError: the bundle has no such program, or a file is missing, damaged, or has other
+                inputs than the manifest states.
             BackendError: the GPU has too little memory.
         """
         on_gpu = torch.cuda.is_available()
@@ -81,13 +82,11 @@ class TorchBackend:
     def warm_up(self, max_batch: int) -> None:
         """Run every bucket; on a GPU, compile it and capture a CUDA graph of each batch size.
 
-        Raises:
-            BackendError: the GPU has too little memory.
-            BundleError: the masks do not have the shape that the manifest states.
+        Errors are those of `infer`.
         """
         for bucket in self.buckets:
             for batch in batch_sizes(max_batch) if self.device == "cuda" else [1]:
-                check_outputs(self.infer(bucket, *black_batch(bucket, batch)), self._manifest)
+                self.infer(bucket, *black_batch(bucket, batch))
 
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
@@ -98,6 +97,7 @@ class TorchBackend:
 
         Raises:
             BackendError: the batch is larger than `max_batch`, or memory runs out.
+            BundleError: the masks do not have the shape that the manifest states.
         """
         inputs = torch.from_numpy(images), torch.from_numpy(image_sizes)
         if self.device == "cpu":
@@ -125,6 +125,7 @@ class TorchBackend:
 
         Raises:
             BackendError: the batch is larger than `max_batch`, or memory runs out.
+            BundleError: the masks do not have the shape that the manifest states.
         """
         if len(images) > self._max_batch:
             raise BackendError(
@@ -133,9 +134,12 @@ class TorchBackend:
             )
         with _enough_memory(self._max_batch):
             if self.device == "cuda":
-                return self._graphed[bucket](images, image_sizes)
-            images = images.to(self._dtypes[bucket])
-            return ModelOutputs(*self._programs[bucket](images, image_sizes))
+                outputs = self._graphed[bucket](images, image_sizes)
+            else:
+                images = images.to(self._dtypes[bucket])
+                outputs = ModelOutputs(*self._programs[bucket](images, image_sizes))
+        check_outputs(outputs, self._manifest)
+        return outputs
 
     def close(self) -> None:
         """Release the programs and their memory."""

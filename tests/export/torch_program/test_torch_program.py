@@ -14,7 +14,7 @@ from maskrcnn_trt.export.torch_program.fused_graph import fuse_blocks, fuse_conv
 from maskrcnn_trt.export.torch_program.fused_modules import optimize_for_gpu
 from maskrcnn_trt.export.torch_program.program import Compilation, compile_programs
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
-from maskrcnn_trt.model.bundle.program import load_program
+from maskrcnn_trt.model.bundle.program import load_exported_program, program_from_exported
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 
@@ -63,7 +63,9 @@ def test_manifest_lists_programs(programs: Path) -> None:
 
 @pytest.mark.slow
 def test_program_reproduces_the_checkpoint(tiny_checkpoint: Path, programs: Path) -> None:
-    program = load_program(programs / "model-fp32-96x160.pt2", "fp32", torch.device("cpu"))
+    cpu = torch.device("cpu")
+    exported = load_exported_program(programs / "model-fp32-96x160.pt2", cpu)
+    program = program_from_exported(exported, "fp32", cpu)
     own = load_checkpoint(tiny_checkpoint).build_model()
     for batch in (1, 2, 5):
         seed = torch.Generator().manual_seed(batch)

@@ -9,7 +9,7 @@ from torch.export import Dim
 
 from maskrcnn_trt.model.bundle.compiled_program import load_compiled_program, write_compiled_program
 from maskrcnn_trt.model.bundle.manifest import Precision
-from maskrcnn_trt.model.bundle.program import load_program
+from maskrcnn_trt.model.bundle.program import load_exported_program, program_from_exported
 
 SHAPE = torch.Size((2, 3, 24, 40))
 
@@ -64,7 +64,8 @@ def test_compiled_program_equals_the_interpreted_one(
     target = torch.device(device)
     write_compiled_program(program, precision, target, SHAPE, torch.uint8, path)
     compiled = load_compiled_program(path, precision, target)
-    interpreted = load_program(program, "fp32", torch.device("cpu"))
+    cpu = torch.device("cpu")
+    interpreted = program_from_exported(load_exported_program(program, cpu), "fp32", cpu)
     for batch in (1, 2, 5, 1):
         images = torch.randint(0, 256, (batch, *SHAPE[1:]), dtype=torch.uint8)
         sizes = torch.randint(1, 41, (batch, 2))

@@ -207,14 +207,15 @@ def test_options_of_the_cuda_provider() -> None:
         assert "gpu_mem_limit" not in thrifty
 
 
-def test_damaged_model_is_rejected(bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"no graph", b""])
+def test_damaged_model_is_rejected(bundle: Path, tmp_path: Path, content: bytes) -> None:
     manifest = read_manifest(bundle)
     for artifact in manifest.artifacts:
-        (tmp_path / artifact.path).write_bytes(b"no graph")
+        (tmp_path / artifact.path).write_bytes(content)
     with pytest.raises(BundleError, match="is not the file that was exported"):
         OnnxRuntimeBackend(tmp_path, manifest, "fp32")
     damaged = [
-        artifact.model_copy(update={"sha256": hashlib.sha256(b"no graph").hexdigest()})
+        artifact.model_copy(update={"sha256": hashlib.sha256(content).hexdigest()})
         for artifact in manifest.artifacts
     ]
     with pytest.raises(BundleError, match=r"\.onnx .* export the bundle again"):
@@ -226,7 +227,21 @@ def test_outputs_that_contradict_the_manifest(bundle: Path, entry: str) -> None:
     manifest = read_manifest(bundle).model_copy(update={entry: 7})
     backend = OnnxRuntimeBackend(bundle, manifest, "fp32")
     with pytest.raises(BundleError, match=rf"{entry}.*manifest.*\b7\b"):
-        backend.warm_up(1)
+        backend.infer(BUCKET, *batch_of(1))
+
+
+@pytest.mark.parametrize(
+    ("entry", "fact"),
+    [({"input_dtype": "float32"}, "float"), ({"bucket": ShapeBucket(128, 160)}, "128, 160")],
+)
+def test_inputs_that_contradict_the_manifest(
+    bundle: Path, entry: dict[str, Any], fact: str
+) -> None:
+    manifest = read_manifest(bundle)
+    artifact = manifest.artifacts[0].model_copy(update=entry)
+    manifest = manifest.model_copy(update={"artifacts": (artifact,)})
+    with pytest.raises(BundleError, match=rf"{artifact.path} .*manifest.*{fact}.*export"):
+        OnnxRuntimeBackend(bundle, manifest, "fp32")
 
 
 @pytest.mark.gpu

@@ -119,8 +119,20 @@ def test_outputs_that_contradict_the_manifest(torch_bundle: Path) -> None:
     manifest = read_manifest(torch_bundle).model_copy(update={"mask_side": 7})
     backend = load_backend(torch_bundle, manifest, "fp32", "torch", max_batch=1)
     with pytest.raises(BundleError, match=r"mask_side.*manifest.*7"):
-        backend.warm_up(1)
+        backend.infer(BUCKET, pictures(1), sizes(1))
     backend.close()
+
+
+@pytest.mark.parametrize(
+    "entry", [{"input_dtype": "float32"}, {"bucket": ShapeBucket(128, 160)}], ids=str
+)
+def test_inputs_that_contradict_the_manifest(torch_bundle: Path, entry: dict[str, object]) -> None:
+    manifest = read_manifest(torch_bundle)
+    artifact = manifest.artifacts_for("fp32", "torch")[0]
+    artifact = artifact.model_copy(update={"compiled": None, **entry})
+    manifest = manifest.model_copy(update={"artifacts": (artifact,)})
+    with pytest.raises(BundleError, match=rf"{artifact.path} .*manifest.*export"):
+        load_backend(torch_bundle, manifest, "fp32", "torch")
 
 
 def test_without_a_gpu_auto_prefers_onnxruntime(

@@ -7,13 +7,14 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from bundle_copies import linked_copy
 from PIL import Image
 from pycocotools import mask as coco_mask
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.models.detection.transform import resize_boxes
 from torchvision.ops import clip_boxes_to_image
 
-from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
+from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest, write_manifest
 from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.offline.detector import Detector
 
@@ -63,6 +64,19 @@ def test_detections_equal_torchvisions_postprocessing(
         coco_mask.encode(np.asfortranarray(mask[0].numpy().astype(np.uint8)))["counts"]
         for mask in pasted
     ]
+
+
+def test_manifest_of_another_model_is_refused(
+    bundle: Path, tmp_path: Path, picture: Encode
+) -> None:
+    copy = linked_copy(bundle, tmp_path / "bundle")
+    (copy / "manifest.json").unlink()
+    write_manifest(copy, read_manifest(bundle).model_copy(update={"mask_side": 14}))
+    with (
+        contextlib.closing(Detector(copy)) as other,
+        pytest.raises(BundleError, match=r"mask_side.*export"),
+    ):
+        other([picture()])
 
 
 def test_pixel_limit(predictor: Detector, picture: Encode) -> None:
