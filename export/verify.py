@@ -15,7 +15,8 @@ from ..model.bundle.compiled_program import load_artifact
 from ..model.bundle.manifest import Artifact, Manifest, Precision, verified_path
 from ..model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from ..model.checkpoint import Checkpoint
-from ..model.image_files import read_image_file
+from ..model.image_files import errors_of_file, read_image_file
+from ..model.image_limits import ImageError
 from ..model.images import decode_image
 from ..model.mask_rcnn import BatchDetections, MaskRCNN
 from ..model.resizing import Pixels, pad_to_bucket, resize_image, resized_size, smallest_bucket
@@ -88,7 +89,7 @@ def verify_bundle(
         one comparison per ONNX file and torch program.
 
     Raises:
-        ImageError: an image cannot be read.
+        ImageError: an image cannot be read, or fits no input size.
     """
     batches = reference_batches(checkpoint, manifest, images)
     comparisons = []
@@ -127,7 +128,7 @@ def reference_batches(
         images: image files. Smooth noise is used for input sizes that fit none of them.
 
     Raises:
-        ImageError: an image cannot be read.
+        ImageError: an image cannot be read, or fits no input size.
     """
     model = checkpoint.build_model()
     inputs = _inputs_from(images, manifest)
@@ -246,10 +247,16 @@ def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket,
     inputs: dict[ShapeBucket, list[_Input]] = {bucket: [] for bucket in buckets}
     preprocessing = manifest.preprocessing
     for path in paths:
-        image = decode_image(read_image_file(path))
+        with errors_of_file(path):
+            image = decode_image(read_image_file(path))
         (height, width, _), rule = image.shape, preprocessing.resize
         size = resized_size(height, width, preprocessing.min_size, preprocessing.max_size, rule)
-        bucket = smallest_bucket(*size, buckets)
+        try:
+            bucket = smallest_bucket(*size, buckets)
+        except ImageError as error:
+            raise ImageError(
+                f"{path}: {error}; leave the image out, or export a --shape that holds it"
+            ) from error
         padded = pad_to_bucket(resize_image(image, *size, rule), bucket)
         inputs[bucket].append((padded, np.array(size, np.int64)))
     for bucket, own in inputs.items():

@@ -4,7 +4,8 @@ Pillow's BMP and TIFF decoders are not bounded for hostile data. Therefore the s
 formats, and programs that read the user's own files convert them. Needs no torch.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path, PurePath
 from typing import Any
@@ -37,6 +38,15 @@ _OPPOSITES = {6: 8, 8: 6}
 # A 16-bit colour image is rejected if the high byte of its largest value is not above this number:
 # Pillow keeps only the high bytes, so the image would turn dark.
 _DARK = 0x3F
+
+
+@contextmanager
+def errors_of_file(path: Path) -> Iterator[None]:
+    """Within the block, begin the message of each `ImageError` with the path of the image."""
+    try:
+        yield
+    except ImageError as error:
+        raise ImageError(f"{path}: {error}") from error
 
 
 def is_image_file(path: PurePath, suffixes: Collection[str] = IMAGE_FILE_SUFFIXES) -> bool:

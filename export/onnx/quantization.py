@@ -15,7 +15,7 @@ from onnx import helper, numpy_helper
 
 from ...model.bundle.manifest import Preprocessing
 from ...model.bundle.spec import INPUT_NAMES, ShapeBucket
-from ...model.image_files import read_image_file
+from ...model.image_files import errors_of_file, read_image_file
 from ...model.images import decode_image
 from ...model.resizing import Pixels, pad_to_bucket, resize_image, resized_size
 
@@ -146,7 +146,8 @@ def _feed(
     path: Path, preprocessing: Preprocessing, bucket: ShapeBucket, dtype: np.dtype[Any]
 ) -> dict[str, NDArray[Any]]:
     """Return the inputs of the model for an image file."""
-    image = decode_image(read_image_file(path))
+    with errors_of_file(path):
+        image = decode_image(read_image_file(path))
     height, width, _ = image.shape
     p = preprocessing
     size = resized_size(height, width, p.min_size, p.max_size, p.resize)

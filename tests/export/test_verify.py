@@ -97,5 +97,9 @@ def test_damaged_files_and_images_raise(
     with pytest.raises(BundleError, match=manifest.artifacts[0].path):
         verify_bundle(copy, manifest, checkpoint, [])
     image.write_bytes(b"\xff\xd8\xff\xe0 no more")
-    with pytest.raises(ImageError):
+    with pytest.raises(ImageError, match=str(image)):
         verify_bundle(bundle, manifest, checkpoint, [image])
+    Image.new("RGB", (96, 160)).save(image)
+    wide = manifest.model_copy(update={"artifacts": manifest.artifacts[:1]})
+    with pytest.raises(ImageError, match=rf"{image}: .*fits no bucket: 96x160; .*--shape"):
+        verify_bundle(bundle, wide, checkpoint, [image])

@@ -20,10 +20,11 @@ from maskrcnn_trt.export.engines.build_log import BuildLog
 from maskrcnn_trt.export.engines.engine_graph import load_model
 from maskrcnn_trt.export.engines.options import EngineOptions
 from maskrcnn_trt.export.errors import EngineError
-from maskrcnn_trt.export.onnx.quantization import float8_model
+from maskrcnn_trt.export.onnx.quantization import float8_model, quantized_model
 from maskrcnn_trt.model.bundle.manifest import BundleError, Precision, read_manifest
 from maskrcnn_trt.model.bundle.spec import INPUT_NAMES, ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.image_limits import ImageError
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +186,14 @@ def test_calibration_and_engine_are_required(
 ) -> None:
     with pytest.raises(BundleError, match=remedy):
         bundle_from_checkpoint(tiny_checkpoint, tmp_path / "b", precisions=(precision,))
+
+
+def test_a_damaged_calibration_image_is_named(
+    bundle: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    artifact = read_manifest(bundle).artifacts[0]
+    path = tmp_path / "damaged.png"
+    path.write_bytes(b"text")
+    preprocessing = load_checkpoint(tiny_checkpoint).preprocessing
+    with pytest.raises(ImageError, match=str(path)):
+        quantized_model(onnx.load(bundle / artifact.path), [path], preprocessing, artifact.bucket)
