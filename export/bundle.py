@@ -91,7 +91,8 @@ def bundle_from_checkpoint(
         EngineError: an engine cannot be built, or its GPUs do not compute in a precision.
         BundleError: the folder exists and is not a bundle, an input size is not a multiple of 32,
             too large, or too small for all images, the resize rule needs another `input_dtype`, or
-            a precision needs another kind of artifact or `calibration`.
+            a precision needs another kind of artifact or `calibration`, or
+            none needs `with_programs` or `calibration`.
         ImageError: an image of the calibration cannot be read.
         OSError: the bundle cannot be written.
     """

@@ -160,7 +160,7 @@ def export(
     """
     from .bundle import bundle_from_checkpoint
     from .engines.build import builders_from_options
-    from .output_folder import copy_samples
+    from .output_folder import copy_samples, sample_images
     from .triton_repository import triton_repository_from_bundle
 
     without_onnx = [p for p in MISSING_PRECISIONS["onnx"] if p in precisions]
@@ -175,7 +175,11 @@ def export(
             "whole; choose a folder outside of it"
         )
     image_paths = [] if not images else _images_in(Path(images), "--verify")
-    sample_paths = _images_in(Path(samples), "--samples") if samples else []
+    sample_paths = sample_images(_images_in(Path(samples), "--samples")) if samples else []
+    if samples and not sample_paths:
+        raise click.BadParameter(
+            f"{samples} holds no JPEG, PNG or WebP image", param_hint="--samples"
+        )
     calibration_paths = _images_in(Path(calibration), "--calibration") if calibration else []
     builders = builders_from_options(
         bundle,

@@ -19,7 +19,8 @@ from ..model.bundle.manifest import (
     Manifest,
     read_manifest,
 )
-from ..model.images import IMAGE_SUFFIXES
+from ..model.image_files import errors_of_file
+from ..model.images import IMAGE_SUFFIXES, read_header
 
 # Number of sample images in a bundle.
 _SAMPLES = 6
@@ -154,18 +155,35 @@ def with_older_artifacts(
     return manifest.model_copy(update={"artifacts": (*kept, *manifest.artifacts)})
 
 
+def sample_images(paths: Iterable[Path]) -> list[Path]:
+    """Return the first six images in a format that browsers display.
+
+    Raises:
+        ImageError: the content of one of them is not an image.
+    """
+    shown = (path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES)
+    chosen = list(islice(shown, _SAMPLES))
+    for path in chosen:
+        with errors_of_file(path):
+            read_header(path.read_bytes())
+    return chosen
+
+
 def copy_samples(images: Iterable[Path], bundle: Path) -> None:
     """Replace the sample images of a bundle, which the server's web page offers.
 
     Args:
-        images: Image files. The first six in a format that browsers display are copied.
+        images: Image files, of which `sample_images` selects some.
         bundle: Folder of the bundle.
+
+    Raises:
+        ImageError: the content of a selected file is not an image.
     """
+    chosen = sample_images(images)
     folder = bundle / SAMPLES_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    shown = (path for path in images if path.suffix.lower() in IMAGE_SUFFIXES)
-    for path in islice(shown, _SAMPLES):
+    for path in chosen:
         shutil.copy(path, folder)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..model.bundle.manifest import (
+    MISSING_PRECISIONS,
     QUANTIZED_PRECISIONS,
     BundleError,
     InputDtype,
@@ -35,10 +36,12 @@ def check_precisions(
 ) -> None:
     """Check that each precision can be exported as one of the requested kinds of artifact.
 
-    bf16 needs engines or programs, fp8 needs engines, and int8 and fp8 need calibration.
+    bf16 needs engines or programs, fp8 needs engines, and int8 and fp8 need calibration. Programs
+    need another precision than int8 and fp8, and calibration one of these two.
 
     Raises:
-        BundleError: a precision needs another kind of artifact, or calibration images.
+        BundleError: a precision needs another kind of artifact, or calibration images. Or programs
+            or calibration images were requested, but no precision uses them.
     """
     if "bf16" in precisions and not (with_programs or with_engines):
         raise BundleError(
@@ -54,6 +57,16 @@ def check_precisions(
                 f"{precision} needs images to measure ranges of values; run maskrcnn export with "
                 "--calibration IMAGES"
             )
+    if with_programs and set(precisions) <= set(MISSING_PRECISIONS["torch"]):
+        raise BundleError(
+            f"torch does not compute in {' and '.join(precisions)}; leave out --engine torch, or "
+            "add --precision fp32"
+        )
+    if is_calibrated and not set(precisions) & set(QUANTIZED_PRECISIONS):
+        raise BundleError(
+            f"{', '.join(precisions)} need no calibration; leave out --calibration, or add "
+            f"--precision {' or '.join(QUANTIZED_PRECISIONS)}"
+        )
 
 
 def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) -> None:

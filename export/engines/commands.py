@@ -101,8 +101,11 @@ def refit(bundle: Path) -> None:
     """
     from .refit import refit_bundle
 
-    for path in refit_bundle(bundle):
+    refitted = refit_bundle(bundle)
+    for path in refitted:
         click.echo(f"{path} has its weights")
+    if not refitted:
+        click.echo(f"{bundle} has no engine without weights: nothing to insert")
 
 
 def table_of_times(times: Mapping[str, float], kinds: Mapping[str, str]) -> Table:

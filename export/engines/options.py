@@ -167,6 +167,7 @@ def check_engine_choices(
     """
     for name, value in choices.items():
         option, kinds_with_option = _APPLIES_TO[name]
+        option = "--no-plugins" if (name, value) == ("plugins", False) else option
         if not kinds_with_option & set(kinds):
             needed = " or ".join(f"--engine {kind}" for kind in sorted(kinds_with_option))
             raise click.UsageError(f"{option} has no effect without {needed}")

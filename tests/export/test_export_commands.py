@@ -66,7 +66,8 @@ def test_export_writes_and_verifies_the_requested_files(
      (["--batch", "1", "8"], ["--batch", "--engine tensorrt or --engine tensorrt-rtx"]),
      (["--workspace", "1"], ["--workspace", "--engine tensorrt or --engine tensorrt-rtx"]),
      (["--build-log", "x"], ["--build-log", "--engine tensorrt or --engine tensorrt-rtx"]),
-     (["--engine", "tensorrt-rtx", "--no-plugins"], ["--plugins", "--engine tensorrt"]),
+     (["--engine", "tensorrt-rtx", "--no-plugins"], ["--no-plugins has", "--engine tensorrt"]),
+     (["--engine", "tensorrt-rtx", "--plugins"], ["--plugins has", "--engine tensorrt"]),
      (["--engine", "tensorrt-rtx", "--timing-cache", "x"], ["--timing-cache", "--engine tens"]),
      (["--engine", "tensorrt", "--compute-capability", "8.9"], ["--engine tensorrt-rtx"]),
      (["--compute-capability", "89"], ["'89'", "8.9"]), (["--batch", "0"], ["--batch", "x>=1"]),
@@ -133,6 +134,7 @@ def test_bf16_engines_need_their_weights(tiny_checkpoint: Path, tmp_path: Path) 
      (("--triton-repository", "bundle/models"), "--triton-repository {}/bundle/models"),
      (("--engine", "tensorrt", "--timing-cache", "file/x"), "{}/file (File exists)"),
      (("--verify", "empty"), "{}/empty"), (("--verify", "missing"), "{}/missing"),
+     (("--samples", "empty"), "{}/empty"), (("--samples", "file"), "{}/file"),
      (("--precision", "int8", "--calibration", "empty"), "{}/empty")],
 )  # fmt: skip
 def test_unusable_paths_are_errors_before_the_export(
@@ -146,6 +148,26 @@ def test_unusable_paths_are_errors_before_the_export(
     assert result.exit_code == 2
     assert fact.format(tmp_path) in result.output
     assert {path.name for path in tmp_path.iterdir()} == {"file", "empty"}
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [(("--engine", "torch", "--precision", "int8", "--calibration", "a.png"), ["int8", "--engine"]),
+     (("--precision", "fp16", "--calibration", "a.png"), ["fp16", "--calibration", "int8"])],
+)  # fmt: skip
+def test_options_without_effect_are_errors(
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    facts: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (8, 8)).save("a.png")
+    result = export(tiny_checkpoint, "-o", "bundle", *options)
+    assert isinstance(result.exception, BundleError)
+    assert all(fact in str(result.exception) for fact in facts)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
 
 needs_rtx = pytest.mark.skipif(

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 from maskrcnn_trt.export.output_folder import atomic_folder, copy_samples
 from maskrcnn_trt.model.bundle.manifest import Manifest, Precision, read_manifest, verified_path
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
+from maskrcnn_trt.model.image_limits import ImageError
 
 pytestmark = pytest.mark.usefixtures("quick_graphs")
 WIDE, HIGH = ShapeBucket(96, 160), ShapeBucket(160, 96)
@@ -62,9 +64,13 @@ def test_precisions_share_a_file_that_was_exported_again(
 def test_samples_are_images_that_browsers_show(older: Path, tmp_path: Path) -> None:
     images = [tmp_path / f"{number}.jpg" for number in range(8)]
     for path in (scan := tmp_path / "0.tiff", *images):
-        path.write_bytes(path.name.encode())
+        Image.new("RGB", (8, 8)).save(path)
     copy_samples([scan, *images], older)
     assert {path.name for path in (older / "samples").iterdir()} == {p.name for p in images[:6]}
+    images[3].write_bytes(b"text")
+    with pytest.raises(ImageError, match=r"3\.jpg: "):
+        copy_samples(images, older)
+    assert len(list((older / "samples").iterdir())) == 6
 
 
 def test_bundles_of_other_checkpoints_are_replaced(
