@@ -104,7 +104,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     except Exception as error:
         # A damaged file fails in many ways: zip, pickle, a missing key, a wrong type. torch's
         # message would mislead: it suggests unpickling the file, which may run code.
+        reason = f": it lacks {error}" if isinstance(error, KeyError) else ""
         raise CheckpointError(
-            f"{path} is damaged or not a checkpoint of this program; give a .pth file that "
+            f"{path} is damaged or not a checkpoint of this program{reason}; give a .pth file that "
             "training wrote"
         ) from error

@@ -101,8 +101,8 @@ def _with_config(weights: Weights, stated: Detectron2Config) -> Weights:
 
 
 def is_checkpoint(content: object) -> bool:
-    """Whether the content of a file is that of a checkpoint of this program."""
-    return isinstance(content, Mapping) and "model_config" in content
+    """Whether the content of a file is that of a checkpoint of this program, even a damaged one."""
+    return isinstance(content, Mapping) and bool({"model_config", "training_state"} & {*content})
 
 
 def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> Weights:

@@ -10,11 +10,12 @@ import torch
 from ..bundle.manifest import MANIFEST_NAME
 from ..checkpoint import Checkpoint, load_checkpoint
 from ..config.reference import text_from_value
+from ..mask_rcnn import MaskRCNN
 from . import detectron2, torchvision
 from .conversion import WeightsConversion, checkpoint_from_weights
 from .downloads import CONFIG_NAME
 from .files import WeightsError, local_path, read_file
-from .origins import Weights
+from .origins import Weights, abbreviated
 from .recognition import OWN, is_checkpoint, read_weights
 from .zoo import ZooModel, is_zoo_name, zoo_model
 
@@ -137,9 +138,25 @@ def checkpoint_from_reference(reference: str | Path) -> Checkpoint:
     path = local_path(reference)
     if path.is_file() and is_checkpoint(read_file(path)):
         checkpoint = load_checkpoint(path)
+        _check_names_and_shapes(reference, checkpoint)
         _check_finite(reference, checkpoint)
         return checkpoint
     return convert_reference(reference).checkpoint
+
+
+def _check_names_and_shapes(reference: str | Path, checkpoint: Checkpoint) -> None:
+    with torch.device("meta"):  # allocates no memory
+        expected = MaskRCNN(checkpoint.model_config).state_dict()
+    needed, actual = (
+        {name: getattr(tensor, "shape", None) for name, tensor in tensors.items()}
+        for tensors in (expected, checkpoint.weights)
+    )
+    wrong = sorted({name for name, _ in needed.items() ^ actual.items()})
+    if wrong:
+        raise WeightsError(
+            f"{reference}: its configuration needs other weights (missing, superfluous or of "
+            f"another shape: {abbreviated(wrong)}); give a .pth file that training wrote"
+        )
 
 
 def _check_finite(reference: str | Path, checkpoint: Checkpoint) -> None:

@@ -11,7 +11,12 @@ from foreign_states import detectron2, random_state
 from zoo_mirror import zoo_mirror
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
-from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from maskrcnn_trt.model.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+)
 from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.weights.files import WeightsError
 from maskrcnn_trt.model.weights.references import checkpoint_from_reference, convert_reference
@@ -146,6 +151,22 @@ def test_weights_that_are_not_finite_are_refused(
     torch.save(detectron2(state, pyramid=True), path)
     with pytest.raises(WeightsError, match=r"weights\.pth: backbone\.body\.conv1\.weight has"):
         convert_reference(path)
+
+
+def test_incomplete_checkpoints_name_the_missing_part(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    content, path = torch.load(tiny_checkpoint, weights_only=True), tmp_path / "part.pth"
+    for key in content:
+        torch.save({k: v for k, v in content.items() if k != key}, path)
+        with pytest.raises(CheckpointError, match=rf"part\.pth .* lacks '{key}'"):
+            checkpoint_from_reference(path)
+    name = "rpn.head.conv.0.0.bias"
+    weights = {k: v for k, v in content["model"].items() if k != name}
+    for changed in (weights, weights | {name: torch.zeros(3)}, {**content["model"], "more": 1}):
+        torch.save(content | {"model": changed}, path)
+        with pytest.raises(WeightsError, match=rf"part\.pth.*({name}|more)"):
+            checkpoint_from_reference(path)
 
 
 def test_a_bundle_holds_no_weights(tmp_path: Path) -> None:
