@@ -78,12 +78,19 @@ def _report_nested(folder: Path) -> None:
 
 
 def check_folder(folder: Path, files: Sequence[Path], formats: Collection[ReportFormat]) -> None:
-    """Check that annotated images are not written into a folder that holds input images.
+    """Check an output folder: it is writable, and annotated images do not join input images.
 
     Raises:
-        click.UsageError: `formats` includes `pictures`, and `folder` holds an input image or the
-            target of an input image's symbolic link.
+        click.UsageError: The folder cannot be written or created. Or `formats` includes
+            `pictures`, and `folder` holds an input image or the target of an input image's
+            symbolic link.
     """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise click.UsageError(
+            f"{folder} cannot be written, because {existing} is not a folder that this user may "
+            "write to; choose another folder with --output"
+        )
     # Otherwise the next run would take the annotated images for input.
     if "pictures" not in formats:
         return

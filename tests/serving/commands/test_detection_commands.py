@@ -1,4 +1,5 @@
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,6 +141,22 @@ def test_output_into_the_input_folder_is_rejected(
         assert "--output" in result.stderr
     assert {path.name for path in folder.iterdir()} == {"012.jpg", "cat.png", "notes.txt"}
     assert invoke(predict, bundle, folder, "-o", folder, "--format", "coco").exit_code == 0
+
+
+def test_output_that_cannot_be_written_is_rejected_first(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is exported before."""
+    (tmp_path / "file").touch()
+    (tmp_path / "read-only").mkdir()
+    # Root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, _: "read-only" not in str(path))
+    for output in (tmp_path / "file" / "new", tmp_path / "read-only", tmp_path / "read-only/a/b"):
+        for source in ((predict, tmp_path / "no-such.pth"), (client, "localhost:1")):
+            result = invoke(*source, folder, "-o", output)
+            assert result.exit_code == 2
+            assert str(output) in result.stderr
+            assert "--output" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["cat.jpg", "12.jpg", "0012.webp"])
