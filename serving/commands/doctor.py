@@ -14,11 +14,16 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import click
+from click.core import ParameterSource
+
+from ..host import gpu_names
 
 FOLDER: Final = "runs/first"
 REPORT: Final = Path(FOLDER, "report")
 _BUNDLE: Final = f"{FOLDER}/bundle"
 _EVALUATION: Final = f"maskrcnn eval {_BUNDLE} data/synthetic"
+# Folder that only a checkout of the repository has. One of the steps runs its tests.
+_TESTS: Final = Path("tests/plugins")
 # Largest accepted difference in box AP (0..1) between TensorRT in fp16 and ONNX Runtime in fp32.
 _AP_TOLERANCE: Final = 0.005
 # Lines of a command's output that are shown if it fails.
@@ -127,9 +132,32 @@ def doctor(tensorrt: bool, first: int) -> None:
     """
     from .machine_checks import machine_section, show
 
+    source = click.get_current_context().get_parameter_source("first")
+    if source is ParameterSource.COMMANDLINE and not tensorrt:
+        raise click.UsageError("--from has no effect without --tensorrt")
     show([machine_section()])
+    if tensorrt:
+        _check_requirements()
     if tensorrt and not run_steps(STEPS, REPORT, first):
         click.get_current_context().exit(1)
+
+
+def _check_requirements() -> None:
+    """Check that the steps can run here, before they train a model and write files.
+
+    Raises:
+        click.ClickException: There is no GPU, or the current folder is not a checkout.
+    """
+    if not gpu_names():
+        raise click.ClickException(
+            "--tensorrt needs an NVIDIA GPU, but nvidia-smi reports none; run it on a machine with "
+            "a GPU and its driver"
+        )
+    if not _TESTS.is_dir():
+        raise click.ClickException(
+            f"--tensorrt runs tests and writes files in a checkout of the repository, but "
+            f"{Path.cwd()} has no folder {_TESTS}; change to the folder of a checkout"
+        )
 
 
 def run_steps(steps: Sequence[FirstRunStep], report: Path, first: int = 1) -> bool:

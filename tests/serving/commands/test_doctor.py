@@ -31,7 +31,29 @@ def test_page_has_the_same_steps() -> None:
     assert rows == [(str(n), step.must_print) for n, step in enumerate(STEPS, 1)]
 
 
-def test_first_step_without_tensorrt(report: Path) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "fact"), [((), "NVIDIA GPU"), (("a GPU",), "checkout of the repository")]
+)
+def test_steps_do_not_begin_where_they_cannot_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], fact: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("maskrcnn_trt.serving.commands.doctor.gpu_names", lambda: gpus)
+    result = CliRunner().invoke(doctor, ["--tensorrt"])
+    assert result.exit_code == 1
+    assert fact in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_first_step_needs_the_steps() -> None:
+    result = CliRunner().invoke(doctor, ["--from", "1"])
+    assert result.exit_code == 2
+    assert "--tensorrt" in result.output
+
+
+def test_first_step_without_tensorrt(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maskrcnn_trt.serving.commands.doctor.gpu_names", lambda: ("a GPU",))
+    (report.parent / "tests" / "plugins").mkdir(parents=True)
     result = CliRunner().invoke(doctor, ["--tensorrt"])
     assert result.exit_code == 1
     assert "Python" in result.output  # the section on the machine
