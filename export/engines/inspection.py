@@ -1,6 +1,7 @@
 """Inspection of a loaded engine: its tensors and layers."""
 
 import importlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,16 @@ def load_engine(plan: Path, kind: EngineKind) -> tuple[Any, Any]:
         EngineError: the engine is damaged, or was built for another machine.
     """
     trt: Any = importlib.import_module(kind.replace("-", "_"))
-    with errors_of(trt) as errors:
+    engine = None
+    # TypeError: without a GPU, TensorRT can return no runtime.
+    with errors_of(trt) as errors, suppress(TypeError):
         runtime = trt.Runtime(shared_logger(trt))
         runtime.engine_host_code_allowed = True  # version-compatible plans contain code
         engine = runtime.deserialize_cuda_engine(plan.read_bytes())
     if engine is None:
         reason = " ".join(errors[0].split()) if errors else "it gives no reason"
+        if "cudaError" in reason:
+            reason = f"it finds no GPU that it can use ({reason})"
         raise EngineError(
             f"{kind} {trt.__version__} cannot load {plan} on this machine: {reason}; "
             "inspect it on the machine that runs it, or rebuild it with `maskrcnn export --engine`"

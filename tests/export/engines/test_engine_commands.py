@@ -49,6 +49,7 @@ def test_without_a_gpu_the_manifest_entry_is_shown(engine_bundle: Path) -> None:
         assert fact in result.output
     assert isinstance(result.exception, EngineError)
     assert "CUDA driver version is insufficient" in str(result.exception)
+    assert "no GPU" in str(result.exception)
     assert "maskrcnn export --engine" in str(result.exception)
     result = inspect(plan, "--json")
     assert result.exit_code == 0
@@ -77,6 +78,17 @@ def test_damaged_plan_outside_a_bundle(tmp_path: Path) -> None:
     assert result.output == ""
     assert isinstance(result.exception, EngineError)
     assert str(plan) in str(result.exception)
+
+
+def test_tensorrt_without_a_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runtime(_: object) -> None:
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    monkeypatch.setattr("tensorrt_rtx.Runtime", runtime)
+    (plan := tmp_path / "model.rtx").write_bytes(b"plan")
+    error = inspect(plan).exception
+    assert isinstance(error, EngineError)
+    assert str(plan) in str(error)
 
 
 @pytest.mark.parametrize(
