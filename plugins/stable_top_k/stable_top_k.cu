@@ -2,8 +2,10 @@
 //
 // A block reads a chunk of a row, THREADS * ITEMS entries, into registers as integer keys in the
 // order of the values. Bit by bit it finds the key of the k-th largest entry, and writes the k
-// largest entries in row order, which breaks ties. `prune_top_k` ends here; it is launched until
-// the remaining entries of a row fit into one block. `sort_top_k` also sorts the k entries.
+// largest entries in row order, which breaks ties. Bits that all keys share are skipped: 13 of 32 if
+// the values were computed in fp16, and all of them in padding. `prune_top_k` ends here; it is
+// launched until the remaining entries of a row fit into one block. `sort_top_k` also sorts the k
+// entries.
 //
 // Constants: VALUE (type), ITEMS, MAX_K (largest number of sorted entries, a power of two),
 // THREADS.
@@ -29,12 +31,13 @@ struct Row {
     __device__ int index_of(int place) const { return candidates ? candidates[place] : place; }
 };
 
-// Integer key of a value. Zeros of either sign are equal. All NaN are equal and the largest. No
-// value has the key 0.
+// Integer key of a value: SIGN plus or minus the bits of its magnitude. Zeros of either sign are
+// equal. All NaN are equal and the largest. No value has the key 0. Values with the same low bits of
+// zero, such as those of 16 bits, have keys with low bits of zero.
 __device__ unsigned key_of(Value value) {
     const float wide = widen(value);
-    const unsigned bits = wide == 0.0f ? 0u : __float_as_uint(wide);
-    const unsigned key = bits & SIGN ? ~bits : bits | SIGN;
+    const unsigned bits = __float_as_uint(wide), magnitude = bits & ~SIGN;
+    const unsigned key = bits & SIGN ? SIGN - magnitude : SIGN + magnitude;
     return isnan(wide) ? 0xffffffffu : key;
 }
 
@@ -72,21 +75,51 @@ __device__ unsigned sum_of_warp(unsigned value) {
     return value;
 }
 
+__device__ unsigned or_of_warp(unsigned value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_or_sync(ALL_LANES, value);
+#endif
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        value |= __shfl_xor_sync(ALL_LANES, value, step);
+    }
+    return value;
+}
+
 // Key that exactly `wanted` entries reach. If ties prevent that: the key of the last wanted entry.
 __device__ unsigned key_of_last(const Keys& keys, int wanted) {
+    __shared__ unsigned warps_ones[WARP], warps_zeros[WARP];
     // Two buffers, so that a bit's totals are read while the next bit's are written.
     __shared__ unsigned totals[2][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    unsigned last = 0;
-    for (int bit = KEY_BITS - 1; bit >= 0; --bit) {
-        const unsigned trial = last | 1u << bit;
+    // Bits that are one in some key of the block, and bits that are zero in some key.
+    unsigned ones = 0, zeros = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        ones |= keys[i];
+        zeros |= ~keys[i];
+    }
+    ones = or_of_warp(ones);
+    zeros = or_of_warp(zeros);
+    if (lane == 0) {
+        warps_ones[warp] = ones;
+        warps_zeros[warp] = zeros;
+    }
+    __syncthreads();
+    ones = or_of_warp(warps_ones[lane]);
+    zeros = or_of_warp(warps_zeros[lane]);
+
+    unsigned last = ~zeros;
+    int buffer = 0;
+    for (unsigned differing = ones & zeros; differing != 0; buffer ^= 1) {
+        const unsigned bit = SIGN >> __clz(differing), trial = last | bit;
+        differing ^= bit;
         unsigned reached = 0;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) reached += keys[i] >= trial;
         reached = sum_of_warp(reached);
-        if (lane == 0) totals[bit % 2][warp] = reached;
+        if (lane == 0) totals[buffer][warp] = reached;
         __syncthreads();
-        const int count = sum_of_warp(totals[bit % 2][lane]);
+        const int count = sum_of_warp(totals[buffer][lane]);
         if (count >= wanted) last = trial;
         if (count == wanted) break;
     }
