@@ -11,6 +11,7 @@ With the resize rules `pillow` and `detectron2`, resized values differ from Pill
 With the rule `torchvision`, they are those of torchvision.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,11 @@ from .bundle.spec import ResizeRule
 from .hardware_jpegs import hardware_jpeg_decoder
 from .image_limits import ImageError
 
+# torch warns once of a tensor in read-only memory, because it can be written to. Let it warn here,
+# unseen.
+with warnings.catch_warnings(action="ignore"):
+    torch.from_numpy(np.frombuffer(b"\0", np.uint8))
+
 # EXIF orientations that need a transposition, or mirrored rows or columns.
 _TRANSPOSED = frozenset({5, 6, 7, 8})
 _MIRRORED_ROWS = frozenset({3, 4, 7, 8})
@@ -31,9 +37,8 @@ _MIRRORED_COLUMNS = frozenset({2, 3, 6, 7})
 
 
 def tensor_from_bytes(data: bytes | memoryview) -> Tensor:
-    """Copy bytes into a tensor [N] uint8."""
-    # Without the copy, torch would warn that the memory of `bytes` is read-only.
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+    """Return a view of bytes as a tensor [N] uint8. Do not write to it."""
+    return torch.from_numpy(np.frombuffer(data, np.uint8))
 
 
 def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor | ImageError]:

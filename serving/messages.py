@@ -162,15 +162,12 @@ def _detections_with_rles(detections: Detections) -> bytes:
         detections.rles or (),
         strict=True,
     )
-    for label, class_name, category_id, score_and_box, (height, width, counts) in rows:
+    size = pb.Rle(height=detections.height, width=detections.width).SerializeToString()
+    for label, class_name, category_id, score_and_box, rle in rows:
         name = _class_fields(label, class_name, category_id)
-        size = _rle_size(height, width)
-        length = _varint(len(counts))
-        rle = len(size) + 1 + len(length) + len(counts)
-        rle_length = _varint(rle)
-        total = _varint(len(name) + len(score_and_box) + 1 + len(rle_length) + rle)
-        parts += (_DETECTION_TAG, total, name, score_and_box)
-        parts += (_RLE_TAG, rle_length, size, _COUNTS_TAG, length, counts)
+        counts = rle.counts
+        headers = _headers(len(name) + len(score_and_box), len(size), len(counts))
+        parts += (headers[0], name, score_and_box, headers[1], size, headers[2], counts)
     return b"".join(parts)
 
 
@@ -196,10 +193,19 @@ def _class_fields(label: int, class_name: str, category_id: int) -> bytes:
     return fields.SerializeToString()
 
 
-@lru_cache(maxsize=256)
-def _rle_size(height: int, width: int) -> bytes:
-    """Serialise the size of an image as fields of `Rle`."""
-    return pb.Rle(height=height, width=width).SerializeToString()
+@lru_cache(maxsize=1 << 14)
+def _headers(detection: int, rle: int, counts: int) -> tuple[bytes, bytes, bytes]:
+    """Return the tag and length that precede a serialised detection, its `rle`, and its `counts`.
+
+    Args:
+        detection: Bytes of the detection's other fields.
+        rle: Bytes of the other fields of `rle`.
+        counts: Bytes of `counts`.
+    """
+    counts_header = _COUNTS_TAG + _varint(counts)
+    rle += len(counts_header) + counts
+    rle_header = _RLE_TAG + _varint(rle)
+    return _DETECTION_TAG + _varint(detection + len(rle_header) + rle), rle_header, counts_header
 
 
 def response_bytes(response: TimedResponse[bytes], request_id: str) -> bytes:
