@@ -4,6 +4,7 @@ Pillow's BMP and TIFF decoders are not bounded for hostile data. Therefore the s
 formats, and programs that read the user's own files convert them. Needs no torch.
 """
 
+import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -18,7 +19,7 @@ from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from .bundle.spec import MAX_PIXELS
-from .image_limits import ImageError, check_size
+from .image_limits import MAX_FILE_BYTES, ImageError, check_size
 from .images import IMAGE_SUFFIXES, plugin_for
 from .rgb_strips import TRANSPOSES
 
@@ -30,6 +31,8 @@ _PLUGINS: dict[bytes, type[ImageFile]] = {
     b"II*\0": TiffImageFile,
     b"MM\0*": TiffImageFile,
 }
+# Bytes at the start of a file that identify its format.
+_SIGNATURE_BYTES = 12
 # Pillow's modes that PNG stores without loss, and those that are converted to RGB first.
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _COLOUR_MODES = ("CMYK", "YCbCr", "LAB", "RGBX", "RGBa", "PA")
@@ -63,10 +66,21 @@ def read_image_file(path: Path) -> bytes:
 
     Raises:
         OSError: the file cannot be read.
-        ImageError: the content is of no supported format, or is a BMP or TIFF image that cannot be
-            converted.
+        ImageError: the path is a pipe or a device, the file has over `MAX_FILE_BYTES` or is of no
+            supported format, or is a BMP or TIFF image that cannot be converted.
     """
-    return png_from_other_formats(path.read_bytes())
+    status = path.stat()
+    # Pipes and devices may be endless, and some callers read the file twice.
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise ImageError("the path is a pipe or a device; save the image in a file and name that")
+    if status.st_size > MAX_FILE_BYTES:
+        raise ImageError(
+            f"the file has {status.st_size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed"
+        )
+    with path.open("rb") as file:
+        _check_format(file.read(_SIGNATURE_BYTES))
+        file.seek(0)
+        return png_from_other_formats(file.read())
 
 
 def png_from_other_formats(data: bytes) -> bytes:
@@ -79,10 +93,8 @@ def png_from_other_formats(data: bytes) -> bytes:
             too small, has more than `MAX_PIXELS`, has a pixel type that PNG lacks, or has 16-bit
             colours that would turn dark.
     """
-    plugin = next((own for start, own in _PLUGINS.items() if data.startswith(start)), None)
+    plugin = _check_format(data)
     if plugin is None:
-        if data and plugin_for(data) is None:
-            raise ImageError("the data is not a JPEG, PNG, WebP, BMP or TIFF image")
         return data
     try:
         # PIL.Image.open has a global limit of pixels, so the format's plugin is called directly.
@@ -103,6 +115,18 @@ def png_from_other_formats(data: bytes) -> bytes:
     except Exception as error:  # on damaged files, codecs raise exceptions of any type
         raise ImageError(f"the image is truncated or damaged: {error}") from error
     return file.getvalue()
+
+
+def _check_format(data: bytes) -> type[ImageFile] | None:
+    """Return Pillow's class for a BMP or TIFF image. None: the data is empty, JPEG, PNG or WebP.
+
+    Raises:
+        ImageError: the data begins with no signature of these formats.
+    """
+    plugin = next((own for start, own in _PLUGINS.items() if data.startswith(start)), None)
+    if plugin is None and data and plugin_for(data) is None:
+        raise ImageError("the data is not a JPEG, PNG, WebP, BMP or TIFF image")
+    return plugin
 
 
 def _png_compatible(image: Image, has_deep_colours: bool) -> Image:

@@ -11,6 +11,9 @@ from .jpeg_headers import MAX_PIXELS_PER_BYTE
 
 # Minimum height and width of an image in pixels.
 MIN_SIDE = 8
+# Maximum size of an image file in bytes: twice that of an uncompressed TIFF of `MAX_PIXELS` RGBA
+# pixels with 16 bits per channel.
+MAX_FILE_BYTES = 1 << 30
 
 END_OF_JPEG = b"\xff\xd9"
 _START_OF_SCAN = b"\xff\xda"

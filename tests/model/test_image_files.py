@@ -1,5 +1,6 @@
 """BMP and TIFF files become PNG without loss."""
 
+import os
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from PIL import Image
 from PIL.ExifTags import Base
 
 from maskrcnn_trt.model.image_files import read_image_file
-from maskrcnn_trt.model.image_limits import ImageError
+from maskrcnn_trt.model.image_limits import MAX_FILE_BYTES, ImageError
 from maskrcnn_trt.model.images import decode_image
 from maskrcnn_trt.training.data.image_sizes import read_header_size
 
@@ -90,3 +91,20 @@ def test_tiff_keeps_its_orientation(orientation: int, mode: str, tmp_path: Path)
 def test_unusable_files(data: bytes, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=reason):
         decoded(data, tmp_path)
+
+
+@pytest.mark.parametrize("start", [b"", b"\xff\xd8\xff"])
+def test_huge_files_are_rejected_unread(start: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "image.jpg"
+    path.write_bytes(start)
+    size = MAX_FILE_BYTES + 1 if start else MAX_FILE_BYTES  # without a signature, any size
+    os.truncate(path, size)
+    with pytest.raises(ImageError, match=f"{size:,} bytes" if start else "not a JPEG"):
+        read_image_file(path)
+
+
+def test_pipes_and_devices_are_rejected(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ImageError, match="pipe or a device"):
+            read_image_file(path)
