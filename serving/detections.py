@@ -36,13 +36,14 @@ class DetectionOptions:
     """Options of a request: which detections to return, and in which mask format.
 
     Raises:
-        InvalidRequestError: an option is out of range.
+        InvalidRequestError: an option is out of range, or the mask format is unknown.
     """
 
     # Return only detections that score above this, in 0..1, and above the model's own threshold.
     score_threshold: float = 0.0
     # Maximum number of detections, by descending score. None: the model's own limit.
     max_detections: int | None = None
+    # A value of `MaskFormat`, such as "polygon", is converted to it.
     mask_format: MaskFormat = MaskFormat.RLE
 
     def __post_init__(self) -> None:
@@ -54,6 +55,13 @@ class DetectionOptions:
             raise InvalidRequestError(
                 f"max_detections is {self.max_detections}; it must be at least 1"
             )
+        try:
+            object.__setattr__(self, "mask_format", MaskFormat(self.mask_format))
+        except ValueError:
+            known = ", ".join(mask_format.value for mask_format in MaskFormat)
+            raise InvalidRequestError(
+                f"mask_format is {self.mask_format!r}; it must be one of {known}"
+            ) from None
 
 
 DEFAULT_OPTIONS = DetectionOptions()

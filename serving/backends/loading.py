@@ -134,8 +134,10 @@ def choose_backend(
 
     Raises:
         BundleError: the bundle has no artifact for the backend `name` in the precision.
-        BackendError: the artifacts do not run on this machine.
+        BackendError: no backend has this name, or the artifacts do not run on this machine.
     """
+    if name != "auto" and name not in _KINDS:
+        raise BackendError(f"there is no backend {name!r}; choose from auto, {', '.join(_KINDS)}")
     if name != "auto":
         if name != "torch":  # torch also runs on the CPU, which `check_backend` would reject
             check_backend(bundle, manifest, precision, name)

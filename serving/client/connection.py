@@ -12,7 +12,7 @@ import grpc
 
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ...protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from ..config import MAX_RETRIES, check_address
+from ..config import DAY_S, MAX_RETRIES, check_address
 from ..errors import (
     AccessError,
     ClientError,
@@ -99,16 +99,20 @@ class Connection:
         Args:
             address: `host:port` of the server, or a gRPC target with a scheme, such as `dns:` or
                 `unix:`.
-            timeout_s: Deadline of a request in seconds, all retries included. Streams have none.
+            timeout_s: Deadline of a request in seconds, at most `DAY_S`, all retries included.
+                Streams have none.
             retries: Maximum number of retries if the server is overloaded or unreachable; see
                 `channel_options`.
             credentials: Credentials of the client. None: neither TLS nor a token.
             keepalive_s: Idle seconds before a keepalive ping; see `channel_options`.
 
         Raises:
-            ValueError: `address` is invalid, or `retries` or `keepalive_s` is out of range.
+            ValueError: `address` is invalid, or `timeout_s`, `retries` or `keepalive_s` is out of
+                range.
         """
         check_address(address)
+        if not 0 < timeout_s <= DAY_S:
+            raise ValueError(f"timeout_s is {timeout_s}; it must be above 0 and at most {DAY_S}")
         self._address = address
         self._timeout_s = timeout_s
         options = channel_options(retries, keepalive_s)

@@ -94,7 +94,7 @@ def predict(
     files, folder = files_and_folder(images, output, formats)
     bundle = bundle_for_backend(model, backend, precisions)
     with (
-        contextlib.closing(Detector(bundle, precision, backend, max_batch)) as predictor,
+        Detector(bundle, precision, backend, max_batch) as predictor,
         contextlib.closing(predictor.detect_many(files, options)) as outcomes,
     ):
         write_report(files, outcomes, folder, formats)

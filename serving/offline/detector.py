@@ -3,6 +3,7 @@
 from collections.abc import Generator, Iterable
 from contextlib import closing
 from pathlib import Path
+from typing import Self
 
 from ...model.bundle.manifest import Precision, read_manifest
 from ...model.bundle.spec import MAX_PIXELS
@@ -10,6 +11,7 @@ from ...model.image_limits import ImageError
 from ..backends.loading import load_backend, served_precision
 from ..config import BackendName
 from ..detections import DEFAULT_OPTIONS, DetectionOptions, Detections
+from ..errors import BackendError
 from ..steps.base import ImageRequest, Outcome
 from ..steps.host_steps import HostSteps
 from ..steps.preprocessing import plan_image
@@ -19,7 +21,8 @@ from .bulk import detect_many
 class Detector:
     """A bundle loaded for detection in this process. Results equal those of the server.
 
-    `Detector(bundle)(images)` returns the detections of several images.
+    `Detector(bundle)(images)` returns the detections of several images. A context manager that
+    releases the model.
     """
 
     def __init__(
@@ -40,8 +43,12 @@ class Detector:
 
         Raises:
             BundleError: The bundle is missing or damaged, or lacks the precision.
-            BackendError: The backend does not run here, or does not support the batch size.
+            BackendError: The backend is unknown, does not run here, or does not support the batch
+                size.
+            ValueError: `max_batch` is less than 1.
         """
+        if max_batch < 1:
+            raise ValueError(f"max_batch is {max_batch}; give 1 or more")
         bundle = Path(bundle)
         self.manifest = read_manifest(bundle)
         self._max_batch = max_batch
@@ -53,6 +60,13 @@ class Detector:
             max_batch,
         )
         self._steps = HostSteps(self._backend, self.manifest, threads=1)
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __call__(
         self, images: Iterable[bytes | str | Path], options: DetectionOptions = DEFAULT_OPTIONS
@@ -64,10 +78,11 @@ class Detector:
 
         Raises:
             ImageError: An image is invalid. `detect_many` continues with the others instead.
+            TypeError: `images` is one image, not several.
+            BackendError: The detector is closed.
         """
-        sources = (Path(image) if isinstance(image, str) else image for image in images)
         results = []
-        with closing(self.detect_many(sources, options)) as outcomes:
+        with closing(self.detect_many(images, options)) as outcomes:
             for outcome in outcomes:
                 if isinstance(outcome, ImageError):
                     raise outcome
@@ -84,7 +99,9 @@ class Detector:
 
         Raises:
             ImageError: The image is invalid.
+            BackendError: The detector is closed.
         """
+        self._check_open()
         image = plan_image(
             data,
             self.manifest.preprocessing,
@@ -95,17 +112,31 @@ class Detector:
         return self._steps.detect(ImageRequest(image, options))
 
     def detect_many(
-        self, images: Iterable[bytes | Path], options: DetectionOptions = DEFAULT_OPTIONS
+        self, images: Iterable[bytes | str | Path], options: DetectionOptions = DEFAULT_OPTIONS
     ) -> Generator[Outcome, None, None]:
         """Detect objects in encoded images or files, in batches; see `bulk.detect_many`.
 
         Yields:
             The detections or the error of each image, in order.
+
+        Raises:
+            TypeError: `images` is one image, not several. Raised by the call itself.
+            BackendError: The detector is closed. Raised by the call itself.
         """
+        self._check_open()
+        if isinstance(images, str | bytes | Path):
+            raise TypeError(f"images must be a list of images, not {type(images).__name__}")
+        sources = (image if isinstance(image, bytes) else Path(image) for image in images)
         # On a CPU, larger batches are not faster and need more memory.
         max_batch = 1 if self._backend.device == "cpu" else self._max_batch
-        return detect_many(images, self._backend, self.manifest, options, max_batch=max_batch)
+        return detect_many(sources, self._backend, self.manifest, options, max_batch=max_batch)
 
     def close(self) -> None:
-        """Release the model."""
-        self._backend.close()
+        """Release the model. Later detections raise BackendError."""
+        if not self._closed:
+            self._closed = True
+            self._backend.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BackendError("the detector is closed; create a new one")

@@ -103,6 +103,15 @@ def test_timeouts_must_be_finite_and_positive(tmp_path: Path, option: str, value
 
 
 @both_clients
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
+def test_timeout_of_a_client_must_be_finite_and_positive(
+    detect: Callable[..., Detections], value: float
+) -> None:
+    with pytest.raises(ValueError, match=f"timeout_s is {value}"):
+        detect("localhost:1", timeout_s=value)
+
+
+@both_clients
 def test_requests_go_to_a_reachable_address(detect: Callable[..., Detections]) -> None:
     with stub_server(StubDetector()) as address, socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -1,7 +1,7 @@
-import contextlib
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -16,6 +16,8 @@ from torchvision.ops import clip_boxes_to_image
 
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest, write_manifest
 from maskrcnn_trt.model.image_limits import ImageError
+from maskrcnn_trt.serving.detections import DetectionOptions
+from maskrcnn_trt.serving.errors import BackendError, InvalidRequestError
 from maskrcnn_trt.serving.offline.detector import Detector
 
 Encode = Callable[..., bytes]
@@ -23,7 +25,7 @@ Encode = Callable[..., bytes]
 
 @pytest.fixture(scope="module")
 def predictor(bundle: Path) -> Iterator[Detector]:
-    with contextlib.closing(Detector(bundle)) as predictor:
+    with Detector(bundle) as predictor:
         yield predictor
 
 
@@ -113,3 +115,32 @@ def test_several_images_are_detected_in_one_call(
     assert sum(len(d.scores) for d in found) > 0
     with pytest.raises(ImageError, match="damaged"):
         predictor([first, second[:200]])
+
+
+def test_closed_detector_raises(bundle: Path, picture: Encode) -> None:
+    with Detector(bundle) as closed:
+        closed.close()
+    for detect in (lambda: closed.detect(picture()), lambda: closed([picture()])):
+        with pytest.raises(BackendError, match="detector is closed"):
+            detect()
+
+
+@pytest.mark.parametrize("image", ["a.jpg", b"content", Path("a.jpg")])
+def test_one_image_is_no_list(predictor: Detector, image: Any) -> None:
+    with pytest.raises(TypeError, match=f"images must be a list.* {type(image).__name__}"):
+        predictor(image)
+
+
+def test_invalid_arguments(bundle: Path) -> None:
+    unknown: Any = "tensorflow"
+    with pytest.raises(BackendError, match=r"'tensorflow'.*onnxruntime"):
+        Detector(bundle, backend=unknown)
+    with pytest.raises(ValueError, match="max_batch is 0"):
+        Detector(bundle, max_batch=0)
+
+
+def test_mask_format_by_its_value(predictor: Detector, picture: Encode) -> None:
+    options: Any = {"mask_format": "polygon"}
+    assert predictor.detect(picture(), DetectionOptions(**options)).polygons
+    with pytest.raises(InvalidRequestError, match=r"mask_format is 'polygons'.* polygon"):
+        DetectionOptions(**options | {"mask_format": "polygons"})
