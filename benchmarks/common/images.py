@@ -12,6 +12,7 @@ from PIL import Image
 
 from ...model.bundle.spec import ShapeBucket
 from ...model.image_files import read_image_file
+from ...model.image_limits import ImageError
 from ...model.images import decode_image
 from ...model.resizing import resize_image
 
@@ -52,10 +53,20 @@ def read_images(sources: Sequence[Path]) -> list[bytes]:
 
     Raises:
         click.UsageError: the sources contain no image, or two images of the same name.
+        ImageError: an image is invalid; the message names its file.
     """
     from ...serving.results.reports import image_files
 
-    return [read_image_file(path) for path in image_files(sources)] if sources else []
+    return [_checked_image(path) for path in image_files(sources)] if sources else []
+
+
+def _checked_image(path: Path) -> bytes:
+    try:
+        data = read_image_file(path)
+        decode_image(data)  # measurements have no file names to report
+    except ImageError as error:
+        raise ImageError(f"{path}: {error}") from None
+    return data
 
 
 def describe_images(images: Sequence[bytes], sources: Sequence[Path], default: str) -> str:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ def iterate_in_process(
         kwargs: Keyword arguments of the function.
 
     Raises:
-        ProcessError: the process died, or the function raised; its traceback is on stderr.
+        Exception: the exception of the function. A note holds its traceback in the process.
+        ProcessError: the process died.
     """
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -81,8 +83,13 @@ def iterate_in_process(
     sender.close()
     try:
         while True:
-            yield receiver.recv()
-    except EOFError:
+            try:
+                item, error = receiver.recv()
+            except EOFError:
+                break
+            if error:
+                raise error
+            yield item
         process.join()
     finally:
         receiver.close()
@@ -95,8 +102,11 @@ def iterate_in_process(
 def _send_items(
     sender: Connection, function: Callable[..., Iterable[Any]], args: Any, kwargs: Any
 ) -> None:
-    for item in function(*args, **kwargs):
-        sender.send(item)
+    try:
+        for item in function(*args, **kwargs):
+            sender.send((item, None))
+    except Exception as error:
+        _send_error(sender, error)
 
 
 def call_in_processes(
@@ -114,7 +124,7 @@ def call_in_processes(
         One result per process, in the order of `arguments`.
 
     Raises:
-        Exception: the exception of the first process that fails.
+        Exception: the exception of the first process that fails. A note holds its traceback there.
         ProcessError: a process died.
     """
     context = get_context("spawn")
@@ -144,7 +154,12 @@ def _send_result(
     try:
         sender.send((function(*arguments), None))
     except Exception as error:
-        sender.send((None, error))
+        _send_error(sender, error)
+
+
+def _send_error(sender: Connection, error: Exception) -> None:
+    error.add_note("".join(traceback.format_exception(error)))  # pickling drops the traceback
+    sender.send((None, error))
 
 
 def _received(receiver: Any) -> Any:

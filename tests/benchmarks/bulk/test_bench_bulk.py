@@ -51,13 +51,13 @@ def test_bundle_is_measured_in_total_and_by_step(bundle: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("options", "fact"),
-    [(["--precision", "fp16"], "no fp16 onnx"), (["--images", "IMAGE"], "not a JPEG")],
+    [(["--precision", "fp16"], "no fp16 onnx"), (["--images", "IMAGE"], "broken.jpg: ")],
 )
 def test_invalid_input_is_an_error(
     bundle: Path, tmp_path: Path, options: list[str], fact: str
 ) -> None:
     image = tmp_path / "broken.jpg"
-    image.write_bytes(b"no image")
+    image.write_bytes(noise_jpeg(ShapeBucket(50, 40))[:500])
     options = [str(image) if option == "IMAGE" else option for option in options]
     result = CliRunner().invoke(bulk, [str(bundle), "--seconds", "0.05", *options])
     assert result.exit_code != 0

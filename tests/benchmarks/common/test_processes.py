@@ -24,6 +24,7 @@ from maskrcnn_trt.benchmarks.common.processes import (
     peak_memory_mib,
     reset_peak_memory,
 )
+from maskrcnn_trt.model.bundle.manifest import BundleError
 
 # A child process of a child process that reports when it holds 200 MiB, and then is busy.
 _BUSY = "x = bytearray(200 << 20)\nprint(flush=True)\nwhile True: pass"
@@ -51,6 +52,20 @@ def test_items_before_a_crash_are_kept():
     assert [next(items), next(items)] == [0, 1]
     with pytest.raises(ProcessError, match="exit code 3"):
         next(items)
+
+
+def raise_after(count: int, error: Exception) -> Iterator[int]:
+    yield from range(count)
+    raise error
+
+
+@pytest.mark.parametrize("error", [BundleError("no fp16 torch artifact"), EOFError("no data")])
+def test_error_of_the_function_arrives_as_itself(error: Exception) -> None:
+    items = iterate_in_process(raise_after, 1, error)
+    assert next(items) == 0
+    with pytest.raises(type(error), match=str(error)) as caught:
+        next(items)
+    assert "in raise_after" in caught.value.__notes__[0]
 
 
 def test_process_ends_with_its_reader():
