@@ -31,8 +31,6 @@ _PLUGINS: dict[bytes, type[ImageFile]] = {
     b"II*\0": TiffImageFile,
     b"MM\0*": TiffImageFile,
 }
-# Bytes at the start of a file that identify its format.
-_SIGNATURE_BYTES = 12
 # Pillow's modes that PNG stores without loss, and those that are converted to RGB first.
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _COLOUR_MODES = ("CMYK", "YCbCr", "LAB", "RGBX", "RGBa", "PA")
@@ -78,8 +76,7 @@ def read_image_file(path: Path) -> bytes:
             f"the file has {status.st_size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed"
         )
     with path.open("rb") as file:
-        _check_format(file.read(_SIGNATURE_BYTES))
-        file.seek(0)
+        _check_format(file.peek())
         return png_from_other_formats(file.read())
 
 

@@ -60,9 +60,13 @@ def pictures(folder: Path, picture: Encode, count: int) -> list[Path]:
     return paths
 
 
+# `maskrcnn` that reads images from pipes too, so that it can be made to wait.
+_PROGRAM = "import stat; stat.S_ISREG = bool; from maskrcnn_trt.cli import main; main()"
+
+
 def command(*words: object, before: str = "") -> list[str]:
     """Return a command line of `maskrcnn` after a shell command."""
-    line = [sys.executable, "-m", "maskrcnn_trt", *map(str, words), "--score-threshold", "0.2"]
+    line = [sys.executable, "-c", _PROGRAM, *map(str, words), "--score-threshold", "0.2"]
     return ["bash", "-c", f'{before}\nexec "$@"', "bash", *line]
 
 

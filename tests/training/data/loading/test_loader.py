@@ -1,6 +1,7 @@
 import logging
 import multiprocessing
 import os
+import stat
 import time
 from pathlib import Path
 from threading import Thread
@@ -145,7 +146,10 @@ def test_replacements_may_be_broken_too(tmp_path: Path, caplog: pytest.LogCaptur
     assert "skipped files so far: 2" in caplog.text
 
 
-def test_a_killed_worker_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+def test_a_killed_worker_is_an_error_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stat, "S_ISREG", bool)  # pipes pass as files
     config = make_config(write_folder(tmp_path, valid_content()), workers=1)
     dataset = CocoDataset(config.data.train)
     for image in tmp_path.glob("*.jpg"):
