@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ...model.bundle.manifest import Precision
+from ...model.plurals import counted
 from ...serving.config import BackendName
 from ...training.config import EvaluatorName
 
@@ -234,7 +235,7 @@ def _is_folder(source: str) -> bool:
 
 
 def _describe_evaluation(evaluation: "BundleEvaluation") -> str:
-    images = f"{evaluation.images} images"
+    images = counted(evaluation.images, "image")
     if evaluation.left_out:
         images += f" ({evaluation.left_out} skipped)"
     return (

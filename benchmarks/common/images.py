@@ -14,6 +14,7 @@ from ...model.bundle.spec import ShapeBucket
 from ...model.image_files import read_image_file
 from ...model.image_limits import ImageError
 from ...model.images import decode_image
+from ...model.plurals import counted
 from ...model.resizing import resize_image
 
 # Side in pixels of the squares that noise images consist of.
@@ -71,7 +72,8 @@ def _checked_image(path: Path) -> bytes:
 
 def describe_images(images: Sequence[bytes], sources: Sequence[Path], default: str) -> str:
     """Return a description such as `3 files of FOLDER`, or `default` if there are no images."""
-    return f"{len(images)} files of {', '.join(map(str, sources))}" if images else default
+    files = counted(len(images), "file")
+    return f"{files} of {', '.join(map(str, sources))}" if images else default
 
 
 def noise_jpeg(size: ShapeBucket) -> bytes:

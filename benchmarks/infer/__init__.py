@@ -9,6 +9,7 @@ import click
 from ...export.commands import BucketType
 from ...model.bundle.manifest import Precision
 from ...model.bundle.spec import ShapeBucket
+from ...model.plurals import counted
 from ...serving.config import BackendName
 from ..common.images import images_option, read_images
 from ..common.record import Record, json_option, output_option, publish
@@ -73,7 +74,7 @@ def infer(
     record, failures = _measure(models, settings)
     publish(record, json_path, output)
     if failures:
-        click.echo(f"{len(failures)} engines failed, see above", err=True)
+        click.echo(f"{counted(len(failures), 'engine')} failed, see above", err=True)
         click.get_current_context().exit(_SOME_FAILED)
 
 

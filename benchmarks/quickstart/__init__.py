@@ -11,6 +11,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ...model.plurals import counted
+
 if TYPE_CHECKING:
     from ...model.bundle.manifest import Precision
     from ...serving.detections import Detections
@@ -194,8 +196,8 @@ def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", im
     predictor.close()
     if not equal:
         raise QuickstartError("the server's detections differ from those of `maskrcnn predict`")
-    count = sum(map(len, served))
-    console.print(f"{count} detections in {len(served)} images, equal to those of `predict`")
+    found, images = counted(sum(map(len, served)), "detection"), counted(len(served), "image")
+    console.print(f"{found} in {images}, equal to those of `predict`")
     draw_comparison(dataset, served, image)
 
 

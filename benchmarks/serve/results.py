@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...model.plurals import counted
 from ..common.processes import ProcessUsage
 from ..common.timing import Latency, latency_from_seconds, percentile
 from .load import ClientLog, ClosedLoop, HttpLoop, Load, LoadWindow, RequestLog
@@ -170,7 +171,7 @@ def closed_loops(results: Sequence[ServeResult], *, streamed: bool) -> list[Serv
 def load_name(load: Load, best: ServeResult | None = None) -> str:
     """Name a load, as in `16 clients` or, relative to the best result, `poisson 27/s (90%)`."""
     if isinstance(load, ClosedLoop):
-        clients = f"{load.clients} client{'' if load.clients == 1 else 's'}"
+        clients = counted(load.clients, "client")
         over_http = " over HTTP" if isinstance(load, HttpLoop) else ""
         return f"{clients} streamed" if load.streamed else f"{clients}{over_http}"
     share = "" if best is None else f" ({load.rate / best.images_per_second:.0%})"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ...model.plurals import counted
 from ..common.record import PlotGrid, Record, ResultTable
 from .run import GpuSteps, TrainEngine, TrainPrecision, TrainResult
 
@@ -57,7 +58,8 @@ def train_record(results: Sequence[TrainResult]) -> Record:
         results=results,
         tables=[
             ResultTable(
-                heading=f"{first.batch} images per step, {first.iterations} steps per run, "
+                heading=f"{counted(first.batch, 'image')} per step, "
+                f"{counted(first.iterations, 'step')} per run, "
                 f"{first.processes} x {first.device}; latencies of a step in ms",
                 columns=_COLUMNS,
                 rows=[_row(r, _baseline(r, results)) for r in results],
@@ -72,7 +74,7 @@ def train_record(results: Sequence[TrainResult]) -> Record:
             ],
             columns=3,
             size=(4.7, 3.75),
-            title=f"Training losses of {first.batch} images per step, means of "
+            title=f"Training losses of {counted(first.batch, 'image')} per step, means of "
             f"{_window(first.iterations)} steps",
         ),
         notes=[note, *([_TORCHVISION_NOTE] if with_torchvision else [])],

@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from ...model.bundle.manifest import Precision
+from ...model.plurals import counted
 from ..config import BackendName, ReportFormat, ServeConfig
 from .report_options import REPORT_OPTIONS, SOURCE, files_and_folder, is_address, options_of
 
@@ -124,8 +125,10 @@ def _predict_with_ray(
     target = output if is_address(output) else str(Path(output).absolute())
     sources = [i if isinstance(i, str) else str(i.absolute()) for i in images]
     summary = predict_with_ray(bundle, sources, target, options, **predictor)
-    click.echo(f"detections in {summary.images - summary.failures} images, see {output}")
+    images = counted(summary.images - summary.failures, "image")
+    click.echo(f"detections in {images}, see {output}")
     if summary.failures:
         raise click.ClickException(
-            f"{summary.failures} of {summary.images} images failed; see `error` in their rows"
+            f"{summary.failures} of {counted(summary.images, 'image')} failed; see `error` in "
+            "their rows"
         )

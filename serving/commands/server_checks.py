@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ...model.bundle.manifest import BundleError, Manifest, Precision, read_manifest, verified_path
+from ...model.plurals import counted
 from .. import LOGGER
 from ..backends.loading import BACKENDS, check_backend, choose_backend, served_precision
 from ..config import ServeConfig, address_of
@@ -146,7 +147,8 @@ def _front_end_result(config: ServeConfig) -> CheckResult:
     if not count:
         return CheckResult("front_ends", "0: the server's process accepts the gRPC connections")
     share = math.ceil(config.max_connections / count)
-    text = f"{count} processes accept the gRPC connections, each at most {share}"
+    processes = counted(count, "process accepts", "processes accept")
+    text = f"{processes} the gRPC connections, each at most {share}"
     return CheckResult("front_ends", text)
 
 
@@ -157,8 +159,9 @@ def _bundle_results(model: ModelSource) -> list[CheckResult]:
     except BundleError as error:
         return [CheckResult("manifest", str(error), "fault")]
     provenance = manifest.provenance
+    classes = counted(len(manifest.categories), "class", "classes")
     results = [
-        CheckResult("model", f"{manifest.model_name}, {len(manifest.categories)} classes"),
+        CheckResult("model", f"{manifest.model_name}, {classes}"),
         CheckResult(
             "exported",
             f"{provenance.exported_at} by {provenance.exported_by} from {provenance.checkpoint}",

@@ -18,6 +18,7 @@ import ray.exceptions
 from ...model.bundle.manifest import Precision, read_manifest
 from ...model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, png_from_other_formats
 from ...model.image_limits import ImageError
+from ...model.plurals import counted
 from ..config import BackendName
 from ..detections import DetectionOptions, Detections
 from ..errors import ServingError, image_error_from_os_error
@@ -229,8 +230,8 @@ def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RayS
     rows = written.count_rows()
     if rows != images:
         raise ServingError(
-            f"{output} holds {rows} rows for {images} images; run again with an output folder that "
-            "nothing else writes to"
+            f"{output} holds {counted(rows, 'row')} for {counted(images, 'image')}; run again with "
+            "an output folder that nothing else writes to"
         )
     return RaySummary(rows, written.count_rows(filter=pyarrow.dataset.field("error").is_valid()))
 

@@ -14,6 +14,7 @@ import torch
 from ...model.bundle.manifest import Category
 from ...model.losses import LOSS_NAMES, LossTerms
 from ...model.mask_rcnn import MaskRCNN
+from ...model.plurals import counted
 from ..config import EvaluatorName
 from ..data.coco.dataset import CocoDataset
 from ..data.loading.batches import Batch, EncodedBatch
@@ -86,10 +87,10 @@ class CocoEvaluator:
         if self._worker.is_main:
             if limited_images:
                 logger.warning(
-                    "in %d images, more pairs of box and class exceeded roi.score_threshold than "
+                    "in %s, more pairs of box and class exceeded roi.score_threshold than "
                     "roi.nms_candidates allows; those with the lowest scores were left out before "
                     "NMS; raise model.roi.nms_candidates (at most 16384)",
-                    limited_images,
+                    counted(limited_images, "image"),
                 )
             # Sort by image id, so that the files do not depend on the number of ranks.
             detections = sorted(

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from ...model.atomic_files import atomic_write
+from ...model.plurals import counted
 from ..data.coco.dataset import CocoDataset
 from .coco_curves import IOU_TYPES
 from .coco_metrics import IOU_TITLES
@@ -55,9 +56,14 @@ def write_report(
         worst = Path(folder) / "worst.png"
         drawn = draw_worst_images(images, dataset.categories, thresholds, worst)
         worst_image = _image(worst.read_bytes(), "Ground truth and detections") if drawn else ""
+    counts = (
+        counted(len(images), "image"),
+        counted(sum(curve.objects for curve in curves), "object"),
+        counted(len(names), "class", "classes"),
+    )
     body = f"""
 <h1>Evaluation of {html.escape(dataset.name)}</h1>
-<p>{len(images)} images, {sum(c.objects for c in curves)} objects, {len(names)} classes</p>
+<p>{", ".join(counts)}</p>
 {_summary_table(metrics)}
 <h2>Classes</h2>
 <p>A detection is correct if its mask has an IoU of at least 0.5 with an object of its class.

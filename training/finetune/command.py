@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from ...model.plurals import counted
 from ..config_commands import ConfiguredCommand
 
 if TYPE_CHECKING:
@@ -75,11 +76,12 @@ def _print_plan(data: Path, prepared: "Finetuning") -> None:
     for text in prepared.left_out:
         click.echo(text, err=True)
     names = [category.name for category in prepared.train.categories]
-    click.echo(f"{prepared.train_description}; {len(names)} classes: {', '.join(names)}")
+    classes = counted(len(names), "class", "classes")
+    click.echo(f"{prepared.train_description}; {classes}: {', '.join(names)}")
     if prepared.replaced_predictors:
-        classes = prepared.start.model_config.num_classes
+        own = counted(prepared.start.model_config.num_classes, "class", "classes")
         click.echo(
-            f"the weights have {classes} classes, so these layers start from random weights: "
+            f"the weights have {own}, so these layers start from random weights: "
             f"{', '.join(prepared.replaced_predictors)}"
         )
     Console(markup=False, emoji=False).print(prepared.table())

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...model.checkpoint import Checkpoint
+from ...model.plurals import counted
 from ..data.coco.dataset import ImageRecord
 from ..run_length import finetuning_epochs
 from .machine import Machine
@@ -96,9 +97,12 @@ def plan_finetuning(
     length = 1 if is_pretrained else _RANDOM_LENGTH
     seen, reasons["solver.max_iterations"] = _images_to_see(images, start, machine, pixels, length)
     if (epochs := given.get("solver.epochs")) is not None:
-        seen, reasons["solver.max_iterations"] = int(epochs) * images.count, f"{epochs} epochs"
+        seen, reasons["solver.max_iterations"] = (
+            int(epochs) * images.count,
+            counted(epochs, "epoch"),
+        )
     iterations = int(given.get("solver.max_iterations", math.ceil(seen / batch)))
-    reasons["solver.base_lr"] = f"AdamW, {batch} images per step"
+    reasons["solver.base_lr"] = f"AdamW, {counted(batch, 'image')} per step"
     on_gpu = machine.device == "cuda"
     if not on_gpu:
         reasons["model.rpn.post_nms_top_n_test"] = "no GPU"
@@ -193,7 +197,7 @@ def _images_to_see(
     """
     epochs = length * finetuning_epochs(images.count)
     seen = math.ceil(epochs * images.count)
-    reason = f"{epochs:.3g} epochs of {images.count} images"
+    reason = f"{epochs:.3g} epochs of {counted(images.count, 'image')}"
     if machine.device == "cpu":
         limit = max(8, int(_CPU_MULTIPLICATIONS / _forward_multiplications(start, pixels)))
         if seen > limit:

@@ -105,7 +105,4 @@ def _report(name: str, file: "WrittenSplit", images: Path) -> None:
     key = "data.val" if is_held_out else "data.train"
     paths = {"annotations": file.path, "images": images}
     arguments = " ".join(shlex.quote(f"{key}.{part}={path}") for part, path in paths.items())
-    click.echo(
-        f"{file.path}: {file.images} images, {file.objects} objects, {file.crowds} crowds; "
-        f"use it with {arguments}"
-    )
+    click.echo(f"{file.path}: {file.counts}; use it with {arguments}")

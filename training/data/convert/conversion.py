@@ -10,6 +10,7 @@ from typing import Any
 
 from ....model.atomic_files import atomic_write
 from ....model.bundle.manifest import Category
+from ....model.plurals import counted
 from ..coco.dataset import DataError, SourceContent
 
 
@@ -71,6 +72,12 @@ class WrittenSplit:
     crowds: int
     # Names of the entries that were left out, by reason.
     faults: Mapping[str, Sequence[str]]
+
+    @property
+    def counts(self) -> str:
+        """The numbers for a message, as in `2 images, 1 object, 0 crowds`."""
+        nouns = {"image": self.images, "object": self.objects, "crowd": self.crowds}
+        return ", ".join(counted(number, noun) for noun, number in nouns.items())
 
 
 def write_coco_files(

@@ -15,6 +15,7 @@ import yaml
 from ....model.bundle.manifest import Category
 from ....model.config.strict_yaml import value_from_yaml
 from ....model.image_limits import ImageError
+from ....model.plurals import counted
 from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError
 from ..image_sizes import read_header_size
@@ -63,7 +64,7 @@ def yolo(file: Path) -> ForeignDataset:
     _warn_of_shared_images(file, splits)
     categories = _categories_from(content.get("names"), file)
     if (count := content.get("nc", len(categories))) != len(categories):
-        text = f"nc is {count}, but `names` has {len(categories)} names; nc is ignored"
+        text = f"nc is {count}, but `names` has {counted(len(categories), 'name')}; nc is ignored"
         logger.warning("%s: %s", file, text)
     known = {category.id for category in categories}
     read = partial(_convert, labels=labels, folder=file.parent, known=known)
@@ -117,7 +118,7 @@ def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Pat
     if not without:
         return
     looked_for = relative_name(label_paths(without[0])[0], file.parent)
-    counts = f"no label file for {len(without)} of {len(split.sources)} images of {name}"
+    counts = f"no label file for {len(without)} of {counted(len(split.sources), 'image')} of {name}"
     text = f"{counts}; looked for {looked_for}"
     if name == "train" and len(without) == len(split.sources):
         raise DataError(f"{file}: {text}")
@@ -128,7 +129,7 @@ def _warn_of_shared_images(file: Path, splits: Mapping[str, SourceSplit]) -> Non
     for (name, one), (other_name, other) in combinations(splits.items(), 2):
         if shared := sorted({*one.sources}.intersection(other.sources)):
             first = relative_name(shared[0], file.parent)
-            text = f"{name} and {other_name} share {len(shared)} images, such as {first}"
+            text = f"{name} and {other_name} share {counted(len(shared), 'image')}, such as {first}"
             logger.warning("%s: %s", file, text)
 
 

@@ -13,6 +13,7 @@ from ....model.download.checksums import Checksum
 from ....model.download.progress import ByteProgress, no_progress
 from ....model.image_limits import ImageError
 from ....model.images import decode_image
+from ....model.plurals import counted
 from ..coco.dataset import DataError
 from .coco_archives import CocoArchive, Edition, Part, annotations_in
 from .extraction import missing_members
@@ -164,6 +165,5 @@ def _is_valid_image(image: Path, size: tuple[int, int]) -> bool:
 def _fault_of_files(fault: str, names: Sequence[str]) -> str | None:
     if not names:
         return None
-    files = "1 file" if len(names) == 1 else f"{len(names)} files"
     more = ", ..." if len(names) > _NAMES_SHOWN else ""
-    return f"{files} {fault}: {', '.join(names[:_NAMES_SHOWN])}{more}"
+    return f"{counted(len(names), 'file')} {fault}: {', '.join(names[:_NAMES_SHOWN])}{more}"

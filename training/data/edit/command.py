@@ -135,5 +135,4 @@ def _prepare(path: Path, overwrite: bool) -> None:
 
 
 def _report(file: "WrittenSplit") -> None:
-    counts = f"{file.images} images, {file.objects} objects, {file.crowds} crowds"
-    click.echo(f"{file.path}: {counts}")
+    click.echo(f"{file.path}: {file.counts}")

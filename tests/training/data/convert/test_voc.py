@@ -79,7 +79,7 @@ def test_command_writes_files_and_prints_the_keys_that_train_on_them(tmp_path: P
     arguments = ["voc", str(tmp_path / "VOC2012"), str(tmp_path / "new" / "coco")]
     result = CliRunner().invoke(convert, arguments)
     assert result.exit_code == 0
-    assert "1 images, 2 objects, 0 crowds" in result.output
+    assert "1 image, 2 objects, 0 crowds" in result.output
     assert "data.train" not in result.output
     keys = dict(re.findall(r"data\.val\.(\w+)=(\S+)", result.output))
     dataset = CocoDataset(DatasetConfig(**keys), on_broken="refuse")

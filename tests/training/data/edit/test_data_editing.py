@@ -123,7 +123,7 @@ def test_parts_are_disjoint_and_have_their_shares(tmp_path: Path) -> None:
     small = {**content, "images": content["images"][:3]}
     file.write_text(json.dumps(small))
     output = call("split", file, tmp_path / "parts", "--test", 0.1, "--overwrite")
-    assert output.count(" 1 images") == 3
+    assert output.count(" 1 image,") == 3
 
 
 def test_images_of_equal_names_and_images_with_objects_are_divided(tmp_path: Path) -> None:

@@ -1,0 +1,12 @@
+"""Numbers with nouns in messages."""
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, as in `1 image` or `2 images`.
+
+    Args:
+        number: The number.
+        noun: The noun in the singular.
+        plural: The noun in the plural. Empty: the singular with an s.
+    """
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
