@@ -25,7 +25,8 @@ REPORT_OPTIONS = (
         default=("pictures", "coco"), show_default=True,
         help="Output format; repeat the option for several. `pictures`: a PNG of each image with "
         "its detections drawn. `coco`: one detections.json in COCO format. `numpy`: an NPZ of the "
-        "arrays of each image.",
+        "arrays of each image. Results are named as the image without its suffix, or with it if "
+        "several images have this name.",
     ),
     click.option(
         "--score-threshold", type=FiniteRange(0, 1), default=0.5, show_default=True,

@@ -1,5 +1,7 @@
 """Conversion of detections to COCO results (JSON) and to NumPy arrays (NPZ)."""
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,14 @@ from ...model.masks import coco_from_rle, mask_from_rle
 from ..detections import Detections
 
 
-def image_id_from_path(path: Path) -> int | str:
-    """Return the COCO image ID of a file: its name's stem, as an int if it is decimal."""
-    return int(path.stem) if path.stem.isdecimal() else path.stem
+def image_ids(paths: Sequence[Path]) -> list[int | str]:
+    """Return the COCO image IDs of files: their names' stems, as an int if it is decimal.
+
+    Files that would have the same ID, such as `cat.jpg` and `cat.png`, have their names as IDs.
+    """
+    ids = [int(path.stem) if path.stem.isdecimal() else path.stem for path in paths]
+    counts = Counter(ids)
+    return [own if counts[own] == 1 else path.name for path, own in zip(paths, ids, strict=True)]
 
 
 def coco_results(image_id: int | str, detections: Detections) -> list[dict[str, Any]]:

@@ -16,10 +16,11 @@ from ...model.atomic_files import atomic_write
 from ...model.exit_signals import exit_on_signals
 from ...model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, read_image_file
 from ...model.image_limits import ImageError
+from ...model.plurals import counted
 from ..config import ReportFormat
 from ..detections import Detections
 from ..errors import ClientError, image_error_from_os_error
-from .coco_json import arrays_from_detections, coco_results, image_id_from_path
+from .coco_json import arrays_from_detections, coco_results, image_ids
 from .drawing import annotated_png
 
 RESULTS_NAME = "detections.json"
@@ -39,7 +40,7 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
     Raises:
         click.UsageError: There are no images, or two would have the same image ID in the results.
     """
-    files: dict[int | str, Path] = {}
+    files: dict[Path, None] = {}
     for source in sources:
         paths = [source]
         if source.is_dir():
@@ -48,18 +49,19 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
             _report_skipped([p.name for p in entries if is_image_file(p, _OTHER_SUFFIXES)])
             if not paths:
                 _report_nested(source)
-        for path in paths:
-            image_id = image_id_from_path(path)
-            other = files.setdefault(image_id, path)
-            if other != path:
-                raise click.UsageError(
-                    f"{other} and {path} would both be image {image_id} in the results; give them "
-                    "to separate runs with different --output folders"
-                )
+        files |= dict.fromkeys(paths)
+    owners: dict[int | str, Path] = {}
+    for path, image_id in zip(files, image_ids(list(files)), strict=True):
+        if image_id in owners:
+            raise click.UsageError(
+                f"{owners[image_id]} and {path} would both be image {image_id} in the results; "
+                "give them to separate runs with different --output folders"
+            )
+        owners[image_id] = path
     if not files:
         suffixes = ", ".join(sorted(IMAGE_FILE_SUFFIXES))
         raise click.UsageError(f"{', '.join(map(str, sources))}: no image found ({suffixes})")
-    return list(files.values())
+    return list(files)
 
 
 def _report_skipped(names: Sequence[str]) -> None:
@@ -67,7 +69,8 @@ def _report_skipped(names: Sequence[str]) -> None:
     if names:
         shown = ", ".join(names[:_FAILURES_SHOWN])
         more = ", ..." if len(names) > _FAILURES_SHOWN else ""
-        click.echo(f"skipping {len(names)} images in other formats ({shown}{more})", err=True)
+        images = counted(len(names), "image")
+        click.echo(f"skipping {images} in other formats ({shown}{more})", err=True)
 
 
 def _report_nested(folder: Path) -> None:
@@ -119,14 +122,15 @@ def write_report(
         outcomes: Detections or error of each image, in the same order.
         folder: Output folder, created if missing.
         formats: `pictures`: a PNG of each image with its detections. `coco`: one file of COCO
-            results. `numpy`: an NPZ of each image with the arrays of `arrays_from_detections`.
+            results. `numpy`: an NPZ of each image with the arrays of `arrays_from_detections`. The
+            files of images with equal `image_ids` would overwrite each other.
 
     Raises:
         click.ClickException: Some images failed. The results of the others are written.
         OSError: A file could not be written. The message names it; earlier files stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    report, failures = _Report(folder, formats), []
+    report, failures = _Report(folder, formats, files), []
     # No markup: file names may contain square brackets and colons.
     console = Console(stderr=True, markup=False, emoji=False)
     pairs = zip(files, outcomes, strict=True)
@@ -149,42 +153,56 @@ def write_report(
 class _Report:
     """Writer of the output files, one image after the other."""
 
-    def __init__(self, folder: Path, formats: Collection[ReportFormat]) -> None:
+    def __init__(
+        self, folder: Path, formats: Collection[ReportFormat], files: Sequence[Path]
+    ) -> None:
         self._folder = folder
         self._formats = formats
+        self._ids = dict(zip(files, image_ids(files), strict=True))
+        self._done = 0
         self._results: list[dict[str, Any]] = []
         self._images = 0
         self._detections = 0
 
     def add(self, path: Path, outcome: Detections | Exception) -> str:
         """Write the detections of an image. Return an error message, or an empty string."""
+        self._done += 1
         if not isinstance(outcome, Detections):
             return _failure_message(outcome)
         self._detections += len(outcome)
         self._images += 1
+        image_id = self._ids[path]
+        stem = path.name if image_id == path.name else path.stem
         if "coco" in self._formats:
-            self._results += coco_results(image_id_from_path(path), outcome)
+            self._results += coco_results(image_id, outcome)
         if "numpy" in self._formats:
             arrays: dict[str, Any] = arrays_from_detections(outcome)
             file = BytesIO()
             np.savez_compressed(file, **arrays)
-            _write(self._folder / f"{path.stem}.npz", file.getvalue())
+            _write(self._folder / f"{stem}.npz", file.getvalue())
         if "pictures" in self._formats:
             try:
                 # If the file was replaced, it must not have more pixels than before.
                 annotated = annotated_png(read_image_file(path), outcome)
             except (OSError, ImageError) as error:  # the input file was replaced or deleted
                 return f"the annotated image was not drawn: {_failure_message(error)}"
-            _write(self._folder / f"{path.stem}.png", annotated)
+            _write(self._folder / f"{stem}.png", annotated)
         return ""
 
     def finish(self) -> None:
-        """Write the COCO results and print the totals, unless all images failed."""
+        """Write the COCO results and print the totals, unless all images failed.
+
+        If the run ended early, print how far it came.
+        """
+        if self._done < len(self._ids):
+            images = counted(len(self._ids), "image")
+            click.echo(f"stopped after {self._done} of {images}", err=True)
         if not self._images:
             return
         if "coco" in self._formats:
             _write(self._folder / RESULTS_NAME, json.dumps(self._results).encode())
-        click.echo(f"{self._detections} detections in {self._images} images, see {self._folder}")
+        detections, images = counted(self._detections, "detection"), counted(self._images, "image")
+        click.echo(f"{detections} in {images}, see {self._folder}")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -209,4 +227,4 @@ def _failure_message(error: Exception) -> str:
 def _failure_summary(failures: Sequence[str], images: int) -> str:
     more = len(failures) - _FAILURES_SHOWN
     shown = [*failures[:_FAILURES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
-    return "\n  ".join([f"{len(failures)} of {images} images failed:", *shown])
+    return "\n  ".join([f"{len(failures)} of {counted(images, 'image')} failed:", *shown])

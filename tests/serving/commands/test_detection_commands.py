@@ -47,7 +47,7 @@ def test_client_and_predict_write_equal_files(
     ):
         assert result.exit_code == 0, result.output
         assert "detections in 3 images" in result.stdout
-        assert "1 images in other formats (film.gif)" in result.stderr
+        assert "1 image in other formats (film.gif)" in result.stderr
         assert "notes.txt" not in result.stderr
     names = {path.name for path in outputs[0].iterdir()}
     assert names == {"012.png", "cat.png", "scan.png", "detections.json"}
@@ -159,16 +159,38 @@ def test_output_that_cannot_be_written_is_rejected_first(
             assert "--output" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["cat.jpg", "12.jpg", "0012.webp"])
-def test_images_with_equal_ids_are_rejected(
-    bundle: Path, folder: Path, picture: Encode, tmp_path: Path, name: str
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("cat.jpg", {12: "012", "cat.jpg": "cat.jpg", "cat.png": "cat.png"}),
+        ("12.jpg", {"012.jpg": "012.jpg", "12.jpg": "12.jpg", "cat": "cat"}),
+    ],
+)
+def test_images_with_equal_ids_keep_their_suffixes(
+    bundle: Path,
+    folder: Path,
+    picture: Encode,
+    tmp_path: Path,
+    name: str,
+    ids: dict[int | str, str],
 ) -> None:
     (folder / name).write_bytes(picture())
-    result = invoke(predict, bundle, folder, "-o", tmp_path / "detections")
+    output = tmp_path / "detections"
+    words = ("--format", "coco", "--format", "numpy", "--score-threshold", 0.2)
+    assert invoke(predict, bundle, folder, "-o", output, *words).exit_code == 0
+    records = json.loads((output / "detections.json").read_text())
+    assert {record["image_id"] for record in records} == {*ids}
+    assert {path.name for path in output.glob("*.npz")} == {f"{stem}.npz" for stem in ids.values()}
+
+
+def test_images_of_one_name_are_rejected(
+    bundle: Path, folder: Path, picture: Encode, tmp_path: Path
+) -> None:
+    (tmp_path / "cat.png").write_bytes(picture())
+    result = invoke(predict, bundle, folder, tmp_path / "cat.png")
     assert result.exit_code == 2
-    image_id = "cat" if name == "cat.jpg" else 12
-    assert f"{folder / name} " in result.stderr
-    assert f"would both be image {image_id} in the results" in result.stderr
+    for fact in (folder / "cat.png", tmp_path / "cat.png", "both be image cat.png"):
+        assert str(fact) in result.stderr
 
 
 def test_output_addresses_require_ray(

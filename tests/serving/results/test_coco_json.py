@@ -7,7 +7,7 @@ from pycocotools.coco import COCO
 
 from maskrcnn_trt.serving.detections import DetectionOptions, MaskFormat
 from maskrcnn_trt.serving.offline.detector import Detector
-from maskrcnn_trt.serving.results.coco_json import coco_results, image_id_from_path
+from maskrcnn_trt.serving.results.coco_json import coco_results, image_ids
 
 Encode = Callable[..., bytes]
 
@@ -17,7 +17,7 @@ Encode = Callable[..., bytes]
     [("000000000139.jpg", 139), ("7.png", 7), ("cat.jpg", "cat"), ("-3.png", "-3")],
 )
 def test_image_id_is_the_stem(name: str, image_id: int | str) -> None:
-    assert image_id_from_path(Path("folder") / name) == image_id
+    assert image_ids([Path("folder") / name]) == [image_id]
 
 
 def test_pycocotools_loads_the_results(bundle: Path, picture: Encode, tmp_path: Path) -> None:

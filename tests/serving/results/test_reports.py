@@ -104,7 +104,8 @@ def test_signal_leaves_the_results_so_far(
             time.sleep(0.001)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == status
-    assert "in 3 images" in stdout
+    assert f"in 3 images, see {output}" in stdout
+    assert "after 3 of 4 images" in stderr
     assert "Traceback" not in stderr
     assert images_of(output / "detections.json") == {0, 1, 2}
     assert {path.stem for path in output.iterdir()} == {"0", "1", "2", "detections"}
