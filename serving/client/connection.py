@@ -1,4 +1,4 @@
-"""Client connection: credentials, channel options, and translation of gRPC errors."""
+"""Client connection: credentials and channel options."""
 
 import asyncio
 import contextlib
@@ -13,16 +13,8 @@ import grpc
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ...protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from ..config import DAY_S, MAX_RETRIES, check_address
-from ..errors import (
-    AccessError,
-    ClientError,
-    ClosedError,
-    DeadlineError,
-    RefusedError,
-    UnreachableError,
-)
-from ..messages import REQUEST_ID_KEY
-from .image_requests import TOO_LARGE_REMEDY
+from ..errors import ClosedError
+from .call_errors import SERVICE, error_from_rpc
 
 # Default idle time in seconds after which a client with an open call sends a keepalive ping.
 KEEPALIVE_S = 30.0
@@ -36,13 +28,6 @@ _UNLIMITED = 2**31 - 1
 _STATE_TIMEOUT_S = 1.0
 # Exceptions of a failed call. On a closed channel, the exception is one of the last three.
 _CALL_ERRORS = grpc.RpcError, ValueError, grpc.aio.UsageError, asyncio.CancelledError
-_SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
-
-# Texts in errors that gRPC generates on the client; their status alone is ambiguous.
-_CLIENT_DEADLINE = "Deadline Exceeded"
-_MESSAGE_TOO_LARGE = "message larger than max"
-_CERTIFICATE_ERRORS = "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed"
-_CONNECTION_CLOSED = "Socket closed", "Connection reset", "Broken pipe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +162,7 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
             # CANCELLED: gRPC cancels calls that an overloaded server has not yet accepted.
             "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED"],
         }
-        config["methodConfig"] = [{"name": [{"service": _SERVICE}], "retryPolicy": policy}]
+        config["methodConfig"] = [{"name": [{"service": SERVICE}], "retryPolicy": policy}]
     return [
         ("grpc.service_config", json.dumps(config)),
         # A request beyond this buffer is never retried; the default is 256 KiB.
@@ -203,89 +188,6 @@ def channel_state(channel: grpc.Channel) -> grpc.ChannelConnectivity:
         return grpc.ChannelConnectivity.SHUTDOWN
     finally:
         channel.unsubscribe(states.put)
-
-
-def error_from_rpc(error: grpc.RpcError, address: str, timeout_s: float) -> ClientError:
-    """Return the `ClientError` for a failed call.
-
-    A status that the server sent becomes a `RefusedError`, even UNAVAILABLE, or an `AccessError`.
-    An error that gRPC generated on the client becomes an `UnreachableError` or a `DeadlineError`.
-
-    Args:
-        error: The gRPC error.
-        address: The server's address, for the message.
-        timeout_s: The deadline of the call in seconds, for the message.
-    """
-    status, details = error.code(), error.details() or ""
-    if status is grpc.StatusCode.CANCELLED:
-        return UnreachableError(
-            f"the server at {address} dropped the request because it is stopping or overloaded; "
-            "try again later"
-        )
-    if status is grpc.StatusCode.UNAVAILABLE and not _is_from_server(error):
-        return UnreachableError(_unreachable_message(address, details))
-    if status is grpc.StatusCode.DEADLINE_EXCEEDED and details == _CLIENT_DEADLINE:
-        return DeadlineError(
-            f"no result came from {address} within {timeout_s:g} s; the server is overloaded or "
-            "unreachable: allow more time with --timeout or timeout_s, or start a server with "
-            "`maskrcnn serve BUNDLE`"
-        )
-    if status is grpc.StatusCode.UNIMPLEMENTED:
-        return UnreachableError(
-            f"the server at {address} does not offer the service {_SERVICE} ({details}); check the "
-            "address"
-        )
-    if status in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return AccessError(
-            f"the server at {address} denied access ({details}); name the file that holds your "
-            "token with --token-file"
-        )
-    if status is grpc.StatusCode.RESOURCE_EXHAUSTED and _MESSAGE_TOO_LARGE in details:
-        # Not RESOURCE_EXHAUSTED, because the same request would fail again.
-        return RefusedError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"the request is larger than the server at {address} accepts ({details}); "
-            f"{TOO_LARGE_REMEDY}",
-        )
-    return RefusedError(status, details)
-
-
-def _is_from_server(error: grpc.RpcError) -> bool:
-    # The server sends a request ID with each status. A status that gRPC generates has none.
-    metadata: Any = error.trailing_metadata() or ()
-    return any(key == REQUEST_ID_KEY for key, _ in metadata)
-
-
-def _unreachable_message(address: str, details: str) -> str:
-    if any(text in details for text in _CERTIFICATE_ERRORS):
-        return (
-            f"the certificate of the server at {address} cannot be verified ({details}); name the "
-            "CA that signed it with --root-certificate, and use a host name from the certificate"
-        )
-    if "WRONG_VERSION_NUMBER" in details:
-        return f"the server at {address} does not speak TLS; give --no-tls, and no certificates"
-    if "Failed to create security handshaker" in details:
-        return (
-            "a certificate or key is invalid; give --root-certificate, --certificate and --key as "
-            "PEM files"
-        )
-    if any(text in details for text in _CONNECTION_CLOSED):
-        return (
-            f"the server at {address} closed the connection; it stopped, or requires TLS (--tls) "
-            "or a client certificate (--certificate)"
-        )
-    if "ping timeout" in details:
-        return (
-            f"the server at {address} stopped responding ({details}); its machine or the network "
-            "failed: try again later"
-        )
-    if "max connection age" in details:
-        return (
-            f"the server at {address} ended the connection because of its age before it had "
-            "answered everything; send the unanswered images again, or start the server with a "
-            "greater --max-connection-age-s"
-        )
-    return f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`"
 
 
 def _is_cancelled_task(error: BaseException) -> bool:

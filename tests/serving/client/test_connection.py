@@ -61,6 +61,16 @@ def test_missing_server_is_distinguished_from_an_expired_request(
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+@both_clients
+def test_host_name_has_other_addresses_than_the_reported_one(
+    detect: Callable[..., Detections],
+) -> None:
+    for host, is_named in (("localhost", True), ("127.0.0.1", False)):
+        with pytest.raises(UnreachableError) as caught:
+            detect(f"{host}:1", retries=0)
+        assert ("IP address" in str(caught.value)) == is_named
+
+
 async def test_scheduling_options_reach_the_server(tmp_path: Path) -> None:
     scheduling = SchedulingOptions(precision="fp16", priority=1, timeout_s=0.25)
     detector = StubDetector()
