@@ -257,6 +257,12 @@ def _print_metrics(metrics: dict[str, float]) -> None:
         click.echo(f"{IOU_TITLES[iou_type]} AP and AR")
         click.echo("\n".join(summary_lines(metrics, iou_type)))
     Console().print(class_table(metrics))
+    if metrics["bbox/AP"] == -1:
+        click.echo(
+            "the metrics are -1 because the evaluated images have no annotated objects; check the "
+            "annotations",
+            err=True,
+        )
 
 
 def _name_report(given: Mapping[str, Any]) -> None:

@@ -80,6 +80,19 @@ def test_all_ways_to_name_the_data_give_the_same_metrics(
         assert report["images_per_second"] == pytest.approx(3 / report["seconds"])
 
 
+def test_missing_objects_are_the_reason_of_negative_metrics(
+    bundle: Path, folder: Path, tmp_path: Path
+) -> None:
+    annotations = folder / "annotations" / "val.json"
+    content = json.loads(annotations.read_text())
+    empty = tmp_path / "empty.json"
+    empty.write_text(json.dumps({**content, "annotations": []}))
+    for path, is_named in ((empty, True), (annotations, False)):
+        answer = _evaluate(bundle, "--images", folder / "val", "--annotations", path)
+        assert answer.exit_code == 0, answer.exception
+        assert ("no annotated objects" in answer.stderr) == is_named
+
+
 def test_result_files_are_written_to_the_output_folder(
     bundle: Path, folder: Path, tmp_path: Path
 ) -> None:
