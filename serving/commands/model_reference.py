@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...model.bundle.manifest import Precision
+from ...model.bundle.manifest import MANIFEST_NAME, Precision
 from ...model.bundle.spec import ShapeBucket
 from ...model.weights.bundle_cache import bundle_from_reference
 from ..config import BackendName
@@ -19,7 +19,7 @@ def bundle_for_backend(
     """Return the bundle of a model reference, exported for a backend if it is not a bundle yet.
 
     Args:
-        reference: See `bundle_from_reference`.
+        reference: See `bundle_from_reference`. The manifest of a bundle also stands for the bundle.
         backend: Backend that will run the bundle. `auto`: torch if the machine has an NVIDIA GPU,
             ONNX Runtime otherwise.
         precisions: Precisions to export. Empty: fp32.
@@ -30,8 +30,11 @@ def bundle_for_backend(
         DownloadError: The download failed, or the file has another checksum.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
     """
-    if Path(reference).is_dir():
-        return Path(reference)
+    path = Path(reference)
+    if path.name == MANIFEST_NAME:
+        path = path.parent
+    if path.is_dir():
+        return path
     engines: tuple[str, ...] = () if backend == "onnxruntime" else (backend,)
     if backend == "auto":
         engines = ("torch",) if gpu_names() else ()

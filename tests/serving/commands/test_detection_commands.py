@@ -159,6 +159,11 @@ def test_output_that_cannot_be_written_is_rejected_first(
             assert "--output" in result.stderr
 
 
+def test_manifest_stands_for_its_bundle(bundle: Path, folder: Path, tmp_path: Path) -> None:
+    result = invoke(predict, bundle / "manifest.json", folder, "-o", tmp_path / "detections")
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("name", "ids"),
     [
