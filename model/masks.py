@@ -48,11 +48,35 @@ def mask_from_rle(rle: Rle) -> NDArray[np.uint8]:
     Raises:
         ValueError: the runs are damaged, or do not sum to the number of pixels.
     """
+    return mask_columns(run_ends(rle), rle.height, 0, rle.width)
+
+
+def run_ends(rle: Rle) -> NDArray[np.int64]:
+    """Return the column-major pixel index at which each run ends; the first run is of zeros.
+
+    Raises:
+        ValueError: the runs are damaged, or do not sum to the number of pixels.
+    """
     counts = _counts_from_bytes(rle.counts)
     if (counts < 0).any() or counts.sum() != rle.height * rle.width:
         raise ValueError(f"the runs of the mask do not add up to {rle.height}x{rle.width} pixels")
-    values = np.arange(len(counts), dtype=np.uint8) & 1
-    return np.repeat(values, counts).reshape(rle.width, rle.height).T
+    return np.cumsum(counts)
+
+
+def mask_columns(ends: NDArray[np.int64], height: int, start: int, stop: int) -> NDArray[np.uint8]:
+    """Decode the columns `start` to `stop` (excluded) of a mask to [height, stop - start].
+
+    Args:
+        ends: `run_ends` of the mask.
+        height: Height of the mask in pixels.
+        start: First column.
+        stop: Column after the last one, greater than `start`.
+    """
+    first, end = start * height, stop * height
+    low, high = np.searchsorted(ends, (first, end - 1), side="right")
+    lengths = np.diff(ends[low : high + 1].clip(max=end), prepend=first)
+    values = (np.arange(low, high + 1) & 1).astype(np.uint8)
+    return np.repeat(values, lengths).reshape(stop - start, height).T
 
 
 class _AxisSamples(NamedTuple):

@@ -1,3 +1,6 @@
+import tracemalloc
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -38,6 +41,35 @@ def test_mask_and_box_take_the_colour_of_the_class(height: int, width: int) -> N
         np.testing.assert_allclose(middle, 40 + 0.45 * (colour - 40), atol=1)
         np.testing.assert_array_equal(drawn[height // 2, width // 4], colour)
         np.testing.assert_array_equal(drawn[height - 1, width - 1], [40, 40, 40])
+
+
+def test_overlapping_masks_are_blended_by_ascending_score() -> None:
+    random = np.random.default_rng(0)
+    image = random.integers(0, 256, (700, 900, 3), np.uint8)  # several strips
+    masks = random.random((3, 700, 900)) > 0.5
+    masks[2] = False
+    found = detections(700, 900, 3, tuple(rle_from_mask(mask) for mask in masks))
+    found = replace(found, boxes=np.zeros((3, 4), np.float32), labels=np.arange(3))
+    expected = image.astype(np.float32)
+    for label in (2, 1, 0):
+        colour = np.array(colour_from_label(label), np.float32)
+        expected[masks[label]] += 0.45 * (colour - expected[masks[label]])
+    below_labels = slice(300, None)
+    np.testing.assert_array_equal(
+        draw_detections(image, found)[below_labels], expected.round()[below_labels]
+    )
+
+
+def test_drawing_masks_takes_less_memory_than_floats() -> None:
+    mask = np.zeros((2000, 2000), np.bool_)
+    mask[500:1500, 500:1500] = True
+    found = detections(2000, 2000, masks=(rle_from_mask(mask),))
+    image = np.zeros((2000, 2000, 3), np.uint8)
+    tracemalloc.start()
+    draw_detections(image, found)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * image.nbytes
 
 
 def test_boxes_are_drawn_without_masks() -> None:
