@@ -27,7 +27,8 @@ from .open_inference.unsupported import UnsupportedMethods
 from .pipeline.model_repository import ModelRepository
 from .pipeline.served_model import ModelSource
 from .pipeline.threads import in_daemon_thread
-from .prometheus.collectors import CpuCollector, LoopLag
+from .prometheus.collectors import LoopLag
+from .prometheus.cpu_collector import CpuCollector
 from .prometheus.endpoint import add_certificate_metric, add_server_metrics, metrics_server
 from .rpc.access_control import AccessInterceptor, AccessPolicy
 from .rpc.certificates import ServerCertificate, server_certificate

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
+from ..monitoring.accept_failures import shorten_accept_failures
 from .connection import HttpConnection
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class HttpServer:
         """
         # uvicorn logs a warning for each invalid request, and anybody can send thousands of them.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        shorten_accept_failures()
         self._settings = config
         self._config = uvicorn.Config(
             app,

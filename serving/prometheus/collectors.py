@@ -1,4 +1,4 @@
-"""Prometheus collectors for models, CPU and GPUs, with Triton's metric names; event loop lag."""
+"""Prometheus collectors for models and GPUs, with Triton's metric names; event loop lag."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Final
 
 import pynvml
@@ -20,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from ...model.bundle.manifest import MODEL_VERSION
 from ..errors import BackendError
-from ..host import gpu_bus_ids, machine_memory
+from ..host import gpu_bus_ids
 from ..monitoring.metrics import TRITON_REASONS, ModelStatistics
 from ..pipeline.model_repository import ModelRepository
 from ..pipeline.pipeline import Pipeline
@@ -53,9 +52,6 @@ _VERSIONED: Final = ("model", "version")
 _LAG_INTERVAL_S = 0.1
 _LAG_WINDOW_S = 10.0
 _LAG_WARNING_S = 0.1
-
-# Interval in seconds in which the CPU utilisation is measured.
-_CPU_INTERVAL_S = 2.0
 
 _ENERGY: Final = "nv_energy_consumption"
 # GPU metrics: help text, and function that reads the value from an NVML device handle.
@@ -207,38 +203,6 @@ class LoopLag:
             worst_s = max(worst_s, self.last_s)
             self.worst_s = max(self.worst_s, worst_s)
         return worst_s
-
-
-class CpuCollector(Collector):
-    """Collector of the whole machine's CPU utilisation and memory, even within a container."""
-
-    def __init__(self) -> None:
-        self._utilization = 0.0
-
-    async def run(self) -> None:
-        """Measure the CPU utilisation every two seconds until cancelled. Triton does the same."""
-        before = _cpu_times()
-        while True:
-            await asyncio.sleep(_CPU_INTERVAL_S)
-            now = _cpu_times()
-            busy, idle = (max(0, new - old) for new, old in zip(now, before, strict=True))
-            self._utilization, before = busy / max(1, busy + idle), now
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
-        documentation = "Share of CPU time in use in the last two seconds."
-        yield _Gauge("nv_cpu_utilization", documentation, self._utilization)
-        memory = machine_memory()
-        total, used = memory["MemTotal"], memory["MemTotal"] - memory["MemAvailable"]
-        yield _Gauge("nv_cpu_memory_total_bytes", "Memory of the machine.", total)
-        yield _Gauge("nv_cpu_memory_used_bytes", "Memory of the machine in use.", used)
-
-
-def _cpu_times() -> tuple[int, int]:
-    """Return busy and idle time of all CPUs since the machine started, in kernel ticks."""
-    totals = Path("/proc/stat").read_text().partition("\n")[0].split()
-    user, nice, system, idle, io_wait, *interrupts = map(int, totals[1:9])
-    return user + nice + system + sum(interrupts), idle + io_wait
 
 
 class GpuCollector(Collector):

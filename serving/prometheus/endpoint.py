@@ -15,9 +15,11 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_w
 
 from ..config import address_of
 from ..errors import ServingError
+from ..monitoring.accept_failures import accept_failures
 from ..pipeline.model_repository import ModelRepository
-from .collectors import CpuCollector, GpuCollector, LoopLag, ModelCollector
+from .collectors import GpuCollector, LoopLag, ModelCollector
 from .connections import ConnectionCollector
+from .cpu_collector import CpuCollector
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +90,14 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
         self._started: dict[Any, float] = {}
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if accept_failures.report(error):
+                time.sleep(_POLL_S)  # the connection still waits, so the next attempt is immediate
+            raise  # the base class ignores it
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:

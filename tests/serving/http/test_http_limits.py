@@ -14,8 +14,11 @@ import httpx
 import pytest
 from gated_engine import Gate
 from http_server import HEAD, HttpAddress, connect, is_live, response_of
+from open_files import connected_without_free_files
 from server_load import server_process, wait_until
 from triton_requests import MODEL
+
+from maskrcnn_trt.serving.monitoring import accept_failures as log
 
 Encode = Callable[..., bytes]
 USER, ADMIN = {"Authorization": "Bearer user"}, {"Authorization": "Bearer admin"}
@@ -33,6 +36,17 @@ def test_tokens(http: httpx.Client) -> None:
     assert http.post(unload).status_code == 401
     assert http.post(unload, headers=USER).status_code == 403
     assert http.post(unload, headers=ADMIN).status_code == 404
+
+
+def test_lack_of_file_descriptors_is_one_warning(
+    server: HttpAddress, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(log, "accept_failures", log.AcceptFailures())
+    with connected_without_free_files(*server.http):
+        wait_until(lambda: "open files" in caplog.text)
+    wait_until(lambda: is_live(server))
+    assert caplog.text.count("Too many open files") == 1
+    assert "Traceback" not in caplog.text
 
 
 def test_overloaded_server_rejects_requests(

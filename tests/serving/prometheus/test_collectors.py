@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 from driver_stubs import needs_compiler, stubbed_driver
+from open_files import no_free_files
 from prometheus_client.parser import text_string_to_metric_families
 from scraped_metrics import metrics_from_log, read
 from server_load import server_process
 
 from maskrcnn_trt.serving.prometheus.collectors import GPU_METRICS, LoopLag
+from maskrcnn_trt.serving.prometheus.cpu_collector import CpuCollector
 
 PROGRAM = """
 import logging
@@ -156,3 +158,16 @@ def test_blocked_event_loop_is_measured() -> None:
     asyncio.run(block())
     assert lag.worst_s >= 0.3
     assert lag.worst_s >= lag.last_s >= 0
+
+
+async def test_cpu_is_measured_again_after_a_lack_of_file_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("maskrcnn_trt.serving.prometheus.cpu_collector._INTERVAL_S", 0.01)
+    task = asyncio.create_task(CpuCollector().run())
+    await asyncio.sleep(0.05)
+    with no_free_files():
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    task.cancel()

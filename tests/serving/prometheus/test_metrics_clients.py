@@ -9,12 +9,15 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 import pytest
+from open_files import connected_without_free_files
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from scraped_metrics import read
 from server_load import wait_until
 
+from maskrcnn_trt.serving.monitoring.accept_failures import AcceptFailures
+from maskrcnn_trt.serving.prometheus import endpoint
 from maskrcnn_trt.serving.prometheus.endpoint import metrics_server
 
 Connect = Callable[[], socket.socket]
@@ -135,3 +138,17 @@ def test_silent_clients_block_neither_others_nor_the_shutdown(registry: Collecto
         for _ in range(5):
             silent.enter_context(socket.create_connection((address.hostname, address.port)))
         assert "sample 42.0" in read(url)
+
+
+def test_lack_of_file_descriptors_is_one_warning(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(endpoint, "accept_failures", AcceptFailures())
+    address = urlsplit(url)
+    assert address.hostname
+    assert address.port
+    with connected_without_free_files(address.hostname, address.port):
+        wait_until(lambda: "open files" in caplog.text)
+    assert "sample 42" in read(url)
+    assert caplog.text.count("Too many open files") == 1
+    assert "Traceback" not in caplog.text
