@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from .errors import BackendError
 
@@ -95,13 +95,14 @@ def machine_memory() -> dict[str, int]:
 
 
 def available_memory() -> int:
-    """Return the machine's available memory in bytes, or this process's limit if that is lower."""
-    return min(machine_memory()["MemAvailable"], memory_limit())
+    """Return the lowest of the machine's available memory and what limits leave, in bytes."""
+    free = [max(0, memory.limit - memory.used) for memory in _cgroup_memory()]
+    return min(machine_memory()["MemAvailable"], memory_limit(), *free)
 
 
 def memory_limit() -> int:
     """Return the lowest of the machine's memory and this process's memory limits, in bytes."""
-    limits = [machine_memory()["MemTotal"], *_cgroup_memory_limits()]
+    limits = [machine_memory()["MemTotal"], *(memory.limit for memory in _cgroup_memory())]
     process_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return min(limits if process_limit == resource.RLIM_INFINITY else [*limits, process_limit])
 
@@ -137,14 +138,23 @@ def notify_service_manager(state: str) -> None:
         connection.sendto(state.encode(), address)
 
 
-def _cgroup_memory_limits() -> Iterator[int]:
-    """Yield the memory limits of this process's cgroups, and of those that contain them."""
+class _CgroupMemory(NamedTuple):
+    """Memory limit of a cgroup and its memory in use, in bytes."""
+
+    limit: int
+    # Without the page cache that the kernel frees first.
+    used: int
+
+
+def _cgroup_memory() -> Iterator[_CgroupMemory]:
+    """Yield the memory of this process's cgroups with a limit, and of those that contain them."""
     for line in _OWN_CGROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, name = _CGROUPS, "memory.max"  # version 2
+            root, limit, used = _CGROUPS, "memory.max", "memory.current"  # version 2
         elif "memory" in controllers.split(","):
-            root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+            root = _CGROUPS / "memory"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         folder = root / path.lstrip("/")
@@ -152,4 +162,16 @@ def _cgroup_memory_limits() -> Iterator[int]:
         for parent in (folder, *folder.parents):
             if parent.is_relative_to(root):
                 with contextlib.suppress(OSError, ValueError):  # missing, or "max"
-                    yield int((parent / name).read_text())
+                    limit_bytes = int((parent / limit).read_text())
+                    yield _CgroupMemory(limit_bytes, _used_bytes(parent, used))
+
+
+def _used_bytes(cgroup: Path, name: str) -> int:
+    """Return the memory in use of a cgroup from the file `name`, less the inactive page cache."""
+    try:
+        used = int((cgroup / name).read_text())
+        entries = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except OSError:  # some sandboxes have only the limit
+        return 0
+    # Version 1 counts nested cgroups only in the entry with the prefix.
+    return used - int(entries.get("total_inactive_file", entries.get("inactive_file", 0)))

@@ -110,6 +110,38 @@ def test_memory_limit_of_the_own_or_an_outer_cgroup_applies(
     assert memory_limit() == 2 << 20
 
 
+@pytest.mark.parametrize(
+    ("cgroups", "root", "names", "entry"),
+    [
+        ("0::/a\n", "", ("memory.max", "memory.current"), "inactive_file"),
+        (
+            "4:memory:/a\n",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_memory_in_use_of_a_cgroup_is_not_available(
+    cgroups: str,
+    root: str,
+    names: tuple[str, str],
+    entry: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = tmp_path / root / "a"
+    service.mkdir(parents=True)
+    (tmp_path / "own").write_text(cgroups)
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
+    for name, mebibytes in zip(names, (9, 7), strict=True):
+        (service / name).write_text(f"{mebibytes << 20}\n")
+    (service / "memory.stat").write_text(f"anon 123\n{entry} {2 << 20}\n")
+    assert memory_limit() == 9 << 20
+    assert available_memory() == 4 << 20
+
+
 def test_threads_are_named_for_the_system() -> None:
     with ThreadPoolExecutor(1, initializer=name_thread, initargs=("a thread",)) as pool:
         number = pool.submit(threading.get_native_id).result()
