@@ -193,10 +193,12 @@ class ServedModel:
         for batcher in self.batchers.values():
             start = time.monotonic()
             await batcher.warm_up()
-            # On a CPU, each worker computes one image per bucket. On a GPU, the warm-up also
-            # compiles the model, so its duration tells nothing about an image.
+            # On a CPU, each worker computes one image per bucket, and an end-to-end engine computes
+            # another one in all its steps. On a GPU, the warm-up also compiles the model, so its
+            # duration tells nothing about an image.
             if batcher.info.device == "cpu":
-                images = len(batcher.info.buckets) * batcher.engines_up
+                per_bucket = 2 if batcher.info.is_end_to_end else 1
+                images = per_bucket * len(batcher.info.buckets) * batcher.engines_up
                 image_s = max(image_s, (time.monotonic() - start) / images)
         return image_s
 

@@ -4,20 +4,29 @@ import asyncio
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import torch
 from in_process_server import served_in_thread
 from PIL import Image
 from triton_requests import pixels_of
 from tritonclient.grpc import InferenceServerClient
 
+from maskrcnn_trt.model.bundle.manifest import read_manifest
+from maskrcnn_trt.serving.backends.onnxruntime import OnnxRuntimeBackend
+from maskrcnn_trt.serving.backends.torch import TorchBackend
 from maskrcnn_trt.serving.client import AsyncDetectorClient
+from maskrcnn_trt.serving.config import BackendName, ServeConfig
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
+from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
 from maskrcnn_trt.serving.errors import RefusedError
 from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.pipeline import served_model
+from maskrcnn_trt.serving.pipeline.served_model import ModelSource, ServedModel
 
 Encode = Callable[..., bytes]
 LANDSCAPE, PORTRAIT = (120, 200), (200, 120)
@@ -89,3 +98,31 @@ def _png_from(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
     file = BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
+
+
+@pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
+async def test_warm_up_on_a_cpu_gives_the_duration_of_an_image(
+    backend: BackendName, torch_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the duration is not used")
+    engine = BundleLoader(torch_bundle, read_manifest(torch_bundle), "fp32", backend, 4).load()
+    seconds = 0  # one per image
+    for kind, method in ((TorchBackend, "infer_on_device"), (OnnxRuntimeBackend, "infer")):
+        original = getattr(kind, method)
+
+        def infer(*arguments: Any, original: Any = original) -> Any:
+            nonlocal seconds
+            seconds += len(arguments[2])
+            return original(*arguments)
+
+        monkeypatch.setattr(kind, method, infer)
+
+    async def warm_up() -> None:
+        engine.warm_up(4)
+
+    model: Any = ServedModel(ModelSource(torch_bundle), ServeConfig())
+    model.batchers = {"fp32": SimpleNamespace(info=engine.info, engines_up=1, warm_up=warm_up)}
+    monkeypatch.setattr(served_model, "time", SimpleNamespace(monotonic=lambda: seconds))
+    assert await model.warm_up() == 1
+    engine.close()
