@@ -19,7 +19,7 @@ from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from .bundle.spec import MAX_PIXELS
-from .image_limits import MAX_FILE_BYTES, ImageError, check_size
+from .image_limits import ImageError, check_file_size, check_size
 from .images import IMAGE_SUFFIXES, plugin_for
 from .rgb_strips import TRANSPOSES
 
@@ -71,10 +71,7 @@ def read_image_file(path: Path) -> bytes:
     # Pipes and devices may be endless, and some callers read the file twice.
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise ImageError("the path is a pipe or a device; save the image in a file and name that")
-    if status.st_size > MAX_FILE_BYTES:
-        raise ImageError(
-            f"the file has {status.st_size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed"
-        )
+    check_file_size(status.st_size)
     with path.open("rb") as file:
         _check_format(file.peek())
         return png_from_other_formats(file.read())

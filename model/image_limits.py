@@ -52,6 +52,12 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
         raise ImageError(f"{size}; each side must have at least {MIN_SIDE}")
 
 
+def check_file_size(size: int) -> None:
+    """Raise `ImageError` if a file of `size` bytes is larger than `MAX_FILE_BYTES`."""
+    if size > MAX_FILE_BYTES:
+        raise ImageError(f"the file has {size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
+
+
 def check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
     """Reject a JPEG that is much slower to decode than others of its size."""
     pixels = image.height * image.width

@@ -17,7 +17,7 @@ import ray.exceptions
 
 from ...model.bundle.manifest import Precision, read_manifest
 from ...model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, png_from_other_formats
-from ...model.image_limits import ImageError
+from ...model.image_limits import ImageError, check_file_size
 from ...model.plurals import counted
 from ..config import BackendName
 from ..detections import DetectionOptions, Detections
@@ -174,11 +174,16 @@ def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
     """Return the content of an image file.
 
     Raises:
-        ImageError: The file cannot be read, is in another format, or is a damaged BMP or TIFF.
+        ImageError: The file cannot be read, is too large or in another format, or is a damaged BMP
+            or TIFF.
     """
     try:
         # Without `compression=None` Arrow would decompress files named *.gz.
         with files.open_input_stream(path, compression=None) as stream:
+            size = files.get_file_info(path).size
+            if size is None:
+                raise ImageError("the path is a pipe or a device")
+            check_file_size(size)
             data: bytes = stream.read()
     except OSError as error:
         raise image_error_from_os_error(error) from None

@@ -1,5 +1,6 @@
 """Image listing of `predict --ray` in files, folders and buckets, with unusual names."""
 
+import os
 from pathlib import Path
 from urllib.parse import quote
 
@@ -8,7 +9,7 @@ import pytest
 pytest.importorskip("pyarrow.fs")
 pytest.importorskip("ray")
 
-from maskrcnn_trt.model.image_limits import ImageError
+from maskrcnn_trt.model.image_limits import MAX_FILE_BYTES, ImageError
 from maskrcnn_trt.serving.errors import ServingError
 from maskrcnn_trt.serving.offline.ray_prediction import StoredImages, read_image, stored_images
 
@@ -97,3 +98,13 @@ def test_name_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "odd\udcff.jpg").touch()
     with pytest.raises(ServingError, match=r"UTF-8: .*odd\\xff\.jpg"):
         stored_images([str(tmp_path)])
+
+
+def test_huge_files_and_devices_are_rejected_unread(tmp_path: Path) -> None:
+    huge = tmp_path / "huge.jpg"
+    huge.touch()
+    os.truncate(huge, MAX_FILE_BYTES + 1)
+    for path, reason in ((str(huge), "bytes"), ("/dev/zero", "device")):
+        images = stored_images([path])
+        with pytest.raises(ImageError, match=reason):
+            contents(images)
