@@ -75,7 +75,7 @@ def test_manifest_of_another_model_is_refused(
     (copy / "manifest.json").unlink()
     write_manifest(copy, read_manifest(bundle).model_copy(update={"mask_side": 14}))
     with (
-        contextlib.closing(Detector(copy)) as other,
+        Detector(copy) as other,
         pytest.raises(BundleError, match=r"mask_side.*export"),
     ):
         other([picture()])
