@@ -93,7 +93,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock_in(folder: Path) -> Iterator[None]:
-    """Hold a lock that shows other exports that a temporary folder is in use."""
+    """Lock a temporary folder within the context, so that no other export removes it."""
     fresh = folder / f"{_LOCK_NAME}.new"
     with fresh.open("w") as file:
         # Lock the file before it gets its name, so that another export never finds it unlocked. If

@@ -138,14 +138,16 @@ def rles_from_probabilities(
 
 
 def whole_pixel_boxes(boxes: NDArray[np.float32], side: int) -> NDArray[np.int64]:
-    """Expand boxes by a mask's border and truncate them to whole pixels, as torchvision does.
+    """Enlarge boxes around their centres by (side + 2) / side, and truncate them to whole pixels.
+
+    As in torchvision, the enlarged boxes also cover the masks' borders of one zero sample.
 
     Args:
         boxes: [N, 4] xyxy in pixels.
-        side: side of a mask in samples, without its border of one zero sample.
+        side: number of samples along a side of a mask, without its border.
 
     Returns:
-        [N, 4] int64, first and last pixels of the masks with their borders, xyxy.
+        [N, 4] int64 xyxy: first and last pixel of each enlarged box, both included.
     """
     # The operations are in torchvision's order, because rounding must give the same pixels.
     half = (boxes[:, 2:] - boxes[:, :2]) * np.float32(0.5)

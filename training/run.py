@@ -16,7 +16,7 @@ from .evaluation.validation import Validation, check_expected
 from .interruption import TrainingInterrupted
 from .loop import TrainingLoop
 from .reporting import LOG_FILE
-from .resumption import check_resumable, run_identity
+from .resume_checks import check_resumable, run_identity
 from .run_folder import RunFolder
 from .run_length import with_run_length
 from .terminal import terminal_progress
@@ -77,12 +77,13 @@ def evaluate_checkpoint(
 
 
 def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:
-    """Train a model on this rank, or resume the run in `output_dir`. Every rank must call this.
+    """Train a model on this rank, or resume the run in `config.output_dir`. Call it on every rank.
 
-    Errors are those of `run_training`, except that `evaluation.expected` is not checked.
+    The errors are those of `run_training`, but `evaluation.expected` is not checked.
 
     Returns:
-        Path of the final checkpoint, and its metrics by name. Empty: it was not evaluated.
+        Path of the final checkpoint, and its metrics by name. There are none if the checkpoint was
+        not evaluated.
     """
     set_arithmetic(config)
     check_trackers(config.trackers)

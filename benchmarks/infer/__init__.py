@@ -28,7 +28,8 @@ _SOME_FAILED = 3
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
-    default=("fp32",), help="Repeatable. The GPU time by stage is measured in the first only.",
+    default=("fp32",), help="Repeatable. In the first precision, the GPU time of each stage is "
+    "measured too.",
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(get_args(BackendName)), default="auto",

@@ -96,9 +96,10 @@ def measure_stages(run: BatchRun, precision: Precision, batch: int) -> StageTime
 
 
 def profile_gpu(function: Callable[[], object], count: int) -> list[GpuActivity]:
-    """Call `function` twice `count` times, and return the GPU activities of the second half.
+    """Call `function` 2 * `count` times, and return the GPU activities of the second half.
 
-    The first half warms up the profiler. `function` must return only after the GPU has finished.
+    The first `count` calls warm up the profiler. `function` must return only after the GPU has
+    finished.
 
     Returns:
         The activities, ordered by start time.

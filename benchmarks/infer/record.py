@@ -82,9 +82,9 @@ def infer_record(
     """Return a record of one run of the inference benchmark.
 
     Args:
-        results: At least one, all of one input size.
+        results: Measurements, at least one. All have the same input size.
         failures: Engines that could not be measured.
-        rooflines: One per precision; empty without a GPU or a checkpoint.
+        rooflines: Results of `measure_rooflines`, if any.
         stages: Profiles of one engine.
         machine: machine of the measurement. None: this machine.
     """

@@ -79,7 +79,8 @@ _OPTIONS = (
     ),
     click.option(
         "--workspace", "workspace_gib", type=FiniteRange(min=0, min_open=True), metavar="GIB",
-        help="Limit of a layer's scratch memory on the GPU. If left out, TensorRT decides.",
+        help="Maximum scratch memory of each layer on the GPU, in GiB. If left out, TensorRT "
+        "decides.",
     ),
     click.option(
         "--timing-cache", type=_FILE,

@@ -1,4 +1,4 @@
-"""TensorRT backend that also takes and returns torch tensors on the GPU."""
+"""TensorRT backend that takes torch tensors on the GPU too, not only NumPy arrays."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack

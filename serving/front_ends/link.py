@@ -46,7 +46,10 @@ class Frame(IntEnum):
 
 
 class Link(asyncio.BufferedProtocol):
-    """One end of a link. Sends frames, and calls a function for each received frame."""
+    """One end of the Unix socket between a front end and the server's process.
+
+    It sends frames, and calls a function for each received frame.
+    """
 
     def __init__(self, receive: Callable[[int, int, bytes], None]) -> None:
         """Create an end that is not connected; see `connect`.

@@ -212,8 +212,8 @@ def _bytes_from_base64(name: str, text: Any) -> bytes:
         return base64.b64decode(text, validate=True)
     except (TypeError, ValueError, binascii.Error):
         raise InvalidRequestError(
-            f"the data of input {name!r} must be base64 of image files, as text; without base64, "
-            f"send the files as binary data ({_SIZE})"
+            f"the data of input {name!r} is not base64; encode each image file as base64 text, or "
+            f"send the files as binary data and set the input's parameter {_SIZE}"
         ) from None
 
 

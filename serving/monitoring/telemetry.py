@@ -75,7 +75,7 @@ class Telemetry:
 
     @contextmanager
     def image(self, model: str, precision: str) -> Iterator[Callable[[Timing], None]]:
-        """Record the image that is processed within the context.
+        """Record metrics and a trace span of the image that is processed within the context.
 
         Args:
             model: Name of the model.

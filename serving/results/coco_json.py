@@ -25,8 +25,8 @@ def image_ids(paths: Sequence[Path]) -> list[int | str]:
 def coco_results(image_id: int | str, detections: Detections) -> list[dict[str, Any]]:
     """Return detections in COCO's results format, which `pycocotools.coco.COCO.loadRes` reads.
 
-    Each detection is a record with `bbox` (x, y, width, height in pixels of the upright image) and,
-    if the detections have RLE masks, `segmentation`.
+    Each detection is a record with `image_id`, `category_id`, `score`, `bbox` (x, y, width, height
+    in pixels of the image after its EXIF rotation) and, if there are RLE masks, `segmentation`.
     """
     x_min, y_min, x_max, y_max = detections.boxes.astype(float).T
     bboxes = zip(x_min, y_min, x_max - x_min, y_max - y_min, strict=True)

@@ -33,7 +33,7 @@ def draw_detections(
     Args:
         dataset: Images to draw.
         results: Detections with masks in COCO's results format.
-        title: Text above the detections, before the file name.
+        title: Text above each image with detections. The image's file name follows it.
         path: PNG file to write. Its folder is created if it does not exist.
     """
     samples = []

@@ -112,7 +112,8 @@ def _segmentation_from(
     value = annotation.get("segmentation")
     if not value:
         raise InvalidAnnotationError(
-            "no polygons or RLE; export the data as instance segmentation, not as boxes"
+            "neither polygons nor RLE; have the annotation tool export instance segmentation, not "
+            "boxes"
         )
     if isinstance(value, dict):
         return _rle_from(value, height, width), True

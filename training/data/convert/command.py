@@ -21,8 +21,8 @@ _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing fi
 def convert() -> None:
     """Convert annotations of another format to COCO files.
 
-    Writes a file per split, such as train.json, to OUT. Images are not copied: the command prints
-    the KEY=VALUE arguments with which `maskrcnn train` finds them.
+    Writes a file per split, such as train.json, to OUT. Images are not copied. For each split, the
+    command prints the KEY=VALUE arguments that tell `maskrcnn train` where file and images are.
     """
 
 
