@@ -14,7 +14,7 @@ from torch.onnx.ops import symbolic, symbolic_multi_out
 
 from ...model.bundle.spec import INPUT_NAMES, OPSET_DOMAIN, OPSET_VERSION, OUTPUT_NAMES, ShapeBucket
 from ...model.mask_rcnn import MaskRCNN
-from ...plugins.box_deltas import decode_in_torch
+from ...plugins.box_deltas import are_large
 from ...plugins.grid_anchors import grid_anchors_in_torch
 from .functions import functions_for
 
@@ -117,6 +117,32 @@ def _nms_keep_node(boxes: Tensor, classes: Tensor, iou_threshold: float, max_kee
     return keep.to(torch.bool)
 
 
+def _decode_boxes_node(
+    deltas: Tensor,
+    references: Tensor,
+    indices: Tensor,
+    image_sizes: Tensor,
+    center_weight: float,
+    size_weight: float,
+    inclusive: bool,
+    min_side: float,
+) -> tuple[Tensor, Tensor]:
+    boxes: Tensor = symbolic(
+        f"{OPSET_DOMAIN}::DecodeBoxes",
+        [deltas, references, indices, image_sizes],
+        {
+            "center_weight": center_weight,
+            "size_weight": size_weight,
+            "inclusive": int(inclusive),
+        },
+        dtype=torch.float32,
+        shape=(*indices.shape, 4),
+        version=OPSET_VERSION,
+    )
+    # Not an output of the node, because TensorRT plugins cannot return booleans.
+    return boxes, are_large(boxes, min_side)
+
+
 def _pyramid_roi_align_node(
     features: Sequence[Tensor],
     rois: Tensor,
@@ -172,7 +198,7 @@ _NODES: dict[Any, Callable[..., Any]] = {
     torch.ops.maskrcnn.nms_keep.default: _nms_keep_node,
     torch.ops.maskrcnn.pyramid_roi_align.default: _pyramid_roi_align_node,
     torch.ops.maskrcnn.stable_top_k.default: _top_k_node,
-    torch.ops.maskrcnn.decode_boxes.default: decode_in_torch,
+    torch.ops.maskrcnn.decode_boxes.default: _decode_boxes_node,
     torch.ops.maskrcnn.grid_anchors.default: grid_anchors_in_torch,
 }
 

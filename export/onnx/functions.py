@@ -1,8 +1,9 @@
 """ONNX function bodies of the custom operations, in standard operators of opset 18.
 
-A runtime without kernels for `maskrcnn::NmsKeep` and `maskrcnn::PyramidRoIAlign` inlines the
-bodies; a runtime with kernels ignores them. The contracts are in `plugins/nms_keep/operation.py`
-and `plugins/pyramid_roi_align/operation.py`.
+A runtime without kernels for the nodes `maskrcnn::NmsKeep`, `maskrcnn::PyramidRoIAlign` and
+`maskrcnn::DecodeBoxes` inlines the bodies; a runtime with kernels ignores them. The contracts are
+in `plugins/nms_keep/operation.py`, `plugins/pyramid_roi_align/operation.py` and
+`plugins/box_deltas/operation.py`.
 """
 
 import onnx
@@ -12,6 +13,7 @@ from onnxscript.values import Opset
 
 from ...model.bundle.spec import OPSET_DOMAIN, OPSET_VERSION
 from ...model.config.schema import ModelConfig
+from ...plugins.box_deltas.kernel import MAX_LOG_SCALE
 from .roi_align import (
     PyramidRoIAlign,
     PyramidRoIAlignAdaptive,
@@ -61,6 +63,60 @@ def NmsKeep(  # noqa: N802
     return op.Cast(stays, to=6)
 
 
+@script(_DOMAIN, default_opset=op)
+def DecodeBoxes(  # noqa: N802
+    deltas: FLOAT,
+    references: FLOAT,
+    indices: INT64,
+    image_sizes: INT64,
+    center_weight: float,
+    size_weight: float,
+    inclusive: int,
+) -> FLOAT:
+    """Decode selected deltas, and clip the boxes to their images.
+
+    deltas [B, N, C, 4], references [B, N, 4] or [1, N, 4], indices [B, K], negative for padding,
+    image_sizes [B, 2] -> boxes [B, K, 4], zero for padding.
+    """
+    first = op.Constant(value_int=0)
+    chosen = op.Max(indices, first)
+    owners = op.Div(chosen, op.Shape(deltas, start=2, end=3))
+    batch = op.Shape(deltas, start=0, end=1)
+    rows = op.Concat(op.Shape(indices), op.Constant(value_ints=[4]), axis=0)
+    last = op.Constant(value_ints=[2])
+    by_class = op.Reshape(deltas, op.Constant(value_ints=[0, -1, 4]))
+    shift_x, shift_y, scale_x, scale_y = op.Split(
+        op.GatherElements(by_class, op.Expand(op.Unsqueeze(chosen, last), rows), axis=1),
+        num_outputs=4, axis=2,
+    )  # fmt: skip
+    all_references = op.Expand(references, op.Concat(batch, op.Constant(value_ints=[1, 1]), axis=0))
+    x1, y1, x2, y2 = op.Split(
+        op.GatherElements(all_references, op.Expand(op.Unsqueeze(owners, last), rows), axis=1),
+        num_outputs=4, axis=2,
+    )  # fmt: skip
+    half, zero = op.Constant(value_float=0.5), op.Constant(value_float=0.0)
+    center_factor = op.Constant(value_float=center_weight)
+    size_factor = op.Constant(value_float=size_weight)
+    largest = op.Constant(value_float=MAX_LOG_SCALE)
+    width, height = x2 - x1, y2 - y1
+    center_x = shift_x / center_factor * width + (x1 + half * width)
+    center_y = shift_y / center_factor * height + (y1 + half * height)
+    half_width = half * op.Exp(op.Min(scale_x / size_factor, largest)) * width
+    half_height = half * op.Exp(op.Min(scale_y / size_factor, largest)) * height
+    end_y, end_x = op.Split(
+        op.Unsqueeze(op.Cast(image_sizes, to=1), last), num_outputs=2, axis=1
+    )  # fmt: skip
+    least = op.Cast(op.Constant(value_int=inclusive), to=1)
+    boxes = op.Concat(
+        op.Min(op.Max(center_x - half_width, zero), end_x - least),
+        op.Min(op.Max(center_y - half_height, zero), end_y - least),
+        op.Min(op.Max(center_x + half_width, least), end_x),
+        op.Min(op.Max(center_y + half_height, least), end_y),
+        axis=2,
+    )
+    return op.Where(op.Unsqueeze(indices >= first, last), boxes, zero)
+
+
 def functions_for(config: ModelConfig) -> list[onnx.FunctionProto]:
     """Return the function bodies of the custom nodes in a model of this configuration."""
     if config.backbone.features != "fpn":
@@ -69,7 +125,7 @@ def functions_for(config: ModelConfig) -> list[onnx.FunctionProto]:
         pooling = [PyramidRoIAlignAdaptive, RoIAlignOnMap, RoILevel]
     else:
         pooling = [PyramidRoIAlign, RoILevel]
-    bodies = [function.to_function_proto() for function in (NmsKeep, *pooling)]
+    bodies = [function.to_function_proto() for function in (NmsKeep, *pooling, DecodeBoxes)]
     if PyramidRoIAlign in pooling:
         (average,) = (node for node in bodies[1].node if node.op_type == "AveragePool")
         for attribute in average.attribute:

@@ -1,6 +1,7 @@
 // Decode selected deltas and clip the boxes to their images. Contract: box_deltas/operation.py.
 //
-// Constants: CENTER_WEIGHT, SIZE_WEIGHT, MAX_LOG_SCALE, INCLUSIVE, MIN_SIDE, THREADS.
+// Constants: CENTER_WEIGHT, SIZE_WEIGHT, MAX_LOG_SCALE, INCLUSIVE, MIN_SIDE, THREADS, and LARGE: 1
+// if the kernel has the output `large`. TensorRT plugins have no boolean outputs.
 
 struct Interval {
     float near, far;
@@ -30,7 +31,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 decode_boxes(const float4* __restrict__ deltas, const float4* __restrict__ references,
              const long long* __restrict__ indices, const long long* __restrict__ image_sizes,
              int reference_count, int references_stride, int classes, int chosen_count,
-             float4* __restrict__ boxes, unsigned char* __restrict__ large) {
+             float4* __restrict__ boxes
+#if LARGE
+             , unsigned char* __restrict__ large
+#endif
+) {
     const int place = blockIdx.x * THREADS + threadIdx.x;
     if (place >= chosen_count) return;
     const long long image = blockIdx.y;
@@ -38,7 +43,9 @@ decode_boxes(const float4* __restrict__ deltas, const float4* __restrict__ refer
     const long long index = indices[output];
     if (index < 0) {
         boxes[output] = {0.0f, 0.0f, 0.0f, 0.0f};
+#if LARGE
         large[output] = 0;
+#endif
         return;
     }
     const float4 delta = deltas[image * reference_count * classes + index];
@@ -47,5 +54,7 @@ decode_boxes(const float4* __restrict__ deltas, const float4* __restrict__ refer
     const Interval x = decoded(delta.x, delta.z, {reference.x, reference.z}, width);
     const Interval y = decoded(delta.y, delta.w, {reference.y, reference.w}, height);
     boxes[output] = {x.near, y.near, x.far, y.far};
+#if LARGE
     large[output] = is_large(x) && is_large(y);
+#endif
 }

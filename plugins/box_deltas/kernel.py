@@ -27,13 +27,17 @@ def encode_boxes_launch(count: int) -> Launch:
 
 
 def decode_boxes_kernel(
-    center_weight: float, size_weight: float, min_side: float, *, inclusive: bool
+    center_weight: float, size_weight: float, min_side: float | None, *, inclusive: bool
 ) -> Kernel:
-    """Return the decoding kernel for these attributes, which `maskrcnn::decode_boxes` documents."""
+    """Return the decoding kernel for these attributes, which `maskrcnn::decode_boxes` documents.
+
+    If `min_side` is None, the kernel has no output `large`.
+    """
     constants = (
         *_weights(center_weight, size_weight),
         ("MAX_LOG_SCALE", MAX_LOG_SCALE),
-        ("MIN_SIDE", float(min_side)),
+        ("MIN_SIDE", float(min_side or 0)),
+        ("LARGE", int(min_side is not None)),
         ("INCLUSIVE", int(inclusive)),
     )
     return Kernel("box_deltas/decode_boxes.cu", "decode_boxes", constants)
@@ -46,10 +50,10 @@ def decode_boxes_launch(
 
     Inputs are deltas [batch, references, classes, 4], references [batch, references, 4], or
     [1, references, 4] if `shared`, indices [batch, chosen] int64 and image sizes [batch, 2] int64.
-    Outputs are boxes [batch, chosen, 4] and `large` [batch, chosen] uint8: 1 for boxes with sides
-    of at least `min_side`.
+    Outputs are boxes [batch, chosen, 4] and, if the kernel has a `min_side`, `large`
+    [batch, chosen] uint8: 1 for boxes with sides of at least `min_side`.
     """
-    grid = (-(-chosen // _THREADS), batch, 1)
+    grid = ((chosen + _THREADS - 1) // _THREADS, batch, 1)  # TensorRT's sizes have no negation
     scalars = (references, 0 if shared else references, classes, chosen)
     return Launch(grid, (_THREADS, 1, 1), scalars)
 

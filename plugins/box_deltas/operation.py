@@ -64,7 +64,8 @@ def _(boxes: Tensor, references: Tensor, center_weight: float, size_weight: floa
     return deltas
 
 
-def decode_in_torch(
+@torch.library.custom_op("maskrcnn::decode_boxes", mutates_args=(), device_types="cpu")
+def decode_boxes(
     deltas: Tensor,
     references: Tensor,
     indices: Tensor,
@@ -75,8 +76,6 @@ def decode_in_torch(
     min_side: float,
 ) -> tuple[Tensor, Tensor]:
     """Decode selected deltas, clip the boxes to their images, and find those that are large enough.
-
-    This is the CPU implementation of `maskrcnn::decode_boxes`. Exporters trace it.
 
     Args:
         deltas: [B, N, C, 4] float32, for each of N references one delta per class, or C = 1.
@@ -102,9 +101,14 @@ def decode_in_torch(
         for rows, index in ((deltas.flatten(1, 2), indices), (references, owners))
     )
     boxes = _clip(_decode(deltas, references, center_weight, size_weight), image_sizes, inclusive)
+    boxes = torch.where(exists[..., None], boxes, 0)
+    return boxes, are_large(boxes, min_side)
+
+
+def are_large(boxes: Tensor, min_side: float) -> Tensor:
+    """Whether boxes [B, K, 4] have sides of at least `min_side` and above 0: [B, K] bool."""
     sides = boxes[..., 2:] - boxes[..., :2]
-    large = ((sides >= min_side) & (sides > 0)).all(dim=-1)
-    return torch.where(exists[..., None], boxes, 0), large & exists
+    return ((sides >= min_side) & (sides > 0)).all(dim=-1)
 
 
 def _decode(deltas: Tensor, references: Tensor, center_weight: float, size_weight: float) -> Tensor:
@@ -121,11 +125,6 @@ def _clip(boxes: Tensor, image_sizes: Tensor, inclusive: bool) -> Tensor:
     near = torch.minimum(boxes[..., :2].clamp(min=0), limits - float(inclusive))
     far = torch.minimum(boxes[..., 2:].clamp(min=float(inclusive)), limits)
     return torch.cat([near, far], dim=-1)
-
-
-decode_boxes = torch.library.custom_op(
-    "maskrcnn::decode_boxes", decode_in_torch, mutates_args=(), device_types="cpu"
-)
 
 
 @decode_boxes.register_fake

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..box_deltas.kernel import decode_boxes_kernel, decode_boxes_launch
 from ..nms_keep.kernel import MAX_BOXES, nms_keep_kernel, nms_keep_launch
 from ..pyramid_roi_align.kernel import Pooling, forward_kernel, pyramid_roi_align_launch
 from ..runtime.compilation import (
@@ -107,7 +108,9 @@ def kernels_digest(architecture: int) -> str:
     """Return a digest of the plugins' sources, compiler and architecture."""
     pooling = Pooling(7, 2, (0.25,), 4, 224.0, aligned=False, inclusive=False)
     pool = forward_kernel(pooling, "float", 1, channels_last=False, pooled_channels_last=False)
-    names = [unique_entry(k, architecture) for k in (nms_keep_kernel(0.5, 0, "int"), pool)]
+    decode = decode_boxes_kernel(1.0, 1.0, None, inclusive=False)
+    kernels = (nms_keep_kernel(0.5, 0, "int"), pool, decode)
+    names = [unique_entry(kernel, architecture) for kernel in kernels]
     return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
 
@@ -118,6 +121,24 @@ def _implement_keep(
         raise ValueError(f"NmsKeep takes at most {MAX_BOXES} boxes per set, not {classes.shape[1]}")
     sets, count = classes.shape_expr
     return nms_keep_kernel(iou_threshold, max_keep, "int"), nms_keep_launch(sets, count)
+
+
+def _implement_decoded(
+    _trt: Any,
+    deltas: Any,
+    references: Any,
+    indices: Any,
+    _image_sizes: Any,
+    output: Any,
+    center_weight: float,
+    size_weight: float,
+    inclusive: int,
+) -> tuple[Kernel, Launch]:
+    batch, count, classes, _ = deltas.shape_expr
+    _, chosen = indices.shape_expr
+    kernel = decode_boxes_kernel(center_weight, size_weight, None, inclusive=bool(inclusive))
+    shared = references.shape[0] == 1
+    return kernel, decode_boxes_launch(batch, count, classes, chosen, shared=shared)
 
 
 def _describe_pooled(
@@ -203,6 +224,16 @@ def _roi_align(levels: int) -> _Plugin:
 
 
 _PLUGINS = {
+    "DecodeBoxes": _Plugin(
+        inputs=("deltas", "references", "indices", "image_sizes"),
+        attributes={"center_weight": float, "size_weight": float, "inclusive": int},
+        combinations=lambda *_inputs: [("FP32, FP32, INT64, INT64, FP32", "LINEAR")],
+        describe=lambda _trt, deltas, _references, indices, *_rest, **_attributes: (
+            (*indices.shape_expr, 4),
+            deltas.dtype,
+        ),
+        implement=_implement_decoded,
+    ),
     "NmsKeep": _Plugin(
         inputs=("boxes", "classes"),
         attributes={"iou_threshold": float, "max_keep": int},

@@ -73,9 +73,10 @@ STEPS: Final = (
     ),
     FirstRunStep(
         (f"maskrcnn engine inspect {_BUNDLE}/model-fp16-128x192.plan",),
-        "plugins `maskrcnn::NmsKeep 1`, `maskrcnn::PyramidRoIAlign 1`; convolutions that read "
-        "`fp16`",
+        "plugins `maskrcnn::DecodeBoxes 1`, `maskrcnn::NmsKeep 1`, `maskrcnn::PyramidRoIAlign 1`; "
+        "convolutions that read `fp16`",
         (
+            "maskrcnn::DecodeBoxes 1",
             "maskrcnn::NmsKeep 1",
             "maskrcnn::PyramidRoIAlign 1",
             # Row of the table of types: type, layers, share, number of convolutions.

@@ -23,6 +23,7 @@ from plugin_emulator import (
 from pooling_cases import CANONICAL_LEVEL, CANONICAL_SIZE, SCALES, pyramid, random_rois
 from torch import Tensor
 
+from maskrcnn_trt.plugins.box_deltas import decode_boxes
 from maskrcnn_trt.plugins.nms_keep import nms_keep
 from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
 from maskrcnn_trt.plugins.runtime.compilation import Launch
@@ -46,6 +47,10 @@ class Case(NamedTuple):
         """Return what the torch operation computes, as the plugin's type."""
         if self.plugin == "NmsKeep":
             return nms_keep(*inputs, **self.attributes).int()
+        if self.plugin == "DecodeBoxes":
+            inclusive = bool(self.attributes["inclusive"])
+            values = {**self.attributes, "inclusive": inclusive, "min_side": 0.0}
+            return decode_boxes(*inputs, **values)[0]
         *maps, rois = inputs
         flags = {name: bool(self.attributes[name]) for name in ("aligned", "inclusive")}
         return pyramid_roi_align(maps, rois, **{**self.attributes, **flags}).flatten(0, 1)
@@ -77,6 +82,10 @@ TOLERANCES = {torch.int32: 0, torch.float32: 1e-4, torch.float16: 4e-3, torch.bf
 CASES = {
     "NMS": Case("NmsKeep", {"iou_threshold": 0.5, "max_keep": 0}),
     "NMS of 100": Case("NmsKeep", {"iou_threshold": 0.7, "max_keep": 100}),
+    "decoding": Case("DecodeBoxes", {"center_weight": 10.0, "size_weight": 5.0, "inclusive": 1}),
+    "decoding of shared references": Case(
+        "DecodeBoxes", {"center_weight": 1.0, "size_weight": 1.0, "inclusive": 0}
+    ),
     **{
         f"{name} {str(dtype)[6:]} {' to '.join(formats)}": Case(plugin, attributes, dtype, *formats)
         for name, plugin, attributes in (
@@ -96,6 +105,13 @@ def inputs_of(name: str, seed: int = 0) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         classes = torch.randint(-1, 4, (batch, BOXES), generator=generator)
         return [random_boxes(batch, BOXES, seed=seed), classes]
+    if case.plugin == "DecodeBoxes":
+        generator = torch.Generator().manual_seed(seed)
+        deltas = torch.randn(batch, BOXES, 3, 4, generator=generator) * 0.3
+        references = random_boxes(1 if "shared" in name else batch, BOXES, seed=seed)
+        indices = torch.randint(-1, 3 * BOXES, (batch, 333), generator=generator)
+        sizes = torch.randint(60, 200, (batch, 2), generator=generator)
+        return [deltas, references, indices, sizes]
     maps = pyramid(batch, case.dtype, CHANNELS)
     if case.plugin == "SingleMapRoIAlign":
         maps = maps[2:3]
@@ -114,7 +130,7 @@ def captured(name: str, architecture: int) -> PluginKernel:
     plugin = captured_plugin(case.plugin, case.attributes, inputs, *formats, architecture)
     assert plugin.dtype == expected.dtype
     for batch in BATCHES:
-        shapes = [(batch, *tensor.shape[1:]) for tensor in inputs]
+        shapes = [tuple(tensor[:batch].shape) for tensor in inputs]
         assert evaluated(plugin.sizes, shapes) == _first(batch, expected).shape
     return plugin.kernel
 
@@ -128,6 +144,18 @@ def _first(batch: int, output: Tensor) -> Tensor:
 def test_launch_of_nms_keep(batch: int) -> None:
     kernel = captured("NMS", HOPPER)
     assert kernel.launch([(batch, 700, 4), (batch, 700)]) == ((batch, 1, 1), (1024, 1, 1), (700,))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_launches_of_decode_boxes(batch: int) -> None:
+    """Only the batch size is another one than that of the capture."""
+    for name, references, stride in (
+        ("decoding", batch, BOXES),
+        ("decoding of shared references", 1, 0),
+    ):
+        shapes = [(batch, BOXES, 3, 4), (references, BOXES, 4), (batch, 333), (batch, 2)]
+        expected = Launch((2, batch, 1), (256, 1, 1), (BOXES, stride, 3, 333))
+        assert captured(name, HOPPER).launch(shapes) == expected
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -189,7 +217,7 @@ class Run:
     def __init__(self, name: str, batch: int, guard: int) -> None:
         self._name, self._batch = name, batch
         self._case, self._expected = CASES[name], expected_of(name)
-        self._shapes = [(batch, *tensor.shape[1:]) for tensor in inputs_of(name)]
+        self._shapes = [tuple(tensor[:batch].shape) for tensor in inputs_of(name)]
         self._inputs = [self._placed(tensor, guard) for tensor in inputs_of(name)]
         shape = tuple(_first(batch, self._expected).shape)
         if self._case.pooled_format != "LINEAR":
@@ -227,7 +255,8 @@ class Run:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_driver_reads_the_same_parameters(loaded: dict[str, LoadedKernel], name: str) -> None:
-    scalars = 1 if CASES[name].plugin == "NmsKeep" else 2 * len(inputs_of(name)) - 1
+    fixed = {"NmsKeep": 1, "DecodeBoxes": 4}
+    scalars = fixed.get(CASES[name].plugin, 2 * len(inputs_of(name)) - 1)
     sizes = [8] * len(inputs_of(name)) + [4] * scalars + [8]
     assert loaded[name].parameter_sizes() == sizes
 

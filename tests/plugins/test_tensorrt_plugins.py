@@ -67,7 +67,7 @@ def builder_of(trt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> MakeBuilder:
 
 
 def test_plugins_can_be_registered_again(trt: ModuleType) -> None:
-    names = ("NmsKeep", "PyramidRoIAlign", "SingleMapRoIAlign")
+    names = ("DecodeBoxes", "NmsKeep", "PyramidRoIAlign", "SingleMapRoIAlign")
     for _ in range(2):
         assert register_plugins(ARCHITECTURE) == {f"maskrcnn::{name}": "1" for name in names}
     assert all(trt.get_plugin_registry().get_creator(name, "1", "maskrcnn") for name in names)
@@ -235,7 +235,7 @@ def test_plugins_accept_the_nodes_of_the_model(trt: ModuleType, features: str) -
     backbone = {"features": features, "fpn_norm": "none"}
     bodies = functions_for(ModelConfig.model_validate({"num_classes": 3, "backbone": backbone}))
     nodes = [body for body in bodies if hasattr(definitions, body.name)]
-    assert len(nodes) == 2
+    assert len(nodes) == 3
     for body in nodes:
         definition = getattr(definitions, body.name)
         assert len(body.input) == len(definition.input_tensor_names)

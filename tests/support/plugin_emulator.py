@@ -57,10 +57,14 @@ def captured_plugin(
         torch.int64: trt.int64,
         torch.int32: trt.int32,
     }
-    is_pooling = name != "NmsKeep"
-    shapes: list[Shape] = [(-1, *tensor.shape[1:]) for tensor in inputs]
+    batch = len(inputs[0])
+    shapes: list[Shape] = [
+        (-1 if len(tensor) == batch else len(tensor), *tensor.shape[1:]) for tensor in inputs
+    ]
     formats = ["LINEAR"] * (len(inputs) + 1)
-    if is_pooling:
+    if not name.endswith("RoIAlign"):
+        map_format = pooled_format = "LINEAR"
+    else:
         shapes = [*((-1, tensor.shape[1], -1, -1) for tensor in inputs[:-1]), (-1, -1, 4)]
         formats = [map_format] * (len(inputs) - 1) + ["LINEAR", pooled_format]
     with pytest.MonkeyPatch.context() as patch:

@@ -14,6 +14,7 @@ from maskrcnn_trt.export.verify import ReferenceBatch, compare_artifact
 from maskrcnn_trt.model.bundle.manifest import read_manifest
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.model.mask_rcnn import BatchDetections
+from maskrcnn_trt.plugins.box_deltas import decode_boxes
 from maskrcnn_trt.plugins.nms_keep import nms_keep
 from maskrcnn_trt.plugins.pyramid_roi_align import pyramid_roi_align
 
@@ -25,6 +26,9 @@ def run_by_torch(node: onnx.NodeProto, attributes: dict[str, Any], inputs: list[
     values = {name: value for name, value in attributes.items() if name != "plugin_namespace"}
     if node.op_type == "NmsKeep":
         return nms_keep(*inputs, **values).int()
+    if node.op_type == "DecodeBoxes":
+        values["inclusive"] = bool(values["inclusive"])
+        return decode_boxes(*inputs, **values, min_side=0.0)[0]
     flags = {name: bool(values[name]) for name in ("aligned", "inclusive")}
     return pyramid_roi_align(inputs[:-1], inputs[-1], **{**values, **flags}).flatten(0, 1)
 
@@ -33,7 +37,8 @@ def check_detections(execute: Execute, bundle: Path, checkpoint: Path, noise: No
     """Compare the detections in batches of 8, 3 and 1 with the checkpoint's in fp32 on the CPU."""
     (artifact,) = (a for a in read_manifest(bundle).artifacts if str(a.bucket) == "96x160")
     model, plugins = plugin_graph_from_model(load_model(bundle / artifact.path))
-    assert plugins == ["maskrcnn::NmsKeep", "maskrcnn::PyramidRoIAlign"]
+    names = ("DecodeBoxes", "NmsKeep", "PyramidRoIAlign")
+    assert plugins == [f"maskrcnn::{name}" for name in names]
     engine = EmulatedEngine(model, execute)
     torch_model = load_checkpoint(checkpoint).build_model()
     with torch.inference_mode():

@@ -27,7 +27,8 @@ def path(half_bundle: Path) -> Path:
 
 def test_nodes_name_their_plugins_and_have_no_bodies(path: Path) -> None:
     model, plugins = plugin_graph_from_model(load_model(path))
-    assert plugins == ["maskrcnn::NmsKeep", "maskrcnn::PyramidRoIAlign"]
+    names = ("DecodeBoxes", "NmsKeep", "PyramidRoIAlign")
+    assert plugins == [f"maskrcnn::{name}" for name in names]
     assert not model.functions
     for node in (node for node in model.graph.node if node.domain):
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}

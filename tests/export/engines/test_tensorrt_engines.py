@@ -28,7 +28,7 @@ from maskrcnn_trt.serving.backends.loading import load_backend
 pytestmark = [pytest.mark.tensorrt, needs_tensorrt]
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16")
-PLUGINS = {"maskrcnn::NmsKeep": "1", "maskrcnn::PyramidRoIAlign": "1"}
+PLUGINS = {f"maskrcnn::{name}": "1" for name in ("DecodeBoxes", "NmsKeep", "PyramidRoIAlign")}
 BUCKET = ShapeBucket(96, 160)
 MAX_BATCH = 4
 

@@ -88,10 +88,11 @@ def test_top_k_inputs_are_finite(proto: onnx.ModelProto, smooth_noise: Images) -
 def test_graph_has_custom_nodes_and_their_bodies(proto: onnx.ModelProto) -> None:
     onnx.checker.check_model(proto)
     nodes = [node.op_type for node in proto.graph.node if node.domain == "maskrcnn"]
-    # NMS of proposals and of detections; pooling for boxes and for masks.
-    assert sorted(nodes) == ["NmsKeep"] * 2 + ["PyramidRoIAlign"] * 2
+    # Decoding and NMS of proposals and of detections; pooling for boxes and for masks.
+    expected = ["DecodeBoxes", "NmsKeep", "PyramidRoIAlign"]
+    assert sorted(nodes) == sorted(2 * expected)
     bodies = {function.name for function in proto.functions if function.domain == "maskrcnn"}
-    assert bodies == {"NmsKeep", "PyramidRoIAlign"}
+    assert bodies == {*expected}
     # TensorRT would lose the attributes of a call within a body.
     assert not any(node.domain for function in proto.functions for node in function.node)
     assert {o.domain: o.version for o in proto.opset_import} == {"": 18, "maskrcnn": 1}

@@ -74,7 +74,7 @@ def test_weights_are_int8_and_custom_nodes_stay(quantized: Path) -> None:
         assert constants[weights.input[0]].dtype == np.int8
         assert constants[data.input[2]].dtype == np.uint8
     custom = {node.op_type for node in graph.node if node.domain}
-    assert custom == {"NmsKeep", "PyramidRoIAlign"}
+    assert custom == {"DecodeBoxes", "NmsKeep", "PyramidRoIAlign"}
     assert (
         path_of(quantized).stat().st_size
         < 0.4 * (quantized / "model-fp32-96x160.onnx").stat().st_size
