@@ -7,7 +7,9 @@ from coco_folder import HEIGHT, WIDTH, annotation, ring_segmentation, valid_cont
 
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
 
-NO_MASK = "no polygons or RLE; export the data as instance segmentation, not as boxes"
+NO_MASK = (
+    "neither polygons nor RLE; have the annotation tool export instance segmentation, not boxes"
+)
 _SHORT_RUNS = {"size": [HEIGHT, WIDTH], "counts": [100, 50]}
 _OTHER_SIZE = {**ring_segmentation(compressed=True), "size": [WIDTH, HEIGHT]}
 _CUT_RUNS = {"size": [HEIGHT, WIDTH], "counts": ring_segmentation(compressed=True)["counts"][:-3]}
