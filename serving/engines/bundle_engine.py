@@ -1,8 +1,6 @@
 """Engines that compute batches with a bundle's model."""
 
-import contextlib
 import dataclasses
-import threading
 import time
 from collections.abc import Sequence
 from io import BytesIO
@@ -22,7 +20,7 @@ from ..backends.loading import load_backend
 from ..config import BackendName
 from ..detections import DEFAULT_OPTIONS, Detections, TimedResponse
 from ..messages import encode_detections
-from ..steps.base import BatchSteps, DeviceRequest, Engine, EngineInfo, ImageRequest, Outcome
+from ..steps.base import BatchSteps, DeviceRequest, Engine, EngineInfo, ImageRequest, StepChain
 from ..steps.preprocessing import ModelInput, PlannedImage
 
 
@@ -51,8 +49,7 @@ class BundleLoader:
         # Lazy import: torch is possibly not installed for the other backends.
         from ..steps.device_steps import DeviceSteps
 
-        steps = DeviceSteps(backend, self.manifest, threads=DeviceEngine.concurrency)
-        return DeviceEngine(backend, steps)
+        return DeviceEngine(backend, DeviceSteps(backend, self.manifest))
 
 
 class HostEngine:
@@ -92,21 +89,15 @@ class DeviceEngine:
     # One batch before the model, one in the model and one after it keep the model busy. Beyond
     # these, only full batches start: others would wait for the model instead of filling up.
     saturating_batches: Final = 3
-    # Maximum number of batches in flight: two more than `saturating_batches`, so that full batches
-    # are ready as soon as the model is free, while the server sends responses and reads requests.
-    concurrency: Final = 5
 
     def __init__(self, backend: Backend, steps: BatchSteps) -> None:
         """Take ownership of a backend, which is closed with the engine, and of its steps."""
         self._backend = backend
-        self._steps = [
-            (step.run, threading.Lock() if step.threads == 1 else contextlib.nullcontext())
-            for step in steps.steps
-        ]
+        self._compute = StepChain(steps)
         self.info = EngineInfo(
             backend=backend.name,
             device=backend.device,
-            concurrency=self.concurrency,
+            concurrency=steps.concurrency,
             saturating_batches=self.saturating_batches,
             buckets=backend.buckets,
             is_end_to_end=True,
@@ -123,19 +114,11 @@ class DeviceEngine:
 
     def compute(self, items: Sequence[DeviceRequest]) -> list[TimedResponse[Any] | ImageError]:
         """Return the encoded response to each request, or the error of an invalid image."""
-        outcomes = self._outcomes([item.request for item in items])
+        outcomes = self._compute([item.request for item in items])
         return [
             _encoded(item, outcome) if isinstance(outcome, Detections) else outcome
             for item, outcome in zip(items, outcomes, strict=True)
         ]
-
-    def _outcomes(self, requests: Sequence[ImageRequest]) -> list[Outcome]:
-        batch: Any = requests
-        for run, lock in self._steps:
-            with lock:
-                batch = run(batch)
-        outcomes: list[Outcome] = batch
-        return outcomes
 
 
 def _encoded(item: DeviceRequest, detections: Detections) -> TimedResponse[Any]:

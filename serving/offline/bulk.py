@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ...model.bundle.manifest import Manifest
 from ...model.bundle.spec import MAX_PIXELS, ShapeBucket
@@ -15,7 +15,7 @@ from ...model.image_limits import ImageError
 from ..backends.base import Backend, DeviceBackend
 from ..detections import DEFAULT_OPTIONS, DetectionOptions
 from ..errors import image_error_from_os_error
-from ..steps.base import BatchEntry, BatchSteps, ImageRequest, Outcome, Step
+from ..steps.base import BatchEntry, BatchSteps, ImageRequest, Outcome, StepChain
 from ..steps.host_steps import HostSteps
 from ..steps.preprocessing import plan_image
 
@@ -23,7 +23,7 @@ from ..steps.preprocessing import plan_image
 CORES: Final = len(os.sched_getaffinity(0))
 
 # Maximum read-ahead in batches. When it is reached, `get` waits for the oldest image. It exceeds
-# one batch per step, so that images of a rare input size can fill a batch.
+# the number of batches in flight on a GPU, so that images of a rare input size can fill a batch.
 _BATCHES_AHEAD = 8
 
 
@@ -99,7 +99,7 @@ def run_in_batches(
     Yields:
         The detections or the error of each image, in order.
     """
-    with _StepPipeline(steps) as pipeline:
+    with _Pipeline(steps) as pipeline:
         queue = _BatchQueue(pipeline, max_batch)
         for entry in entries:
             queue.put(entry)
@@ -116,47 +116,34 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
     Args:
         backend: Backend that computes the model.
         manifest: Manifest of the backend's bundle.
-        threads: Maximum number of batches in the first step at once, and in the last step.
+        threads: Maximum number of batches that CPU threads decode at once, and that they encode.
     """
     if isinstance(backend, DeviceBackend):
         # Imported here because other backends must not load torch.
         from ..steps.device_steps import DeviceSteps
 
-        return DeviceSteps(backend, manifest, threads=threads)
+        return DeviceSteps(backend, manifest)
     return HostSteps(backend, manifest, threads=threads)
 
 
-class _StepPipeline:
-    """Thread pools, one per step. Each batch passes through the steps in order."""
+class _Pipeline:
+    """Threads that compute batches, each one batch at a time."""
 
     def __init__(self, steps: BatchSteps) -> None:
         self._steps = steps
-        self._executors = [
-            ThreadPoolExecutor(step.threads, thread_name_prefix=step.name) for step in steps.steps
-        ]
+        self._compute = StepChain(steps)
+        self._threads = ThreadPoolExecutor(steps.concurrency, thread_name_prefix="batch")
 
-    def __enter__(self) -> "_StepPipeline":
+    def __enter__(self) -> "_Pipeline":
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Cancel in all pools before waiting: a thread may wait for an earlier step's pool.
-        for executor in self._executors:
-            executor.shutdown(wait=False, cancel_futures=True)
-        for executor in self._executors:
-            executor.shutdown()
+        self._threads.shutdown(cancel_futures=True)
         self._steps.synchronize()
 
     def submit(self, requests: Sequence[ImageRequest]) -> Future[list[Outcome]]:
         """Start a batch of one input size. Return the future of its images' outcomes."""
-        batch: Future[Any] = Future()
-        batch.set_result(requests)
-        for step, executor in zip(self._steps.steps, self._executors, strict=True):
-            batch = executor.submit(_run_after, batch, step)
-        return batch
-
-
-def _run_after(previous: Future[Any], step: Step) -> Any:
-    return step.run(previous.result())
+        return self._threads.submit(self._compute, requests)
 
 
 @dataclass(eq=False)
@@ -177,7 +164,7 @@ class _BatchRow(NamedTuple):
 class _BatchQueue:
     """FIFO queue of images that groups them into batches by input size."""
 
-    def __init__(self, pipeline: _StepPipeline, max_batch: int) -> None:
+    def __init__(self, pipeline: _Pipeline, max_batch: int) -> None:
         self._pipeline = pipeline
         self._max_batch = max_batch
         self._queue: deque[_BatchRow | ImageError] = deque()

@@ -1,6 +1,7 @@
 """Interfaces of engines and of processing steps, with their input and output types."""
 
 from collections.abc import Callable, Sequence
+from threading import BoundedSemaphore
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ...model.bundle.spec import ShapeBucket
@@ -63,8 +64,33 @@ class BatchSteps(Protocol):
     def steps(self) -> tuple[Step, ...]:
         """Steps in the order in which a batch passes them."""
 
+    @property
+    def concurrency(self) -> int:
+        """Number of batches in flight at once that keeps the model busy."""
+
     def synchronize(self) -> None:
         """Wait for the work that the steps have queued on the GPU."""
+
+
+class StepChain:
+    """Steps that each batch passes in the thread that calls this object. Thread-safe.
+
+    In each step, there are at most as many batches at once as the step allows.
+    """
+
+    # One thread per batch, not one per step: fewer threads then compete for the GIL.
+
+    def __init__(self, steps: BatchSteps) -> None:
+        self._steps = [(step.run, BoundedSemaphore(step.threads)) for step in steps.steps]
+
+    def __call__(self, requests: Sequence[ImageRequest]) -> list[Outcome]:
+        """Return the outcomes of a batch of one input size."""
+        batch: Any = requests
+        for run, free in self._steps:
+            with free:
+                batch = run(batch)
+        outcomes: list[Outcome] = batch
+        return outcomes
 
 
 # Input and output of an engine for one image.

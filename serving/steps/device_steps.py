@@ -61,12 +61,15 @@ _CHARACTERS_PER_RUN: Final = 2
 class DeviceSteps:
     """Steps that decode images, compute the model and encode masks on the backend's device."""
 
+    # One batch before the model, one in the model and one after it keep the model busy. With two
+    # more, full batches are ready as soon as the model is free, while other threads run.
+    concurrency: Final = 5
+
     def __init__(
         self,
         backend: DeviceBackend[Tensor],
         manifest: Manifest,
         *,
-        threads: int,
         run_capacity: int = _RUN_CAPACITY,
     ) -> None:
         """Create the steps and their CUDA streams.
@@ -74,7 +77,6 @@ class DeviceSteps:
         Args:
             backend: Backend that computes the model.
             manifest: Manifest of the backend's bundle.
-            threads: Maximum number of batches in the first step at once, and in the last step.
             run_capacity: Buffer size in runs per mask; see `_RUN_CAPACITY`.
         """
         self._backend = backend
@@ -90,12 +92,12 @@ class DeviceSteps:
         self._computing = self._module.Stream()
         self._waiting = threading.Lock()
         self.steps = (
-            Step("files", self._read, threads),
+            Step("files", self._read, self.concurrency),
             Step("pixels", self._decode, 1),
             Step("images", self._prepare, 1),
             Step(MODEL_STEP, self._infer, 1),
             Step("masks", self._paste, 1),
-            Step("strings", self._encode, threads),
+            Step("strings", self._encode, self.concurrency),
         )
 
     def synchronize(self) -> None:

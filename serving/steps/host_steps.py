@@ -146,6 +146,7 @@ class HostSteps:
         """
         self._backend = backend
         self._manifest = manifest
+        self.concurrency: Final = 2 * threads + backend.concurrency
         self.steps = (
             Step("images", self._prepare, threads),
             Step(MODEL_STEP, self._infer, backend.concurrency),

@@ -69,7 +69,7 @@ def both_ways(
 ) -> Iterator[tuple[Outcome, Outcome]]:
     """Return the outcomes of the steps on the device, and of those on the host."""
     requests = planned(images, backend, manifest, options)
-    on_device = DeviceSteps(backend, manifest, threads=2, **device_options)
+    on_device = DeviceSteps(backend, manifest, **device_options)
     on_host = HostSteps(backend, manifest, threads=2)
     outcomes = [list(run_in_batches(requests, own, max_batch=4)) for own in (on_device, on_host)]
     assert len(outcomes[0]) == len(images)
@@ -183,7 +183,7 @@ def test_options_of_each_image_in_a_batch(backend: TorchBackend, manifest: Manif
             planned(images, backend, manifest, option_sets[0]), option_sets, strict=True
         )
     ]
-    steps = DeviceSteps(backend, manifest, threads=2)
+    steps = DeviceSteps(backend, manifest)
     mixed = list(run_in_batches(requests, steps, max_batch=4))
     for request, own in zip(requests, mixed, strict=True):
         (other,) = run_in_batches([request], steps, max_batch=4)
@@ -207,7 +207,7 @@ def test_pixels_need_no_decoding(backend: TorchBackend, manifest: Manifest) -> N
 
 def test_timing_of_each_stage(backend: TorchBackend, manifest: Manifest) -> None:
     requests = planned([smooth(0, LANDSCAPE)] * 3, backend, manifest, DEFAULT_OPTIONS)
-    for outcome in run_in_batches(requests, DeviceSteps(backend, manifest, threads=1), max_batch=4):
+    for outcome in run_in_batches(requests, DeviceSteps(backend, manifest), max_batch=4):
         assert isinstance(outcome, Detections)
         timing = outcome.timing
         assert min(timing.decode_us, timing.infer_us, timing.encode_us) > 0
