@@ -1,1 +1,1 @@
-"""Export: from a checkpoint to a bundle that a server loads."""
+"""Export of a checkpoint to a bundle, the folder of model files that a server loads."""

@@ -62,38 +62,44 @@ def bundle_from_checkpoint(
 ) -> Manifest:
     """Export a checkpoint to a bundle folder.
 
-    The folder is replaced atomically. If it holds a bundle of the same checkpoint, that bundle's
-    other artifacts are kept. A bundle of another checkpoint is replaced as a whole.
-    The bundle has one ONNX file per numeric type and input size, and one engine per precision and
-    input size for each builder. bf16 is exported as torch programs and engines only; int8, as ONNX
-    files and engines only; fp8, as engines only.
+    The folder is replaced atomically. If it holds a bundle of the same checkpoint, artifacts of
+    that bundle are kept, unless this export replaces them. A bundle of another checkpoint is
+    replaced as a whole.
+
+    The new bundle has one ONNX file per numeric type and input size, and one engine per precision
+    and input size for each builder. bf16 is exported only as torch programs and engines, int8 only
+    as ONNX files and engines, and fp8 only as engines.
 
     Args:
         reference: checkpoint or weights of another implementation, as a path, a URL, or a name of
             a published model.
         bundle: folder of a new or an older bundle.
         precisions: precisions to export. `fp32` and `tf32` share an ONNX file.
-        buckets: input sizes as (height, width), multiples of 32. Empty: those of the training.
-        input_dtype: type of the `images` input. Its values are 0..255 in both types. None: float32
-            if the checkpoint's resize rule is `torchvision`, which does not round, else uint8.
+        buckets: input sizes as (height, width) in pixels, multiples of 32. Empty: use the input
+            sizes of the training.
+        input_dtype: data type of the model's input `images`. The values are 0..255 in both types.
+            None: use float32 if the checkpoint's resize rule is `torchvision`, which does not round
+            pixel values, and uint8 otherwise.
         builders: one engine builder per kind of engine to build.
         with_programs: whether to export torch programs.
-        calibration: image files that int8 and fp8 need, such as a part of the training images.
-        report: called with one sentence at the start of each step.
+        calibration: image files on which value ranges for int8 and fp8 are measured, such as a part
+            of the training images. Other precisions need none.
+        report: function that is called with one sentence at the start of each step.
 
     Returns:
         the manifest of the bundle.
 
     Raises:
         CheckpointError: the checkpoint cannot be read or converted.
-        ZooError: there is no published model of this name, or this program does not support it.
+        ZooError: no published model has this name, or this program does not support that model.
         DownloadError: the download failed, or the file has another checksum.
-        EngineError: an engine cannot be built, or its GPUs do not compute in a precision.
-        BundleError: the folder exists and is not a bundle, an input size is not a multiple of 32,
-            too large, or too small for all images, the resize rule needs another `input_dtype`, or
-            a precision needs another kind of artifact or `calibration`, or
-            none needs `with_programs` or `calibration`.
-        ImageError: an image of the calibration cannot be read.
+        EngineError: an engine cannot be built, or a GPU that it is built for does not compute in
+            one of the precisions.
+        BundleError: the folder holds other files than a bundle, or cannot be replaced. Or an input
+            size is not a multiple of 32, is too large, or is too small for all images. Or the
+            resize rule needs another `input_dtype`. Or a precision needs another kind of artifact
+            or `calibration`. Or `with_programs` or `calibration` is given and no precision uses it.
+        ImageError: a calibration image cannot be read.
         OSError: the bundle cannot be written.
     """
     check_output_folder(bundle)
@@ -161,7 +167,10 @@ def _export_graphs(
 def _export_programs(
     checkpoint: Checkpoint, folder: Path, settings: ExportSettings
 ) -> list[Artifact]:
-    """Write the torch programs, compiled too if there is a GPU; return their manifest entries."""
+    """Write the torch programs, and return their manifest entries.
+
+    If this machine has a GPU, also compile each program for this GPU.
+    """
     hashes: dict[Path, str] = {}
     compilations = []
     dtype = _INPUT_DTYPES[settings.input_dtype]
@@ -197,11 +206,11 @@ def _export_programs(
 def _engine_sources(
     checkpoint: Checkpoint, graphs: Sequence[Artifact], partial: Path, settings: ExportSettings
 ) -> list[tuple[Artifact, Path]]:
-    """Return the ONNX files to build engines from: manifest entry and path.
+    """Return the manifest entry and the path of each ONNX file to build an engine from.
 
-    Most files are those of the bundle. Others are written to a temporary folder: files in bf16 and
-    fp8, which ONNX Runtime cannot run, and all files if a top-k exceeds TensorRT's limit, because
-    engines then select fewer candidates than the checkpoint.
+    Usually these are files of the bundle (`graphs`). Files in bf16 and fp8 are written to a
+    temporary folder, because ONNX Runtime cannot run them. If the checkpoint selects more
+    candidates than TensorRT's top-k supports, all files are written there, with fewer candidates.
     """
     limited, changes = limited_checkpoint(checkpoint)
     if changes:
@@ -232,7 +241,7 @@ def _build_engine(
         graph: manifest entry of the ONNX file.
         source: path of the ONNX file.
         folder: folder for the engine file.
-        report: called with one sentence at the start.
+        report: function that is called with one sentence at the start.
     """
     report(f"building {graph.precision} for inputs of {graph.bucket} with {builder.product}")
     path = folder / f"model-{graph.precision}-{graph.bucket}{ENGINE_SUFFIXES[builder.kind]}"

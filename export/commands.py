@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class BucketType(click.ParamType[ShapeBucket]):
-    """Click type of an input size, as in `800x1344`. Both sides are multiples of 32."""
+    """Click type of an input size HEIGHTxWIDTH in pixels, as in `800x1344`.
+
+    Both sides must be multiples of 32.
+    """
 
     name = "HxW"
 
@@ -50,12 +53,12 @@ class BucketType(click.ParamType[ShapeBucket]):
 class VariadicCommand(click.Command):
     """Command whose repeatable options take several values: `--size 1 2` is `--size 1 --size 2`.
 
-    A word after a value is another value if the option's type accepts it. Otherwise it is an
-    argument, so that `--size 1 2 model.pth` is parsed as expected.
+    A word after a value is another value of the option if the option's type accepts the word.
+    Otherwise the word is a positional argument, as `model.pth` is in `--size 1 2 model.pth`.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Insert the option before each further value, as in `--size 1 --size 2`, and parse."""
+        """Parse `args` after writing the option before each of its values: `--size 1 --size 2`."""
         rejections: list[click.BadParameter] = []
         words = list(self._expanded(ctx, args, rejections))
         try:
@@ -153,8 +156,8 @@ def export(
 ) -> None:
     """Turn CHECKPOINT into a bundle that `maskrcnn serve` and `maskrcnn predict` load.
 
-    CHECKPOINT is a checkpoint, weights of another implementation, a URL of either, or a name of
-    `maskrcnn weights list`, such as torchvision:maskrcnn_resnet50_fpn_v2.
+    CHECKPOINT is a checkpoint, weights of another implementation, a URL of either, or a name that
+    `maskrcnn weights list` prints, such as torchvision:maskrcnn_resnet50_fpn_v2.
 
     Options with several values take them one after another, as in --precision fp32 fp16.
     """
@@ -229,7 +232,7 @@ def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path
 
 
 def table_of(comparisons: "list[Comparison]") -> Table:
-    """Return a table of comparisons: largest differences, detections outside the tolerance."""
+    """Return a table with one row per comparison, and one row per precision with its tolerance."""
     names = ("artifact", "images", "found", "boxes px", "scores", "masks", "outside", "")
     table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for c in comparisons:

@@ -1,4 +1,4 @@
-"""Output folder of an export: checks, atomic replacement, an older bundle, sample images."""
+"""Output folder of an export: checks, atomic replacement, older artifacts, sample images."""
 
 import fcntl
 import glob
@@ -24,7 +24,7 @@ from ..model.images import IMAGE_SUFFIXES, read_header
 
 # Number of sample images in a bundle.
 _SAMPLES = 6
-# File in the temporary folder of an export. The export holds a lock on it until it ends.
+# File in the temporary folder of an export. The export keeps this file locked until it ends.
 _LOCK_NAME = ".export-lock"
 
 
@@ -32,7 +32,8 @@ def check_output_folder(bundle: Path) -> None:
     """Check that the folder is absent, empty, or a bundle, and can be replaced.
 
     Raises:
-        BundleError: the folder has other files, is a mount point, or holds the current folder.
+        BundleError: the folder holds files that are not part of a bundle, is a mount point, or is
+            or contains the current working folder.
     """
     other_files = {path.name for path in bundle.iterdir()} if bundle.exists() else set()
     try:
@@ -65,7 +66,7 @@ def check_output_folder(bundle: Path) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Create a temporary folder that replaces `path` when the block ends without an exception.
 
-    The temporary folders of killed processes are removed first.
+    Temporary folders that killed exports to `path` left behind are removed first.
 
     Raises:
         OSError: the folder cannot be created or written.
@@ -119,17 +120,18 @@ def _remove_leftovers(path: Path) -> None:
 def with_older_artifacts(
     manifest: Manifest, folder: Path, bundle: Path, report: Callable[[str], None]
 ) -> Manifest:
-    """Return a manifest with the artifacts of an older bundle of the same model added to it.
+    """Return the new bundle's manifest, extended by the artifacts of an older bundle.
 
-    Artifacts that were exported again are not added. If the older bundle is damaged, or belongs to
-    another checkpoint or version, no artifact is added. Sample images are kept in any case.
+    An older artifact is left out if it was exported again, or if one of its files is missing. If
+    the older bundle is damaged, or belongs to another checkpoint or another version of this
+    program, no artifact is added. The older bundle's sample images are kept in any case.
 
     Args:
         manifest: Manifest of the new bundle.
-        folder: Folder of the new bundle. The files of the older one are linked into it.
+        folder: Folder of the new bundle. The older bundle's files are linked or copied into it.
         bundle: Folder of the older bundle. It may be absent.
-        report: Called with one sentence if the older bundle belongs to another checkpoint or
-            version.
+        report: Function that is called with one sentence if the older bundle belongs to another
+            checkpoint or version.
     """
     if (bundle / SAMPLES_FOLDER).is_dir():
         shutil.copytree(bundle / SAMPLES_FOLDER, folder / SAMPLES_FOLDER, copy_function=_link)
@@ -156,10 +158,10 @@ def with_older_artifacts(
 
 
 def sample_images(paths: Iterable[Path]) -> list[Path]:
-    """Return the first six images in a format that browsers display.
+    """Return the first six of the image files whose format browsers can display.
 
     Raises:
-        ImageError: the content of one of them is not an image.
+        ImageError: the content of one of these six files is not an image.
     """
     shown = (path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES)
     chosen = list(islice(shown, _SAMPLES))
@@ -173,7 +175,7 @@ def copy_samples(images: Iterable[Path], bundle: Path) -> None:
     """Replace the sample images of a bundle, which the server's web page offers.
 
     Args:
-        images: Image files, of which `sample_images` selects some.
+        images: Image files. The six that `sample_images` selects are copied.
         bundle: Folder of the bundle.
 
     Raises:
@@ -188,7 +190,7 @@ def copy_samples(images: Iterable[Path], bundle: Path) -> None:
 
 
 def _model_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the entries that bundles of one checkpoint and version have in common."""
+    """Return the manifest entries that depend only on the checkpoint and this program's version."""
     own: Any = {"artifacts": True, "provenance": {"checkpoint", "exported_at"}}
     return manifest.model_dump(exclude=own)
 

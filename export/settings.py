@@ -23,11 +23,11 @@ class ExportSettings(NamedTuple):
 
     precisions: Sequence[Precision]
     buckets: Sequence[ShapeBucket]
-    # Type of the `images` input.
+    # Data type of the model's input `images`.
     input_dtype: InputDtype
-    # Image files on which the ranges for int8 and fp8 are measured.
+    # Image files on which the value ranges for int8 and fp8 are measured.
     calibration: Sequence[Path]
-    # Called with one sentence at the start of each step.
+    # Function that is called with one sentence at the start of each step.
     report: Callable[[str], None]
 
 
@@ -36,12 +36,13 @@ def check_precisions(
 ) -> None:
     """Check that each precision can be exported as one of the requested kinds of artifact.
 
-    bf16 needs engines or programs, fp8 needs engines, and int8 and fp8 need calibration. Programs
-    need another precision than int8 and fp8, and calibration one of these two.
+    - bf16 needs engines or torch programs.
+    - fp8 needs engines and calibration images. int8 needs calibration images.
+    - Torch programs need a precision other than int8 and fp8.
+    - Calibration images need int8 or fp8 as one of the precisions.
 
     Raises:
-        BundleError: a precision needs another kind of artifact, or calibration images. Or programs
-            or calibration images were requested, but no precision uses them.
+        BundleError: one of these conditions is not met.
     """
     if "bf16" in precisions and not (with_programs or with_engines):
         raise BundleError(
@@ -70,7 +71,7 @@ def check_precisions(
 
 
 def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) -> None:
-    """Check that the model can have each input size, and that resized images can fit into it.
+    """Check that the model supports each input size, and that some resized images fit into it.
 
     Raises:
         BundleError: a side is not a multiple of 32 pixels, or an input size is too large, or too
@@ -83,8 +84,9 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
                 f"inputs of {bucket} are not a multiple of {BUCKET_STEP} pixels on both sides; "
                 "choose another --shape"
             )
-        # The server refuses larger images by default. The largest feature maps have 16 values per
-        # pixel: at this limit, one image has half of the 2**31 values that a 32-bit index reaches.
+        # The server rejects larger images by default. The largest feature maps have 16 values per
+        # image pixel. At this limit, the maps of one image have half of the 2**31 values that a
+        # 32-bit index reaches.
         if bucket.height * bucket.width > MAX_PIXELS:
             raise BundleError(
                 f"inputs of {bucket} have more than {MAX_PIXELS} pixels; choose a smaller --shape"
@@ -97,7 +99,7 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
 
 
 def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) -> InputDtype:
-    """Return the type of the image input, by default the one that the resize rule needs.
+    """Return `input_dtype`. If it is None, return the data type that the resize rule needs.
 
     Raises:
         BundleError: uint8 would round images that the resize rule does not round.

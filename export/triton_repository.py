@@ -20,7 +20,7 @@ from ..model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES
 # Triton's names of the platform and of the model file, by kind of artifact.
 _PLATFORMS = {"onnx": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
 _FILES = {"onnx": "model.onnx", "tensorrt": "model.plan"}
-# Batch limit of ONNX files, which accept any batch size. Plans have a limit of their own.
+# Batch limit in Triton of ONNX models. A TensorRT plan has its own limit, and an ONNX file none.
 _MAX_BATCH = 8
 # Time that Triton waits for a batch to fill, in microseconds.
 _MAX_DELAY_US = 2000
@@ -29,9 +29,11 @@ _MAX_DELAY_US = 2000
 def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, ...]:
     """Add a bundle's ONNX files and TensorRT plans to a model repository.
 
-    Each file becomes a model, or the next version if the repository has a model of that name.
-    Inputs and outputs are those of `model.bundle.spec`, with two differences: clients send images
-    resized and padded to the input size, and `num_detections` is [B, 1], because Triton has no
+    Each file becomes a model. If the repository already has a model of that name, the file becomes
+    the next version of that model.
+
+    Triton's clients send images that are resized and padded to the input size. Inputs and outputs
+    are those of `model.bundle.spec`, except that `num_detections` is [B, 1], because Triton has no
     scalars.
 
     Args:
@@ -39,11 +41,11 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
         repository: Model repository folder, created if missing.
 
     Returns:
-        Names of the models, as `maskrcnn_resnet50_fpn-fp16-800x1344-onnx`.
+        Names of the models, such as `maskrcnn_resnet50_fpn-fp16-800x1344-onnx`.
 
     Raises:
-        BundleError: the bundle cannot be read, holds neither ONNX files nor TensorRT plans, or
-            holds a plan that would leak memory in Triton.
+        BundleError: the bundle cannot be read, or holds neither ONNX files nor TensorRT plans. Or a
+            plan has plugins and a profile of several batch sizes, which leaks GPU memory in Triton.
     """
     manifest = read_manifest(bundle)
     served = [artifact for artifact in manifest.artifacts if artifact.kind in _PLATFORMS]
@@ -77,7 +79,7 @@ def _check_profiles(bundle: Path, artifact: Artifact) -> None:
 def _add_version(
     repository: Path, name: str, source: Path, artifact: Artifact, config: str
 ) -> None:
-    """Add a model or its next version atomically."""
+    """Add a model, or the next version of an existing model, atomically."""
     model = repository / name
     with tempfile.TemporaryDirectory(dir=repository, prefix=".") as scratch:
         fresh = Path(scratch, name)
@@ -115,8 +117,8 @@ def _config(name: str, manifest: Manifest, artifact: Artifact) -> str:
             "input": inputs,
             "output": outputs,
             "dynamic_batching": {
-                # If each size has a profile, prefer none. A batch then waits for the maximum
-                # delay, or until it is full.
+                # If each batch size has its own profile, Triton prefers no batch size. A batch then
+                # waits until it is full or the maximum delay has passed.
                 "preferred_batch_size": sorted({p.opt for p in profiles if has_ranges}),
                 "max_queue_delay_microseconds": _MAX_DELAY_US,
             },
@@ -136,7 +138,7 @@ def _plan_settings(profiles: Sequence[BatchProfile]) -> dict[str, Any]:
 
 
 def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
-    """Return the settings that make ONNX Runtime's CUDA provider compute in the precision."""
+    """Return settings with which ONNX Runtime computes on CUDA in the artifact's precision."""
     options = {"prefer_nhwc": "1", "use_tf32": "1"}
     if artifact.precision == "fp32":
         # ONNX Runtime's default, the exhaustive search, picks an fp32 algorithm that takes 72 GB
@@ -150,7 +152,7 @@ def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
 def _tensors_of(
     manifest: Manifest, artifact: Artifact
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return an artifact's inputs and outputs. They have the same types in all precisions."""
+    """Return the `input` and `output` fields of `config.pbtxt`, equal in all precisions."""
     detections, side = manifest.max_detections, manifest.mask_side
     pixels = {"uint8": "UINT8", "float32": "FP32"}[artifact.input_dtype]
     inputs = (pixels, [3, *artifact.bucket]), ("INT64", [2])
@@ -192,15 +194,15 @@ def _warmup(inputs: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
 
 
 class BareWord(str):
-    """Enum value or boolean, which the text format writes without quotes."""
+    """Enum value or boolean, which Protocol Buffers text format writes without quotes."""
 
 
 def text_from_message(message: Mapping[str, Any]) -> str:
     """Serialize a message in Protocol Buffers text format, which needs no schema.
 
     Args:
-        message: Values by field. A value is a string, a number, a mapping (a nested message), or a
-            list of those (a repeated field).
+        message: Values by field name. A value is a string, a number, a mapping (a nested message),
+            or a list of those (a repeated field).
     """
     return "\n".join(_lines(message)) + "\n"
 

@@ -70,7 +70,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the differences are within the tolerance of the artifact's precision."""
+        """Whether the fraction of missed detections is within the tolerance."""
         return self.missed <= self.tolerance.share * self.detections
 
 
@@ -83,7 +83,8 @@ def verify_bundle(
         bundle: folder of the artifacts.
         manifest: manifest of the bundle.
         checkpoint: source of the bundle.
-        images: image files. Smooth noise is used for input sizes that fit none of them.
+        images: image files. Each image is used for the smallest input size that holds it. For input
+            sizes without an image, smooth noise is used.
 
     Returns:
         one comparison per ONNX file and torch program.
@@ -113,19 +114,23 @@ class ReferenceBatch(NamedTuple):
     threshold: float
 
 
-# Function from images and their sizes to the outputs, in the order of `OUTPUT_NAMES`.
+# Function that takes a batch of images and their sizes, and returns the model's outputs in the
+# order of `OUTPUT_NAMES`.
 Infer = Callable[[Pixels, NDArray[np.int64]], Sequence[NDArray[Any]]]
 
 
 def reference_batches(
     checkpoint: Checkpoint, manifest: Manifest, images: Sequence[Path]
 ) -> dict[ShapeBucket, list[ReferenceBatch]]:
-    """Run the checkpoint on the CPU, in batches of up to four images of one bucket.
+    """Return the checkpoint's detections on images by input size (bucket), computed on the CPU.
+
+    A batch holds up to four images of one input size.
 
     Args:
         checkpoint: model to run.
         manifest: manifest of a bundle exported from the checkpoint.
-        images: image files. Smooth noise is used for input sizes that fit none of them.
+        images: image files. Each image is used for the smallest input size that holds it. For input
+            sizes without an image, smooth noise is used.
 
     Raises:
         ImageError: an image cannot be read, or fits no input size.
@@ -151,7 +156,7 @@ def compare_artifact(
 
     Args:
         artifact: artifact to compare. Its precision selects the tolerance.
-        batches: reference batches of the artifact's bucket.
+        batches: reference batches of the artifact's input size.
         infer: function that runs the artifact.
     """
     comparison = Comparison(artifact, TOLERANCES[artifact.precision])
@@ -242,7 +247,10 @@ def _compare_image(
 
 
 def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket, list[_Input]]:
-    """Return, by bucket, padded images and their sizes; noise for buckets without an image."""
+    """Return padded images and their sizes before padding, by input size (bucket).
+
+    An input size without an image gets noise.
+    """
     buckets = list(dict.fromkeys(artifact.bucket for artifact in manifest.artifacts))
     inputs: dict[ShapeBucket, list[_Input]] = {bucket: [] for bucket in buckets}
     preprocessing = manifest.preprocessing

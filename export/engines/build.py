@@ -27,15 +27,16 @@ def builders_from_options(
 
     Args:
         bundle: folder of the bundle that will hold the engines.
-        kinds: values of `--engine`.
+        kinds: values of `--engine`, without `torch`.
         for_triton: whether Triton will run the engines. If so, each batch size gets a profile,
             because Triton does not pad batches, and in an engine with plugins each change of the
             batch size within a profile leaks memory
             (https://github.com/NVIDIA/TensorRT/issues/4849).
-        choices: values of the other engine options. None or (): not given.
+        choices: values of the other engine options. None or (): the option was not given.
 
     Raises:
-        click.UsageError: an option applies to none of the kinds.
+        click.UsageError: an option applies to none of the kinds, names a file in the bundle, or
+            names a timing cache that cannot be written. Or weights would be stripped for Triton.
         ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
         EngineError: this machine cannot build engines of this kind.
     """

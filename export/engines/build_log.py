@@ -14,14 +14,14 @@ class BuildLog:
     """Log file of TensorRT's messages during all builds of an export."""
 
     def __init__(self, path: Path) -> None:
-        """Set the path. The first `section` creates the file, or replaces an older one.
+        """Set the path of the log file, which the first call of `section` creates or replaces.
 
         A message that cannot be written, as when the disk is full, is dropped without an error.
         """
         self.path = path
         # Errors of the current section, each on one line.
         self.errors: list[str] = []
-        # TensorRT's list of the finished engine's layers. Empty until TensorRT logs it.
+        # TensorRT's message that lists the finished engine's layers. Empty until it is logged.
         self.listing = ""
         self._file: IO[str] | None = None
         self._mode = "w"
@@ -45,7 +45,7 @@ class BuildLog:
                 file.close()
 
     def write(self, severity: str, message: str) -> None:
-        """Record a message of TensorRT. Outside of sections it is not written to the file."""
+        """Record a message of TensorRT, and write it to the file if a section is open."""
         # Messages after a section are expected, because TensorRT frees some objects late.
         if severity in ERRORS:
             self.errors.append(" ".join(message.split()))
@@ -70,7 +70,7 @@ class BuildProgress:
         self._bars: dict[str, TaskID] = {}
         self._depths: dict[str | None, int] = {None: -1}
         self._is_cancelled = False
-        # Error of a method below, which TensorRT would only print. It stops the build.
+        # Last exception in a method below, which stops the build. TensorRT would only print it.
         self.error: Exception | None = None
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
@@ -100,7 +100,7 @@ def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
 
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.
-        progress: the bars.
+        progress: the progress bars.
     """
 
     def guarded(method: Callable[..., Any], *arguments: Any) -> Any:

@@ -44,8 +44,8 @@ def profiles_from_batches(
 ) -> tuple[BatchProfile, ...]:
     """Return one optimization profile per batch size, optimized for that size.
 
-    Each profile begins above the next smaller batch size, so that every size up to the largest has
-    exactly one profile. If `one_per_size`, every size up to the largest has a profile of its own.
+    A profile also covers the sizes between its own and the next smaller one in `batches`. If
+    `one_per_size`, there is a profile for each size from 1 to the largest of `batches` instead.
 
     >>> [(p.min, p.opt, p.max) for p in profiles_from_batches((8, 1))]
     [(1, 1, 1), (2, 8, 8)]
@@ -59,14 +59,14 @@ def profiles_from_batches(
 
 
 class EngineBuilder(ABC):
-    """Base class of the engine builders. In an export, a builder makes all engines of its kind."""
+    """Base class of the engine builders. One builder makes all engines of its kind in an export."""
 
     kind: ClassVar[EngineKind]
     # Name of TensorRT or TensorRT-RTX in messages.
     product: ClassVar[str]
 
     def __init__(self, options: EngineOptions, log: BuildLog) -> None:
-        """Import TensorRT, and check that this machine can build for the target GPUs.
+        """Import the TensorRT module, and check that this machine can build for the target GPUs.
 
         Raises:
             ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
@@ -99,11 +99,12 @@ class EngineBuilder(ABC):
             precision: precision of the engine. `fp32` and `tf32` differ in a builder flag only.
 
         Returns:
-            Versions, GPUs and profiles of the engine, for the manifest.
+            Versions, supported GPUs and profiles of the engine, for the manifest.
 
         Raises:
-            EngineError: TensorRT fails, or with `strict` the engine computes in another precision.
-            KeyboardInterrupt: the user interrupted. The builder has stopped.
+            EngineError: TensorRT fails. Or the option `strict` is set, and the engine computes in
+                another precision.
+            KeyboardInterrupt: the user interrupted the build, which has stopped.
         """
         model, plugins = self._load_model(onnx_path)
         console = Console(stderr=True)
@@ -155,7 +156,7 @@ class EngineBuilder(ABC):
         return {}
 
     def _current_gpu(self) -> AbstractContextManager[None]:
-        """Return a context that selects the building GPU in this thread; by default, a null one."""
+        """Return a context in which the build's GPU is current. Default: one without effect."""
         return nullcontext()
 
     def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:
@@ -196,7 +197,7 @@ class EngineBuilder(ABC):
     def _config_for(self, builder: Any, network: Any, precision: Precision) -> Any:
         trt = self._trt
         config = builder.create_builder_config()
-        # The types of layers, which `check_precision` reads, are recorded at this verbosity only.
+        # `check_precision` reads the types of layers, which are recorded at this verbosity only.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         change = config.set_flag if precision == "tf32" else config.clear_flag
         change(trt.BuilderFlag.TF32)
@@ -215,7 +216,7 @@ class EngineBuilder(ABC):
         return config
 
     def _run(self, builder: Any, network: Any, config: Any) -> Any:
-        """Build the engine and return it serialized. None: the build failed."""
+        """Build the engine. Return it serialized, or None if the build failed."""
         return builder.build_serialized_network(network, config)
 
     def _parser_error(self, parser: Any, name: str) -> str:

@@ -41,7 +41,7 @@ def engine() -> None:
 @click.argument("plan", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(plan: Path, as_json: bool) -> None:
-    """Show PLAN's build, its tensors, and its layers with their types.
+    """Show how PLAN was built, and its tensors and layers with their types.
 
     Inspect only plans that you trust, because loading a plan can run code. If PLAN is in a bundle,
     its hash must match the manifest. Tensors and layers are listed only if this machine has a GPU
@@ -78,8 +78,8 @@ def profile(plan: Path, batch: int, runs: int) -> None:
     """Show the GPU time of each layer of PLAN, the slowest first.
 
     Profile only plans that you trust, because loading a plan can run code. The images are noise.
-    Layers that run at the same time are measured one after another, so `maskrcnn bench infer` can
-    be faster than the sum.
+    Layers that run at the same time are measured one after another, so the sum of the times can be
+    longer than the time that `maskrcnn bench infer` reports.
     """
     from .inspection import inspected_layers, load_engine
     from .profiling import profile_layers
@@ -109,7 +109,7 @@ def refit(bundle: Path) -> None:
 
 
 def table_of_times(times: Mapping[str, float], kinds: Mapping[str, str]) -> Table:
-    """Return a table of layers by descending time in milliseconds, and their sum."""
+    """Return a table of layers and their time in milliseconds, the slowest first, and the sum."""
     table = Table("layer", "kind", "ms", "share")
     total = sum(times.values())
     for name, ms in sorted(times.items(), key=lambda item: -item[1]):
@@ -132,7 +132,7 @@ def _artifact_of(plan: Path) -> Artifact | None:
     """Return the plan's entry in its bundle's manifest. None: the plan is not in a bundle.
 
     Raises:
-        BundleError: the manifest does not name the plan, or its hash differs.
+        BundleError: the manifest does not name the plan, or names it with another hash.
     """
     bundle = plan.parent
     if not (bundle / MANIFEST_NAME).is_file():

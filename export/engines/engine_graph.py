@@ -1,4 +1,4 @@
-"""ONNX models in the form from which engines are built."""
+"""Changes to an exported ONNX model before TensorRT builds an engine from it."""
 
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from .level_top_k import split_top_k
 def load_model(path: Path) -> onnx.ModelProto:
     """Load an exported ONNX file, and adapt it to TensorRT.
 
-    Each feature map gets a TopK of its own, and quantization becomes symmetric.
+    Each feature map gets a TopK of its own (`split_top_k`), and quantized values get symmetric
+    ranges (`make_symmetric`).
     """
     model = onnx.load(path)
     split_top_k(model.graph)
@@ -36,7 +37,7 @@ def plugin_graph_from_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, li
         # Without this attribute, the parser uses the node's function body instead of the plugin,
         # whatever the parser's flags.
         node.attribute.append(helper.make_attribute("plugin_namespace", PLUGIN_NAMESPACE))
-    # Without function bodies, a missing plugin is an error. With them, the parser would silently
-    # use a body instead.
+    # Without function bodies, a missing plugin is an error. With function bodies, the parser would
+    # silently use the body instead of the plugin.
     del model.functions[:]
     return model, sorted({f"{PLUGIN_NAMESPACE}::{node.op_type}" for node in nodes})

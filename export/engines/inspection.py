@@ -49,7 +49,7 @@ class EngineTensor:
     dtype: str
     # Sizes of the axes. -1: dynamic size, for which each optimization profile has a range.
     shape: tuple[int, ...]
-    # Smallest, best and largest shape for each optimization profile. Outputs: ().
+    # Smallest, best and largest shape for each optimization profile. Empty for outputs.
     profiles: tuple[tuple[tuple[int, ...], ...], ...]
 
 

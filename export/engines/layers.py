@@ -11,7 +11,7 @@ from ..errors import EngineError
 
 
 class PrecisionError(EngineError):
-    """An engine computes in other types than its precision, or reports no types."""
+    """An engine computes in other types than its precision, or lists no convolutions."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Layer:
 
     @property
     def compute_types(self) -> frozenset[str]:
-        """Arithmetic types of the inputs, or of the weights if no input has one."""
+        """Arithmetic types of the inputs. If no input has such a type: the type of the weights."""
         read = frozenset(t.dtype for t in self.inputs) & _ARITHMETIC
         return read or frozenset({self.weights_dtype}) & _ARITHMETIC
 
@@ -58,9 +58,9 @@ class Layer:
 # Types that decide the precision of a layer, unlike the types of indices, images and booleans.
 _ARITHMETIC = frozenset({"fp32", "fp16", "bf16", "fp8", "fp4", "int8"})
 _DTYPE = re.compile("BFLOAT16|BF16|HALF|FP16|FLOAT|FP32|FP8|FP4|U?INT8|INT(?:4|32|64)|BOOL")
-# Convolutions of fewer input channels need not read fp8.
+# Convolutions with fewer input channels than this need not read fp8.
 _MIN_FP8_CHANNELS = 16
-# Our names of types, by TensorRT's alternative names.
+# This project's name of a type, by TensorRT's other names for it.
 _SPELLINGS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
 
 
@@ -70,11 +70,12 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
     - fp16, bf16: every convolution and at least one matrix product must read this type.
     - fp32, tf32: every convolution and matrix product must read fp32. The types do not show whether
       TF32 is on.
-    - int8, fp8: every convolution must read this type, possibly beside fp32. Exceptions are
-      transposed convolutions and, in fp8, those with few input channels, such as the first.
+    - int8, fp8: every convolution must read this type, and may also read fp32. Transposed
+      convolutions are not checked. In fp8, convolutions with fewer than 16 input channels, such as
+      the first layer, are not checked either.
 
     Raises:
-        PrecisionError: a layer computes in another type, or no convolution is listed.
+        PrecisionError: a layer computes in another type, or `layers` has no convolution.
     """
     convolutions = [layer for layer in layers if layer.is_convolution]
     products = [layer for layer in layers if layer.is_matrix_product]
@@ -132,7 +133,7 @@ def layers_from_json(text: str) -> list[Layer]:
 
 
 def _tensors_from_json(records: Sequence[dict[str, Any]]) -> tuple[LayerTensor, ...]:
-    # The type is in a field of its own or in the format's name, depending on TensorRT's backend.
+    # Depending on TensorRT's backend, the type is in a separate field or in the format's name.
     return tuple(
         LayerTensor(
             record["Name"],
@@ -157,7 +158,7 @@ _LISTED_TENSOR = re.compile(
 def layers_from_listing(text: str) -> list[Layer]:
     """Parse the list of layers in TensorRT-RTX's build log, one layer per line.
 
-    The result equals that of the engine inspector, which needs a GPU.
+    `layers_from_json` returns the same layers for an engine, but loading an engine needs a GPU.
     """
     return [
         Layer(
@@ -182,7 +183,10 @@ def _tensors_from_listing(text: str) -> tuple[LayerTensor, ...]:
 
 
 def dtype_from_text(text: str) -> str:
-    """Parse a data type: `fp16` from `Half` or `Channel major FP16 format`, "" if there is none."""
+    """Return the data type that a text of TensorRT names, or "" if it names none.
+
+    `Half` and `Channel major FP16 format` both give `fp16`.
+    """
     match = _DTYPE.search(text.upper())
     word = match[0].lower() if match else ""
     return _SPELLINGS.get(word, word)

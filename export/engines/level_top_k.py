@@ -1,4 +1,4 @@
-"""ONNX graph pass: select the best anchors of each feature map by a TopK of its own."""
+"""ONNX graph pass: select the best anchors of each feature map with a separate TopK."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,11 +11,11 @@ def split_top_k(graph: onnx.GraphProto) -> None:
     """Replace a TopK over padded rows by one TopK per row without padding, in place.
 
     An exported model selects the k best anchors of each of L feature maps. It pads the scores of
-    each map from [B, N_l] to [B, N], concatenates them to [B, L, N], and applies `Max` and one
-    `TopK`. After this pass, each map has a `Max` and a `TopK` of its own, and the results are
-    concatenated to [B, L, k]. Only maps with N_l < k are padded, to [B, k].
+    each map from [B, N_l] to [B, N], where N is the largest N_l, concatenates them to [B, L, N],
+    and applies `Max` and one `TopK`. After this pass, each map has a `Max` and a `TopK` of its own,
+    and the results are concatenated to [B, L, k]. Only maps with N_l < k are padded, to [B, k].
 
-    The results are the same. With the maps of a pyramid, only a quarter of the entries is sorted.
+    The results are the same. In a feature pyramid, only a quarter of the entries is then sorted.
     """
     producers = {name: node for node in graph.node for name in node.output}
 

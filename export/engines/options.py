@@ -29,11 +29,12 @@ class EngineOptions:
         pydantic.ValidationError: a value is invalid.
     """
 
-    # Batch sizes to optimize for. The largest is the limit of the engine.
+    # Batch sizes to optimize for. The largest is the engine's maximum batch size.
     batches: tuple[PositiveInt, ...] = Field((1, 8), min_length=1)
     # TensorRT only. True: use our CUDA kernels. False: use the ONNX function bodies.
     plugins: bool = True
-    # TensorRT-RTX only: compute capabilities to build for, as `8.9`. Empty: all from 8.0 on.
+    # TensorRT-RTX only: compute capabilities to build for, as `8.9`. Empty: build for all that
+    # TensorRT-RTX supports from 8.0 on.
     compute_capabilities: tuple[str, ...] = ()
     # Limit of a layer's scratch memory in GiB. None: TensorRT decides.
     workspace_gib: float | None = None
@@ -41,19 +42,20 @@ class EngineOptions:
     timing_cache: Path | None = None
     # Raise an error instead of a warning if an engine computes in another precision.
     strict: bool = False
-    # This and all options below: TensorRT only. One profile for each batch size up to the largest.
+    # TensorRT only, like all options below. Whether each batch size from 1 to the largest gets its
+    # own optimization profile.
     profile_per_batch: bool = False
     # Effort of the builder, 0 to 5. None: TensorRT's default, 3.
     optimization_level: int | None = Field(None, ge=0, le=5)
-    # Effort of the search for layers that share the L2 cache.
+    # Effort of the builder's search for layers that share the L2 cache.
     tiling: Tiling = "none"
-    # Maximum number of streams besides the main one. None: TensorRT decides.
+    # Maximum number of CUDA streams besides the main one. None: TensorRT decides.
     aux_streams: NonNegativeInt | None = None
     # Other GPUs that can run the engine. Unless `none`, the engine is slower.
     hardware_compatibility: HardwareCompatibility = "none"
-    # Whether newer versions of TensorRT can load the engine. If so, it is slower.
+    # Whether newer versions of TensorRT can load the engine. If so, the engine is slower.
     version_compatible: bool = False
-    # Build engines without weights, which `refit_bundle` inserts.
+    # Whether to build engines without weights. `refit_bundle` inserts the weights later.
     strip_weights: bool = False
 
 
@@ -155,7 +157,7 @@ def engine_options(command: _Command) -> _Command:
 def check_engine_choices(
     choices: Mapping[str, object], bundle: Path, kinds: Sequence[EngineKind]
 ) -> None:
-    """Check that each given option applies to a kind of engine, and that named files are writable.
+    """Check that each given option applies to a kind of engine, and that its path can be used.
 
     Args:
         choices: values of the given options by parameter name.
@@ -183,7 +185,7 @@ def check_engine_choices(
 
 
 def _check_writable(timing_cache: Path) -> None:
-    """Create the file's folder. Raise `click.BadParameter` if no file can be created in it."""
+    """Create the cache's folder. Raise `click.BadParameter` if no file can be created there."""
     # TensorRT itself does not report a file that it cannot write.
     try:
         timing_cache.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""GPU time of each layer of an engine."""
+"""Measurement of the GPU time of each layer of an engine."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,12 +18,12 @@ _WARM_UP = 5
 
 
 def profile_layers(trt: Any, engine: Any, batch: int, runs: int) -> dict[str, float]:
-    """Run an engine on batches of noise, and measure the time of each layer.
+    """Run an engine on batches of noise, and measure the GPU time of each layer.
 
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.
         engine: an `ICudaEngine`.
-        batch: number of images.
+        batch: images per batch.
         runs: number of measured batches.
 
     Returns:
@@ -64,7 +64,7 @@ def _profile_for(tensors: list[EngineTensor], batch: int) -> int:
     """Return the index of the first optimization profile whose range includes a batch size.
 
     Raises:
-        EngineError: no profile includes it.
+        EngineError: no profile includes the batch size.
     """
     profiles = next(tensor.profiles for tensor in tensors if tensor.name == INPUT_NAMES[0])
     ranges = [(smallest[0], largest[0]) for smallest, _, largest in profiles]
@@ -78,7 +78,7 @@ def _profile_for(tensors: list[EngineTensor], batch: int) -> int:
 def _inputs_and_outputs(
     trt: Any, engine: Any, tensors: list[EngineTensor], batch: int
 ) -> dict[str, Tensor]:
-    """Return GPU tensors by name: noise images of the full input size, their sizes, and outputs."""
+    """Return a GPU tensor for each input and output, by name. The images are noise."""
     memory = {}
     for name in (tensor.name for tensor in tensors):
         dtype = trt.nptype(engine.get_tensor_dtype(name))
@@ -95,7 +95,7 @@ def _shape_of(engine: Any, name: str) -> tuple[int, ...]:
 
 
 def _layer_profiler(trt: Any, times: defaultdict[str, float]) -> Any:
-    """Return a `trt.IProfiler` that adds milliseconds to `times`."""
+    """Return a `trt.IProfiler` that adds the milliseconds of each layer to `times[name]`."""
 
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:

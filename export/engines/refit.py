@@ -20,7 +20,7 @@ from .inspection import load_engine
 
 
 def refit_bundle(bundle: Path) -> list[str]:
-    """Insert the weights of a bundle's ONNX files into its engines without weights.
+    """Insert the weights of a bundle's ONNX files into its engines that have no weights.
 
     The engine files and the manifest are replaced. Engines with weights do not change.
 

@@ -1,4 +1,4 @@
-"""Builder of TensorRT-RTX engines: for several types of GPU, and built without a GPU."""
+"""Builder of TensorRT-RTX engines for several types of GPU. The build needs no GPU."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ class RtxEngineBuilder(EngineBuilder):
 
     def _target(self) -> tuple[str, ...]:
         # Turing (7.5) lacks the fp32 matrix product that the function body of NMS uses.
-        # Such a build must not even begin: after it fails, the next one in this process, for any
-        # GPU, computes convolutions in fp32 instead of int8 (TensorRT-RTX 1.7).
+        # A build for Turing must not even begin. After it fails, the next engine that this process
+        # builds, for any GPU, computes convolutions in fp32 instead of int8 (TensorRT-RTX 1.7).
         available = tuple(c for c in self._members() if c != "7.5")
         chosen = self._options.compute_capabilities or available
         unknown = [c for c in chosen if c not in available]
@@ -41,11 +41,11 @@ class RtxEngineBuilder(EngineBuilder):
             config.set_compute_capability(members[capability], index)
 
     def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
-        # Loading an engine to inspect it needs a GPU; the builder's log does not.
+        # Read the builder's log, because loading an engine to inspect it needs a GPU.
         return layers_from_listing(self._log.listing)
 
     def _members(self) -> dict[str, Any]:
-        """Return the members of `trt.ComputeCapability` by version: `SM120` by `12.0`."""
+        """Return the members of `trt.ComputeCapability` by number, such as `SM120` by `12.0`."""
         return {
             f"{name[2:-1]}.{name[-1]}": member
             for name, member in self._trt.ComputeCapability.__members__.items()

@@ -37,7 +37,8 @@ class TensorRTEngineBuilder(EngineBuilder):
                 "TensorRT builds an engine on the GPU that will run it, and this machine has none; "
                 "export on that machine, or use --engine tensorrt-rtx, which needs no GPU"
             )
-        # Remember the current GPU: `build` runs TensorRT in a new thread, where another is current.
+        # Remember the current GPU. `build` runs TensorRT in a new thread, where another GPU may be
+        # current.
         self._gpu = torch.cuda.current_device()
         major, minor = torch.cuda.get_device_capability(self._gpu)
         return (f"{major}.{minor}",)
@@ -47,7 +48,7 @@ class TensorRTEngineBuilder(EngineBuilder):
 
     @property
     def _architecture(self) -> int:
-        """Compute capability times ten of the oldest GPU that must run the kernels."""
+        """Ten times the compute capability of the oldest GPU that must run the kernels."""
         if self._options.hardware_compatibility == "ampere-plus":
             return 80
         return int(self._compute_capabilities[0].replace(".", ""))
@@ -86,7 +87,7 @@ class TensorRTEngineBuilder(EngineBuilder):
         data = path.read_bytes() if path.is_file() else b""
         timings = config.create_timing_cache(data)
         if timings is None or not config.set_timing_cache(timings, ignore_mismatch=False):
-            # The cache is damaged, or of another GPU or version: start an empty one.
+            # The cache is damaged, or belongs to another GPU or version. Start an empty one.
             config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
 
     def _set_options(self, config: Any) -> None:
@@ -127,7 +128,7 @@ class TensorRTEngineBuilder(EngineBuilder):
         return inspected_layers(self._trt, engine)
 
     def _timing_cache(self) -> Path:
-        """Return the file of kernel timings: by default, one per GPU, version and plugin code."""
+        """Return the file of kernel timings. By default, each GPU and version has a file."""
         if self._options.timing_cache is not None:
             return self._options.timing_cache
         gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name(self._gpu))
@@ -139,7 +140,9 @@ class TensorRTEngineBuilder(EngineBuilder):
 
 
 def check_ptx(nvrtc_version: int, driver_version: int) -> None:
-    """Check that a driver loads the PTX of an NVRTC; versions are CUDA's, as 13000 for 13.0.
+    """Check that a driver accepts the PTX code that an NVRTC compiles.
+
+    Both arguments are CUDA versions, as 13000 for 13.0.
 
     Raises:
         EngineError: NVRTC is newer than the driver.

@@ -1,4 +1,4 @@
-"""Conversion of a model to ONNX, with custom operations as nodes and their function bodies."""
+"""Conversion of a model to ONNX, with custom nodes and their function bodies."""
 
 import logging
 import warnings
@@ -30,12 +30,13 @@ def onnx_from_model(
 ) -> onnx.ModelProto:
     """Export a model's detection to ONNX for one input size, with a dynamic batch size.
 
-    Custom operations become nodes of the domain `maskrcnn`, with a function body for each.
+    NMS and RoIAlign become nodes of the domain `maskrcnn`, each with a function body. All other
+    operations become standard ONNX operators.
 
     Args:
-        model: in evaluation mode, on the CPU.
-        bucket: height and width of the input.
-        input_dtype: `torch.uint8` or `torch.float32`, both in 0..255.
+        model: detector in evaluation mode, on the CPU.
+        bucket: height and width of the input in pixels.
+        input_dtype: `torch.uint8` or `torch.float32`. In both types, pixel values are 0..255.
     """
     # Two images, because the exporter treats a batch of one as a constant.
     images = torch.zeros(2, 3, *bucket, dtype=input_dtype)
@@ -56,7 +57,7 @@ def onnx_from_model(
             )
     assert program is not None
     proto = program.model_proto
-    # After the export, because the exporter's own passes would inline the bodies.
+    # Add the bodies after the export, because the exporter's own passes would inline them.
     proto.functions.extend(_flattened(functions_for(model.config)))
     _name_batch_axis(proto.graph)
     _remove_reshapes_to_own_shape(proto.graph)
@@ -85,9 +86,10 @@ def _name_batch_axis(graph: onnx.GraphProto) -> None:
 
 
 def _remove_reshapes_to_own_shape(graph: onnx.GraphProto) -> None:
-    """Remove the Reshape nodes whose input has the shape of the output, and their constants.
+    """Remove Reshape nodes that do not change the shape, and constants that no node reads.
 
-    The exporter leaves one after each RoIAlign. TensorRT cannot keep maps channels-last across it.
+    The exporter leaves one such node after each RoIAlign. TensorRT cannot keep feature maps
+    channels-last across a Reshape.
     """
     shapes = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
@@ -192,8 +194,8 @@ def _top_k_node(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return torch.where(largest == lowest, -torch.inf, largest), indices
 
 
-# Replacement of each custom torch operation: a function that creates an ONNX node, or one of
-# standard torch operations.
+# Replacement of each custom torch operation: a function that creates an ONNX node, or a function
+# that uses only standard torch operations.
 _NODES: dict[Any, Callable[..., Any]] = {
     torch.ops.maskrcnn.nms_keep.default: _nms_keep_node,
     torch.ops.maskrcnn.pyramid_roi_align.default: _pyramid_roi_align_node,
@@ -206,9 +208,9 @@ _NODES: dict[Any, Callable[..., Any]] = {
 @contextmanager
 def _custom_operations_replaced() -> Iterator[None]:
     """Within the block, let the ONNX exporter replace custom operations as in `_NODES`."""
-    # Entries of the exporter's own decomposition table need no further pass.
-    # `ExportedProgram.run_decompositions` would trace the whole model once more, which is a quarter
-    # of the export's time.
+    # The exporter applies its own decomposition table anyway, so entries in it cost no extra pass.
+    # `ExportedProgram.run_decompositions` would trace the whole model once more, which takes a
+    # quarter of the export's time.
     table = torch._decomp.decomposition_table
     table.update(_NODES)
     try:
@@ -220,7 +222,7 @@ def _custom_operations_replaced() -> Iterator[None]:
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Silence warnings and log messages of `torch.onnx` below ERROR."""
+    """Within the block, silence warnings, and log messages of `torch.onnx` below ERROR."""
     logger: Any = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

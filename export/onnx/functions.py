@@ -31,8 +31,10 @@ def NmsKeep(  # noqa: N802
 ) -> INT32:
     """Greedy NMS as a fixed-point iteration over the mask of kept boxes.
 
-    boxes [N, K, 4] in descending order of score, classes [N, K], negative for padding -> keep
-    [N, K] int32, 1 or 0. In each iteration a box is kept if no kept box before it suppresses it.
+    Inputs are boxes [N, K, 4] in descending order of score, and classes [N, K], which are negative
+    for padding. The output is [N, K] int32: 1 for each kept box, else 0. In each iteration a box is
+    kept if no kept box before it suppresses it. At most `max_keep` boxes of an image are kept, or
+    any number if `max_keep` is 0.
     """
     x1, y1, x2, y2 = op.Split(boxes, num_outputs=4, axis=2)
     area = (x2 - x1) * (y2 - y1)

@@ -1,4 +1,4 @@
-"""Preparation of a model for export: folding of batch norms, 16-bit types, upsampling."""
+"""Preparation of a model for export: folded batch norms, 16-bit types, other upsampling."""
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ _NORM_AFTER_CONV = {"conv1": "bn1", "conv2": "bn2", "conv3": "bn3", "0": "1"}
 def fold_batch_norms(module: nn.Module) -> None:
     """Fold every batch norm, frozen or not, into the convolution before it, in place.
 
-    Pairs are recognized by torchvision's names: `conv1` and `bn1`, or the first two modules of an
-    `nn.Sequential`.
+    A convolution and its batch norm are recognized by torchvision's names, such as `conv1` and
+    `bn1`, or as the first two modules of an `nn.Sequential`.
     """
     for parent in module.modules():
         for conv_name, norm_name in _NORM_AFTER_CONV.items():
@@ -56,7 +56,7 @@ class _Upsampling(nn.Module):
         self.conv.bias = nn.Parameter(transposed.bias.repeat_interleave(4))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return [B, D, 2H, 2W] of features [B, C, H, W]."""
+        """Return the upsampled features, [B, D, 2H, 2W] for an input of [B, C, H, W]."""
         return F.pixel_shuffle(self.conv(features), 2)
 
 

@@ -28,16 +28,16 @@ _LARGEST_FP8 = 448
 def quantized_model(
     model: onnx.ModelProto, paths: Sequence[Path], preprocessing: Preprocessing, bucket: ShapeBucket
 ) -> onnx.ModelProto:
-    """Quantize convolutions and linear layers by pairs of QuantizeLinear and DequantizeLinear.
+    """Quantize convolutions and linear layers to 8-bit integers.
 
-    Weights become int8, with a scale per output channel. The layers' inputs and outputs become
-    uint8, with ranges measured on the images. Other operations, including the custom ones, stay in
-    fp32.
+    Pairs of QuantizeLinear and DequantizeLinear nodes are inserted. Weights become int8, with a
+    scale per output channel. The layers' inputs and outputs become uint8, with value ranges
+    measured on the images. All other operations, including the custom nodes, stay in fp32.
 
     Args:
         model: result of `onnx_from_model` in fp32.
         paths: image files for the calibration, of which up to 64 are used.
-        preprocessing: resizing of the images.
+        preprocessing: the checkpoint's settings for resizing images.
         bucket: input size of the model. Images that exceed it are cropped.
 
     Returns:
@@ -47,7 +47,7 @@ def quantized_model(
         ModuleNotFoundError: ONNX Runtime is not installed.
         ImageError: an image cannot be read.
     """
-    # Lazy import: other precisions are exported without ONNX Runtime.
+    # Import on use, because the export of other precisions needs no ONNX Runtime.
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
@@ -76,8 +76,8 @@ def float8_model(
 ) -> onnx.ModelProto:
     """Quantize convolutions and linear layers to fp8 (E4M3), for TensorRT.
 
-    Inputs, outputs and weights of the layers become fp8. Ranges are measured by `quantized_model`,
-    which has the same arguments, result and errors, and then made symmetric.
+    Inputs, outputs and weights of the layers become fp8. Arguments, result and errors are those of
+    `quantized_model`, which measures the value ranges. The ranges are then made symmetric.
     """
     weights = {w.name: numpy_helper.to_array(w) for w in model.graph.initializer}
     quantized = quantized_model(model, paths, preprocessing, bucket)
@@ -110,7 +110,7 @@ def float8_model(
 
 
 def _fp8_constant(name: str, values: NDArray[np.float32]) -> onnx.TensorProto:
-    """Return a constant in fp8, rounded to nearest."""
+    """Return an ONNX constant in fp8 (E4M3), with values clamped to its range and rounded."""
     bounded = torch.from_numpy(values).clamp(-_LARGEST_FP8, _LARGEST_FP8)
     content = bounded.to(torch.float8_e4m3fn).view(torch.uint8).numpy().tobytes()
     return helper.make_tensor(name, onnx.TensorProto.FLOAT8E4M3FN, values.shape, content, raw=True)
@@ -119,8 +119,8 @@ def _fp8_constant(name: str, values: NDArray[np.float32]) -> onnx.TensorProto:
 def make_symmetric(graph: onnx.GraphProto) -> None:
     """Convert quantized activations to int8 without zero points, and biases to fp32, in place.
 
-    TensorRT supports no other types. The symmetric range of an activation includes its old range.
-    Graphs without quantization do not change.
+    TensorRT supports no other types. The new, symmetric range of an activation includes the old
+    range. A graph without quantization does not change.
     """
     constants = {constant.name: constant for constant in graph.initializer}
 
@@ -136,7 +136,7 @@ def make_symmetric(graph: onnx.GraphProto) -> None:
             bias = (value(data) * value(scale)).astype(np.float32)
             graph.initializer.append(numpy_helper.from_array(bias, node.output[0]))
             graph.node.remove(node)
-        elif value(zero).dtype == np.uint8:  # int8: converted already, with the pair's first node
+        elif value(zero).dtype == np.uint8:  # int8: already converted, at the pair's first node
             point = int(value(zero))
             replace(scale, value(scale) * np.float32(max(point, 255 - point) / 127))
             replace(zero, np.zeros((), np.int8))
@@ -158,7 +158,7 @@ def _feed(
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Silence the quantizer's advice on other preparations of the model."""
+    """Within the block, silence log messages up to WARNING, such as the quantizer's advice."""
     logging.disable(logging.WARNING)
     try:
         yield

@@ -19,7 +19,7 @@ _LN_2 = 0.6931471805599453
 def RoILevel(  # noqa: N802
     rois: FLOAT, spatial_scales: Sequence[float], canonical_level: int, canonical_size: float
 ) -> INT64:
-    """Return the pyramid level of every RoI, 0 for the finest: rois [B, R, 4] -> [B, R] int64."""
+    """Return the pyramid level of each RoI, [B, R] int64 for rois [B, R, 4]. 0 is the finest."""
     ln_2 = op.Constant(value_float=_LN_2)
     x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
     side = op.Squeeze(op.Sqrt((x2 - x1) * (y2 - y1)), op.Constant(value_ints=[2]))
@@ -49,11 +49,13 @@ def PyramidRoIAlign(  # noqa: N802
     aligned: int,
     inclusive: int,
 ) -> FLOAT:
-    """RoIAlign of every RoI on its level with one GridSample over a mosaic of the levels.
+    """RoIAlign of each RoI on its pyramid level, with one GridSample over a mosaic of all levels.
 
-    The mosaic has the finest level at the top and the others side by side below it. Its last row
-    and column are zero, and samples outside of their level are taken there. feature_l
-    [B, C, H_l, W_l], rois [B, R, 4] -> [B R, C, P, P].
+    The mosaic has the finest level at the top and the other levels side by side below it. Its last
+    row and column are zero. A sampling position outside of its level is moved there.
+
+    Inputs are feature_l [B, C, H_l, W_l] and rois [B, R, 4]. The output is [B * R, C, P, P] in the
+    type of the features, where P is `output_size`.
     """
     zero, one = op.Constant(value_float=0.0), op.Constant(value_float=1.0)
     scales = op.Constant(value_floats=spatial_scales)
@@ -79,8 +81,8 @@ def PyramidRoIAlign(  # noqa: N802
     total_width = op.Max(width_0, width_1 + width_2 + width_3) + op.Constant(value_ints=[1])
     total_height = height_0 + below + op.Constant(value_ints=[1])
 
-    # The mosaic, [B, C, total_height, total_width] float32. Pad without `axes`: with it, ONNX
-    # Runtime fails when it moves a Transpose past the node, as for channels-last maps.
+    # The mosaic, [B, C, total_height, total_width] float32. Pad gets no input `axes`, because with
+    # that input, ONNX Runtime fails to move a Transpose past the Pad, as for channels-last maps.
     unpadded = op.Constant(value_ints=[0, 0, 0, 0, 0, 0])
     empty = op.CastLike(zero, feature_0)
     upper = op.Pad(feature_0, op.Concat(unpadded, none, total_width - width_0, axis=0), empty)
@@ -159,22 +161,23 @@ def RoIAlignOnMap(  # noqa: N802
     aligned: int,
     inclusive: int,
 ) -> FLOAT:
-    """RoIAlign of the chosen RoIs on one map with the standard operator; zeros for the others.
+    """RoIAlign of the chosen RoIs on one feature map with ONNX's operator RoiAlign.
 
-    feature [B, C, H, W], rois [B, R, 4], chosen [B, R], scale [1] -> [B R, C, P, P] float32.
+    Inputs are feature [B, C, H, W], rois [B, R, 4], chosen [B, R] and scale [1]. The output is
+    [B * R, C, P, P] float32, where P is `output_size`. It is zero for RoIs that are not chosen.
     """
     half = op.Constant(value_float=0.5)
     shift = op.Cast(op.Constant(value_int=aligned), to=1)
     far = op.Cast(op.Constant(value_int=inclusive), to=1)
     one = op.Constant(value_float=1.0)
     x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
-    # The operator subtracts half a cell, so unaligned RoIs add it first. They are also widened to
-    # at least one cell.
+    # The operator subtracts half a cell, so half a cell is added to unaligned RoIs first. Unaligned
+    # RoIs are also widened to at least one cell.
     left, top = x1 * scale + half - half * shift, y1 * scale + half - half * shift
     width = op.Max((x2 - far - x1) * scale, one - shift)
     height = op.Max((y2 - far - y1) * scale, one - shift)
     regions = op.Concat(left, top, left + width, top + height, axis=2)
-    # Other RoIs become empty, so that adaptive sampling takes no samples in them.
+    # RoIs that are not chosen become empty, so that adaptive sampling takes no samples in them.
     columns = op.Unsqueeze(chosen, op.Constant(value_ints=[2]))
     regions = op.Where(columns, regions, op.Constant(value_float=0.0))
     batch, count = op.Shape(rois, start=0, end=1), op.Shape(rois, start=1, end=2)
@@ -210,9 +213,10 @@ def PyramidRoIAlignAdaptive(  # noqa: N802
     aligned: int,
     inclusive: int,
 ) -> FLOAT:
-    """RoIAlign with any sampling ratio, one level after another.
+    """RoIAlign over a feature pyramid, one level after another, with any sampling ratio.
 
-    feature_l [B, C, H_l, W_l], rois [B, R, 4] -> [B R, C, P, P].
+    Inputs are feature_l [B, C, H_l, W_l] and rois [B, R, 4]. The output is [B * R, C, P, P] in the
+    type of the features, where P is `output_size`. A sampling ratio of 0 is adaptive.
     """
     scale_0, scale_1, scale_2, scale_3 = op.Split(
         op.Constant(value_floats=spatial_scales), num_outputs=4, axis=0
@@ -245,7 +249,8 @@ def SingleMapRoIAlign(  # noqa: N802
 ) -> FLOAT:
     """RoIAlign on a single feature map.
 
-    feature [B, C, H, W], rois [B, R, 4] -> [B R, C, P, P].
+    Inputs are feature [B, C, H, W] and rois [B, R, 4]. The output is [B * R, C, P, P] in the type
+    of the feature map, where P is `output_size`.
     """
     scale = op.Constant(value_floats=spatial_scales)
     chosen = op.ReduceMax(op.Abs(rois), op.Constant(value_ints=[2]), keepdims=0) >= 0.0

@@ -15,22 +15,24 @@ _aten, _own = torch.ops.aten, torch.ops.maskrcnn
 
 
 class _Fusion(NamedTuple):
-    """Graph nodes after a convolution that are fused with it."""
+    """Operations after a convolution that are fused with the convolution."""
 
     # Node whose value the fused operation returns: ReLU, addition, or the convolution itself.
     last: Node
-    # Addend. None: no addition.
+    # Tensor that is added to the convolution's output. None: no addition is fused.
     residual: Node | None
-    # Whether the addend is upsampled twofold before the addition.
+    # Whether the residual is upsampled twofold before the addition.
     upsampled: bool
+    # Whether a ReLU is fused.
     relu: bool
 
 
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    Convolutions are fused if a ReLU follows or, in half precision, if they are 1x1. An addition
-    after the convolution is fused too. Convolutions without bias, or with groups, stay as they are.
+    A convolution is fused if a ReLU follows, or if it is a 1x1 convolution in fp16 or bf16. An
+    addition directly after the convolution is fused too. Convolutions without bias, or with groups,
+    stay as they are.
 
     Args:
         program: result of `run_decompositions`, which has no in-place operations.
@@ -63,7 +65,7 @@ def fuse_convolutions(program: ExportedProgram) -> None:
 
 
 def fuse_blocks(program: ExportedProgram) -> None:
-    """Fuse the last convolution of a residual block with the first one of the next, in place.
+    """Fuse the last convolution of a residual block with the next block's first one, in place.
 
     Args:
         program: result of `fuse_convolutions`.
@@ -97,9 +99,9 @@ def fuse_blocks(program: ExportedProgram) -> None:
 
 
 def _reduction_after(node: Node) -> Node | None:
-    """Return the 1x1 convolution that reads `node` and can be fused with it. None: there is none.
+    """Return the 1x1 convolution that reads `node` and can be fused with it, or None.
 
-    It must have stride 1, a ReLU, and no residual.
+    Only a convolution with stride 1, a ReLU and no residual can be fused.
     """
     for user in node.users:
         if user.target is _own.convolution_relu.default:
@@ -124,7 +126,10 @@ def _is_pointwise(weight: Node, stride: list[int], padding: list[int]) -> bool:
 
 
 def _fusion_after(node: Node) -> _Fusion:
-    """Return the addition and ReLU after a convolution, if nothing else uses its value."""
+    """Return the addition and the ReLU that can be fused with the convolution before them.
+
+    Each of them must be the only user of the value that it reads.
+    """
     last, residual, upsampled = node, None, False
     addition = _only_user(last, _aten.add.Tensor)
     if addition is not None and len(addition.all_input_nodes) == 2 and not addition.kwargs:

@@ -28,7 +28,7 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
     """
     body = model.backbone.body
     is_half = body.conv1.weight.dtype in (torch.float16, torch.bfloat16)
-    # A group norm, which cannot be folded into the convolution, stays behind it.
+    # If a group norm follows the convolution, which cannot be folded, the stem is not fused.
     if is_half and isinstance(body.bn1, nn.Identity):
         fused = _FusedStem(model)
         model.backbone.body.conv1 = fused  # registered, so that its parameters move with the model
@@ -45,7 +45,7 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
 
 
 class _FusedStem(nn.Module):
-    """`MaskRCNN.stem` in one pass over the images."""
+    """Equivalent of `MaskRCNN.stem` that runs as one kernel. It replaces the first convolution."""
 
     def __init__(self, model: MaskRCNN) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _PaddedStem(nn.Module):
 
 
 class _MergedRpnHead(nn.Module):
-    """RPN head with one convolution for logits and deltas, which reads the hidden map once."""
+    """RPN head in which one convolution computes both the logits and the box deltas."""
 
     def __init__(self, head: RPNHead) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _ChannelsLastBoxHead(nn.Module):
 
 
 class _MergedBoxPredictor(nn.Module):
-    """Box predictor with one matrix product for logits and deltas, padded for tensor cores."""
+    """Box predictor in which one matrix product computes both the logits and the box deltas."""
 
     def __init__(self, predictor: FastRCNNPredictor) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _MergedBoxPredictor(nn.Module):
 class _PointwiseMaskPredictor(nn.Module):
     """Mask predictor that computes the transposed convolution as a 1x1 convolution.
 
-    The logits of each cell are rearranged into a map afterwards.
+    The resulting logits, 2x2 for each input cell, are rearranged into a map afterwards.
     """
 
     def __init__(self, predictor: MaskPredictor) -> None:

@@ -25,7 +25,7 @@ _MAX_COMPILATIONS = 4
 
 
 class _TupleModel(nn.Module):
-    """Model that returns a plain tuple, so that the program loads without our classes."""
+    """Model that returns a plain tuple, so that its program loads without our classes."""
 
     def __init__(self, model: MaskRCNN) -> None:
         super().__init__()
@@ -41,13 +41,14 @@ def program_from_model(
     """Export a model's detection for one input size, with a dynamic batch size.
 
     Args:
-        model: on the CPU, in evaluation mode, after `optimize_for_gpu`.
-        bucket: height and width of the input.
-        input_dtype: `torch.uint8` or `torch.float32`, both in 0..255.
+        model: detector on the CPU, in evaluation mode, after `optimize_for_gpu`.
+        bucket: height and width of the input in pixels.
+        input_dtype: `torch.uint8` or `torch.float32`. In both types, pixel values are 0..255.
 
     Returns:
-        A program of ATen operations and those of `plugins`. It takes images [B, 3, H, W] and image
-            sizes [B, 2], and returns the tensors that `model.bundle.spec` names as outputs.
+        A program of ATen operations and the custom operations of `plugins`. It takes images
+            [B, 3, H, W] and image sizes [B, 2], and returns the tensors that `model.bundle.spec`
+            names as outputs.
     """
     # Two images, because a batch of one would be treated as a constant.
     images = torch.zeros(2, 3, *bucket, dtype=input_dtype)
@@ -65,7 +66,7 @@ def program_from_model(
 
 
 def _drop_assertions(program: ExportedProgram) -> None:
-    """Remove assertions that tensors have the types and devices of the export."""
+    """Remove the assertions that tensors have the same types and devices as during the export."""
     graph = program.graph_module.graph
     target = torch.ops.aten._assert_tensor_metadata.default
     for node in graph.find_nodes(op="call_function", target=target):
@@ -73,7 +74,7 @@ def _drop_assertions(program: ExportedProgram) -> None:
 
 
 def write_program(program: ExportedProgram, path: Path) -> None:
-    """Write a program to a file that ends in `.pt2`."""
+    """Write a program to a file, whose name must end in `.pt2`."""
     with ignore_torch_warnings():
         torch.export.save(program, path)
 
@@ -83,7 +84,7 @@ class Compilation(NamedTuple):
 
     # File that `write_program` wrote.
     path: Path
-    # `fp32` and `tf32` share a program, but not the compiled form.
+    # `fp32` and `tf32` share a program, but each has its own compiled form.
     precision: Precision
     # Height and width of the input.
     bucket: ShapeBucket
@@ -100,7 +101,7 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
     """Compile programs for this machine's GPU in parallel.
 
     Returns:
-        for each program the manifest's entry of its compiled form; None without a GPU.
+        for each program, the manifest entry of its compiled form, or None without a GPU.
 
     Raises:
         EngineError: there is a GPU, but no C compiler.
@@ -123,7 +124,7 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
 
 
 def _check_compiler() -> None:
-    """Raise `EngineError` without a C compiler, which torch needs at the end of a compilation."""
+    """Raise `EngineError` if there is no C compiler, which torch needs to compile a program."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         raise EngineError(
             "torch needs a C compiler to compile for a GPU, and none was found; install one with "
