@@ -23,9 +23,10 @@ def kernels() -> None:
 def build(capabilities: tuple[str, ...]) -> None:
     """Compile all kernels for the default model configuration into the user's cache.
 
-    Otherwise a kernel is compiled at its first use, in a tenth of a second. Use this command for
-    container images, or for machines that start often. It needs no GPU. Model configurations with
-    other settings, such as a threshold, need other kernels, which are compiled at their first use.
+    A kernel that is not in the cache is compiled at its first use, in a tenth of a second. Use this
+    command for container images, or for machines that start often. The command needs no GPU. Model
+    configurations with other settings, such as another threshold, need other kernels, which are
+    compiled at their first use.
     """
     from .kernel_list import all_kernels
     from .runtime.compilation import ARCHITECTURES, compile_kernel, supported_architectures

@@ -9,7 +9,7 @@ from .runtime.compilation import Kernel
 def all_kernels() -> tuple[Kernel, ...]:
     """Return the `PREBUILT_KERNELS` of all operations.
 
-    They include all kernels of the default model, and some for other settings.
+    They include all kernels of the default model configuration, and some for other settings.
     """
     folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/kernel.py"))
     return tuple(

@@ -1,6 +1,6 @@
 // Encode boxes as deltas relative to references. Contract: box_deltas/operation.py.
 //
-// Constants: CENTER_WEIGHT, SIZE_WEIGHT, THREADS.
+// Compile-time constants: CENTER_WEIGHT, SIZE_WEIGHT, THREADS.
 
 __device__ float encoded_center(float near, float far, float reference_near, float reference_far) {
     const float reference_side = reference_far - reference_near;

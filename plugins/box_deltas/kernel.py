@@ -12,7 +12,10 @@ _THREADS = 256
 
 
 def encode_boxes_kernel(center_weight: float, size_weight: float) -> Kernel:
-    """Return the encoding kernel for the factors of (dx, dy) and of (dw, dh)."""
+    """Return the kernel that encodes boxes as deltas.
+
+    `center_weight` is the factor of dx and dy. `size_weight` is the factor of dw and dh.
+    """
     return Kernel(
         "box_deltas/encode_boxes.cu", "encode_boxes", _weights(center_weight, size_weight)
     )
@@ -21,7 +24,8 @@ def encode_boxes_kernel(center_weight: float, size_weight: float) -> Kernel:
 def encode_boxes_launch(count: int) -> Launch:
     """Return the grid, block and scalar arguments of `encode_boxes_kernel`.
 
-    Inputs are boxes [count, 4] and references [count, 4]. The output is deltas [count, 4].
+    Inputs are boxes [count, 4] and references [count, 4]. The output is deltas [count, 4]. All are
+    float32.
     """
     return Launch((-(-count // _THREADS), 1, 1), (_THREADS, 1, 1), (count,))
 
@@ -29,7 +33,7 @@ def encode_boxes_launch(count: int) -> Launch:
 def decode_boxes_kernel(
     center_weight: float, size_weight: float, min_side: float | None, *, inclusive: bool
 ) -> Kernel:
-    """Return the decoding kernel for these attributes, which `maskrcnn::decode_boxes` documents.
+    """Return the kernel that decodes boxes. `maskrcnn::decode_boxes` documents the arguments.
 
     If `min_side` is None, the kernel has no output `large`.
     """
@@ -51,7 +55,8 @@ def decode_boxes_launch(
     Inputs are deltas [batch, references, classes, 4], references [batch, references, 4], or
     [1, references, 4] if `shared`, indices [batch, chosen] int64 and image sizes [batch, 2] int64.
     Outputs are boxes [batch, chosen, 4] and, if the kernel has a `min_side`, `large`
-    [batch, chosen] uint8: 1 for boxes with sides of at least `min_side`.
+    [batch, chosen] uint8, which is 1 for boxes whose sides are at least `min_side`. Deltas,
+    references and boxes are float32.
     """
     grid = ((chosen + _THREADS - 1) // _THREADS, batch, 1)  # TensorRT's sizes have no negation
     scalars = (references, 0 if shared else references, classes, chosen)

@@ -2,9 +2,9 @@
 
 Contract of all implementations (Girshick et al., R-CNN, appendix C): dx and dy are the distances
 between the centres of a box and its reference, divided by the reference's sides; dw and dh are the
-logarithms of the ratios of their sides. Each is multiplied by a weight. Decoding enlarges a
-reference at most 1000 / 16 times. Boxes are xyxy; arithmetic is float32. Results may differ by the
-rounding of `log` and `exp`.
+logarithms of the ratios of their sides. Each delta is multiplied by a weight. A decoded box, before
+clipping, is at most 1000 / 16 times as wide and high as its reference. Boxes are xyxy, and
+arithmetic is float32. Implementations may differ in the rounding of `log` and `exp`.
 """
 
 import torch
@@ -75,21 +75,23 @@ def decode_boxes(
     inclusive: bool,
     min_side: float,
 ) -> tuple[Tensor, Tensor]:
-    """Decode selected deltas, clip the boxes to their images, and find those that are large enough.
+    """Decode selected deltas, clip the boxes to their images, and mark the boxes that are large.
 
     Args:
-        deltas: [B, N, C, 4] float32, for each of N references one delta per class, or C = 1.
+        deltas: [B, N, C, 4] float32, C deltas of each of N references: one per class, or only one.
         references: [B, N, 4], or [1, N, 4] shared by all images; float32, xyxy in input pixels.
-        indices: [B, K] int64, K of the N * C deltas of each image; negative marks padding.
+        indices: [B, K] int64, indices of the deltas to decode among the N * C deltas of each image.
+            A negative index marks padding.
         image_sizes: [B, 2] int64, height and width in pixels.
         center_weight: factor by which dx and dy were multiplied.
         size_weight: factor by which dw and dh were multiplied.
-        inclusive: boxes include the pixels of their far edges, so clipping keeps one pixel or more.
-        min_side: minimum side in pixels of boxes that are `large`.
+        inclusive: whether boxes include the pixels at their right and bottom edges. If so, a box
+            outside of its image is clipped to one pixel at the edge, instead of to nothing.
+        min_side: minimum width and height in pixels of boxes that are `large`.
 
     Returns:
-        boxes [B, K, 4] float32, xyxy in input pixels, zero for padding; `large` [B, K] bool: True
-        for boxes with sides of at least `min_side`, False for empty boxes and padding.
+        boxes [B, K, 4] float32, xyxy in input pixels, zero for padding; and `large` [B, K] bool,
+        True for boxes whose sides are at least `min_side`, False for empty boxes and padding.
     """
     exists = indices >= 0
     # Padding gathers the first delta; its box is zeroed below.

@@ -2,7 +2,7 @@
 //
 // A thread computes the IoU of one box of `others` with ROWS boxes of `boxes`.
 //
-// Constants: ROWS, THREADS.
+// Compile-time constants: ROWS, THREADS.
 #include "boxes.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -4,7 +4,7 @@
 // A thread encodes one run at a time. A prefix sum over the block gives the position of the run's
 // characters.
 //
-// Constants: THREADS.
+// Compile-time constants: THREADS.
 
 constexpr int WARP = 32;
 constexpr int WARPS = THREADS / WARP;
@@ -18,8 +18,8 @@ __device__ int groups_of(int value) {
     return (bits + GROUP_BITS) / GROUP_BITS;
 }
 
-// Exclusive prefix sum over the block, plus `total`. Adds the sum of all threads to `total`. Call
-// __syncthreads() between two calls.
+// Return the exclusive prefix sum of `own` over the block, plus `total`. Then add the sum of all
+// threads to `total`. Call __syncthreads() between two calls of this function.
 __device__ int sum_before(int own, int& total) {
     __shared__ int warps[WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;

@@ -1,7 +1,7 @@
 """`maskrcnn::compress_runs`: compression of run lengths to COCO RLE strings.
 
 Contract of all implementations: each string is the compressed `counts` of COCO RLE. Runs and
-strings are tensors with one row per mask, of which the ends are padding.
+strings are tensors with one row per mask. The end of a row is padding.
 """
 
 import torch
@@ -15,20 +15,21 @@ from .kernel import COMPRESS_RUNS, compress_runs_launch
 
 @torch.library.custom_op("maskrcnn::compress_runs", mutates_args=(), device_types="cpu")
 def compress_runs(counts: Tensor, num_runs: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Compress the run lengths of masks.
+    """Compress the run lengths of masks to COCO RLE strings.
 
     Args:
-        counts: [N, C] int32, up to C run lengths of each of N masks, zeros first.
+        counts: [N, C] int32, up to C run lengths of each of N masks. The first run of a mask is of
+            zeros.
         num_runs: [N] int32, number of runs of each mask. If it exceeds C, the mask's result is
             undefined.
         capacity: maximum number of characters per mask.
 
     Returns:
-        text [N, capacity] uint8, undefined after the end of each string; lengths of the strings
-        [N] int32, which count the characters beyond the capacity too.
+        text [N, capacity] uint8, one string per row, undefined after its end; and the lengths of
+        the strings, [N] int32. A length above the capacity means that the string is cut off.
     """
     text, lengths = _empty_text(counts, capacity)
-    # An excessive number of runs must not be an error: the kernel cannot raise one either.
+    # More runs than C must not be an error, because the CUDA kernel cannot raise one either.
     num_runs = num_runs.clamp(max=counts.shape[1])
     runs = counts[torch.arange(counts.shape[1]) < num_runs[:, None]]
     for row, string in enumerate(strings_from_runs(runs.numpy(), num_runs.numpy())):

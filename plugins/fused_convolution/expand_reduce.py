@@ -10,7 +10,7 @@ _MAX_CHANNELS, _MAX_REDUCED = 512, 128
 
 
 def can_fuse(weight: Tensor, next_weight: Tensor) -> bool:
-    """Whether `expand_reduce` supports weights of these shapes, [N, C, 1, 1] and [M, N, 1, 1]."""
+    """Whether `expand_reduce` supports weights [N, C, 1, 1] and [M, N, 1, 1], and is faster."""
     sizes = (weight.shape[1], *next_weight.shape[:2])
     powers = all(size >= 64 and size & (size - 1) == 0 for size in sizes)
     return powers and sizes[2] <= _MAX_CHANNELS and sizes[1] <= _MAX_REDUCED
@@ -25,15 +25,15 @@ def expand_reduce(
     next_weight: Tensor,
     next_bias: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute two successive 1x1 convolutions, each with a ReLU; the first adds a residual map.
+    """Compute two successive 1x1 convolutions with ReLU, of which the first adds a residual map.
 
     Args:
-        images: [B, C, H, W]; on a GPU float16 or bfloat16.
+        images: [B, C, H, W], input of the first convolution; on a GPU float16 or bfloat16.
         weight: [N, C, 1, 1]; `can_fuse` tests whether the numbers of channels are supported.
         bias: [N].
         residual: [B, N, H, W], added before the first ReLU.
-        next_weight: [M, N, 1, 1].
-        next_bias: [M].
+        next_weight: [M, N, 1, 1], weight of the second convolution.
+        next_bias: [M], bias of the second convolution.
 
     Returns:
         results [B, N, H, W] and [B, M, H, W] of the first and the second convolution, on a GPU

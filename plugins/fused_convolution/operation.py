@@ -1,11 +1,12 @@
 """`maskrcnn::convolution_relu` and `maskrcnn::pointwise_convolution`: fused convolutions.
 
-Both add a residual map and apply a ReLU before the result is written, which saves memory traffic.
+Both can add a residual map, and apply a ReLU, before they write the result. This saves memory
+traffic.
 """
 
-# On a GPU, cuDNN computes `convolution_relu`, and a Triton kernel `pointwise_convolution`: cuDNN
-# cannot add a map of half the size, and takes long to select an algorithm that adds one of the
-# output's size.
+# On a GPU, cuDNN computes `convolution_relu`, and a Triton kernel computes `pointwise_convolution`.
+# cuDNN cannot add a residual map of half the output's size, and takes long to select an algorithm
+# that adds a map of the output's size.
 
 from typing import Any
 
@@ -30,10 +31,10 @@ def convolution_relu(
         images: [B, C, H, W].
         weight: [N, C, K, K], kernels of K x K.
         bias: [N].
-        residual: [B, N, H', W'], the output's shape, added before the ReLU. None: not added.
-        stride: vertical and horizontal.
-        padding: vertical and horizontal, with zeros.
-        dilation: vertical and horizontal.
+        residual: [B, N, H', W'], the output's shape, added before the ReLU. None: nothing is added.
+        stride: vertical and horizontal stride.
+        padding: vertical and horizontal padding with zeros.
+        dilation: vertical and horizontal dilation.
 
     Returns:
         [B, N, H', W'], on a GPU channels-last.
@@ -109,9 +110,9 @@ def pointwise_convolution(
         weight: [N, C, 1, 1].
         bias: [N].
         residual: [B, N, H', W'], the output's shape, or [B, N, H' / 2, W' / 2], which is upsampled
-            by repetition. None: not added.
-        stride: vertical and horizontal.
-        relu: apply a ReLU.
+            by repetition. None: nothing is added.
+        stride: stride in both directions.
+        relu: whether to apply a ReLU.
 
     Returns:
         [B, N, H', W'], on a GPU channels-last.
@@ -167,7 +168,7 @@ def _convolution_backward(
     padding: list[int],
     dilation: list[int],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of images, weight and bias. None: autograd does not need this one."""
+    """Return the gradients of images, weight and bias, or None where autograd needs none."""
     bias, not_transposed = [weight.shape[0]], (False, [0, 0])
     needed = list(ctx.needs_input_grad[:3])
     gradients: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(

@@ -90,13 +90,13 @@ def _pointwise_convolution(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Multiply pixels [pixels, CHANNELS] by weight [OUTPUTS, CHANNELS], a tile per block.
+    """Multiply pixels [pixels, CHANNELS] by weight [OUTPUTS, CHANNELS], one tile per block.
 
-    If RESIDUAL, add the residual map. SHIFT: the residual has half the output's height and width.
-    EARLY: load the residual before the product is computed, else afterwards.
+    If RESIDUAL, add the residual map. If SHIFT, the residual has half the output's height and
+    width. If EARLY, load the residual before the product is computed, otherwise afterwards.
     """
     tiles: tl.constexpr = tl.cdiv(OUTPUTS, BLOCK_N)
-    # Blocks are numbered such that neighbours read the same pixels, so these are in the cache.
+    # Blocks with neighbouring numbers read the same pixels, which are then in the cache.
     pixel = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     channel_out = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     channel_in = tl.arange(0, BLOCK_K)

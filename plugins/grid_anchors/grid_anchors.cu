@@ -1,6 +1,6 @@
 // Anchors of all cells of a pyramid, one thread per anchor. Contract: grid_anchors/operation.py.
 //
-// Constants: LEVELS, THREADS.
+// Compile-time constants: LEVELS, THREADS.
 #include "levels.cuh"
 
 #define MAP_PARAMETERS(l) int down##l, int across##l, int rows##l, int columns##l

@@ -20,12 +20,12 @@ def grid_anchors_kernel(levels: int) -> Kernel:
 def grid_anchors_launch(anchors_per_cell: int, maps: Sequence[tuple[int, int, int, int]]) -> Launch:
     """Return the grid, block and scalar arguments of the kernel.
 
-    The input is the anchors of one cell of each map [maps, anchors_per_cell, 4]. The output is the
-    anchors of all cells [cells * anchors_per_cell, 4].
+    The input is the anchors of one cell of each map, [maps, anchors_per_cell, 4]. The output is the
+    anchors of all cells, [cells * anchors_per_cell, 4]. Both are float32.
 
     Args:
         anchors_per_cell: number of anchors of a cell.
-        maps: vertical and horizontal step in input pixels, rows and columns of each map.
+        maps: (vertical step, horizontal step, rows, columns) of each map, steps in input pixels.
     """
     count = anchors_per_cell * sum(rows * columns for _, _, rows, columns in maps)
     scalars = (anchors_per_cell, *(number for parameters in maps for number in parameters))

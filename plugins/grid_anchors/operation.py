@@ -1,7 +1,8 @@
 """`maskrcnn::grid_anchors`: anchor boxes of all cells of a map or of a feature pyramid.
 
-Contract of all implementations, bit for bit: the anchors of a cell are shifted by the cell's
-position in pixels. The order is by map, row, column and anchor.
+Contract of all implementations, whose results are equal bit for bit: the anchors of a cell are
+shifted by the cell's position in pixels. Anchors are ordered by map, row, column, and index within
+the cell.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,11 @@ def grid_anchors_in_torch(
 ) -> Tensor:
     """Return the anchors of all cells in the order of the region proposal network's outputs.
 
-    This is the CPU implementation of `maskrcnn::grid_anchors`. Exporters trace it.
+    This is the CPU implementation of `maskrcnn::grid_anchors`. Exporters trace this function.
 
     Args:
-        cell_anchors: [L, A, 4] float32, A anchors per cell of each of L = 1 to 5 maps, xyxy
-            relative to the cell's corner.
+        cell_anchors: [L, A, 4] float32, the A anchors of a cell of each of L maps, xyxy in pixels
+            relative to the cell's position. L is 1 to 5.
         steps: [2 * L], vertical and horizontal stride of each map in input pixels.
         grid_sizes: [2 * L], number of rows H_l and columns W_l of each map.
 
@@ -31,8 +32,8 @@ def grid_anchors_in_torch(
         [sum of H_l * W_l * A, 4] float32, xyxy in input pixels, not clipped.
 
     Raises:
-        ValueError: steps or sizes are not two per map; on a GPU, there are more than 5 maps, or
-            the anchors have another dtype.
+        ValueError: `steps` or `grid_sizes` does not have two entries per map. On a GPU also: there
+            are more than 5 maps, or the anchors have another dtype.
     """
     device = cell_anchors.device
     anchors = []

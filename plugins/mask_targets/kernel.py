@@ -12,10 +12,11 @@ def crop_targets_kernel(side: int) -> Kernel:
 
 
 def crop_targets_launch(images: int, rois: int, instances: int, height: int, width: int) -> Launch:
-    """Return the grid, block and scalar arguments of `crop_targets_kernel` for B = `images`.
+    """Return the grid, block and scalar arguments of `crop_targets_kernel`.
 
-    Inputs are masks [B, instances, height, width] uint8, boxes [B, rois, 4] float32 and matched
-    [B, rois] int64. The output is targets [B, rois, side, side] float32.
+    With B = `images`, inputs are masks [B, instances, height, width] uint8, boxes [B, rois, 4]
+    float32 and the mask index of each RoI [B, rois] int64. The output is targets
+    [B, rois, side, side] float32.
     """
     return Launch((images * rois, 1, 1), (_THREADS, 1, 1), (rois, instances, height, width))
 
@@ -29,8 +30,8 @@ def rle_targets_launch(rois: int, instances: int) -> Launch:
     """Return the grid, block and scalar arguments of `rle_targets_kernel`.
 
     Inputs are the cumulative run lengths of all masks, offsets [instances + 1], sizes
-    [instances, 2], boxes [rois, 4] and matched [rois]; boxes are float32, the others int64. The
-    output is targets [rois, side, side] float32.
+    [instances, 2], boxes [rois, 4] and the mask index of each RoI [rois]. Boxes are float32, all
+    other inputs int64. The output is targets [rois, side, side] float32.
     """
     return Launch((rois, 1, 1), (_THREADS, 1, 1), (instances,))
 

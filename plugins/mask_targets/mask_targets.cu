@@ -2,10 +2,10 @@
 //
 // Masks are pixels or run lengths. Run lengths are not decoded: a search finds the run of a sample.
 //
-// Constants: SIDE, THREADS.
+// Compile-time constants: SIDE, THREADS.
 
 constexpr long long FARTHEST = 0x7fffffffffffffffll;
-// Size of a cell in pixels from which float32 does not distinguish its samples.
+// Side of a cell in pixels from which float32 does not distinguish the samples of the cell.
 constexpr float TOO_LARGE = 16777216.0f;
 
 // Extent of a RoI along one axis, in pixels of the mask.
@@ -92,7 +92,8 @@ __device__ RunColumn Runs::column(int index) const {
     return {*this, top, low, start(low), end(low)};
 }
 
-// A RoI is at least one pixel wide and high. A cell has as many samples as it spans pixels.
+// A RoI is at least one pixel wide and high. A cell has as many samples per axis as it spans
+// pixels, rounded up.
 __device__ Axis axis_of(float near, float far, int size) {
     const float cell = fmaxf(far - near, 1.0f) / SIDE;
     const bool measurable = isfinite(near) && isfinite(far) && cell < TOO_LARGE && size > 0;

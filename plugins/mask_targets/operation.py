@@ -1,9 +1,10 @@
 """Mask targets: ground-truth masks resampled within RoIs, from pixels or run lengths.
 
-Contract of all implementations: the target is torchvision's RoIAlign (He et al., Mask R-CNN) of the
-mask, unaligned and adaptive: a RoI is at least one pixel wide and high, and a cell has as many
-samples as it spans pixels. `matched` holds the mask index of each RoI. The target is zero if the
-index is out of range, if the box is not finite, or if a cell spans 2 ** 24 pixels or more.
+Contract of all implementations: the target of a RoI is torchvision's RoIAlign (He et al., Mask
+R-CNN) of the RoI's mask, with `aligned=False` and adaptive sampling. A RoI is at least one pixel
+wide and high. A cell has as many samples per axis as it spans pixels, rounded up. `matched` holds
+the mask index of each RoI. The target is zero if the index is out of range, if the box is not
+finite, or if a cell spans 2 ** 24 pixels or more.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from ..runtime.arguments import kernel_argument
 from ..runtime.launching import launch_kernel
 from .kernel import crop_targets_kernel, crop_targets_launch, rle_targets_kernel, rle_targets_launch
 
-# Side of a cell in pixels at which float32 no longer distinguishes its samples.
+# Side of a cell in pixels from which float32 no longer distinguishes the samples of the cell.
 _TOO_LARGE = 2.0**24
 
 
@@ -68,8 +69,9 @@ def mask_targets_from_rle(
     """Resample run-length masks to targets. Pixels after a mask's last run are background.
 
     Args:
-        counts: [R] int32, concatenated COCO run lengths of all masks, each beginning with zeros.
-        offsets: [N + 1] int64, start of each mask in `counts`, and the end of the last.
+        counts: [R] int32, concatenated COCO run lengths of all masks. The first run of a mask is of
+            zeros.
+        offsets: [N + 1] int64, start of each mask in `counts`, and the end of the last mask.
         sizes: [N, 2] int64, height and width of each of N masks.
         boxes: [K, 4] float32, K RoIs, xyxy in pixels of the masks.
         matched: [K] int64, mask index of each RoI.
@@ -133,7 +135,7 @@ def _measurable(boxes: Tensor, side: int) -> Tensor:
 
 
 def _averages(mask: Tensor, boxes: Tensor, side: int) -> Tensor:
-    """Average a mask [H, W] within M x M cells of each of K boxes [K, 4]: [K, M, M]."""
+    """Return the averages [K, M, M] of a mask [H, W] in the M x M cells of K boxes [K, 4]."""
     averages = torch.zeros(len(boxes), side, side)
     if mask.numel() > 0:
         measurable = _measurable(boxes, side)

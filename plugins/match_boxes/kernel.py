@@ -19,7 +19,7 @@ def match_boxes_kernel(
 ) -> Kernel:
     """Return the kernel that matches candidates to ground truth.
 
-    If `low_quality`, it also computes the inputs of `MATCH_BEST`.
+    If `low_quality`, the kernel also computes the inputs of `MATCH_BEST`.
     """
     constants = (
         ("FOREGROUND_IOU", float(foreground_iou)),
@@ -37,9 +37,10 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
 
     With G = `truths` and N = `candidates` per image, inputs are ground-truth boxes [batch, G, 4],
     labels [batch, G] int64 and candidates [batch, N, 4], or [1, N, 4] if `shared`. Outputs are
-    target [batch, N] int64, positive and negative [batch, N] uint8. If `low_quality`, there are two
-    more outputs: the highest IoU of each candidate [batch, N] float32, and of each ground-truth box
-    [batch, G], a float32 whose bits are stored as int32. The latter must be zero before the launch.
+    target [batch, N] int64, positive and negative [batch, N] uint8. Boxes and candidates are
+    float32. If `low_quality`, there are two more outputs: the highest IoU of each candidate
+    [batch, N] float32, and the highest IoU of each ground-truth box [batch, G], whose float32 bits
+    are stored as int32. The last output must be zero before the launch.
     """
     grid = (-(-candidates // (_THREADS * _ITEMS)), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))
@@ -49,8 +50,8 @@ def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool)
     """Return the grid, block and scalar arguments of `MATCH_BEST`.
 
     Inputs are ground-truth boxes [batch, G, 4], candidates [batch, N, 4], or [1, N, 4] if `shared`,
-    and the two highest-IoU outputs of `match_boxes_kernel`. The kernel updates two other outputs of
-    `match_boxes_kernel`, positive and negative.
+    both float32, and the two outputs of `match_boxes_kernel` that hold the highest IoUs. The kernel
+    updates the outputs positive and negative of `match_boxes_kernel`.
     """
     grid = (-(-candidates // _THREADS), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))

@@ -1,7 +1,7 @@
 // Mark the candidates of highest IoU with each ground-truth box ("truth") as positive.
 // match_boxes.cu computes these IoUs. Contract: match_boxes/operation.py.
 //
-// Constants: THREADS.
+// Compile-time constants: THREADS.
 #include "boxes.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)

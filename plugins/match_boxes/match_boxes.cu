@@ -3,7 +3,7 @@
 // A warp handles ITEMS * 32 neighbouring candidates, a lane every 32nd of them. It skips
 // ground-truth boxes ("truths") that lie outside of the bounding box of its candidates.
 //
-// Constants: FOREGROUND_IOU, BACKGROUND_IOU, LOW_QUALITY (also compute the inputs of
+// Compile-time constants: FOREGROUND_IOU, BACKGROUND_IOU, LOW_QUALITY (also compute the inputs of
 // match_best.cu), ITEMS, TILE (truths that a block loads at once), THREADS.
 #include "boxes.cuh"
 
@@ -27,7 +27,7 @@ __device__ float highest_of_warp(float value) {
     return value;
 }
 
-// Empty box: touches no box, and does not extend a bounding box.
+// Return an empty box, which touches no other box and does not extend a bounding box.
 __device__ float4 nowhere() {
     return {LARGEST_FLOAT, LARGEST_FLOAT, -LARGEST_FLOAT, -LARGEST_FLOAT};
 }

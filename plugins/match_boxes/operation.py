@@ -1,10 +1,11 @@
 """`maskrcnn::match_boxes`: matching of candidates to ground-truth boxes by IoU.
 
-Contract of all implementations, bit for bit (Ren et al., Faster R-CNN, section 3.1.2): a candidate
-is matched to the ground-truth box of highest IoU, the first one in case of ties. It is positive if
-that IoU reaches the foreground threshold, and negative if it is below the background threshold. If
-`low_quality`, the candidates of highest IoU with each ground-truth box are positive too, unless
-that IoU is 0. The IoU is that of `maskrcnn::box_iou`. Label 0 marks padding, which never matches.
+Contract of all implementations (Ren et al., Faster R-CNN, section 3.1.2), whose results are equal
+bit for bit: a candidate is matched to the ground-truth box of highest IoU, the first one in case of
+ties. The candidate is positive if that IoU reaches the foreground threshold, and negative if it is
+below the background threshold. If `low_quality`, the candidates of highest IoU with each ground-
+truth box are positive too, unless that IoU is 0. The IoU is that of `maskrcnn::box_iou`. Label 0
+marks padding, which never matches.
 """
 
 import torch
@@ -33,12 +34,13 @@ def match_boxes(
         labels: [B, G] int64; 0 marks padding.
         candidates: [B, N, 4], or [1, N, 4] shared by all images; float32, xyxy.
         foreground_iou: smallest IoU of positive candidates.
-        background_iou: negative candidates have a smaller IoU; at most `foreground_iou`.
-        low_quality: candidates of highest IoU with a box are positive, if that IoU is above 0.
+        background_iou: candidates with a smaller IoU are negative. At most `foreground_iou`.
+        low_quality: whether the candidates of highest IoU with each box are positive too, if that
+            IoU is above 0.
 
     Returns:
-        target [B, N] int64, index of the matched box, 0 for images without ground truth; positive
-        [B, N] bool; negative [B, N] bool.
+        target [B, N] int64, the index of each candidate's matched box, 0 for images without ground
+        truth; positive [B, N] bool; and negative [B, N] bool.
     """
     iou_BGN = torch.where((labels > 0)[:, :, None], box_iou(boxes, candidates), -1.0)
     if labels.shape[1] == 0:

@@ -9,7 +9,7 @@ _THREADS = 1024
 # Maximum boxes per set: each thread keeps the state of 16 boxes.
 MAX_BOXES = 16 * _THREADS
 
-# Boxes per tile, one bit of an int64 each, and threads per block of `nms_overlaps`.
+# Boxes per tile, one for each bit of an int64. Threads per block of `nms_overlaps`.
 _TILE, _TILE_THREADS = 64, 256
 
 KernelName = Literal["nms_keep", "nms_overlaps", "nms_select"]
@@ -21,14 +21,14 @@ def nms_keep_kernel(
     keep_type: Literal["bool", "int"] = "bool",
     name: KernelName = "nms_keep",
 ) -> Kernel:
-    """Return a kernel of the operation.
+    """Return a kernel of `maskrcnn::nms_keep`.
 
     Args:
         iou_threshold: boxes with a larger IoU are suppressed.
-        max_keep: maximum boxes kept per set; 0: no limit.
-        keep_type: type of the output.
-        name: `nms_keep` computes the whole operation. `nms_overlaps` and `nms_select`, launched one
-            after the other, compute the same.
+        max_keep: maximum number of kept boxes per set. 0: no limit.
+        keep_type: C++ type of the output.
+        name: `nms_keep` computes the whole operation. `nms_overlaps` and then `nms_select` compute
+            the same in two launches.
     """
     constants = (
         ("IOU_THRESHOLD", iou_threshold),
@@ -43,13 +43,13 @@ def nms_keep_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_keep`, the single-kernel NMS.
 
     Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output is keep
-    [sets, boxes].
+    [sets, boxes], in the kernel's `keep_type`.
     """
     return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 
 
 def number_of_tiles(boxes: int) -> int:
-    """Return the number of tiles of a set of `boxes` boxes."""
+    """Return the number of tiles into which a set of `boxes` boxes is split."""
     return -(-boxes // _TILE)
 
 
@@ -57,8 +57,8 @@ def overlaps_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_overlaps`.
 
     Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output is
-    suppressors [sets, tiles, boxes] int64: bit i is set if box i of the tile suppresses the box,
-    provided that box i is kept itself.
+    suppressors [sets, tiles, boxes] int64. Bit i of an entry is set if box i of the entry's tile
+    suppresses the entry's box, unless box i is suppressed itself.
     """
     tiles = number_of_tiles(boxes)
     return Launch((tiles, tiles, sets), (_TILE_THREADS, 1, 1), (boxes,))
@@ -68,7 +68,7 @@ def select_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_select`.
 
     Inputs are classes [sets, boxes] int64 and the output of `nms_overlaps`. The output is keep
-    [sets, boxes].
+    [sets, boxes], in the kernel's `keep_type`.
     """
     return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 

@@ -4,11 +4,11 @@
 // Then all threads mark the following boxes that the kept ones suppress. Thread t is responsible
 // for boxes t, t + THREADS, ...
 //
-// `nms_keep` computes the overlaps on the way, so that one kernel is enough for TensorRT. In torch,
-// `nms_overlaps` computes them before, with many blocks per set, and `nms_select` reads them, which
-// is an order of magnitude faster.
+// `nms_keep` also computes the overlaps, so that one kernel is enough for TensorRT. In torch,
+// `nms_overlaps` first computes the overlaps with many blocks per set, and `nms_select` then reads
+// them. This is an order of magnitude faster.
 //
-// Constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), KEEP (type), THREADS.
+// Compile-time constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), KEEP (type), THREADS.
 #include "boxes.cuh"
 
 constexpr int TILE = 64;
@@ -146,7 +146,7 @@ nms_overlaps(const float4* boxes, const long long* labels, int count, Bits* supp
     labels += set * count;
     const int place = threadIdx.x % TILE, part = threadIdx.x / TILE;
     const int index = column * TILE + place, other = row * TILE + threadIdx.x;
-    // The tile is complete unless it is the last, whose missing boxes are after all others.
+    // Only the last tile can be incomplete. Its missing boxes would come after all other boxes.
     if (threadIdx.x < TILE && other < count) {
         tile[threadIdx.x] = candidate_of(boxes[other], labels[other]);
     }

@@ -1,10 +1,10 @@
 """`maskrcnn::nms_keep`: exact greedy non-maximum suppression in padded sets of boxes.
 
 Contract of all implementations: a box is suppressed by an earlier kept box of its set and class if
-their IoU exceeds the threshold. Of the other boxes of a set, the first `max_keep` are kept. Boxes
-are xyxy without the legacy +1; IoU and threshold are compared in float32. Boxes without area, or
-with an IoU of NaN, neither suppress nor are suppressed. Boxes of a negative class are padding: they
-are never kept and suppress nothing.
+their IoU exceeds the threshold. Of the boxes that are not suppressed, the first `max_keep` of each
+set are kept. Boxes are xyxy with sides x2 - x1 and y2 - y1. IoU and threshold are compared in
+float32. Boxes without area, or with an IoU of NaN, neither suppress nor are suppressed. Boxes of a
+negative class are padding: they are never kept and suppress nothing.
 """
 
 import torch
@@ -24,19 +24,19 @@ from .kernel import (
 
 @torch.library.custom_op("maskrcnn::nms_keep", mutates_args=(), device_types="cpu")
 def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Tensor:
-    """Return a mask of the boxes that are kept.
+    """Return which boxes non-maximum suppression keeps.
 
     Args:
         boxes: [N, K, 4] float32, N sets of K boxes, xyxy, each set by descending score.
         classes: [N, K] int64; negative marks padding.
-        iou_threshold: boxes with a larger IoU are suppressed; 0 to 1.
-        max_keep: maximum boxes kept per set; 0: no limit.
+        iou_threshold: IoU with a kept box above which a box is suppressed, 0 to 1.
+        max_keep: maximum number of kept boxes per set. 0: no limit.
 
     Returns:
         [N, K] bool.
 
     Raises:
-        ValueError: on a GPU, a set has more than 16384 boxes, or an argument another dtype or
+        ValueError: on a GPU, a set has more than 16384 boxes, or an argument has another dtype or
             shape.
     """
     keep = torch.zeros(classes.shape, dtype=torch.bool)

@@ -7,13 +7,14 @@ _THREADS = 256
 
 
 def paste_rle_kernel(probability: str, side: int, threshold: float, *, exact: bool) -> Kernel:
-    """Return the kernel for a data type and size of masks.
+    """Return the kernel for masks of one data type and size, a threshold, and a paste rule.
 
     Args:
         probability: type of the masks, `float` or `float16`.
         side: height and width of a mask.
         threshold: pixels above this probability belong to a mask.
-        exact: paste by detectron2's rule (exact boxes). False: by torchvision's (whole pixels).
+        exact: True: use detectron2's rule, in which boxes are not rounded. False: use torchvision's
+            rule, which truncates boxes to whole pixels.
     """
     constants = (
         ("EXACT", int(exact)),
@@ -28,9 +29,9 @@ def paste_rle_kernel(probability: str, side: int, threshold: float, *, exact: bo
 def paste_rle_launch(instances: int, capacity: int) -> Launch:
     """Return the grid, block and scalar arguments of the kernel.
 
-    Inputs are masks [instances, side, side], boxes [instances, 4] float32 and image sizes
-    [instances, 2] int64. Outputs are counts [instances, capacity] int32 and num_runs [instances]
-    int32.
+    Inputs are masks [instances, side, side] in the kernel's type `probability`, boxes
+    [instances, 4] float32 and image sizes [instances, 2] int64. Outputs are counts
+    [instances, capacity] int32 and num_runs [instances] int32.
     """
     return Launch((instances, 1, 1), (_THREADS, 1, 1), (capacity,))
 

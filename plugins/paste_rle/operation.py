@@ -1,14 +1,14 @@
 """`maskrcnn::paste_rle`: pasting of mask probabilities into images as COCO run lengths.
 
-Contract of all implementations, bit for bit: a mask gets a border of one zero sample on each side
-and is interpolated bilinearly over its box, in float32, along rows first. A pixel belongs to the
-mask if its value exceeds the threshold. With torchvision's rule, the box and the border are
-truncated to whole pixels and include the pixels at the far edges; pixels before the centre of the
-first sample repeat that sample. With detectron2's rule, the box is exact. The mask is empty if the
-box is not finite, or if a coordinate exceeds 2 ** 24 pixels, because float32 does not represent all
-larger integers.
+Contract of all implementations, whose results are equal bit for bit: a mask gets a border of one
+zero sample on each side and is interpolated bilinearly over its box, in float32, along rows first.
+A pixel belongs to the mask if its value exceeds the threshold. With torchvision's rule, the box and
+the border are truncated to whole pixels and include the pixels at the right and bottom edges;
+pixels before the centre of the first sample repeat that sample. With detectron2's rule, the box is
+not rounded. The mask is empty if the box is not finite, or if a coordinate exceeds 2 ** 24 pixels,
+because float32 does not represent all larger integers.
 
-COCO's run lengths are in column-major order and begin with zeros, so the first may be 0.
+COCO's run lengths are in column-major order. The first run is of zeros, and its length may be 0.
 """
 
 import math
@@ -49,7 +49,7 @@ def paste_rle(
     threshold: float = 0.5,
     paste: str = "torchvision",
 ) -> tuple[Tensor, Tensor]:
-    """Paste masks at the size of their images, and return their run lengths.
+    """Paste masks into their images' pixels, and return COCO run lengths.
 
     Args:
         masks: [N, M, M], M x M probabilities of N masks, float32 or float16.
@@ -60,8 +60,8 @@ def paste_rle(
         paste: resampling rule, `torchvision` or `detectron2`.
 
     Returns:
-        run lengths [N, capacity] int32, zero after the last run; number of runs [N] int32, which
-        counts the runs beyond the capacity too.
+        run lengths [N, capacity] int32, zero after the last run; and the number of runs [N] int32,
+        including runs beyond the capacity.
 
     Raises:
         ValueError: the rule is unknown or, on a GPU, an argument has another dtype or shape.
@@ -167,7 +167,7 @@ def _between(low: Tensor, high: Tensor, fraction: Tensor) -> Tensor:
 
 
 def _runs(mask: Tensor) -> Tensor:
-    """Return the run lengths of a mask in memory order, zeros first."""
+    """Return the run lengths of a mask in memory order. The first run is of zeros."""
     flat = mask.flatten()
     edges = flat.diff(prepend=flat.new_zeros(1)).nonzero()[:, 0]
     bounds = torch.cat([edges.new_zeros(1), edges, edges.new_tensor([flat.numel()])])

@@ -6,7 +6,8 @@
 // time as the bits of a word. A run ends where neighbouring bits differ. Prefix scans over the
 // block give the number of runs that end before a word, and the end of the last one.
 //
-// Constants: EXACT (0: boxes of whole pixels), PROBABILITY (type), SIDE, THREADS, THRESHOLD.
+// Compile-time constants: EXACT (0: boxes of whole pixels), PROBABILITY (type), SIDE, THREADS,
+// THRESHOLD.
 
 #include "numeric.cuh"
 
@@ -137,8 +138,8 @@ struct Ended {
     }
 };
 
-// Exclusive prefix scan of run ends over the block, plus `before`. Adds the ends of all threads to
-// `before`. Call __syncthreads() between two calls.
+// Return the exclusive prefix scan of run ends over the block, plus `before`. Then add the ends of
+// all threads to `before`. Call __syncthreads() between two calls of this function.
 __device__ Ended ended_before(Ended own, Ended& before) {
     __shared__ Ended warps[WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -161,8 +162,8 @@ __device__ Ended ended_before(Ended own, Ended& before) {
     return exclusive;
 }
 
-// Bits that differ from the preceding bit. `before` is the bit before the block's first and becomes
-// the block's last. Call __syncthreads() between two calls.
+// Return the bits that differ from the preceding bit. `before` is the bit before the block's first
+// bit, and is set to the block's last bit. Call __syncthreads() between two calls of this function.
 __device__ unsigned changes_in(unsigned bits, unsigned& before) {
     __shared__ unsigned warps[WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;

@@ -19,9 +19,9 @@ def polygon_targets_kernel(side: int) -> Kernel:
 def polygon_targets_launch(rois: int, instances: int) -> Launch:
     """Return the grid, block and scalar arguments of the kernel.
 
-    Inputs are vertices [V, 2], ring offsets [R + 1], instance offsets [instances + 1], boxes
-    [rois, 4] and matched [rois] for V vertices of R rings; vertices and boxes are float32, the
-    others int64. The output is targets [rois, side, side] float32.
+    For V vertices of R rings, inputs are vertices [V, 2], ring offsets [R + 1], instance offsets
+    [instances + 1], boxes [rois, 4] and the instance index of each RoI [rois]. Vertices and boxes
+    are float32, the other inputs int64. The output is targets [rois, side, side] float32.
     """
     return Launch((rois, 1, 1), (_THREADS, 1, 1), (instances,))
 

@@ -1,9 +1,10 @@
 """`maskrcnn::mask_targets_from_polygons`: mask targets rasterised from polygons.
 
-Contract of all implementations, bit for bit: polygons are scaled in double precision so that the
-RoI becomes M x M pixels, and rasterised as by pycocotools. A RoI is at least one pixel wide and
-high. Scaled corner coordinates are clamped to -100 * M .. 100 * M. `matched` holds the instance
-index of each RoI. The target is zero if the index is out of range or the box is not finite.
+Contract of all implementations, whose results are equal bit for bit: polygons are scaled in double
+precision so that the RoI becomes M x M pixels, and rasterised like pycocotools does. A RoI is at
+least one pixel wide and high. Scaled corner coordinates are clamped to -100 * M .. 100 * M.
+`matched` holds the instance index of each RoI. The target is zero if the index is out of range or
+the box is not finite.
 """
 
 import warnings
@@ -36,8 +37,10 @@ def mask_targets_from_polygons(
     Args:
         vertices: [V, 2] float32, x and y of the corners of all rings, finite; vertices after the
             last ring are padding.
-        ring_offsets: [R + 1] int64, first vertex of each of R rings, and the end of the last.
-        instance_offsets: [N + 1] int64, first ring of each of N instances, and the end of the last.
+        ring_offsets: [R + 1] int64, index of the first vertex of each of R rings, and the end of
+            the last ring.
+        instance_offsets: [N + 1] int64, index of the first ring of each of N instances, and the end
+            of the last instance.
         boxes: [K, 4] float32, K RoIs, xyxy in the pixels of the vertices.
         matched: [K] int64, instance index of each RoI.
         side: height and width M of a target.
@@ -94,7 +97,7 @@ def _(
 def _rasterise(
     rings: list[NDArray[np.float64]], box: NDArray[np.float64], side: int
 ) -> NDArray[np.uint8]:
-    """Rasterise rings of n vertices [n, 2] within a box [4] to [side, side] of 0 and 1."""
+    """Rasterise rings of n vertices [n, 2] within a box [4]. Return [side, side] of 0 and 1."""
     scale = side / np.maximum(box[2:] - box[:2], 1)
     # Clamp the corners: pycocotools walks along the edges, so its time grows with their length.
     reach = REACH * side

@@ -4,7 +4,7 @@
 // records the rows at which they cross from one column of pixels to the next. This kernel computes
 // the crossings without walking. Each crossing toggles the pixels of its column from its row on.
 //
-// Constants: REACH (limit of corner coordinates in pixels), SIDE, THREADS.
+// Compile-time constants: REACH (limit of corner coordinates in pixels), SIDE, THREADS.
 
 constexpr int FINE = 5;
 // An edge crosses the middle of column c between fine columns 5 c + 2 and 5 c + 3.
@@ -36,8 +36,9 @@ __device__ int after_steps(int start, double slope, int steps) {
     return static_cast<int>(start + slope * steps + 0.5);
 }
 
-// Row of the fine grid, the upper of two, at which an edge crosses from column `x` of that grid to
-// the next. Flat edges must go right, steep edges down.
+// Return the row of the fine grid at which an edge crosses from column `x` of that grid to the next
+// column. If the edge changes its row there, return the upper row. A flat edge must go right, and a
+// steep edge down.
 __device__ int passage(Point from, Point to, int x) {
     const int width = to.x - from.x, height = to.y - from.y;
     if (abs(width) >= abs(height)) {
@@ -72,7 +73,8 @@ __device__ void toggle_passages(Point from, Point to, unsigned (&toggles)[SIDE][
     }
 }
 
-// Add the pixels of a column with an odd number of toggles up to them, and clear the toggles.
+// Add those pixels of a column to `covered` that have an odd number of toggles in their row and the
+// rows above. Clear the toggles.
 __device__ void cover(unsigned (&toggles)[WORDS], unsigned (&covered)[WORDS]) {
     unsigned carry = 0;
     for (int word = 0; word < WORDS; ++word) {

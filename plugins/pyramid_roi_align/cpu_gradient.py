@@ -21,9 +21,9 @@ def roi_align_gradient(
         grad: [N, C, P, P] gradient of the pooled features.
         rois: [N, 5] image index and x1, y1, x2, y2 in input pixels, of the gradient's dtype.
         scale: feature cells per input pixel.
-        sampling_ratio: bilinear samples per pooled cell and axis; 0: depends on the RoI.
+        sampling_ratio: bilinear samples per pooled cell and axis. 0: the number depends on the RoI.
         shape: B, C, H, W of the features.
-        aligned: shift coordinates by half a feature cell.
+        aligned: whether to shift coordinates by half a feature cell.
 
     Returns:
         [B, C, H, W].

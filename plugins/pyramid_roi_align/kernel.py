@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..runtime.compilation import Kernel, Launch
 
-# Most levels of a pyramid that the kernel accepts.
+# Maximum number of pyramid levels that the kernels support.
 MAX_LEVELS = 5
 # Threads per block.
 _THREADS = 256
@@ -21,7 +21,7 @@ _VECTORS = {"float16": 8, "bfloat16": 8, "float": 4, "double": 2}
 
 
 class Pooling(NamedTuple):
-    """Attributes of `maskrcnn::pyramid_roi_align`, which documents each."""
+    """Attributes of `maskrcnn::pyramid_roi_align`, whose docstring explains them."""
 
     output_size: int
     sampling_ratio: int
@@ -33,10 +33,10 @@ class Pooling(NamedTuple):
 
 
 def finest_level(spatial_scales: Sequence[float]) -> int:
-    """Return log2 of the stride of a pyramid's finest level, from one scale per level.
+    """Return log2 of the stride of a pyramid's finest level, from the scales of all levels.
 
     Raises:
-        ValueError: the scales are not powers of two, each half the one before.
+        ValueError: a scale is not a power of two, or not half of the scale before it.
     """
     level = round(-math.log2(spatial_scales[0])) if spatial_scales[0] > 0 else 0
     if list(spatial_scales) != [2.0 ** -(level + n) for n in range(len(spatial_scales))]:
@@ -57,7 +57,7 @@ def forward_kernel(
 ) -> Kernel:
     """Return the forward kernel for `float16`, `bfloat16`, `float` or `double` features.
 
-    The pooled features can be channels-last only if the maps are.
+    The pooled features can be channels-last only if the feature maps are channels-last.
     """
     vector = math.gcd(_VECTORS[feature_type], channels) if channels_last else 1
     return Kernel(
@@ -73,7 +73,7 @@ def forward_kernel(
 
 
 def backward_kernel(pooling: Pooling, feature_type: str, channels: int) -> Kernel:
-    """Return the backward kernel. Gradients that it reads and writes are channels-last."""
+    """Return the backward kernel, which reads and writes gradients in channels-last order."""
     return Kernel(
         "pyramid_roi_align/pyramid_roi_align_backward.cu",
         "pyramid_roi_align_backward",
@@ -87,9 +87,9 @@ def pyramid_roi_align_launch(
 ) -> Launch:
     """Return the grid, block and scalar arguments of the forward kernel.
 
-    With B = `batch`, R = `rois` per image, C = `channels` and P = `output_size`, the kernel takes
-    one map [B, C, H_l, W_l] per level l, of size (H_l, W_l), and RoIs [B, R, 4] float32. Its output
-    is [B, R, C, P, P].
+    B is `batch`, R is the number of RoIs per image `rois`, C is `channels`, P is `output_size`, and
+    (H_l, W_l) is the entry of `sizes` for level l. The kernel takes one map [B, C, H_l, W_l] per
+    level and RoIs [B, R, 4] float32. Its output is [B, R, C, P, P].
     """
     parts = -(-(output_size**2) // _CELLS)
     scalars = (channels, *(side for size in sizes for side in size))
@@ -101,9 +101,10 @@ def backward_launch(
 ) -> Launch:
     """Return the grid, block and scalar arguments of the backward kernel.
 
-    With B = `batch`, R = `rois` per image, C = `channels` and P pooled cells per side, the kernel
-    takes the gradient of the pooled features [B, R, P, P, C] and RoIs [B, R, 4] float32. Its
-    outputs are the gradients of the maps [B, H_l, W_l, C], of `sizes` (H_l, W_l).
+    B is `batch`, R is the number of RoIs per image `rois`, C is `channels`, P is the kernel's
+    output size, and (H_l, W_l) is the entry of `sizes` for level l. The kernel takes the gradient
+    of the pooled features [B, R, P, P, C] and RoIs [B, R, 4] float32. Its outputs are the gradients
+    of the maps, [B, H_l, W_l, C] for each level.
     """
     tiles = sum(-(-height // _TILE) * -(-width // _TILE) for height, width in sizes)
     per_block = 32 * int(dict(kernel.constants)["VECTOR"])

@@ -3,9 +3,10 @@
 Contract of all implementations: the level of a RoI of width w and height h is
 `floor(canonical_level + log2(sqrt(w h) / canonical_size) + 1e-6)`, clamped to the given levels (Lin
 et al., Feature Pyramid Networks, eq. 1). Pooling is torchvision's RoIAlign (He et al., Mask R-CNN).
-Unaligned, a RoI is at least one feature cell wide and high. Aligned, there is no such minimum, and
-coordinates are shifted by half a cell. A RoI pools zeros if its area is NaN, or if a pooled cell
-spans 2 ** 24 feature cells or more. Sums are float32, for float64 features float64.
+If `aligned` is False, a RoI is at least one feature cell wide and high. If it is True, there is no
+such minimum, and coordinates are shifted by half a cell. The pooled features of a RoI are zero if
+its area is NaN, or if a pooled cell spans 2 ** 24 feature cells or more. Sums are computed in
+float32, or in float64 for float64 features.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ _FEATURE_TYPES = {
     torch.float32: "float",
     torch.float64: "double",
 }
-# Side of a pooled cell in feature cells at which float32 no longer distinguishes its samples.
+# Side of a pooled cell in feature cells from which float32 no longer distinguishes its samples.
 _TOO_LARGE = 2.0**24
 _FEATURE_NAMES = " or ".join(map(str, _FEATURE_TYPES))
 
@@ -58,26 +59,27 @@ def pyramid_roi_align(
         features: one tensor [B, C, H_l, W_l] per level, finest first; float16, bfloat16, float32 or
             float64.
         rois: [B, R, 4] float32, xyxy in input pixels.
-        output_size: side P of the pooled square.
-        sampling_ratio: bilinear samples per pooled cell and axis. 0: the side of the pooled cell
-            in feature cells, rounded up.
-        spatial_scales: feature cells per input pixel, one per level; powers of two, each half the
-            one before.
-        canonical_level: level of RoIs of canonical size, as the log2 of its stride.
+        output_size: height and width P of the pooled features.
+        sampling_ratio: bilinear samples per pooled cell and axis. 0: as many as the pooled cell
+            spans feature cells, rounded up.
+        spatial_scales: feature cells per input pixel of each level. Scales are powers of two, each
+            half of the scale before it.
+        canonical_level: level of RoIs of the canonical size, as the log2 of the level's stride.
         canonical_size: canonical size, as the side of a square RoI in input pixels.
-        aligned: shift coordinates by half a feature cell.
-        inclusive: pool the box `x1, y1, x2 - 1, y2 - 1`, as maskrcnn-benchmark does. The level is
-            computed from the whole RoI.
+        aligned: whether to shift coordinates by half a feature cell.
+        inclusive: whether to pool the box `x1, y1, x2 - 1, y2 - 1`, as maskrcnn-benchmark does. The
+            level is computed from the whole RoI.
 
     Returns:
-        [B, R, C, P, P] of the features' dtype; channels-last if the first level is.
+        [B, R, C, P, P] of the features' dtype, channels-last if the first feature map is
+        channels-last.
 
     Raises:
-        ValueError: the number of scales differs from that of levels, there are more than
-            `MAX_LEVELS`, or the scales are not powers of two, each half the one before. On a GPU
-            also: the features differ in dtype, batch size or channels, or have an unsupported
-            dtype; a level has 2 ** 31 or more elements per image; or the RoIs have another dtype
-            or shape.
+        ValueError: the number of scales differs from the number of levels, there are more than
+            `MAX_LEVELS` levels, or a scale is not a power of two or not half of the scale before
+            it. On a GPU also: the features differ in dtype, batch size or channels, or have an
+            unsupported dtype; a level has 2 ** 31 or more elements per image; or the RoIs have
+            another dtype or shape.
     """
     _check_levels(features, spatial_scales)
     levels = _roi_levels(
@@ -138,7 +140,11 @@ def pyramid_roi_align_backward(
     aligned: bool,
     inclusive: bool,
 ) -> list[Tensor]:
-    """Return each level's gradient [B, C, H_l, W_l] from that of the pooled features, `grad`."""
+    """Return the gradient of each feature map, [B, C, H_l, W_l].
+
+    `grad` is the gradient of the pooled features, [B, R, C, P, P]. The other arguments are those of
+    `pyramid_roi_align`.
+    """
     levels = _roi_levels(
         rois, output_size, spatial_scales, canonical_level, canonical_size
     ).flatten()
@@ -206,7 +212,7 @@ def _is_channels_last(feature: Tensor) -> bool:
 
 
 def _check_features(features: Sequence[Tensor]) -> None:
-    """Reject features that the kernels do not support."""
+    """Raise ValueError if the kernels do not support the features."""
     first = features[0]
     if first.dtype not in _FEATURE_TYPES:
         raise ValueError(f"features must be {_FEATURE_NAMES}, not {first.dtype}")
@@ -285,7 +291,7 @@ def _roi_levels(
 
 
 def _indexed_rois(rois: Tensor, inclusive: bool) -> Tensor:
-    """Convert [B, R, 4] to torchvision's [B R, 5], whose first column is the image index."""
+    """Convert [B, R, 4] to torchvision's [B * R, 5], whose first column is the image index."""
     images = torch.arange(rois.shape[0], dtype=rois.dtype, device=rois.device)
     images = images[:, None, None].expand(-1, rois.shape[1], 1)
     near, far = rois[..., :2], rois[..., 2:] - float(inclusive)

@@ -1,5 +1,5 @@
-// RoIAlign over a feature pyramid. roi_sampling.cuh has the constants. Further constants: CELLS
-// (pooled cells per block), POOLED_CHANNELS_LAST (memory format of the pooled features).
+// RoIAlign over a feature pyramid. Compile-time constants are those of roi_sampling.cuh, CELLS
+// (pooled cells per block) and POOLED_CHANNELS_LAST (memory format of the pooled features).
 #include "roi_sampling.cuh"
 
 #define MAP_PARAMETER(l) const Feature* __restrict__ map##l

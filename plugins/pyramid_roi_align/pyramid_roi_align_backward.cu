@@ -1,6 +1,6 @@
 // Gradient of pyramid_roi_align with respect to the features. Each block computes a tile of one
 // map's gradient: it finds the RoIs that reach the tile, and adds their shares in the order of the
-// RoIs, so that results are reproducible. roi_sampling.cuh has the constants.
+// RoIs, so that results are reproducible. Compile-time constants are those of roi_sampling.cuh.
 #include "roi_sampling.cuh"
 static_assert(CHANNELS_LAST, "neighbouring threads handle neighbouring channels");
 
@@ -100,7 +100,8 @@ __device__ Real weight_of(Real start, Real cell_size, int cell, int count, int s
     return weight / max(count, 1);
 }
 
-// Compute the weights of up to STEP listed RoIs: each thread those of one pixel along one axis.
+// Compute the weights of up to STEP listed RoIs. Each thread computes the weights of one pixel
+// along one axis.
 __device__ void compute_weights(const float4* rois, const int* listed, int count, const Tile& tile,
                                 Shared& shared) {
     const int slot = threadIdx.x / (2 * SIDE), pixel = threadIdx.x % SIDE;

@@ -2,7 +2,7 @@
 
 from ..runtime.compilation import Kernel, Launch
 
-# Output pixels per block, one thread each.
+# Output pixels per block. Each thread computes one of them.
 _BLOCK_WIDTH, _BLOCK_HEIGHT = 32, 8
 
 

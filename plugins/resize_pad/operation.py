@@ -32,8 +32,8 @@ def resize_pad(images: Sequence[Tensor], sizes: Sequence[int], height: int, widt
         [B, 3, height, width] uint8.
 
     Raises:
-        ValueError: an image is not [3, h, w] uint8, the images are on several devices, the number
-            of sizes is wrong, or a size exceeds the batch.
+        ValueError: an image is not [3, h, w] uint8, the images are on several devices, `sizes` does
+            not have two entries per image, or a size is less than 1 or larger than the batch's.
     """
     pairs = _checked_sizes(images, sizes, height, width)
     batch = _empty_batch(images, height, width).zero_()

@@ -3,7 +3,7 @@
 // A thread computes all channels of one output pixel: the weighted mean of nearby source pixels.
 // The weight of a source pixel falls linearly with its distance along each axis.
 //
-// Constants: CHANNELS.
+// Compile-time constants: CHANNELS.
 
 struct Image {
     const unsigned char* pixels;

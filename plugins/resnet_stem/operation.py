@@ -1,7 +1,7 @@
 """`maskrcnn::resnet_stem`: normalisation, first convolution and max pooling of a ResNet.
 
-Contract of all implementations: pixels are normalised in float32 and rounded to the weight's dtype;
-pixels outside of an image are zero. The 7x7 convolution of stride 2, its bias, a ReLU and max
+Contract of all implementations: pixels are normalised in float32 and rounded to the weight's dtype.
+Pixels of the padding become zero. The 7x7 convolution of stride 2, its bias, a ReLU and max
 pooling of 3x3 pixels with stride 2 follow, as in torchvision's ResNets.
 """
 
@@ -18,7 +18,7 @@ _CHANNELS, _KERNEL = 64, 7
 _CAPABILITY = (8, 0)
 # Sizes of the axes into which the padded weight [64, 4, 7, 8] is split: output channels (p, j, h),
 # input channels (l, e), rows r and columns (s, g, k) of the convolution's kernel. `_ARRANGED` is
-# their order in the result of `arranged_weight`.
+# the order of these axes in the result of `arranged_weight`.
 _SPLIT = {"p": 4, "j": 2, "h": 8, "l": 2, "e": 2, "r": 7, "s": 2, "g": 2, "k": 2}
 _ARRANGED = "rsphkljge"
 _PIXEL_TYPES: dict[torch.dtype, PixelType] = {torch.uint8: "unsigned char", torch.float32: "float"}
@@ -29,10 +29,11 @@ _VALUE_TYPES: dict[torch.dtype, ValueType] = {
 
 
 def arranged_weight(weight: Tensor) -> Tensor:
-    """Arrange a weight [64, 3, 7, 7] as the kernel's threads read it: [14, 4, 32, 8].
+    """Return a weight [64, 3, 7, 7] in the order in which the kernel reads it, [14, 4, 32, 8].
 
-    The first axis counts the steps of the matrix product, each of which adds four pixels of a row
-    with four channels; the last two are the threads of a warp and the values of each.
+    The first axis counts the steps of the matrix product. Each step covers four pixels of a row
+    with four channels. The second axis counts groups of 16 output channels. The last two axes are
+    the threads of a warp, and the values that a thread reads.
     """
     padded = F.pad(weight, (0, 1, 0, 0, 0, 1)).reshape(tuple(_SPLIT.values()))
     names = list(_SPLIT)
@@ -56,8 +57,8 @@ def resnet_stem(
         image_sizes: [B, 2] int64, height and width before padding.
         weight: [14, 4, 32, 8], result of `arranged_weight`; on a GPU float16 or bfloat16.
         bias: [64] of the weight's dtype.
-        mean: [3] float32, subtracted from the pixels.
-        std: [3] float32, by which the difference is divided.
+        mean: [3] float32, which is subtracted from the pixels.
+        std: [3] float32, by which pixels are divided after the subtraction of the mean.
 
     Returns:
         [B, 64, H', W'] of the weight's dtype, channels-last; H' and W' are a quarter of H and W,

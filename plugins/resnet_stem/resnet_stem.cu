@@ -1,12 +1,12 @@
 // Stem of a ResNet. Contract: resnet_stem/operation.py.
 //
 // A block computes a tile of pooled pixels. It stores the normalised pixels that the tile needs in
-// shared memory, four channels each, of which the last is zero. A row of a matrix of the tensor
-// cores is then 16 neighbouring values there: four pixels, multiplied by as many columns of the
-// convolution's kernel. A warp computes two rows of the convolution, half of the channels at a
+// shared memory, four channels each, of which the last is zero. A row of a tensor-core matrix is
+// then 16 neighbouring values in shared memory: four pixels, which are multiplied by four columns
+// of the convolution's kernel. A warp computes two rows of the convolution, half of the channels at a
 // time, so that two blocks fit on a multiprocessor: one loads or pools while the other multiplies.
 //
-// Constants: PIXEL (type of the images), VALUE (type of weights and output).
+// Compile-time constants: PIXEL (type of the images), VALUE (type of weights and output).
 #include "numeric.cuh"
 
 constexpr int WARPS = 8, WARP = 32, THREADS = WARPS * WARP;
@@ -17,10 +17,11 @@ constexpr int POOLED_ROWS = ROWS / 2 - 1, POOLED_COLUMNS = COLUMNS / 2 - 1;
 // Pixels that a tile needs; the matrices read one column more than the kernel has.
 constexpr int PIXEL_ROWS = 2 * (ROWS - 1) + KERNEL, PIXEL_COLUMNS = 2 * (COLUMNS - 1) + KERNEL + 1;
 constexpr int PIXELS = PIXEL_ROWS * PIXEL_COLUMNS, PIXELS_OF_THREAD = (PIXELS - 1) / THREADS + 1;
-// Matrices of 16x16 pixel values and 16x8 weights; products of one warp.
+// Matrices of 16x16 pixel values and of 16x8 weights, and their numbers per warp.
 constexpr int MATRIX = 16, MATRIX_COLUMNS = 8;
 constexpr int PIXEL_MATRICES = 2 * COLUMNS / MATRIX, WEIGHT_MATRICES = CHANNELS / 2 / MATRIX_COLUMNS;
-// Channels that are pooled at a time, and distance of pixels, which avoids bank conflicts.
+// Channels that are pooled at a time. Distance of pixels in shared memory, which avoids bank
+// conflicts.
 constexpr int PART = 2 * MATRIX_COLUMNS, DISTANCE = PART + 8;
 
 struct Map {
@@ -63,15 +64,15 @@ __device__ void load_matrix(unsigned (&matrix)[4], const VALUE* row) {
                  : "memory");
 }
 
-// NaN stays NaN.
+// Return the bits of ReLU(value). NaN stays NaN.
 __device__ unsigned short relu_bits(float value) {
     VALUE narrowed;
     narrow(value <= 0.f ? 0.f : value, narrowed);
     return narrowed.bits;
 }
 
-// Store the warp's results of PART channels after bias and ReLU, zero outside of the map: there
-// they take no part in the maximum, as no value is less than 0.
+// Store the warp's results for PART channels after bias and ReLU. Outside of the map, store zeros.
+// They do not change the maximum, because no value is less than 0.
 __device__ void store_maps(const float (&sums)[PIXEL_MATRICES][WEIGHT_MATRICES][4], int part,
                            const VALUE* bias, Map hidden, int first_row, int first_column,
                            VALUE* maps) {
@@ -93,7 +94,7 @@ __device__ void store_maps(const float (&sums)[PIXEL_MATRICES][WEIGHT_MATRICES][
     }
 }
 
-// All loads are in flight at once, so no load depends on a condition.
+// No load depends on a condition, so that all loads are in flight at once.
 __device__ void load_pixels(const PIXEL* images, Map size, Map image, int first_row,
                             int first_column, const float* mean, const float* std,
                             Vector<VALUE, 4>* pixels) {

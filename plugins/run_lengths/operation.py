@@ -1,4 +1,4 @@
-"""Compression of run lengths to COCO RLE strings. Needs no torch."""
+"""Compression of run lengths to COCO RLE strings. This module needs no torch."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ def coco_strings(counts: NDArray[np.int32], num_runs: NDArray[np.int32]) -> list
     """Compress the run lengths of many masks, one row per mask.
 
     Args:
-        counts: [N, C] run lengths of N masks, zeros first; C is the capacity of a row.
+        counts: [N, C], up to C run lengths of each of N masks. The first run of a mask is of zeros.
         num_runs: [N], number of valid runs of each row.
 
     Returns:
@@ -36,7 +36,7 @@ def strings_from_runs(
     """Compress the concatenated run lengths of many masks.
 
     Args:
-        runs: [sum of num_runs] run lengths below 2 ** 31, each mask beginning with zeros.
+        runs: [sum of num_runs], run lengths below 2 ** 31. The first run of a mask is of zeros.
         num_runs: [N], number of runs of each of N masks.
 
     Returns:

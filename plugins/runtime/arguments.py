@@ -17,7 +17,7 @@ def check_argument(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[i
         shape: expected shape; -1 allows any size.
 
     Raises:
-        ValueError: dtype or shape differ.
+        ValueError: the tensor has another dtype or shape.
     """
     fits = len(shape) == tensor.dim() and all(
         expected in (-1, size) for expected, size in zip(shape, tensor.shape, strict=True)
@@ -32,7 +32,7 @@ def check_argument(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[i
 def kernel_argument(
     name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """Check a tensor. Return it if it is contiguous and aligned to 16 bytes, else a copy.
+    """Check a tensor, and return it or, unless it is contiguous and 16-byte aligned, a copy.
 
     Arguments and errors are those of `check_argument`.
     """

@@ -1,5 +1,5 @@
 // Arithmetic of xyxy boxes in float32. Formulas are evaluated in torch's order and compiled without
-// contraction, so that results equal the CPU's bit for bit.
+// fused multiply-add, so that results equal the CPU's bit for bit.
 #pragma once
 
 constexpr float LARGEST_FLOAT = 0x1.fffffep127f;

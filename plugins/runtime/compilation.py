@@ -1,7 +1,7 @@
 """Compilation of CUDA kernels by NVRTC, which needs neither a GPU nor the CUDA toolkit.
 
-Binaries are cached in the user's cache folder, under a hash of source, headers, options and
-compiler version.
+Compiled kernels are cached in the user's cache folder. File names are hashes of source, headers,
+options and compiler version.
 """
 
 import functools
@@ -36,9 +36,9 @@ class Kernel:
     source: str
     # The kernel's `extern "C"` name in that file.
     name: str
-    # Values of macros: integers, float32 numbers or type names.
+    # Names and values of macros. A value is an integer, a float32 number or a type name.
     constants: tuple[tuple[str, int | float | str], ...] = ()
-    # Allow contraction of `a * b + c`. False if results must equal the CPU's bit for bit.
+    # Whether the compiler may fuse `a * b + c`. False if results must equal the CPU's bit for bit.
     fused_multiply_add: bool = False
 
 
@@ -48,7 +48,7 @@ class Launch(NamedTuple):
     A kernel takes the pointers of its inputs, then the scalars, then the pointers of its outputs.
     """
 
-    # Values may be TensorRT's symbolic integers: compute them with `+ - * //` only.
+    # All values may be TensorRT's symbolic integers, so compute them only with `+ - * //`.
     # Number of blocks along x, y and z.
     grid: tuple[int, int, int]
     # Number of threads per block along x, y and z.
@@ -65,8 +65,8 @@ def compile_kernel(
     Args:
         kernel: the kernel to compile.
         architecture: compute capability times ten, such as 90 for 9.0.
-        code: `cubin` runs on this architecture only, `ptx` also on newer ones.
-        entry: name of the compiled function. None: `kernel.name`.
+        code: `cubin` runs only on this architecture, `ptx` also on newer ones.
+        entry: name of the compiled function. None: use `kernel.name`.
 
     Raises:
         KernelError: the compiler rejects the source or does not support the architecture.
@@ -99,7 +99,7 @@ def ptx_version(ptx: bytes) -> str:
 
 @functools.cache
 def nvrtc_cuda_version() -> int:
-    """Return NVRTC's CUDA version, such as 13000 for 13.0. Older drivers may reject its PTX."""
+    """Return NVRTC's CUDA version, as 13000 for 13.0. Older drivers may reject NVRTC's PTX."""
     major, minor = _checked(nvrtc.nvrtcVersion())
     return int(1000 * major + 10 * minor)
 
@@ -107,7 +107,7 @@ def nvrtc_cuda_version() -> int:
 def newest_supported_architecture(architecture: int) -> int:
     """Return the newest architecture up to the given one that the installed NVRTC supports.
 
-    If NVRTC supports only newer ones, return the given one.
+    If NVRTC supports only newer architectures, return the given one.
     """
     # A GPU that is newer than the compiler runs the PTX of this architecture.
     return max((a for a in supported_architectures() if a <= architecture), default=architecture)
@@ -153,7 +153,8 @@ def _digest(source: str, options: tuple[str, ...]) -> str:
     )
     digest = hashlib.sha256()
     for part in parts:
-        # The length separates the parts, so that text cannot move from one to the next unnoticed.
+        # The length separates the parts, so that text moved from one part to the next changes the
+        # hash.
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
@@ -190,7 +191,7 @@ def _output(program: nvrtc.nvrtcProgram, name: str) -> bytes:
 
 
 def _checked(result: tuple[nvrtc.nvrtcResult, *tuple[_Result, ...]]) -> _Result:
-    """Return the result of an NVRTC call without its status; None if it has no result.
+    """Return the results of an NVRTC call without the status, or None if it has no results.
 
     Raises:
         KernelError: the status is an error.

@@ -15,9 +15,10 @@ from .compilation import Kernel, KernelError, Launch, compile_kernel, newest_sup
 def launch_kernel(
     kernel: Kernel, launch: Launch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> None:
-    """Queue a kernel in the current stream of its tensors' GPU; an empty grid does nothing.
+    """Queue a kernel in the current stream of its tensors' GPU.
 
-    A kernel's first launch on a GPU compiles and loads it, and cannot be captured in a CUDA graph.
+    If the grid is empty, nothing is launched. The first launch of a kernel on a GPU compiles and
+    loads the kernel, and cannot be captured in a CUDA graph.
 
     Args:
         kernel: the kernel to run.

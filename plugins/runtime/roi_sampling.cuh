@@ -1,9 +1,10 @@
 // Sample positions of RoIAlign and its gradient in a feature pyramid. Contract:
 // pyramid_roi_align/operation.py.
 //
-// Constants: FEATURE (type), LEVELS, OUTPUT_SIZE, SAMPLING_RATIO (0: adaptive), FINEST_LEVEL (log2
-// of its stride), CANONICAL_LEVEL, CANONICAL_SIZE, ALIGNED, INCLUSIVE; CHANNELS_LAST (of the
-// maps), VECTOR (channels per thread and step), THREADS (per block).
+// Compile-time constants: FEATURE (type), LEVELS, OUTPUT_SIZE, SAMPLING_RATIO (0: adaptive),
+// FINEST_LEVEL (log2 of its stride), CANONICAL_LEVEL, CANONICAL_SIZE, ALIGNED, INCLUSIVE,
+// CHANNELS_LAST (memory format of the maps), VECTOR (channels per thread and step), THREADS (per
+// block).
 #pragma once
 #include "levels.cuh"
 #include "numeric.cuh"
@@ -25,7 +26,8 @@ struct Map {
     int height, width;
 };
 
-// RoI in feature cells of its level. Level -1: the RoI is NaN or too large; it pools zeros.
+// RoI in feature cells of its level. If the level is -1, the RoI is NaN or too large, and its
+// pooled features are zero.
 struct Region {
     int level;
     Real x, y, cell_width, cell_height;

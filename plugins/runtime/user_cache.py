@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder(subject: str) -> Path:
-    """Return `$XDG_CACHE_HOME/maskrcnn-trt/SUBJECT`, by default in `~/.cache`.
+    """Return `$XDG_CACHE_HOME/maskrcnn-trt/SUBJECT`, or `~/.cache/maskrcnn-trt/SUBJECT`.
 
     The folder may not exist yet.
     """

@@ -18,9 +18,10 @@ def survivors(count: int, k: int) -> int:
 
 
 def prune_kernel(value_type: str, count: int) -> Kernel:
-    """Return the kernel that keeps the k largest of each chunk of a row of `count` entries.
+    """Return the kernel that keeps the k largest entries of each chunk of a row.
 
-    The value type is `float`, `float16` or `bfloat16`.
+    A row has `count` entries, and a chunk has up to `CHUNK` of them. The value type is `float`,
+    `float16` or `bfloat16`.
     """
     return _kernel("prune_top_k", value_type, min(count, CHUNK))
 

@@ -64,8 +64,8 @@ def _prune(values: Tensor, k: int) -> tuple[Tensor, int]:
     """Select up to `CHUNK` candidates for the k largest entries of each of R rows [R, N].
 
     Returns:
-        ascending indices [R, M] int32 of M candidates per row, empty if all entries are
-        candidates; and M.
+        ascending indices of M candidates per row, [R, M] int32, or an empty tensor if all entries
+        are candidates; and M.
     """
     rows, length = values.shape
     candidates, count = values.new_empty(0, dtype=torch.int32), length

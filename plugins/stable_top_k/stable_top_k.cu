@@ -7,8 +7,8 @@
 // launched until the remaining entries of a row fit into one block. `sort_top_k` also sorts the k
 // entries.
 //
-// Constants: VALUE (type), ITEMS, MAX_K (largest number of sorted entries, a power of two),
-// THREADS.
+// Compile-time constants: VALUE (type), ITEMS, MAX_K (largest number of sorted entries, a power of
+// two), THREADS.
 #include "numeric.cuh"
 
 constexpr int WARP = 32;
@@ -85,7 +85,8 @@ __device__ unsigned or_of_warp(unsigned value) {
     return value;
 }
 
-// Key that exactly `wanted` entries reach. If ties prevent that: the key of the last wanted entry.
+// Return a key that exactly `wanted` entries reach or exceed. If ties prevent that, return the key
+// of the last wanted entry.
 __device__ unsigned key_of_last(const Keys& keys, int wanted) {
     __shared__ unsigned warps_ones[WARP], warps_zeros[WARP];
     // Two buffers, so that a bit's totals are read while the next bit's are written.

@@ -34,7 +34,7 @@ def shared_logger(trt: Any) -> Any:
 
 @contextmanager
 def messages_to(trt: Any, listener: Listener) -> Iterator[None]:
-    """Forward TensorRT's messages to a listener within the block, from all threads.
+    """Within the block, forward TensorRT's messages from all threads to a listener.
 
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.
@@ -50,7 +50,7 @@ def messages_to(trt: Any, listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def errors_of(trt: Any) -> Iterator[list[str]]:
-    """Collect the errors that TensorRT logs within the block, from all threads.
+    """Within the block, collect the errors that TensorRT logs in any thread.
 
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.

@@ -1,8 +1,8 @@
-"""CUDA kernels as TensorRT plugins. Their inputs and attributes are in plugins/README.md.
+"""CUDA kernels as TensorRT plugins. plugins/README.md lists their inputs and attributes.
 
-They are "quickly deployable plugins" with an ahead-of-time implementation. A plan contains the PTX
-of each kernel, and its launch parameters as expressions of the input sizes, so that it runs without
-this package. TensorRT is imported when the plugins are registered.
+The plugins are "quickly deployable plugins" with an ahead-of-time implementation. A plan contains
+the PTX of each kernel, and its launch parameters as expressions of the input sizes, so that the
+plan runs without this package. TensorRT is imported when the plugins are registered.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from ..runtime.compilation import (
 
 # Namespace of the plugins. ONNX nodes need it as their attribute `plugin_namespace`: without the
 # attribute, TensorRT's parser silently uses the node's function body, whatever the parser's flags.
-# It does not use the domain of a node as the namespace.
+# The parser does not use the domain of a node as the namespace.
 PLUGIN_NAMESPACE = "maskrcnn"
 
 # The only version that quickly deployable plugins can have.
@@ -53,8 +53,8 @@ Description = tuple[tuple[Any, ...], Any]
 class _Plugin(NamedTuple):
     """Definition of a plugin with one output.
 
-    `describe` takes the module `tensorrt`, the inputs and the attributes; `implement` takes the
-    output too; `combinations` takes the inputs.
+    `describe` takes the module `tensorrt`, the inputs and the attributes. `implement` takes these
+    and the output. `combinations` takes the inputs.
     """
 
     inputs: tuple[str, ...]
@@ -71,8 +71,8 @@ def register_plugins(architecture: int) -> dict[str, str]:
     """Register the plugins with TensorRT, or register them again for another GPU.
 
     Args:
-        architecture: compute capability of the building GPU times ten, such as 90 for 9.0. The
-            kernels run on this and newer architectures.
+        architecture: ten times the compute capability of the oldest GPU that must run the kernels,
+            such as 90 for 9.0. Newer GPUs can run them too.
 
     Returns:
         Plugin versions by `namespace::name`.
@@ -99,7 +99,7 @@ def plugin_errors() -> list[str]:
 
 
 def plugin_ptx_version(architecture: int) -> str:
-    """Return the version of the plugins' PTX, such as `9.0`, for an architecture."""
+    """Return the PTX language version of the plugins for an architecture, such as `9.0`."""
     known = newest_supported_architecture(architecture)
     return ptx_version(compile_kernel(nms_keep_kernel(0.5, 0, "int"), known, "ptx"))
 
@@ -248,7 +248,7 @@ _PLUGINS = {
 
 
 def _description(plugin: _Plugin, trt: Any, trtp: Any) -> Callable[..., Any]:
-    """Return the function for `tensorrt.plugin.register`: type and shape of the output."""
+    """Return the function for `tensorrt.plugin.register`, which describes the output tensor."""
 
     def describe(*inputs: Any, **values: Any) -> Any:
         attributes = _attributes(plugin, [values[name] for name in plugin.attributes])
@@ -260,7 +260,7 @@ def _description(plugin: _Plugin, trt: Any, trtp: Any) -> Callable[..., Any]:
 
 
 def _combinations(plugin: _Plugin, trtp: Any) -> Callable[..., Any]:
-    """Return the function for `tensorrt.plugin.autotune`: supported types and formats."""
+    """Return the function for `tensorrt.plugin.autotune`, which lists the supported formats."""
 
     def combine(*descriptions: Any) -> Any:
         *inputs, _outputs = descriptions
@@ -271,7 +271,7 @@ def _combinations(plugin: _Plugin, trtp: Any) -> Callable[..., Any]:
 
 
 def _implementation(plugin: _Plugin, trt: Any, trtp: Any, architecture: int) -> Callable[..., Any]:
-    """Return the function for `tensorrt.plugin.aot_impl`: PTX and launch of the kernel."""
+    """Return the function for `tensorrt.plugin.aot_impl`, which returns the kernel's PTX."""
     known = newest_supported_architecture(architecture)
 
     def implement(*arguments: Any) -> Any:
@@ -307,7 +307,7 @@ def _signed(
 ) -> Callable[..., Any]:
     """Return the function with a signature, from which TensorRT reads names and types.
 
-    Errors of the function are recorded for `plugin_errors`, and raised.
+    Errors of the function are recorded, so that `plugin_errors` returns them, and raised again.
     """
 
     def recorded(*arguments: Any, **keywords: Any) -> Any:
