@@ -69,21 +69,23 @@ def evaluate(
     """Measure the average precision of a checkpoint or a bundle.
 
     `maskrcnn eval CHECKPOINT CONFIG [KEY=VALUE]...` evaluates on data.val of CONFIG. The arguments
-    are those of `maskrcnn train`, and `torchrun` works too. The model is the checkpoint's: the
-    section `model` of CONFIG is ignored. In this section, KEY=VALUE can set only keys that affect
-    inference, such as model.roi.score_threshold. The result files are written to the folder
-    `inference` in output_dir.
+    are those of `maskrcnn train`. The command can also be started by `torchrun`. The model is the
+    checkpoint's, and the section `model` of CONFIG is ignored. In this section, KEY=VALUE can set
+    only keys that affect inference, such as model.roi.score_threshold. The result files are written
+    to the folder `inference` in output_dir.
 
-    CHECKPOINT can also be weights of another implementation, or a name of `maskrcnn weights list`.
+    CHECKPOINT can also be weights of another implementation, or a name that `maskrcnn weights list`
+    prints.
 
-    `maskrcnn eval BUNDLE DATA` evaluates a bundle as it is served. DATA is a data set folder in the
-    layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for `maskrcnn train finetune`; its split
-    `val`, or its only split, is used. Use --images and --annotations for any other files. DATA can
-    also be CONFIG [KEY=VALUE]...; only its data.val, data.on_broken, data.exif_orientation and
-    section `evaluation` are used.
+    `maskrcnn eval BUNDLE DATA` evaluates a bundle with the backends of the server. DATA is a data
+    set folder in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for `maskrcnn train
+    finetune`. Its split `val`, or its only split, is used. Use --images and --annotations for any
+    other files. DATA can also be CONFIG [KEY=VALUE]..., of which only data.val, data.on_broken,
+    data.exif_orientation and the section `evaluation` are used.
 
     If a data set folder, --images, --annotations, --backend, --precision or -o is given, a
-    checkpoint or a name is evaluated as a bundle, too. It is exported once, into the cache folder.
+    checkpoint or a name is also evaluated as a bundle. The bundle is exported once, into the cache
+    folder.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
     coco_results.pth for torch. If a metric is below evaluation.expected, the exit code is 1.
@@ -128,8 +130,8 @@ def _evaluate_checkpoint(
             click.echo(f"the result files are in {config.output_dir / RESULTS_FOLDER}")
             _name_report(given)
             _write_json(json_path, {"checkpoint": reference, "metrics": metrics})
-        # Wait until the main process has printed. If another one failed in `check_expected` before,
-        # torchrun would kill the main process at once.
+        # Wait until the main process has printed. If another process failed in `check_expected`
+        # earlier, torchrun would kill the main process at once.
         own.wait_for_ranks()
     with errors_of_main_process():
         check_expected(config.evaluation, metrics)
@@ -170,7 +172,7 @@ def _validation_set_from(
     """Return the validation set that the command line names.
 
     Args:
-        source: DATA. None: `given` has --images and --annotations instead.
+        source: argument DATA. None: `given` has --images and --annotations instead.
         overrides: KEY=VALUE arguments, which only a configuration as DATA accepts.
         given: values of the given options by parameter name.
     """

@@ -35,11 +35,12 @@ class ValidationSet(NamedTuple):
     """Data set to evaluate a bundle on, and settings of the evaluation."""
 
     split: LayoutSplit
-    # Keys that matter only during training, such as early stopping, are ignored.
+    # Settings of the evaluation. Keys that matter only in training, such as early stopping, are
+    # ignored.
     settings: EvaluationConfig = EvaluationConfig()
-    # Unreadable images and annotations: skip and log them, or raise an error.
+    # Whether to skip and log unreadable images and annotations, or to raise an error.
     on_broken: Literal["skip", "refuse"] = "skip"
-    # Whether to rotate an image as its EXIF data say, if its annotated size fits both orientations.
+    # Whether to apply an image's EXIF orientation, if its annotated size fits both orientations.
     exif_orientation: Literal["apply", "ignore"] = "apply"
 
 
@@ -77,14 +78,15 @@ def evaluate_bundle(
 ) -> BundleEvaluation:
     """Measure accuracy and speed of a bundle, with the backends and processing steps of the server.
 
-    Each image has the orientation in which it was annotated, as in training.
+    Each image is processed in the orientation in which it was annotated, as in training.
 
     Args:
         bundle: Folder of the bundle.
         data: Validation set.
         backend: Inference backend.
-        precision: Precision to evaluate. None: the first of the bundle that the backend supports.
-        output: Folder for the result files. None: they are not written.
+        precision: Precision to evaluate. None: use the first precision of the bundle that the
+            backend supports.
+        output: Folder for the result files. None: write no result files.
         report: HTML file for a report. None: write no report.
 
     Raises:
@@ -135,7 +137,8 @@ def _detect(
 
     Args:
         records: images to process.
-        detect: function from image paths and `apply_orientation` to one outcome per image.
+        detect: function that takes image paths and `apply_orientation`, and yields one outcome per
+            image.
         upright_first: whether to try the EXIF orientation before the stored pixels.
     """
     others = []

@@ -34,9 +34,9 @@ def bulk(
     output: Path | None,
     **values: Any,
 ) -> None:
-    """Measure MODEL's throughput from image files to run-length encoded masks, and time by step.
+    """Measure MODEL's throughput from image files to RLE masks, and the time of each step.
 
-    MODEL is a bundle, a checkpoint, or a name of `maskrcnn weights list`.
+    MODEL is a bundle, a checkpoint, or a name that `maskrcnn weights list` prints.
     """
     from ...serving.commands.model_reference import bundle_for_backend
     from .measure import BulkSettings, measure_bulk

@@ -39,9 +39,10 @@ class BulkSettings:
     backend: BackendName = "auto"
     # Batch sizes, measured one after the other.
     batches: Sequence[int] = (8,)
-    # Encoded images, used in rotation. Empty: those of `photo_like_jpegs` that fit an input size.
+    # Encoded images, used in rotation. Empty: use the images of `photo_like_jpegs` that fit an
+    # input size.
     images: Sequence[bytes] = ()
-    # Length of each measurement.
+    # Duration of each measurement.
     seconds: float = 5.0
 
 
@@ -59,9 +60,9 @@ class BulkResult:
     images_per_second: float
     # Throughput of the model step alone.
     engine_images_per_second: float
-    # Median time of a batch in each step; the steps run one after the other.
+    # Median time of a batch in each step, while no other step runs.
     step_milliseconds: dict[str, float]
-    # Mean over the images. Each detection has a mask.
+    # Mean over all images. Each detection has a mask.
     detections_per_image: float
 
     @property
@@ -108,7 +109,7 @@ def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
 def _fitting_images(
     images: Sequence[bytes], backend: Backend, manifest: Manifest
 ) -> Sequence[bytes]:
-    """Return the images that fit an input size of the backend; all of them if none does."""
+    """Return the images that fit an input size of the backend, or all images if none fits."""
     fitting = []
     for data in images:
         with contextlib.suppress(ImageError):
@@ -128,9 +129,9 @@ def _planned(data: bytes, backend: Backend, manifest: Manifest) -> PlannedImage:
 def _request_batch(
     images: Sequence[bytes], backend: Backend, manifest: Manifest, batch: int
 ) -> list[ImageRequest]:
-    """Return `batch` requests, all of the images' most frequent input size.
+    """Return `batch` requests for images of one input size, the most frequent of `images`.
 
-    If fewer images have this size, they are repeated.
+    If fewer than `batch` images have this size, they are repeated.
     """
     by_bucket: dict[ShapeBucket, list[ImageRequest]] = defaultdict(list)
     for data in images:
@@ -143,7 +144,7 @@ def _request_batch(
 def _measure_steps(
     backend: Backend, manifest: Manifest, requests: Sequence[ImageRequest], seconds: float
 ) -> tuple[float, dict[str, float]]:
-    """Measure each step alone.
+    """Measure each step of a batch alone.
 
     Returns:
         Images per second of the model step, and median milliseconds per batch by step.

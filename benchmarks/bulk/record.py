@@ -33,7 +33,7 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
     """Return a record of the results of one backend and precision, one result per batch size.
 
     Args:
-        results: At least one.
+        results: Results, at least one.
         images: Description of the images.
     """
     first = results[0]
@@ -76,7 +76,7 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
 
 
 def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
-    """Return one sentence per result on a GPU: whether `BulkResult.share` meets the goal."""
+    """For each result on a GPU, return a sentence: whether `BulkResult.share` meets the goal."""
     return [
         f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "
         f"the engine's own rate; the goal of {_GOAL:.0%} is {format_verdict(r.share >= _GOAL)}."

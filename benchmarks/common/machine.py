@@ -1,4 +1,4 @@
-"""Hardware and package versions of the machine of a record."""
+"""Hardware and package versions of the machine on which a benchmark runs."""
 
 import os
 import platform

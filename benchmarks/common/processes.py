@@ -37,7 +37,7 @@ class ProcessError(Exception):
 class ThreadUsage:
     """CPU use of all threads of a process that have the same name."""
 
-    # Number of the process. 0: the measured one. Its descendants are numbered by ascending PID.
+    # Number of the process: 0 for the measured process, then its descendants by ascending PID.
     process: int
     # Name of the process in top and ps.
     process_name: str
@@ -73,7 +73,8 @@ def iterate_in_process(
         kwargs: Keyword arguments of the function.
 
     Raises:
-        Exception: the exception of the function. A note holds its traceback in the process.
+        Exception: the exception of the function. A note of the exception holds the traceback from
+            the new process.
         ProcessError: the process died.
     """
     context = get_context("spawn")
@@ -114,7 +115,8 @@ def call_in_processes(
 ) -> list[_T]:
     """Call a function in several new processes at the same time.
 
-    If one process fails, the others are terminated, because they may wait for it forever.
+    If one process fails, the others are terminated, because they may wait forever for the failed
+    one.
 
     Args:
         function: Module-level function. The function, its arguments and results are pickled.
@@ -124,7 +126,8 @@ def call_in_processes(
         One result per process, in the order of `arguments`.
 
     Raises:
-        Exception: the exception of the first process that fails. A note holds its traceback there.
+        Exception: the exception of the first process that fails. A note of the exception holds the
+            traceback from that process.
         ProcessError: a process died.
     """
     context = get_context("spawn")
@@ -206,8 +209,8 @@ def measure_process_usage(pid: int, start: float, end: float) -> ProcessUsage:
 
     Args:
         pid: Process ID of the process.
-        start: Time of `time.monotonic`. If it is past, the measurement starts now.
-        end: Time of `time.monotonic`.
+        start: Start of the measurement on the clock `time.monotonic`.
+        end: End of the measurement on the same clock.
     """
     _sleep_until(start)
     before, ticks, memory_mib = _thread_ticks(pid), _tree_ticks(pid), []
@@ -242,7 +245,7 @@ class _Thread(NamedTuple):
 
 
 def _thread_ticks(pid: int) -> dict[_Thread, int]:
-    """Return the ticks of each thread of a process and its descendants."""
+    """Return the CPU time, in ticks, of each thread of a process and its descendants."""
     ticks = {}
     for member, (process_name, _) in _process_tree_stats(pid).items():
         for folder in Path(f"/proc/{member}/task").glob("*"):
@@ -259,7 +262,7 @@ def _tree_ticks(pid: int) -> int:
 
 
 def _ticks(stats: Iterable[Sequence[str]]) -> int:
-    """Return the total CPU time in ticks, in user and system mode."""
+    """Return the total CPU time in ticks, user and system mode together."""
     return sum(int(stat[11]) + int(stat[12]) for stat in stats)
 
 
@@ -269,7 +272,7 @@ def _resident_mib(pid: int) -> float:
 
 
 def _process_tree_stats(pid: int) -> dict[int, tuple[str, list[str]]]:
-    """Return name and fields from `/proc/PID/stat` of a process and its descendants, by PID.
+    """Return the name and the `/proc/PID/stat` fields of a process and its descendants, by PID.
 
     The fields begin with field 3 of proc_pid_stat(5): [1] is the parent's PID, [11] and [12] are
     ticks in user and system mode, and [21] is the number of resident pages.

@@ -105,8 +105,8 @@ def publish(record: Record, json_path: Path | None = None, folder: Path | None =
 
     Args:
         record: the record.
-        json_path: JSON file of the results to write. None: write none.
-        folder: folder for the page, the PNG and the JSON file. None: write none of them.
+        json_path: path of a JSON file to write. None: write no separate JSON file.
+        folder: folder for the page, the PNG and the JSON file. None: write none of these three.
     """
     console = Console()
     console.print(Text(record.title, style="bold"))

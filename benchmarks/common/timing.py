@@ -52,10 +52,10 @@ def latency_from_seconds(seconds: Sequence[float]) -> Latency:
 
 
 def percentile(ordered: Sequence[float], rank: int) -> float:
-    """Return the nearest-rank percentile: the smallest value with `rank` % of all at or below it.
+    """Return the nearest-rank percentile of values.
 
-    The result is always a measured value, never interpolated. With fewer than 100 values p99 is
-    their maximum.
+    It is the smallest value such that at least `rank` % of all values are at or below it. It is
+    always a measured value, never interpolated. With fewer than 100 values, p99 is the maximum.
 
     Args:
         ordered: Values in ascending order, at least one.
@@ -70,7 +70,7 @@ def measure_durations(
     """Call a function repeatedly and return the seconds of each call.
 
     Args:
-        function: Returns when its work is complete.
+        function: Function to call. It must return only when its work is complete.
         seconds: Total time after which no further call starts.
         min_calls: Minimum number of calls, made even if they take longer than `seconds`.
     """
@@ -91,9 +91,9 @@ def measure_call_rate(
     """Return calls per second when work is enqueued back to back and waited for once at the end.
 
     Args:
-        enqueue: May return before its work is complete.
-        synchronize: Returns when all enqueued work is complete.
-        count: Number of calls.
+        enqueue: Function to call. It may return before its work is complete.
+        synchronize: Function that returns when all enqueued work is complete.
+        count: Number of calls of `enqueue`.
     """
     begin = time.perf_counter()
     for _ in range(count):
@@ -116,7 +116,7 @@ class GpuTimer:
         self._filler = torch.empty(_FILL_BYTES, dtype=torch.uint8, device="cuda")
 
     def milliseconds(self, function: Callable[[], object]) -> float:
-        """Return the median GPU time of a call and of the work that it enqueues."""
+        """Return the median GPU time, in milliseconds, of a call and the work that it enqueues."""
         import torch
 
         for _ in range(_WARMUP_CALLS):
@@ -140,7 +140,7 @@ class GpuTimer:
 
 
 def host_milliseconds(function: Callable[[], object]) -> float:
-    """Return the median time of a call and of the GPU work it starts, on the host's clock."""
+    """Return the median milliseconds of a call with the GPU work it starts, on the host's clock."""
     import torch
 
     spans = []

@@ -131,7 +131,7 @@ class TorchvisionTrainer:
 
     @property
     def evaluated_model(self) -> MaskRCNN:
-        """This project's model with the trained weights; it detects the same as torchvision's."""
+        """This project's model with the trained weights. Its detections equal torchvision's."""
         model = MaskRCNN(self._config.model)
         model.load_state_dict(self._model.state_dict())
         return model.to(self._device)

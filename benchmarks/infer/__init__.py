@@ -19,7 +19,8 @@ from .runners import InferBaseline
 if TYPE_CHECKING:
     from .measure import InferFailure, InferSettings
 
-# Exit code if some engines failed and others were measured. 1: all failed. 2: usage error.
+# Exit code if some engines failed and others were measured. It differs from 1, which means that all
+# failed, and from 2, which means a usage error.
 _SOME_FAILED = 3
 
 
@@ -58,10 +59,13 @@ def infer(
     """Measure models in every precision at every batch size.
 
     A model is a bundle, which --backend runs, or a checkpoint or weights of another implementation,
-    which torch runs. A name of `maskrcnn weights list` is exported once into the cache folder, and
-    measured as a bundle; with --peer torchvision, its weights are measured too. All models get the
-    same input; its size is the first size of the first model unless --shape is given. Failed
-    engines are reported, the others are still measured, and the exit code is 3.
+    which torch runs. It can also be a name that `maskrcnn weights list` prints. Such a model is
+    exported once into the cache folder, and measured as a bundle. With --peer torchvision, its
+    weights are measured too.
+
+    All models get the same input. Its size is --shape, by default the first input size of the first
+    model. If an engine fails, it is reported, and the others are still measured. The exit code is
+    then 3, or 1 if all engines fail.
     """
     from .measure import InferSettings
 
@@ -101,7 +105,7 @@ def _models_from(
 
     Raises:
         click.BadParameter: A path does not exist.
-        ZooError: A zoo does not have a model, or this program does not support it.
+        ZooError: No published model has this name, or this program does not support that model.
         DownloadError: A download failed, or a file has another checksum.
     """
     from ...model.weights.downloads import weights_path

@@ -12,10 +12,10 @@ from ...model.config.schema import ModelConfig
 from ..common.timing import measure_call_rate, measure_durations
 from .runners import BatchRun
 
-# trunk: backbone, FPN and RPN head. proposals: proposal selection. box head: pooling and box head.
-# selection: selection and NMS of detections. mask head: pooling and mask head.
+# Stages of the model. The trunk is backbone, FPN and RPN head. Proposals is the selection of
+# proposals. Selection is the selection and NMS of detections. The heads include their pooling.
 STAGES = ("trunk", "proposals", "box head", "selection", "mask head")
-# Name of the time between kernels, during which the GPU does nothing.
+# Name for the time between kernels, in which the GPU does nothing.
 IDLE = "idle"
 
 # Number of profiled batches, and length of the list of the costliest kernels.
@@ -121,7 +121,10 @@ def profile_gpu(function: Callable[[], object], count: int) -> list[GpuActivity]
 
 
 def busy_microseconds(activities: Sequence[GpuActivity]) -> float:
-    """Return the time in which at least one of the activities, ordered by start time, runs."""
+    """Return the microseconds in which at least one activity runs.
+
+    The activities must be ordered by start time.
+    """
     busy, end = 0.0, float("-inf")
     for activity in activities:
         own_end = activity.start + activity.duration
@@ -133,8 +136,8 @@ def busy_microseconds(activities: Sequence[GpuActivity]) -> float:
 def milliseconds_by_stage(activities: Sequence[GpuActivity]) -> dict[str, float]:
     """Return the milliseconds of every stage, and of idling, in one batch.
 
-    A stage lasts until the first kernel of the next. The time in which two kernels overlap counts
-    for the one that started first.
+    A stage lasts until the first kernel of the next stage. Time in which two kernels overlap counts
+    for the kernel that started first.
 
     Args:
         activities: GPU activities of one batch, ordered by start time; at least one.
@@ -186,7 +189,7 @@ def costliest_kernels(
 def measure_matmul_rooflines(
     precisions: Sequence[Precision], config: ModelConfig, bucket: ShapeBucket
 ) -> Iterator[MatmulRoofline]:
-    """Yield a model's roofline in each precision on the current GPU; nothing without a GPU."""
+    """Yield a model's roofline in each precision on the current GPU, or nothing without a GPU."""
     import torch
 
     if not torch.cuda.is_available():

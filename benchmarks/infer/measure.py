@@ -47,9 +47,9 @@ class InferSettings:
     bucket: ShapeBucket | None = None
     # Encoded images to fill batches with. Empty: one image of noise.
     images: Sequence[bytes] = ()
-    # Length of each measurement, half for latency, half for throughput.
+    # Duration of each measurement, half for latency and half for throughput.
     seconds: float = 5.0
-    # Profile bundles by stage in the first precision, if torch computes them on a GPU.
+    # Whether to profile bundles by stage in the first precision, if torch computes them on a GPU.
     with_stages: bool = False
     # Minimum number of batches that run before each measurement.
     warmup: int = 3
@@ -65,20 +65,21 @@ class InferResult:
     precision: Precision
     device: Literal["cpu", "cuda"]
     data: DataPlace
-    # Input pixels, height x width.
+    # Input size in pixels, as HEIGHTxWIDTH.
     bucket: str
     batch: int
-    # Batches measured for latency, and as many again for throughput.
+    # Number of batches whose latency was measured. If the engine can queue batches, its throughput
+    # was measured with as many further batches.
     iterations: int
     # Throughput with batches queued back to back if the engine supports it, else one by one.
     images_per_second: float
-    # Latency of a batch. Each starts when the previous one is complete.
+    # Latency of a batch. Each batch starts when the previous one is complete.
     latency: Latency
     # Peak memory at this batch size. It includes memory kept from smaller batches.
     peak_memory_mib: float
     # Kind of memory that `peak_memory_mib` is measured in.
     memory: MemoryKind
-    # Mean over the batch.
+    # Mean over the images of the batch.
     detections_per_image: float
 
 
@@ -107,8 +108,8 @@ def measure_models(
     Args:
         models: Bundles and checkpoints.
         settings: Engines, batch sizes, images and durations.
-        on_measurement: Called with each result, failure and profile when it is complete. None: the
-            first failure is raised instead.
+        on_measurement: Function that is called with each result, failure and profile when it is
+            complete. None: the first failure is raised as an error.
 
     Returns:
         The results, without failures and profiles.
@@ -137,7 +138,7 @@ def measure_models(
 def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[MatmulRoofline]:
     """Return a roofline per precision except int8 and fp8, for the first checkpoint of the models.
 
-    Without a checkpoint, return [].
+    If there is no checkpoint or no GPU, return [].
 
     Raises:
         CheckpointError: the file is not a checkpoint.

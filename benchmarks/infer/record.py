@@ -145,7 +145,7 @@ def speed_rows(
     failures: Sequence[InferFailure] = (),
     rooflines: Sequence[MatmulRoofline] = (),
 ) -> list[tuple[str, ...]]:
-    """Return the table rows of one precision, with cells of `COLUMNS`: results, then failures."""
+    """Return the table rows of one precision, results before failures, with cells of `COLUMNS`."""
     own = [r for r in results if r.precision == precision]
     engines = list(dict.fromkeys((r.model, r.engine, r.data) for r in own))
     own.sort(key=lambda r: engines.index((r.model, r.engine, r.data)))
@@ -174,7 +174,7 @@ def speed_rows(
 
 
 def infer_goals(results: Sequence[InferResult], machine: MachineInfo) -> list[str]:
-    """Compare the torch backend in fp16 with the goals, in sentences; [] if no goal applies."""
+    """Return sentences that compare the torch backend in fp16 with the goals that apply."""
     if not _has_goals(results, machine):
         return []
     own = {

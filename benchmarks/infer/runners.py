@@ -62,7 +62,7 @@ class Runner(Protocol):
     """Interface of the runners of all engines."""
 
     def batch_runs(self, images: NDArray[np.uint8]) -> Sequence[BatchRun]:
-        """Return one run of images [B, 3, H, W] per memory that may hold images and outputs."""
+        """Return a run of images [B, 3, H, W] for each `DataPlace` that the engine supports."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class EngineChoice:
     precision: Precision
     # Backend of a bundle.
     backend: BackendName = "auto"
-    # Run torchvision's model with the checkpoint's weights instead of ours.
+    # Whether torchvision's model runs, with the checkpoint's weights, instead of this project's.
     with_torchvision: bool = False
 
     @property
     def name(self) -> str:
-        """Name of the engine. `bundle`: the backend is selected when the bundle is loaded."""
+        """Name of the engine. It is `bundle` if the backend is selected only at loading."""
         if self.model.is_dir():
             return "bundle" if self.backend == "auto" else self.backend
         return "torchvision" if self.with_torchvision else "eager"
@@ -127,7 +127,7 @@ class BundleRunner:
         bucket: ShapeBucket,
         max_batch: int,
     ) -> None:
-        """Load a bundle; raises the errors of `EngineChoice.load`."""
+        """Load a bundle. The errors are those of `EngineChoice.load`."""
         from ...serving.backends.loading import load_backend
 
         manifest = read_manifest(bundle)
@@ -138,7 +138,7 @@ class BundleRunner:
             raise BundleError(f"{bundle} has no input size {bucket}; choose from {sizes}")
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return a run with data on the device, if the backend supports it, and one on the host."""
+        """Return a run with data on the host, after one with data on the device if supported."""
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)
         infer = functools.partial(backend.infer, bucket, images, sizes)

@@ -48,7 +48,8 @@ class _PoolingInputs(NamedTuple):
     rois: Tensor
     # Scalar arguments of `pyramid_roi_align` and of its gradient.
     attributes: tuple[object, ...]
-    # Torchvision's pooling, from features to [B * R, C, P, P]. None: it lacks the features' type.
+    # Torchvision's pooling, which takes the features and returns [B * R, C, P, P]. None:
+    # torchvision does not support the features' dtype.
     torchvision: Callable[[list[Tensor]], Tensor] | None
     # Goal of `pyramid_roi_align`. None: no goal. The gradient kernel never has a goal.
     goal: KernelGoal | None

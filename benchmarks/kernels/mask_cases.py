@@ -24,9 +24,9 @@ from .measure import KernelBaseline, KernelCase, KernelGoal, Workload, kernel_ca
 SIDE = 28
 # Side in pixels of a cropped ground-truth mask.
 _CROP = 112
-# Corners of a polygon.
+# Number of corners of a polygon.
 _CORNERS = 40
-# Maximum run lengths of a mask.
+# Maximum number of run lengths of a mask.
 _MAX_RUNS = 4096
 _PIXEL_LIMIT = "latency of dependent loads in the one thread block of a RoI"
 _POLYGON_LIMIT = "arithmetic in double precision, one edge per thread"

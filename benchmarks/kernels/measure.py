@@ -15,7 +15,8 @@ class KernelBaseline:
 
     name: str
     run: Callable[[], object]
-    # Whether it runs on the CPU, at least in part, and is timed on the host's clock.
+    # Whether the baseline runs on the CPU, at least in part, so that it is timed on the host's
+    # clock.
     on_host: bool = False
 
 
@@ -51,7 +52,7 @@ class BaselineResult:
 
     name: str
     milliseconds: float
-    # Whether it was timed on the host's clock instead of the GPU's.
+    # Whether the time was measured on the host's clock instead of with CUDA events.
     on_host: bool
 
 
@@ -79,7 +80,7 @@ class KernelResult:
 
     @property
     def meets_goal(self) -> bool:
-        """True if the goal is met or there is none."""
+        """Whether the goal is met. True if there is no goal."""
         if self.goal is None:
             return True
         fast = self.milliseconds < self.goal.milliseconds
@@ -105,7 +106,7 @@ class Workload:
     image_width: int = 1333
     # Fraction of the usual number of RoIs, candidates and instances.
     share: float = 1.0
-    # On the CPU, so that tensors have the same values on every device.
+    # Generator on the CPU, so that tensors have the same values on every device.
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def count(self, full: int) -> int:
@@ -133,7 +134,7 @@ class Workload:
         return torch.minimum(corners.clamp(min=0), limits.repeat(2))
 
     def grid(self, stride: int) -> tuple[int, int]:
-        """Return the height and width of the feature map of a stride."""
+        """Return the height and width of the feature map that has this stride."""
         return -(-self.height // stride), -(-self.width // stride)
 
 
@@ -146,7 +147,7 @@ def kernel_case(
     *baselines: KernelBaseline,
     goal: KernelGoal | None = None,
 ) -> KernelCase:
-    """Return a benchmark case. Its memory traffic is the size of inputs and outputs of one run.
+    """Run a kernel once to find the size of its outputs, and return its benchmark case.
 
     Args:
         kernel: name of the kernel.
@@ -169,8 +170,9 @@ def measure_kernels(
     """Measure cases one after the other on the current GPU.
 
     Args:
-        cases: Taken one at a time, so that a generator holds the tensors of one case only.
-        on_case: Called before each case.
+        cases: Cases to measure. They are taken one at a time, so that a generator holds the tensors
+            of one case only.
+        on_case: Function that is called before each case.
     """
     timer = GpuTimer()
     copying = timer.copy_gigabytes_per_second()

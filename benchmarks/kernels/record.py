@@ -38,7 +38,7 @@ includes, is the task of `compress_runs`.
 
 
 def kernels_record(results: Sequence[KernelResult]) -> Record:
-    """Return a record of the results of one GPU, at least one."""
+    """Return a record of at least one result. All results must be of the same GPU."""
     limits = dict.fromkeys((result.kernel, result.limit) for result in results)
     copying = format_significant(results[0].copy_gigabytes_per_second)
     bars = [

@@ -71,7 +71,7 @@ class QuickstartError(Exception):
 def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> None:
     """Generate a data set, and train, export, serve and measure a small model on it.
 
-    Takes minutes on two CPU cores, and needs neither a GPU nor the network.
+    This takes minutes on two CPU cores, and needs neither a GPU nor the network.
     """
     import torch
 

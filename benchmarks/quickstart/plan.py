@@ -18,7 +18,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from ...training.config import TrainConfig
 
-# Measured on two CPU cores. The durations of the other steps do not depend on the options.
+# Durations measured on two CPU cores. Those of all other steps do not depend on the options.
 _SECONDS_PER_DRAWN_IMAGE: Final = 0.007
 _SECONDS_PER_TRAINED_IMAGE: Final = 0.04
 
@@ -86,7 +86,7 @@ def step(
         console: Console to print to.
         steps: All steps.
         number: Number of the step, from 1.
-        folder: Folder of the step's outputs, printed at the end. None: there is none.
+        folder: Folder of the step's outputs, printed at the end. None: no folder is printed.
         has_progress: Whether the block itself shows the time left.
     """
     title, seconds = steps[number - 1]
@@ -102,7 +102,7 @@ def step(
 
 
 def next_commands(bundle: Path) -> dict[str, str]:
-    """Return the commands to type after a quickstart, each with its purpose as key."""
+    """Return the commands to type after a quickstart, by their purpose."""
     program = shlex.quote(_program())
     return {
         "To train on your own images (COCO, Roboflow, CVAT, LabelMe or YOLO)": (

@@ -93,9 +93,9 @@ def serve(
 ) -> None:
     """Measure a server at given numbers of requests in flight, or at given rates.
 
-    SERVER is the host:port of a running server, or a model: a bundle, a checkpoint or a name of
-    `maskrcnn weights list`. For a model, a server is started with OPTIONS, which are options of
-    `maskrcnn serve` after `--`.
+    SERVER is the host:port of a running server, or a model: a bundle, a checkpoint or a name that
+    `maskrcnn weights list` prints. For a model, a server is started with OPTIONS, which are options
+    of `maskrcnn serve` after `--`.
     """
     from ...model.weights.zoo import is_zoo_name
     from ...serving.commands.model_reference import bundle_for_backend
@@ -156,7 +156,7 @@ def _parse_serve_options(model: str, options: Sequence[str]) -> "ServeConfig":
 
 
 def _measure_bulk(bundle: Path, config: "ServeConfig", settings: "ServeSettings") -> "BulkResult":
-    """Measure the bundle without a server, in a process that frees its memory at the end."""
+    """Measure the bundle without a server, in a new process, so that its memory is freed."""
     from ..bulk.measure import BulkSettings, measure_bulk
     from ..common.processes import iterate_in_process
 

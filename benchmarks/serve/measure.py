@@ -59,29 +59,29 @@ class ServerProcess(NamedTuple):
 class ServeSettings:
     """Loads to measure a server under, images to send, and durations."""
 
-    # Clients of each closed loop with unary calls, each with one request in flight.
+    # Number of clients of each closed loop with unary calls. A client has one request in flight.
     concurrencies: Sequence[int] = (1, 4, 16)
-    # Clients of each closed loop over one stream per client process.
+    # Number of clients of each closed loop over one stream per client process.
     streamed: Sequence[int] = ()
-    # Clients of each closed loop over HTTP.
+    # Number of clients of each closed loop over HTTP.
     http: Sequence[int] = ()
     # Images per second of each open loop.
     rates: Sequence[float] = ()
-    # More open loops, with rates as fractions of the highest throughput with unary calls.
+    # Rates of further open loops, as fractions of the highest throughput with unary calls.
     loads: Sequence[float] = ()
     # Arrival process of open loops.
     arrivals: Arrivals = "poisson"
-    # Encoded images, sent in rotation. Empty: `NOISE`.
+    # Encoded images, sent in rotation. Empty: send the image that `NOISE` describes.
     images: Sequence[bytes] = ()
     # Requested format of the masks.
     masks: MaskFormat = MaskFormat.RLE
-    # Length of each measurement.
+    # Duration of each measurement.
     seconds: float = 5.0
     # Time before each measurement in which requests are sent but not counted.
     warmup_seconds: float = 1.0
     # Deadline of a request in seconds.
     timeout_s: float = 30.0
-    # Client processes, each with a connection of its own.
+    # Number of client processes. Each has its own connection.
     processes: int = 1
     # Seed of the arrival times.
     seed: int = 0
@@ -97,7 +97,7 @@ class ServeSettings:
 
 @contextmanager
 def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
-    """Serve a bundle on a free port in a process of its own until the context ends.
+    """Serve a bundle on a free port, in a new process, until the context ends.
 
     Args:
         bundle: Folder of the bundle.
@@ -159,8 +159,9 @@ def measure_server(
     Args:
         address: Address of the server.
         settings: Loads, images and durations.
-        pid: Process ID of the server, to measure its resource use. None: it is not measured.
-        http_address: Address of the server's HTTP port, for `settings.http`. None: no HTTP.
+        pid: Process ID of the server, to measure its resource use. None: do not measure it.
+        http_address: Address of the server's HTTP port, for `settings.http`. None: measure no loads
+            over HTTP.
 
     Yields:
         The result of each load when it is complete.

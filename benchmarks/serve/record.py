@@ -16,9 +16,9 @@ from .results import ServeResult, closed_loops, fastest, load_name, own_results
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Minimum throughput on a GPU as a fraction of the engine's own.
+# Goal on a GPU: minimum throughput as a fraction of the throughput of the model step alone.
 _GOAL = 0.7
-# Goal for the throughput over HTTP as a fraction of that over gRPC.
+# Goal: minimum throughput over HTTP as a fraction of the throughput over gRPC.
 _HTTP_GOAL = 0.8
 _MAX_BATCH = "max batch"
 _LATENCIES = ("p50", "p90", "p95", "p99", "max")
@@ -64,11 +64,12 @@ def serve_record(
     """Return a record of one run of the serving benchmark.
 
     Args:
-        results: At least one. Those of the server under test come first, then those of a server
-            with another largest batch.
+        results: Results, at least one. Results of the server under test come first, then results
+            of a server with another maximum batch size, if any.
         images: Description of the images.
         max_delay_ms: `--max-delay-ms` of the server. None: unknown.
-        bulk: Result of the same bundle without a server, at the server's largest batch.
+        bulk: Result of the same bundle without a server, at the server's maximum batch size. None:
+            not measured.
         machine: machine of the measurement. None: this machine.
     """
     machine = machine or describe_machine()
@@ -101,7 +102,10 @@ def describe_result(result: ServeResult) -> str:
 def serve_goals(
     results: Sequence[ServeResult], max_delay_ms: float | None, bulk: BulkResult | None
 ) -> list[str]:
-    """Compare results with the goals, in sentences. An argument of None omits its goal."""
+    """Return sentences that compare results with the goals.
+
+    If `max_delay_ms` or `bulk` is None, goals that depend on it are left out.
+    """
     own = own_results(results)
     best = fastest(own)
     goals = []
@@ -125,7 +129,7 @@ def serve_goals(
 
 
 def _http_goals(own: Sequence[ServeResult]) -> list[str]:
-    """Compare each result over HTTP with that of as many clients over gRPC."""
+    """Return sentences that compare HTTP results with gRPC results of as many clients."""
     unary = closed_loops(own, streamed=False)
     rates = {r.load.clients: r.images_per_second for r in unary if isinstance(r.load, ClosedLoop)}
     goals = []

@@ -87,7 +87,7 @@ def result_from_logs(
     """Compute a result from the logs of all client processes.
 
     Args:
-        logs: One per client process.
+        logs: Logs, one per client process.
         load: Total load of all processes.
         window: Times of the measurement.
         max_batch: Largest batch of the server.
@@ -155,7 +155,7 @@ def own_results(results: Sequence[ServeResult]) -> list[ServeResult]:
 def fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeResult | None:
     """Return the closed loop over gRPC, streamed or unary, with the highest throughput.
 
-    None: there is no such result.
+    If there is no such result, return None.
     """
     closed = closed_loops(results, streamed=streamed)
     return max(closed, key=lambda r: r.images_per_second, default=None)
@@ -169,7 +169,7 @@ def closed_loops(results: Sequence[ServeResult], *, streamed: bool) -> list[Serv
 
 
 def load_name(load: Load, best: ServeResult | None = None) -> str:
-    """Name a load, as in `16 clients` or, relative to the best result, `poisson 27/s (90%)`."""
+    """Return a load's name: `16 clients` or, relative to the best result, `poisson 27/s (90%)`."""
     if isinstance(load, ClosedLoop):
         clients = counted(load.clients, "client")
         over_http = " over HTTP" if isinstance(load, HttpLoop) else ""

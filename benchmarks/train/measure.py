@@ -16,16 +16,17 @@ def measure_training(
     settings: TrainSettings,
     on_run: Callable[[TrainEngine, TrainPrecision], object] = lambda engine, precision: None,
 ) -> list[TrainResult]:
-    """Train each seed's initial weights in each precision, each run in processes of its own.
+    """Train each engine in each precision with each seed, every run in new processes.
 
     Args:
-        config: Its precision and number of iterations are ignored, and its seed is the first one.
-            Keys `device` and `processes` give the number of processes of a run.
+        config: Configuration to train. Its precision and number of iterations are ignored. Its seed
+            is the first of `settings.seeds` consecutive seeds. Its keys `device` and `processes`
+            give the number of processes of a run.
         settings: Precisions, baselines, seeds and numbers of steps.
-        on_run: Called before each run.
+        on_run: Function that is called before each run.
 
     Returns:
-        One result per run. With several processes, it is that of rank 0.
+        One result per run. If a run has several processes, its result is that of rank 0.
 
     Raises:
         ConfigError: the configuration does not fit the data, the machine or torchvision.
@@ -56,7 +57,7 @@ def measure_training(
 
 @contextmanager
 def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
-    """Yield the environment variables of each rank. One process needs none.
+    """Yield the environment variables of each rank. A single process needs no variables.
 
     The TCP store that connects several ranks exists until the block ends.
     """
@@ -76,8 +77,8 @@ def _run_config(
     seed: int,
     iterations: int,
 ) -> TrainConfig:
-    # A run may end before max_iterations. Do not lower it, because the learning-rate schedule
-    # depends on it.
+    # A run may end before max_iterations. Do not lower max_iterations, because the learning-rate
+    # schedule depends on it.
     longest = max(iterations, config.solver.max_iterations)
     solver = config.solver.model_copy(update={"max_iterations": longest})
     model = config.model

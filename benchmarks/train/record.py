@@ -83,7 +83,7 @@ def train_record(results: Sequence[TrainResult]) -> Record:
 
 
 def _baseline(result: TrainResult, results: Sequence[TrainResult]) -> TrainResult | None:
-    """Return torchvision's result in the same precision with the same seed. None: not measured."""
+    """Return torchvision's result in the same precision with the same seed, if measured."""
     key = ("torchvision", result.precision, result.seed)
     same = (r for r in results if (r.engine, r.precision, r.seed) == key)
     return next(same, None)

@@ -41,9 +41,9 @@ class TrainSettings:
     warmup: int = 10
     # Baselines to train too, in each precision.
     peers: Sequence[TrainPeer] = ()
-    # Runs with consecutive seeds, in each precision.
+    # Number of runs, with consecutive seeds, in each precision.
     seeds: int = 1
-    # Measure the average precision after each run.
+    # Whether to measure the average precision after each run.
     with_average_precision: bool = False
 
 
@@ -110,7 +110,7 @@ def measure_rank(
         config: Configuration of the run.
         engine: Model to train.
         settings: Numbers of steps, and whether to measure the average precision.
-        environment: Environment variables of the rank. Empty: the only process.
+        environment: Environment variables of the rank. Empty if this is the only process.
 
     Raises:
         ConfigError: GPU memory runs out.
@@ -230,7 +230,7 @@ def _gpu_steps(step: Callable[[], object]) -> GpuSteps:
 
 
 def communication_milliseconds(activities: Sequence[GpuActivity]) -> tuple[float, float]:
-    """Return the time of NCCL's kernels, and the part of it in which no other activity runs.
+    """Return the milliseconds of NCCL's kernels, and of those in which nothing else runs.
 
     Args:
         activities: GPU activities of a step, ordered by start time.
