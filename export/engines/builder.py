@@ -156,7 +156,7 @@ class EngineBuilder(ABC):
         return {}
 
     def _current_gpu(self) -> AbstractContextManager[None]:
-        """Return a context in which the build's GPU is current. Default: one without effect."""
+        """Return a context in which the build's GPU is current. By default, it does nothing."""
         return nullcontext()
 
     def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:

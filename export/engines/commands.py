@@ -129,7 +129,7 @@ def _kind_of(plan: Path) -> EngineKind:
 
 
 def _artifact_of(plan: Path) -> Artifact | None:
-    """Return the plan's entry in its bundle's manifest. None: the plan is not in a bundle.
+    """Return the plan's entry in its bundle's manifest, or None if it is not in a bundle.
 
     Raises:
         BundleError: the manifest does not name the plan, or names it with another hash.

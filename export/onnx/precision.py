@@ -1,4 +1,4 @@
-"""Preparation of a model for export: folded batch norms, 16-bit types, other upsampling."""
+"""Preparation of a model for export: batch-norm folding, 16-bit types, upsampling."""
 
 import torch
 from torch import Tensor, nn

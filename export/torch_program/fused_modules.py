@@ -62,7 +62,7 @@ class _FusedStem(nn.Module):
 
 
 class _PaddedStem(nn.Module):
-    """First convolution, with its input zero-padded to four channels."""
+    """First convolution of the ResNet, with its input zero-padded to four channels."""
 
     def __init__(self, stem: nn.Conv2d) -> None:
         super().__init__()
