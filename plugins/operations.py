@@ -1,4 +1,4 @@
-"""Operations of exported detection programs. Importing this module registers them with torch."""
+"""Custom operations in exported torch programs. Importing this module registers them with torch."""
 
 from .box_deltas import decode_boxes
 from .fused_convolution import convolution_relu, expand_reduce, pointwise_convolution

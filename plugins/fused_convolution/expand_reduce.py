@@ -10,7 +10,10 @@ _MAX_CHANNELS, _MAX_REDUCED = 512, 128
 
 
 def can_fuse(weight: Tensor, next_weight: Tensor) -> bool:
-    """Whether `expand_reduce` supports weights [N, C, 1, 1] and [M, N, 1, 1], and is faster."""
+    """Whether `expand_reduce` supports these weights, and is faster than two convolutions.
+
+    The weights are those of the first and the second convolution, [N, C, 1, 1] and [M, N, 1, 1].
+    """
     sizes = (weight.shape[1], *next_weight.shape[:2])
     powers = all(size >= 64 and size & (size - 1) == 0 for size in sizes)
     return powers and sizes[2] <= _MAX_CHANNELS and sizes[1] <= _MAX_REDUCED

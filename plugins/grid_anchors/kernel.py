@@ -11,7 +11,7 @@ _THREADS = 256
 
 
 def grid_anchors_kernel(levels: int) -> Kernel:
-    """Return the kernel for a pyramid of this number of levels."""
+    """Return the kernel for a pyramid of `levels` levels."""
     return Kernel(
         "grid_anchors/grid_anchors.cu", "grid_anchors", (("LEVELS", levels), ("THREADS", _THREADS))
     )

@@ -73,7 +73,7 @@ def forward_kernel(
 
 
 def backward_kernel(pooling: Pooling, feature_type: str, channels: int) -> Kernel:
-    """Return the backward kernel, which reads and writes gradients in channels-last order."""
+    """Return the kernel of `pyramid_roi_align_backward`. Its gradients are channels-last."""
     return Kernel(
         "pyramid_roi_align/pyramid_roi_align_backward.cu",
         "pyramid_roi_align_backward",

@@ -13,7 +13,7 @@ ValueType = Literal["float16", "bfloat16"]
 
 
 def resnet_stem_kernel(pixel_type: PixelType, value_type: ValueType) -> Kernel:
-    """Return the kernel for the types of the images, and of weights and output (`value_type`)."""
+    """Return the kernel for images of `pixel_type`, and weights and output of `value_type`."""
     constants = (("PIXEL", pixel_type), ("VALUE", value_type))
     return Kernel("resnet_stem/resnet_stem.cu", "resnet_stem", constants, fused_multiply_add=True)
 

@@ -1,4 +1,4 @@
-"""Compression of run lengths to COCO RLE strings. Needs no torch."""
+"""Compression of run lengths to COCO RLE strings, without torch."""
 
 from .operation import coco_strings, strings_from_runs
 

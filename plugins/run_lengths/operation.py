@@ -1,4 +1,4 @@
-"""Compression of run lengths to COCO RLE strings. This module needs no torch."""
+"""Compression of run lengths to COCO RLE strings, without torch."""
 
 import numpy as np
 from numpy.typing import NDArray

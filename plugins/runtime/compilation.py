@@ -91,7 +91,7 @@ def unique_entry(kernel: Kernel, architecture: int) -> str:
 
 
 def ptx_version(ptx: bytes) -> str:
-    """Return the version of the PTX language, such as `9.0`."""
+    """Return the version of the PTX language that PTX code is written in, such as `9.0`."""
     match = re.search(rb"^\.version (\S+)", ptx, re.MULTILINE)
     assert match is not None
     return match[1].decode()
