@@ -67,7 +67,7 @@ class BulkResult:
 
     @property
     def share(self) -> float:
-        """Throughput as a fraction of the model step's own throughput."""
+        """Throughput of all steps as a fraction of the throughput of the model step alone."""
         return self.images_per_second / self.engine_images_per_second
 
 

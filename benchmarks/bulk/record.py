@@ -76,7 +76,7 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
 
 
 def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
-    """For each result on a GPU, return a sentence: whether `BulkResult.share` meets the goal."""
+    """Return a sentence for each GPU result that says whether `BulkResult.share` meets the goal."""
     return [
         f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "
         f"the engine's own rate; the goal of {_GOAL:.0%} is {format_verdict(r.share >= _GOAL)}."
@@ -86,7 +86,7 @@ def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
 
 
 def _plot_steps(axes: "Axes", results: Sequence[BulkResult]) -> None:
-    """Plot an image's time in each step as stacked bars, and its time in bulk prediction."""
+    """Plot an image's time in each step as stacked bars, and in bulk prediction as a point."""
     labels = [str(result.batch) for result in results]
     bottoms = [0.0] * len(results)
     for step in results[0].step_milliseconds:

@@ -101,7 +101,7 @@ def _models_from(
         with_weights: whether to add the weights file of each name, for torchvision's model.
         backend: backend that the exported bundle must support.
         precisions: precisions to export.
-        bucket: input size to export. None: the default of the model.
+        bucket: input size to export. None: use the model's default.
 
     Raises:
         click.BadParameter: A path does not exist.

@@ -51,7 +51,7 @@ class KernelTotal:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """GPU time by stage, from the start of a batch's first kernel to the end of its last."""
+    """GPU time of a batch by stage, from the start of its first to the end of its last kernel."""
 
     engine: str
     precision: Precision
@@ -74,7 +74,7 @@ class MatmulRoofline:
 
     @property
     def images_per_second(self) -> float:
-        """Upper bound of the throughput."""
+        """Upper bound of the throughput, in images per second."""
         return 1e12 * self.teraflops_per_second / self.flops_per_image
 
 

@@ -257,7 +257,7 @@ def _measure_speed(
 
 
 def _reason_from(error: Exception) -> str:
-    """Return the message of this package's exceptions, and type and first line of all others."""
+    """Return an error's message, or its type and first line if it is not of this package."""
     own, _, _ = __name__.partition(".")
     if type(error).__module__.startswith(f"{own}."):
         return str(error)

@@ -86,7 +86,7 @@ def infer_record(
         failures: Engines that could not be measured.
         rooflines: Results of `measure_rooflines`, if any.
         stages: Profiles of one engine.
-        machine: machine of the measurement. None: this machine.
+        machine: machine of the measurement. None: describe this machine.
     """
     machine = machine or describe_machine()
     asked = [*(r.precision for r in results), *(f.precision for f in failures)]

@@ -138,7 +138,7 @@ class BundleRunner:
             raise BundleError(f"{bundle} has no input size {bucket}; choose from {sizes}")
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return a run with data on the host, after one with data on the device if supported."""
+        """Return a run with data on the device, if supported, and one with data on the host."""
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)
         infer = functools.partial(backend.infer, bucket, images, sizes)

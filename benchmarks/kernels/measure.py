@@ -156,7 +156,7 @@ def kernel_case(
         run: function that launches the kernel and returns its outputs.
         inputs: tensors that the kernel reads.
         baselines: other implementations of the same task.
-        goal: speed that the kernel should reach. None: no goal.
+        goal: speed that the kernel should reach. None: the kernel has no goal.
     """
     outputs = run()
     tensors = [*inputs, *([outputs] if isinstance(outputs, Tensor) else outputs)]

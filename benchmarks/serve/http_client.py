@@ -24,7 +24,7 @@ class HttpClient:
     # A general-purpose client would take more CPU time per request than the server.
 
     def __init__(self, address: str) -> None:
-        """Send requests to `host:port`."""
+        """Set the server's address, `host:port`. Requests open the connections."""
         self._address = address
         self._host, _, self._port = address.rpartition(":")
         self._idle: list[_Connection] = []

@@ -44,7 +44,7 @@ _START_LIMIT_S = 120.0
 
 
 class ServerStartError(Exception):
-    """The server ended before it was ready. Its own message is on stderr."""
+    """The server ended before it was ready. The server's own message is on stderr."""
 
 
 class ServerProcess(NamedTuple):

@@ -67,10 +67,10 @@ def serve_record(
         results: Results, at least one. Results of the server under test come first, then results
             of a server with another maximum batch size, if any.
         images: Description of the images.
-        max_delay_ms: `--max-delay-ms` of the server. None: unknown.
+        max_delay_ms: `--max-delay-ms` of the server. None: it is unknown.
         bulk: Result of the same bundle without a server, at the server's maximum batch size. None:
-            not measured.
-        machine: machine of the measurement. None: this machine.
+            it was not measured.
+        machine: machine of the measurement. None: describe this machine.
     """
     machine = machine or describe_machine()
     over_http = " and HTTP" if any(isinstance(r.load, HttpLoop) for r in results) else ""
@@ -229,7 +229,7 @@ def _refusals(results: Sequence[ServeResult]) -> list[str]:
 
 
 def _memory_mib(result: ServeResult) -> tuple[float, float] | None:
-    """Return the server's median memory in the first and last fifth of the run. None: unknown."""
+    """Return the server's median memory in the first and last fifth of the run, if known."""
     if result.server is None:
         return None
     memory = result.server.memory_mib

@@ -91,7 +91,7 @@ def result_from_logs(
         load: Total load of all processes.
         window: Times of the measurement.
         max_batch: Largest batch of the server.
-        server: Resource use of the server during the measurement. None: unknown.
+        server: Resource use of the server during the measurement. None: it is unknown.
 
     Raises:
         NoAnswerError: no request was answered with detections.

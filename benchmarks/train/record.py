@@ -145,7 +145,7 @@ def _plot_loss(axes: "Axes", results: Sequence[TrainResult], index: int | None, 
     Args:
         axes: axes to draw into.
         results: all runs.
-        index: column of the loss in `TrainResult.losses`. None: the total loss.
+        index: column of the loss in `TrainResult.losses`. None: plot the total loss.
         name: name of the loss, for the title.
     """
     import numpy as np

@@ -230,7 +230,7 @@ def _gpu_steps(step: Callable[[], object]) -> GpuSteps:
 
 
 def communication_milliseconds(activities: Sequence[GpuActivity]) -> tuple[float, float]:
-    """Return the milliseconds of NCCL's kernels, and of those in which nothing else runs.
+    """Return the milliseconds in which NCCL kernels run, and in which only NCCL kernels run.
 
     Args:
         activities: GPU activities of a step, ordered by start time.
