@@ -3,8 +3,9 @@
 // A block computes a tile of pooled pixels. It stores the normalised pixels that the tile needs in
 // shared memory, four channels each, of which the last is zero. A row of a tensor-core matrix is
 // then 16 neighbouring values in shared memory: four pixels, which are multiplied by four columns
-// of the convolution's kernel. A warp computes two rows of the convolution, half of the channels at a
-// time, so that two blocks fit on a multiprocessor: one loads or pools while the other multiplies.
+// of the convolution's kernel. A warp computes two rows of the convolution, half of the channels at
+// a time, so that two blocks fit on a multiprocessor: one loads or pools while the other
+// multiplies.
 //
 // Compile-time constants: PIXEL (type of the images), VALUE (type of weights and output).
 #include "numeric.cuh"
