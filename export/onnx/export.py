@@ -30,8 +30,8 @@ def onnx_from_model(
 ) -> onnx.ModelProto:
     """Export a model's detection to ONNX for one input size, with a dynamic batch size.
 
-    NMS and RoIAlign become nodes of the domain `maskrcnn`, each with a function body. All other
-    operations become standard ONNX operators.
+    NMS, RoIAlign and the decoding of boxes become nodes of the domain `maskrcnn`, each with a
+    function body. All other operations become standard ONNX operators.
 
     Args:
         model: detector in evaluation mode, on the CPU.
