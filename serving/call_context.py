@@ -33,11 +33,11 @@ class CallContext(Protocol):
         """Return the message of `abort`. Empty: the call was not aborted."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call a function with one argument when the response has been sent or the call failed."""
+        """Call a function with this context when the response has been sent or the call failed."""
 
 
 class CallOutcome:
-    """Base class of the contexts that are not gRPC's own: status and done callbacks of a call."""
+    """Base class of our own `CallContext` classes. It stores a call's status and done callbacks."""
 
     def __init__(self) -> None:
         self._code: grpc.StatusCode | None = None
@@ -53,7 +53,7 @@ class CallOutcome:
         return self._details
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call a function with this context when `end` is called."""
+        """Register a function that `end` calls with this context as its argument."""
         self._callbacks.append(callback)
 
     def end(self) -> None:

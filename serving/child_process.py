@@ -29,10 +29,11 @@ def child_process_ids() -> set[int]:
 
 
 class ChildProcess:
-    """Handle of a Python process that runs one function. Its log records are logged by the parent.
+    """Handle of a Python child process that runs one function.
 
-    The child ends with this process, even if this process is killed. It blocks SIGINT, SIGTERM and
-    SIGHUP, because Ctrl+C in a terminal reaches the server's child processes too.
+    The parent process logs the child's log records. The child ends with the parent, even if the
+    parent is killed. The child blocks SIGINT, SIGTERM and SIGHUP, because Ctrl+C in a terminal
+    reaches the server's child processes too.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ChildProcess:
             arguments: Arguments of `main`: numbers, strings, None, and lists and tuples of these.
             handles: File descriptors that the process inherits, under the same numbers.
             environment: Environment variables to set.
-            cores: Indices of the CPU cores that the process may use. None: those of this process.
+            cores: Indices of the CPU cores that the process may use. None: the parent's cores.
         """
         self._name = name
         self._log, log = Pipe()

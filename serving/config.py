@@ -139,7 +139,7 @@ class ServeConfig(ServeFields):
 
     @property
     def ports(self) -> dict[str, int]:
-        """Ports to listen on, by setting. 0: a free port."""
+        """Ports to listen on, by the name of the setting. 0: a free port."""
         ports = {name: getattr(self, name) for name in ("port", "http_port", "metrics_port")}
         return {name: port for name, port in ports.items() if port is not None}
 

@@ -54,7 +54,7 @@ def read_tokens(path: Path) -> list[str]:
 
 
 class ReloadOnChange(Generic[T]):
-    """Value that is loaded from files, and reloaded after one of them changes."""
+    """Value that is loaded from files. If a file has changed, `current` reloads the value."""
 
     def __init__(
         self, files: Sequence[Path], load: Callable[[], T], reload: Callable[[T], T]
@@ -64,8 +64,8 @@ class ReloadOnChange(Generic[T]):
         Args:
             files: Files that the value depends on.
             load: Function that loads the value. It raises ServingError if a file is invalid.
-            reload: Function that loads it again, with the previous value as its argument. If it
-                raises ServingError, the previous value stays in use.
+            reload: Function that loads the value again, with the previous value as its argument.
+                If it raises ServingError, the previous value stays in use.
 
         Raises:
             ServingError: a file is invalid.
@@ -78,7 +78,7 @@ class ReloadOnChange(Generic[T]):
     def current(self) -> T:
         """Return the value. If a file has changed, reload the value first.
 
-        If that fails, log the error and return the previous value.
+        If the reload fails, log the error and return the previous value.
         """
         versions = self._file_versions()
         if versions != self._versions:
@@ -97,7 +97,7 @@ class ReloadOnChange(Generic[T]):
 
 
 class TokenFile:
-    """Bearer tokens in a file, reloaded when it changes.
+    """Valid bearer tokens, read from a file that is read again when it changes.
 
     If the file is emptied or deleted, no token is valid. If the file becomes invalid otherwise, the
     previous tokens stay valid.
@@ -107,7 +107,7 @@ class TokenFile:
         """Read the file.
 
         Raises:
-            ServingError: the file cannot be read, or contains an invalid token or none.
+            ServingError: the file cannot be read, contains an invalid token, or contains no token.
         """
         self._path = path
         self._digests = ReloadOnChange([path], self._load, self._reload)
@@ -134,7 +134,7 @@ def _digest(token: str) -> bytes:
 
 
 def _file_version(path: Path) -> tuple[int, ...] | None:
-    """Return a key that changes when the file is written or replaced. None: no such file."""
+    """Return a key that changes when the file is written or replaced. None: no accessible file."""
     try:
         status = path.stat()
     except OSError:

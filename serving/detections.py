@@ -13,21 +13,21 @@ from .errors import InvalidRequestError
 
 Value = TypeVar("Value")
 
-# Outer outlines of one mask, one per connected part: [P, 2] x, y in pixels of the upright image,
-# P >= 3, clockwise, without repeating the first point. Holes count as filled. Parts within a hole
-# have their own outline. An empty mask has none.
+# Outer outlines of one mask, one per connected part: [P, 2] x, y in pixels of the image after its
+# EXIF rotation, P >= 3, clockwise, without repeating the first point. Holes count as filled. Parts
+# within a hole have their own outline. An empty mask has no outlines.
 Outlines = tuple[NDArray[np.float32], ...]
 
 
 class MaskFormat(Enum):
     """Encoding of the masks in a response."""
 
-    # COCO RLE of the whole image's mask.
+    # COCO RLE of a mask of the whole image.
     RLE = "rle"
-    # The model's low-resolution probabilities over the box.
+    # The model's low-resolution mask probabilities within the detection's box.
     PROBABILITIES = "probabilities"
     NONE = "none"
-    # Outlines of the masks.
+    # Outlines of the mask, see `Outlines`.
     POLYGON = "polygon"
 
 
@@ -39,11 +39,11 @@ class DetectionOptions:
         InvalidRequestError: an option is out of range, or the mask format is unknown.
     """
 
-    # Return only detections that score above this, in 0..1, and above the model's own threshold.
+    # Return only detections with scores above this threshold in 0..1 and above the model's own one.
     score_threshold: float = 0.0
     # Maximum number of detections, by descending score. None: the model's own limit.
     max_detections: int | None = None
-    # A value of `MaskFormat`, such as "polygon", is converted to it.
+    # A string such as "polygon" is converted to the `MaskFormat` with this value.
     mask_format: MaskFormat = MaskFormat.RLE
 
     def __post_init__(self) -> None:
@@ -87,8 +87,7 @@ class Timing:
 class Detections:
     """N detections of one image by descending score.
 
-    Coordinates and sizes are in pixels of the upright image: the source image after its EXIF
-    rotation.
+    Coordinates and sizes are in pixels of the source image after its EXIF rotation.
     """
 
     height: int
@@ -105,7 +104,7 @@ class Detections:
     class_names: tuple[str, ...]
     # N masks of the whole image. None: another mask format was requested.
     rles: tuple[Rle, ...] | None = None
-    # [N, M, M] probabilities over the boxes. None: another mask format was requested.
+    # [N, M, M] mask probabilities within the boxes. None: another mask format was requested.
     mask_probabilities: NDArray[np.float32] | None = None
     # Outlines of N masks. None: another mask format was requested.
     polygons: tuple[Outlines, ...] | None = None

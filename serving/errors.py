@@ -20,7 +20,7 @@ class BackendError(ServingError):
 
 
 class BackendDownError(BackendError):
-    """All workers of the model are down, or the one that computed the batch ended."""
+    """All worker processes of the model are down, or the one that computed the batch ended."""
 
 
 class UnloadedError(ServingError):
@@ -56,7 +56,7 @@ class ExpiredError(ServingError):
 
 
 class ReloadError(ServingError):
-    """The bundle could not be reloaded. The server's model did not change."""
+    """The bundle could not be reloaded, so the server keeps the previous model."""
 
 
 class StoppingError(ServingError):
@@ -68,7 +68,7 @@ class ClientError(ServingError):
 
 
 class RefusedError(ClientError):
-    """The server returned an error status, or the client found the request invalid itself.
+    """The server returned an error status, or the client itself rejected an invalid request.
 
     Attributes:
         code: gRPC status code.

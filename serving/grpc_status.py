@@ -1,4 +1,4 @@
-"""Mapping of exceptions to gRPC status codes and messages, and of these codes to HTTP."""
+"""Mapping of exceptions to gRPC status codes and messages, and of gRPC codes to HTTP codes."""
 
 import logging
 from bisect import bisect_right
@@ -62,14 +62,14 @@ _ELLIPSIS = "..."
 
 
 def status_from_error(error: Exception) -> grpc.StatusCode:
-    """Return the gRPC status code for an exception; INTERNAL if its type has none."""
+    """Return the gRPC status code for an exception; INTERNAL if its type is not in `_STATUS`."""
     return next(
         (_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), grpc.StatusCode.INTERNAL
     )
 
 
 def http_status_from_status(status: grpc.StatusCode) -> int:
-    """Return the HTTP status code for a gRPC status code; 500 if it has none."""
+    """Return the HTTP status code for a gRPC status code; 500 if it is not in `_HTTP_STATUS`."""
     return _HTTP_STATUS.get(status, 500)
 
 
@@ -88,7 +88,7 @@ def status_and_message(error: Exception) -> tuple[grpc.StatusCode, str]:
 
 
 async def abort_on_error(response: Awaitable[T], context: CallContext) -> T:
-    """Await `response`. If it raises, abort the gRPC call with the error's status and message."""
+    """Await and return `response`. If it raises, abort the call with the error's status code."""
     try:
         return await response
     except Exception as error:

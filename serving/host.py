@@ -95,7 +95,11 @@ def machine_memory() -> dict[str, int]:
 
 
 def available_memory() -> int:
-    """Return the lowest of the machine's available memory and what limits leave, in bytes."""
+    """Return the memory in bytes that this process can still allocate.
+
+    It is the lowest of the machine's available memory, `memory_limit`, and the memory that is left
+    below the limit of each cgroup of the process.
+    """
     free = [max(0, memory.limit - memory.used) for memory in _cgroup_memory()]
     return min(machine_memory()["MemAvailable"], memory_limit(), *free)
 
@@ -147,7 +151,7 @@ class _CgroupMemory(NamedTuple):
 
 
 def _cgroup_memory() -> Iterator[_CgroupMemory]:
-    """Yield the memory of this process's cgroups with a limit, and of those that contain them."""
+    """Yield the memory limit and use of each cgroup that contains this process and has a limit."""
     for line in _OWN_CGROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -167,7 +171,10 @@ def _cgroup_memory() -> Iterator[_CgroupMemory]:
 
 
 def _used_bytes(cgroup: Path, name: str) -> int:
-    """Return the memory in use of a cgroup from the file `name`, less the inactive page cache."""
+    """Return a cgroup's memory in use in bytes, without the inactive page cache; 0 if unknown.
+
+    `name` is the file in the folder `cgroup` that contains the memory in use.
+    """
     try:
         used = int((cgroup / name).read_text())
         entries = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())

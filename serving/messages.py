@@ -32,7 +32,7 @@ _MASK_FORMAT_FROM_NUMBER = {
 
 
 def _tag(number: int, wire_type: int = 2) -> bytes:
-    """Return the protobuf tag of a field. Wire type 2: bytes or a message; 5: a float."""
+    """Return the protobuf tag of field `number`. Wire type 2: bytes or a message; 5: a float."""
     return bytes([number << 3 | wire_type])
 
 
@@ -119,7 +119,7 @@ def scheduling_from_request(request: pb.DetectRequest, peer: str, model: str) ->
 
 
 def encode_detections(detections: Detections) -> bytes:
-    """Serialise a `DetectResponse` without ID and timing, which `response_bytes` adds."""
+    """Serialise detections as a `DetectResponse` without ID and timing (see `response_bytes`)."""
     response = pb.DetectResponse(height=detections.height, width=detections.width)
     if detections.rles is not None:
         # Serialising the detections by hand takes half the time of building messages, which matters
@@ -152,7 +152,7 @@ def encode_detections(detections: Detections) -> bytes:
 
 
 def _detections_with_rles(detections: Detections) -> bytes:
-    """Serialise the field `DetectResponse.detections` of detections with RLE masks."""
+    """Serialise detections with RLE masks as the field `DetectResponse.detections`."""
     parts: list[bytes] = []
     rows = zip(
         detections.labels.tolist(),
@@ -198,9 +198,9 @@ def _headers(detection: int, rle: int, counts: int) -> tuple[bytes, bytes, bytes
     """Return the tag and length that precede a serialised detection, its `rle`, and its `counts`.
 
     Args:
-        detection: Bytes of the detection's other fields.
-        rle: Bytes of the other fields of `rle`.
-        counts: Bytes of `counts`.
+        detection: Size in bytes of the detection's fields other than `rle`.
+        rle: Size in bytes of the fields of `rle` other than `counts`.
+        counts: Size of `counts` in bytes.
     """
     counts_header = _COUNTS_TAG + _varint(counts)
     rle += len(counts_header) + counts

@@ -1,4 +1,4 @@
-"""Scheduling options of a request: precision, priority and time limit."""
+"""Scheduling options of a request, such as precision, priority and time limit."""
 
 import math
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ PRIORITIES = (1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingOptions:
-    """Options of a request: model, precision, priority, time limit and connection.
+    """Scheduling options of a request: model, precision, priority, time limit and connection.
 
     Raises:
         InvalidRequestError: the priority or the timeout is out of range.
     """
 
-    # One of the served precisions. None: the server's default, the first of them.
+    # One of the served precisions. None: the first of them, which is the default.
     precision: str | None = None
     # One of `PRIORITIES`.
     priority: int = 2

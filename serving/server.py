@@ -110,7 +110,7 @@ async def detection_server(
     Args:
         models: Exported bundle folder, or the bundles and names of several models.
         config: Server settings.
-        reload: Event. Each time it is set, the bundles are reloaded.
+        reload: Event. Each time the caller sets it, the bundles are reloaded.
 
     Yields:
         Address `host:port` at which the server accepts requests.
@@ -168,7 +168,10 @@ def _grpc_server(
     certificate: ServerCertificate | None,
     interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # generic in stubs only
 ) -> tuple[GrpcServer, int]:
-    """Return a gRPC server that is not started, and its port."""
+    """Return a gRPC server that is not started yet, and the port that it listens on.
+
+    `front_ends` is the number of front-end processes. 0: this process accepts the connections.
+    """
     if not front_ends:
         return listening_server(config, certificate, interceptors)
     server = FrontEndServer(front_ends, config, interceptors)

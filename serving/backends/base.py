@@ -63,9 +63,10 @@ def batch_sizes(max_batch: int) -> list[int]:
 
 
 def black_batch(bucket: ShapeBucket, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return a batch for warm-up: black images [count, 3, H, W], and their sizes [count, 2].
+    """Return a batch of black images for warm-up, and the images' sizes.
 
-    The sizes are height and width, those of the bucket.
+    The images are [count, 3, H, W] uint8. The sizes are [count, 2] int64: the height and width of
+    the bucket.
     """
     return np.zeros((count, 3, *bucket), np.uint8), np.full((count, 2), bucket, np.int64)
 
@@ -117,8 +118,8 @@ class Backend(Protocol):
     def warm_up(self, max_batch: int) -> None:
         """Compute a batch of each size up to `max_batch` (see `batch_sizes`), for each bucket.
 
-        Requests then need not wait for compilation or memory allocation. Errors are those of
-        `infer`.
+        The first requests then need not wait for compilation or memory allocation. The method
+        raises the same errors as `infer`.
         """
 
     def infer(
@@ -128,8 +129,8 @@ class Backend(Protocol):
 
         Args:
             bucket: One of `buckets`.
-            images: [B, 3, bucket.height, bucket.width] RGB. They are converted to the model's
-                dtype.
+            images: [B, 3, bucket.height, bucket.width] RGB, uint8 or float32. The backend converts
+                them to the model's dtype.
             image_sizes: [B, 2] height and width before padding.
 
         Returns:
@@ -145,7 +146,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class DeviceBackend(Backend, Protocol[Array]):
-    """Backend that also accepts inputs in its device's memory, for `DeviceSteps`."""
+    """Backend that can also compute batches that are in its device's memory already."""
 
     def infer_on_device(
         self, bucket: ShapeBucket, images: Array, image_sizes: Array

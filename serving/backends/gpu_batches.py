@@ -1,4 +1,4 @@
-"""Batches on the GPU: pinned and device memory, copies and streams."""
+"""Execution of batches on the GPU, with pinned and GPU memory, asynchronous copies and streams."""
 
 import queue
 import threading
@@ -58,16 +58,16 @@ class _Buffers:
 
 
 class BatchRunner:
-    """Runner of batches. Copies of one batch overlap the computation of another.
+    """Runner of batches on the GPU. It copies one batch while the GPU computes another one.
 
     Each in-flight batch has its own memory and copy stream. One stream computes all batches.
     """
 
     def __init__(self, driver: GpuDriver, sizes: Mapping[str, int], depth: int) -> None:
-        """Allocate memory. The GPU must be current.
+        """Allocate pinned and GPU memory for `depth` batches. The GPU must be current.
 
         Args:
-            driver: The driver.
+            driver: Interface to CUDA's driver.
             sizes: Buffer size of each tensor in bytes, by name.
             depth: Maximum number of in-flight batches. Further calls of `run` wait.
         """

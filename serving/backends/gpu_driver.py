@@ -52,7 +52,7 @@ class Stream(Protocol):
         """Record an event after the work that has been queued."""
 
     def wait(self, event: Any) -> None:
-        """Make work that is queued later wait until another stream has passed the event."""
+        """Make work that is queued on this stream from now on wait for an event of another one."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
         """Queue a copy from pinned memory to the GPU address `address`."""
@@ -70,7 +70,7 @@ class GpuDriver(Protocol):
     def current(self) -> AbstractContextManager[None]:
         """Make GPU 0 current in this thread: push its CUDA context, and pop it at the end.
 
-        It is the GPU's primary context, which TensorRT uses too.
+        The context is the GPU's primary context, which TensorRT uses too.
         """
 
     def gpu_name(self) -> str:
@@ -103,10 +103,10 @@ class GpuDriver(Protocol):
 
 @functools.cache
 def load_driver() -> GpuDriver:
-    """Return the driver through pycuda if that package is installed, else through cuda-bindings.
+    """Return the `GpuDriver` that uses pycuda if that is installed, else cuda-bindings.
 
     Raises:
-        ModuleNotFoundError: neither is installed.
+        ModuleNotFoundError: neither pycuda nor cuda-bindings is installed.
         ImportError: pycuda cannot load CUDA's driver.
         BackendError: no GPU is available.
     """

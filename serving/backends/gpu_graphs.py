@@ -14,11 +14,11 @@ _THREAD_LOCAL = 1
 
 
 class LaunchGraphs:
-    """CUDA graphs of launches, by key.
+    """Cache of CUDA graphs by key. A graph replays the GPU work that was queued for its key.
 
-    A key's first launch runs without a graph, because libraries load their code then, which cannot
-    be captured. The launch is captured right afterwards, and later launches replay the graph. If a
-    capture fails, a warning is logged, and new keys run without a graph.
+    The first launch of a key runs without a graph, because libraries load their code then, which
+    cannot be captured. The launch is captured right afterwards, and later launches replay the
+    graph. If a capture fails, a warning is logged, and new keys run without a graph.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,14 @@ class LaunchGraphs:
         self._captures = True
 
     def launch(self, key: Hashable, stream: int, queue: Callable[[], None]) -> None:
-        """Queue work on a stream. Call it from one thread at a time; the GPU must be current.
+        """Queue work on a stream, by replaying its graph if there is one.
+
+        Call this method from one thread at a time. The GPU must be current.
 
         Args:
-            key: Identifies the work with all its shapes and addresses.
+            key: Key that identifies the work with all its shapes and addresses.
             stream: Handle of the stream, which must not be the default stream.
-            queue: Queues the work on the stream.
+            queue: Function that queues the work on the stream.
 
         Raises:
             BackendError: `queue` or CUDA fails.
@@ -54,7 +56,7 @@ class LaunchGraphs:
             _log.warning("batches are launched without CUDA graphs, which is slower: %s", reason)
 
     def close(self) -> None:
-        """Release the graphs. None may be in flight, and the GPU must be current."""
+        """Release the graphs. No graph may be in flight, and the GPU must be current."""
         while self._graphs:
             self._call("cuGraphExecDestroy", self._graphs.popitem()[1])
 

@@ -58,6 +58,7 @@ class OnnxRuntimeBackend:
         Raises:
             BundleError: the bundle has no such model, or a file is missing, damaged, or has other
                 inputs than the manifest states.
+            BackendError: the GPU has too little free memory.
         """
         self._manifest = manifest
         self._precision = precision
@@ -85,7 +86,10 @@ class OnnxRuntimeBackend:
         return tuple(self._paths)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket once; on a GPU, at every batch size. Errors are those of `infer`."""
+        """Run the model of every bucket once; on a GPU, once per batch size.
+
+        The method raises the same errors as `infer`.
+        """
         for bucket in self.buckets:
             for batch in batch_sizes(max_batch if self.device == "cuda" else 1):
                 self.infer(bucket, *black_batch(bucket, batch))
@@ -99,6 +103,7 @@ class OnnxRuntimeBackend:
 
         Raises:
             BundleError: the masks do not have the shape that the manifest states.
+            BackendError: the GPU has too little free memory for this batch size.
         """
         session, inputs = self._prepare(bucket, images, image_sizes)
         results = session.run(OUTPUT_NAMES, inputs)

@@ -16,7 +16,7 @@ def check_onnxruntime() -> str:
     """Check that one of ONNX Runtime's two packages, for CPU or GPU, is installed.
 
     Returns:
-        Problem and repair if both packages are installed, else "".
+        Warning with the problem and its repair if both packages are installed, else an empty text.
 
     Raises:
         BackendError: ONNX Runtime is not installed, or its files are missing.

@@ -106,7 +106,8 @@ class PlanRuntime:
     def context_of(self, engine: Any) -> Any:
         """Create an `IExecutionContext` of an engine.
 
-        The caller gives it scratch memory before the first batch; see `Plan.use_scratch`.
+        The caller must give the context scratch memory before the first batch; see
+        `Plan.use_scratch`.
 
         Raises:
             BackendError: the runtime fails.
@@ -146,7 +147,7 @@ class PlanRuntime:
 
 @cache
 def _log_messages(trt: Any) -> None:
-    """Pass TensorRT's messages to the log. Cached, so that a process does it only once."""
+    """Forward TensorRT's messages to Python's logging. Cached: each process does so only once."""
 
     def log_message(severity: str, message: str) -> None:
         is_notable = severity == "WARNING" or severity in ERRORS
@@ -173,7 +174,8 @@ class Plan:
     ) -> None:
         """Load a plan and create its execution contexts. The GPU must be current.
 
-        The caller must wait for the work that this queues on the GPU before the first batch.
+        The constructor queues work on the GPU. The caller must wait for this work before the first
+        batch.
 
         Raises:
             BackendError: the plan fails to load or its largest batch is below `max_batch`.

@@ -1,4 +1,4 @@
-"""Backend for TensorRT and TensorRT-RTX. Copies of one batch overlap computation of another."""
+"""Backend for TensorRT and TensorRT-RTX. A batch is copied while another one is computed."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ OUTPUT_DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
 
 
 class TensorRTBackend:
-    """Backend with one plan per shape bucket.
+    """Backend that runs one plan of TensorRT or TensorRT-RTX per shape bucket.
 
     With TensorRT, but not with TensorRT-RTX, batches are replayed as CUDA graphs: one graph per
     bucket, batch size and set of buffers, because a graph contains GPU addresses.
@@ -44,11 +44,13 @@ class TensorRTBackend:
         kind: EngineKind,
         max_batch: int,
     ) -> None:
-        """Load the bundle's plans of a precision and engine kind, which `check_plans` accepted.
+        """Load the bundle's plans of a precision and engine kind.
+
+        Before, the caller checks with `check_plans` that the plans run on this machine.
 
         Raises:
             BundleError: the bundle has no such plan, or a file is missing or damaged.
-            BackendError: a plan fails to load, lacks this batch size, or memory runs out.
+            BackendError: a plan fails to load or lacks batches of `max_batch`, or memory runs out.
         """
         self.name: EngineKind = kind
         self._manifest = manifest
@@ -82,9 +84,9 @@ class TensorRTBackend:
         return tuple(self._plans)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket at each batch size of its plan, and capture its CUDA graphs.
+        """Run the plan of every bucket at each of the plan's batch sizes.
 
-        Errors are those of `infer`.
+        With TensorRT, this captures the CUDA graphs. The method raises the same errors as `infer`.
         """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
@@ -102,7 +104,7 @@ class TensorRTBackend:
         `image_sizes` [B, 2] are their heights and widths before padding.
 
         Raises:
-            BackendError: the runtime fails.
+            BackendError: the batch is too large, or the runtime fails.
             BundleError: the masks do not have the shape that the manifest states.
         """
         plan = self._plans[bucket]
@@ -148,7 +150,7 @@ class TensorRTBackend:
             self._plans[artifact.bucket] = Plan(runtime, path, artifact, max_batch)
 
     def _reserve_memory(self, resources: ExitStack) -> None:
-        """Allocate GPU memory that all plans share: scratch, and buffers per in-flight batch."""
+        """Allocate the GPU memory that all plans share: scratch memory, and buffers of batches."""
         plans = self._plans.values()
         scratch = max(plan.scratch_bytes for plan in plans)
         sizes: dict[str, int] = {}

@@ -17,9 +17,10 @@ class TensorRTDeviceBackend(TensorRTBackend):
     """TensorRT backend that also computes torch tensors on GPU 0, with `infer_on_device`."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket at each batch size of its plan, and capture its CUDA graph.
+        """Run the plan of every bucket at each of the plan's batch sizes.
 
-        Errors are those of `infer_on_device`.
+        With TensorRT, this captures the CUDA graphs. The method raises the same errors as
+        `infer_on_device`.
         """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:

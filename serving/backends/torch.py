@@ -24,9 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class TorchBackend:
-    """Backend with one exported program per shape bucket; on a GPU, one CUDA graph per batch size.
+    """Backend that runs one exported torch program per shape bucket.
 
-    On a GPU, its constructor limits torch to one CPU thread in the whole process.
+    On a GPU, each program has one CUDA graph per batch size, and the constructor limits torch to
+    one CPU thread in the whole process.
     """
 
     name = "torch"
@@ -34,7 +35,7 @@ class TorchBackend:
     def __init__(
         self, bundle: Path, manifest: Manifest, precision: Precision, max_batch: int
     ) -> None:
-        """Load the bundle's programs of a precision onto the current GPU, or else onto the CPU.
+        """Load the bundle's programs of a precision onto the current GPU, or onto the CPU if none.
 
         Args:
             bundle: Folder of the bundle.
@@ -80,9 +81,9 @@ class TorchBackend:
         return tuple(self._programs)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run every bucket; on a GPU, compile it and capture a CUDA graph of each batch size.
+        """Run the program of every bucket. On a GPU, capture a CUDA graph of each batch size.
 
-        Errors are those of `infer`.
+        The method raises the same errors as `infer`.
         """
         for bucket in self.buckets:
             for batch in batch_sizes(max_batch) if self.device == "cuda" else [1]:
@@ -178,7 +179,7 @@ def _format_target(target: CompileTarget) -> str:
 
 @contextlib.contextmanager
 def _enough_memory(max_batch: int) -> Iterator[None]:
-    """Turn torch's out-of-memory errors within the context into errors that name a remedy.
+    """Convert torch's out-of-memory errors within the context to BackendErrors with a remedy.
 
     Raises:
         BackendError: the GPU has too little free memory.

@@ -1,4 +1,4 @@
-"""Batches on the GPU with torch: CUDA graphs, and copies to and from the host."""
+"""Execution of batches on the GPU with torch: CUDA graphs, and copies to and from the host."""
 
 import contextlib
 import queue
@@ -35,9 +35,9 @@ class GraphedProgram:
         """Allocate the input tensors that all graphs read.
 
         Args:
-            program: Program on a GPU.
-            bucket: Height and width of its input.
-            dtype: Dtype of its images.
+            program: Exported torch program, loaded onto a GPU.
+            bucket: Height and width of the program's input images.
+            dtype: Dtype of the program's input images.
             max_batch: Maximum batch size.
             pool: Pool of CUDA graph memory, shared with programs that never run at the same time.
         """
@@ -50,7 +50,7 @@ class GraphedProgram:
         self._image_sizes = sizes.contiguous()
 
     def __call__(self, images: Tensor, image_sizes: Tensor) -> ModelOutputs[Tensor]:
-        """Queue a batch of at most `max_batch` images on the current stream.
+        """Queue the computation of at most `max_batch` images on the current stream.
 
         Returns:
             New tensors, valid once the stream has run the queued work.

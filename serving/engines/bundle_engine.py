@@ -53,10 +53,10 @@ class BundleLoader:
 
 
 class HostEngine:
-    """Engine for images that are already decoded and padded. Works with every backend."""
+    """Engine for images that are already decoded and padded. It works with every backend."""
 
     def __init__(self, backend: Backend) -> None:
-        """Take ownership of a backend, which is closed with the engine."""
+        """Take ownership of a backend. Closing the engine closes the backend."""
         self._backend = backend
         self.info = EngineInfo(
             backend=backend.name,
@@ -91,7 +91,7 @@ class DeviceEngine:
     saturating_batches: Final = 3
 
     def __init__(self, backend: Backend, steps: BatchSteps) -> None:
-        """Take ownership of a backend, which is closed with the engine, and of its steps."""
+        """Take ownership of a backend and its steps. Closing the engine closes the backend."""
         self._backend = backend
         self._compute = StepChain(steps)
         self.info = EngineInfo(

@@ -1,4 +1,4 @@
-"""Worker processes. Each runs one engine; its crash or hang does not affect the server."""
+"""Worker processes, which run one engine each. The server survives if one crashes or hangs."""
 
 import contextlib
 import logging
@@ -37,7 +37,10 @@ class WorkerResources(NamedTuple):
 
 
 def assign_resources(workers: int | None) -> list[WorkerResources]:
-    """Divide GPUs and CPU cores among workers.
+    """Return the resources of each worker process.
+
+    Each worker gets one GPU, and all workers on GPUs share all CPU cores. Without GPUs, the CPU
+    cores are divided among the workers.
 
     Args:
         workers: Number of workers. None: one per GPU, or one if the machine has no GPU.
@@ -104,9 +107,9 @@ class WorkerProcess(Generic[Item, Result]):
         self.exited.add_done_callback(lambda _: self._close_channels())
 
     def successor(self) -> Self:
-        """Start and return a new process with the same engine and resources; call its `load`.
+        """Start and return a new process with the same engine and resources.
 
-        This process keeps running.
+        The caller must call `load` of the new process. The process of this handle keeps running.
         """
         return type(self)(self._loader, self.resources, self._hang_timeout_s)
 

@@ -160,7 +160,7 @@ def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
 
 
 def run_worker(control_handle: int) -> None:
-    """Run an engine until the server closes it or ends.
+    """Load and run an engine, until the server closes the engine or ends.
 
     Args:
         control_handle: File descriptor of the control connection.

@@ -10,7 +10,7 @@ from ..backends.base import HostOutputs
 from ..detections import DetectionOptions, Detections, ResponseEncoder, TimedResponse
 from .preprocessing import ModelInput, PlannedImage
 
-# Outcome of one image: its detections, or the error of an invalid image.
+# Outcome of processing one image: its detections, or the error if the image is invalid.
 Outcome = Detections | ImageError
 
 
@@ -38,8 +38,8 @@ class DeviceRequest(NamedTuple):
         return self.request.bucket
 
 
-# Entry of a batch: an image, or the error of an invalid one. An invalid image's row in the model's
-# input stays black.
+# Entry of a batch: the request for an image, or the error if the image is invalid. An invalid
+# image's row in the model's input stays black.
 BatchEntry = ImageRequest | ImageError
 
 # Name of the step that computes the model.
@@ -120,7 +120,7 @@ class EngineInfo(NamedTuple):
 
 
 class Engine(Protocol[Item, Result]):
-    """Loaded model that computes batches. An item is its input for one image.
+    """Loaded model that computes batches. An item is the engine's input for one image.
 
     Items and results are picklable.
     """
@@ -130,9 +130,9 @@ class Engine(Protocol[Item, Result]):
         """Properties of the engine."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Compute a batch of each size up to `max_batch`, for each input size.
+        """Compute batches of up to `max_batch` images, for each input size of the model.
 
-        Requests then need not wait for compilation or memory allocation.
+        The first requests then need not wait for compilation or memory allocation.
         """
 
     def compute(self, items: Sequence[Item]) -> Sequence[Result]:

@@ -1,4 +1,4 @@
-"""Batches as passed from one GPU step to the next, with CUDA events for order and timing."""
+"""Types of the batches between GPU steps, with CUDA events for their order and timing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,11 +26,11 @@ class ReadBatch(NamedTuple):
 
 
 class DecodedBatch(NamedTuple):
-    """Batch after decoding: upright images."""
+    """Batch after decoding: images to which the EXIF rotation is applied."""
 
     requests: Sequence[ImageRequest]
-    # For each request, the upright image [3, h, w]: uint8 in source size on the device, or already
-    # resized on the host.
+    # For each request, the image [3, h, w] after its EXIF rotation: uint8 in source size on the
+    # device, or already resized on the host.
     pixels: Sequence[Tensor | ImageError]
     # Events before and after decoding.
     begin: StreamEvent
@@ -80,7 +80,7 @@ class PastedBatch(NamedTuple):
 
 
 def timing_of(batch: PastedBatch, host_s: float) -> Timing:
-    """Return the timing of a batch. `host_s`: seconds of CPU work after the GPU work."""
+    """Return the timing of a batch. `host_s` is the time in seconds of CPU work after the GPU's."""
     inferred = batch.inferred
     prepared = inferred.prepared
     return Timing(

@@ -119,7 +119,7 @@ def selected_rles(
 
     Args:
         masks: Masks of the batch, on a device.
-        encoded: Output of `encode_masks` for them, copied to the host.
+        encoded: Output of `encode_masks` for `masks`, copied to the host.
         run_capacity: The `run_capacity` given to `encode_masks`.
         rows: For each image, [N] indices of its selected masks.
     """

@@ -1,8 +1,8 @@
 """Processing of batches on the GPU: image files in, encoded masks out.
 
-A batch is decoded, padded, computed and pasted in four CUDA streams, so that steps of successive
-batches overlap. Its tensors are freed after its last step, when no stream uses them. Decoded images
-can be large, so they are freed as soon as they are padded.
+Decoding, padding, the model and mask pasting run in a CUDA stream each, so that these steps of
+successive batches overlap. A batch's tensors are freed after its last step, when no stream uses
+them. Decoded images can be large, so they are freed as soon as they are padded.
 """
 
 import dataclasses
@@ -150,7 +150,7 @@ class DeviceSteps:
             )
 
     def _padded(self, batch: DecodedBatch) -> Tensor:
-        """Return the images, resized and padded to [B, 3, H, W]. Rows of invalid ones are black."""
+        """Return the images, resized and padded to [B, 3, H, W]. Invalid images are black."""
         empty = torch.empty(3, 0, 0, dtype=torch.uint8)
         images = [empty if isinstance(own, ImageError) else own for own in batch.pixels]
         for image in images:

@@ -107,8 +107,8 @@ def upright_pixels(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor 
         decoded: [3, h, w] uint8 on the device, or the error of the device's decoder.
 
     Returns:
-        The upright image on the device, uint8 in source size. If the device failed to decode it,
-        the output of `pixels_from_host`: the resized image on the CPU, or an error.
+        The rotated image on the device: [3, h, w] uint8 in source size. If the device's decoder
+        failed, the output of `pixels_from_host`: the resized image on the CPU, or an error.
     """
     if isinstance(decoded, ImageError):
         _warn_once(str(decoded))

@@ -35,9 +35,10 @@ _QUICK_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class HostProcessor:
-    """Processing of one image in the server's process, before and after the engine.
+    """Processor of one image in the server's process, before and after the engine.
 
-    With an end-to-end engine, it only reads the image's header and unpacks the response.
+    An end-to-end engine decodes images and encodes responses itself. With such an engine, the
+    processor only reads the image's header and returns the engine's response.
     """
 
     options: DetectionOptions
@@ -54,15 +55,16 @@ class HostProcessor:
         return not isinstance(source, bytes) or (len(source) <= _QUICK_BYTES and is_jpeg(source))
 
     def prepare_small(self, source: SourceImage, small: int) -> tuple[EngineItem | None, int]:
-        """Convert an image to the engine's input, unless that takes much memory.
+        """Convert an image to the engine's input, unless the conversion takes much memory.
 
         Args:
-            source: The image.
-            small: Memory in bytes up to which images are converted.
+            source: Encoded image, or pixels [H, W, 3] RGB.
+            small: Maximum memory in bytes that the conversion may take.
 
         Returns:
-            Output of `prepare`, or None if that takes more than `small` bytes; and the memory in
-            bytes to reserve until `prepare`, or an end-to-end engine, has decoded the image.
+            Output of `prepare`, or None if `prepare` would take more than `small` bytes.
+            Memory in bytes that the caller must reserve until `prepare` or an end-to-end engine has
+            decoded the image; 0 if it need not reserve any.
 
         Raises:
             ImageError: invalid image.
@@ -134,7 +136,7 @@ class _InferredBatch(NamedTuple):
 
 
 class HostSteps:
-    """Steps for any backend. Images are decoded and masks are encoded on the CPU."""
+    """Processing steps for any backend. Images are decoded and masks are encoded on the CPU."""
 
     def __init__(self, backend: Backend, manifest: Manifest, *, threads: int) -> None:
         """Create the steps.
@@ -142,7 +144,8 @@ class HostSteps:
         Args:
             backend: Backend that computes the model.
             manifest: Manifest of the backend's bundle.
-            threads: Maximum number of batches in decoding, and maximum number in encoding.
+            threads: Maximum number of batches that are decoded at once. The same limit applies to
+                batches that are encoded.
         """
         self._backend = backend
         self._manifest = manifest

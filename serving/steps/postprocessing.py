@@ -51,7 +51,7 @@ def detections_from_outputs(
         row: Index of the image in the batch.
         image: The image in that row.
         manifest: Manifest of the model's bundle.
-        options: Detections to keep, and their mask format.
+        options: Options that select the detections to keep and their mask format.
 
     Raises:
         BundleError: the bundle has no category for a label.
@@ -95,13 +95,14 @@ def detections_from_rows(
 
     Args:
         boxes: [N, 4] xyxy in pixels of the source image.
-        scores: [N].
+        scores: [N] in 0..1.
         labels: [N]; 1 is the first class.
         source_size: Height and width of the source image in pixels.
         manifest: Manifest of the bundle.
         mask_format: Requested mask format.
-        rles: N masks of the source image. None: not requested.
-        probabilities: [N, M, M]. None: neither probabilities nor polygons are requested.
+        rles: N masks of the source image. None: RLE masks are not requested.
+        probabilities: [N, M, M] mask probabilities within the boxes. None: neither probabilities
+            nor polygons are requested.
 
     Raises:
         BundleError: the bundle has no category for a label.
@@ -184,9 +185,9 @@ def polygons_from_probabilities(
 
 
 class _Rings(NamedTuple):
-    """Closed outer outlines of N masks, in mask samples.
+    """Closed outer outlines of N masks. The unit of coordinates is one mask sample.
 
-    Each mask has a border of one sample of zeros; the origin is the border's top left corner.
+    Each mask has a border of one sample of zeros. The origin is the border's top left corner.
     """
 
     # [P, 2] x, y. Includes the points of holes, which `bounds` leaves out.

@@ -67,7 +67,7 @@ def plan_image(
     """Read an image's header; choose its resized size and the smallest bucket that holds it.
 
     Args:
-        source: The image.
+        source: Encoded image, or pixels [H, W, 3] RGB.
         preprocessing: Sizes and rule of resizing.
         buckets: Input sizes of the model.
         max_pixels: Images with more pixels are rejected.
@@ -102,9 +102,10 @@ def resized_pixels(image: PlannedImage) -> Pixels:
 
 
 def write_pixels(image: PlannedImage, row: Pixels) -> None:
-    """Decode and resize a planned image into the top left corner of a batch's row.
+    """Decode and resize a planned image, and write it to the top left corner of `row`.
 
-    The row is a black image [3, H, W] of the bucket's size, in the dtype of the resize rule.
+    `row` is one image of a batch: [3, H, W] of the bucket's size in the dtype of the resize rule.
+    It must be black.
 
     Raises:
         ImageError: the image is damaged; the row stays black.
@@ -119,7 +120,7 @@ def prepare_image(
     buckets: Sequence[ShapeBucket],
     max_pixels: int,
 ) -> ModelInput:
-    """Decode an image, turn it upright, resize it and pad it to the smallest bucket.
+    """Decode an image, apply its EXIF rotation, resize it and pad it to the smallest bucket.
 
     Raises:
         ImageError: invalid image.
