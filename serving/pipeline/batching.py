@@ -45,8 +45,8 @@ class BatchResult(NamedTuple, Generic[Result]):
     value: Result
     # Seconds from the item's arrival to the start of its batch.
     queue_s: float
-    # Seconds from the start to the end of its batch, including any wait for earlier batches on the
-    # same worker.
+    # Seconds from the start to the end of the item's batch, including any wait for earlier batches
+    # on the same worker.
     infer_s: float
     batch_size: int
 

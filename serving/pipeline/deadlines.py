@@ -15,8 +15,8 @@ def request_deadline(
 
     Args:
         timeout_s: Time limit in the request, in seconds. None: the server's limit.
-        server_timeout_s: Time limit of the server in seconds. The lower limit applies. None: the
-            server has none.
+        server_timeout_s: Time limit of the server in seconds. None: the server has no limit. If
+            both limits are given, the lower one applies.
 
     Raises:
         ExpiredError: the body took longer than the limit.

@@ -40,7 +40,7 @@ class DecodeMemory:
 
     @asynccontextmanager
     async def reserve(self, peer: str, size: int) -> AsyncIterator[None]:
-        """Hold memory within the context.
+        """Reserve memory within the context. If too little memory is free, wait for it.
 
         Args:
             peer: gRPC peer of the request; it identifies the client's connection.
@@ -62,7 +62,7 @@ class DecodeMemory:
             self._release(size)
 
     def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
-        """Hold memory within the context, for an image that a thread of the pool processes.
+        """Reserve memory within the context, for an image that a thread of the pool processes.
 
         Up to `small` bytes, nothing is reserved, because each thread has that much set aside.
         Arguments and errors are those of `reserve`.

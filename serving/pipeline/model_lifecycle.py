@@ -40,7 +40,8 @@ class ModelLifecycle:
         self.source = source
         self._config = config
         self._metrics = metrics
-        # Called with each reloaded model before it is served. Raises an error to reject the model.
+        # Function that is called with each reloaded model before it is served. It raises an error
+        # to reject the model.
         self.check_reloaded: Callable[[ServedModel], None] = lambda _: None
         # Held during `reload` and `unload`.
         self._changing = asyncio.Lock()
@@ -60,13 +61,14 @@ class ModelLifecycle:
     async def reload(self) -> None:
         """Load the bundle again, and replace the served model once the new one is warm.
 
-        Call it within `running`. If it fails, the old model stays as it is, served or unloaded.
+        Call it within `running`. If the reload fails, the old model stays as it is: served or
+        unloaded.
 
         Raises:
             BundleError: the bundle is missing, damaged or lacks a precision.
             BackendError: a backend does not run on this machine, memory does not suffice for the
                 old and the new model, or loading exceeds START_TIMEOUT_S per precision.
-            ReloadError: another model has the new name of this one.
+            ReloadError: another served model has the name that the reloaded bundle contains.
         """
         async with self._changing:
             try:

@@ -1,4 +1,4 @@
-"""Repository of the served models: one pipeline for each, and shared resources."""
+"""Repository of the served models, with one pipeline per model, and shared resources."""
 
 import asyncio
 import contextlib
@@ -49,14 +49,14 @@ class ModelRepository:
 
     @property
     def states(self) -> dict[str, bool]:
-        """Readiness by model name, first model first: whether requests can be processed now."""
+        """Whether requests can be processed now, by model name. The first model comes first."""
         states: dict[str, bool] = {}
         for pipeline in self.pipelines:
             states |= {n: up for n, up in pipeline.model.states.items() if n not in states}
         return states
 
     def find(self, name: str) -> Pipeline:
-        """Return the pipeline of a model name.
+        """Return the pipeline that serves the model `name`.
 
         Raises:
             ModelNotFoundError: no served model has this name.
@@ -70,7 +70,7 @@ class ModelRepository:
         )
 
     def find_or_first(self, name: str) -> Pipeline:
-        """Return the pipeline of a model name; the first if no model has this name."""
+        """Return the pipeline that serves the model `name`, or the first one if none does."""
         return next((own for own in self.pipelines if name in own.model.names), self.first)
 
     async def find_loadable(self, name: str) -> Pipeline:
@@ -121,7 +121,7 @@ class ModelRepository:
             yield
 
     async def reload_when_set(self, requested: asyncio.Event) -> None:
-        """Reload all bundles each time `requested` is set. If that fails, keep the served model."""
+        """Reload all bundles each time `requested` is set. If one fails, its old model stays."""
         while True:
             await requested.wait()
             requested.clear()
@@ -136,8 +136,8 @@ class ModelRepository:
     def check_admission(self, method: str, peer: str) -> None:
         """Check, before a request is read, that its connection may have one more image in flight.
 
-        The model of the request is not known yet, so it suffices that one model admits it. If none
-        does, the metrics count a failed request for the first model.
+        The model of the request is not known yet, so it suffices that one model admits the image.
+        If no model does, the metrics count a failed request for the first model.
 
         Raises:
             QueueFullError: no slots are free, and the connection has its fair share of them.
@@ -161,7 +161,7 @@ class ModelRepository:
             pipeline.model.close()
 
     def _check_reloaded(self, reloaded: Pipeline, model: ServedModel) -> None:
-        """Raise ReloadError if a name of the new `model` of a pipeline is that of another model."""
+        """Raise ReloadError if another model has a name of `model`, which `reloaded` will serve."""
         models = (model if own is reloaded else own.model for own in self.pipelines)
         try:
             self._check_names([name for own in models for name in own.names])

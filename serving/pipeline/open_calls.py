@@ -1,4 +1,4 @@
-"""Limit of open calls, shared among connections."""
+"""Limit on the number of open calls, shared among connections."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ _CALLS_PER_FREE_CALL = 8
 
 
 class OpenCalls:
-    """Open calls by connection, and their limit.
+    """Number of open calls of each connection, and the limit on these numbers.
 
     A connection may have up to eight times as many open calls as can still be opened. A single
     connection can open nearly all. A second one can then open some, and soon has as many as the
@@ -22,7 +22,7 @@ class OpenCalls:
         self._open = Counter[str]()
 
     def add(self, peer: str) -> None:
-        """Count a call until `remove`.
+        """Count a call as open until `remove` is called.
 
         Args:
             peer: gRPC peer of the call; it identifies the client's connection.

@@ -84,7 +84,7 @@ class Pipeline:
         Raises:
             ImageError: invalid image.
             InvalidRequestError: the precision is not served.
-            BackendDownError: no worker is up, or the one that computed the image ended.
+            BackendDownError: no worker is up, or the worker that computed the image ended.
             BackendError: the engine failed on the image's batch.
         """
         source, scheduling = request.source, request.scheduling

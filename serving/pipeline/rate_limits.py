@@ -46,7 +46,7 @@ class RateLimits:
         self._clients: dict[str, tuple[float, dict[str, float]]] = {}
 
     def charge(self, images: int) -> None:
-        """Count a request of the current client.
+        """Count one request with `images` images of the current client.
 
         A request with more images than a bucket can hold is accepted if the bucket is full. The
         bucket's balance then becomes negative, which delays the client's next requests.

@@ -64,7 +64,7 @@ class Ticket(Generic[T]):
 class Schedule(Generic[T]):
     """Queues of items that wait for a batch, one queue per shape bucket.
 
-    It does not read a clock: callers pass the current time in seconds as `now`.
+    The schedule does not read a clock: callers pass the current time in seconds as `now`.
     """
 
     def __init__(self, policy: BatchPolicy, buckets: Iterable[ShapeBucket]) -> None:
@@ -102,9 +102,10 @@ class Schedule(Generic[T]):
             del self._connections[key]
 
     def take(self, now: float, *, only_full: bool = False) -> list[Ticket[T]]:
-        """Remove and return the next batch, all of one bucket. Empty: wait for more items.
+        """Remove and return the tickets of the next batch, which all have the same bucket.
 
-        Among the buckets whose batch may start, choose the one with the lowest service tag.
+        Among the buckets whose batch may start, choose the one with the lowest service tag. The
+        returned list is empty if the batch must wait for more items.
 
         Args:
             now: Current time in seconds.
@@ -132,7 +133,7 @@ class Schedule(Generic[T]):
         return waiting
 
     def due(self) -> float | None:
-        """Return the time when the first item will have waited `max_delay_s`. None: no items."""
+        """Return the time when the oldest item will have waited `max_delay_s`. None: no items."""
         return min((ticket.arrival + self._policy.max_delay_s for ticket in self), default=None)
 
     def _size(self, queue: list[Ticket[T]], now: float) -> int:

@@ -40,7 +40,7 @@ class ModelSource(NamedTuple):
     version: str | None = MODEL_VERSION
 
     def resolved(self) -> "ModelSource":
-        """Return the bundle and the number of the version to load now.
+        """Return the source of the version to load now, with this version's folder and number.
 
         Raises:
             BundleError: `bundle` has no versions.
@@ -56,7 +56,7 @@ class ModelSource(NamedTuple):
         return ModelSource(self.bundle / versions[-1], self.name, versions[-1])
 
     def manifest(self) -> Manifest:
-        """Read the manifest of the bundle, with the name of the model.
+        """Read the bundle's manifest. If `name` is set, it replaces the model name in the manifest.
 
         Raises:
             BundleError: the bundle is missing.
@@ -84,8 +84,8 @@ class ServedModel:
         Raises:
             BundleError: the bundle is missing.
         """
-        # Links are resolved once: restarted workers need the files that this model was loaded from,
-        # even if a link leads to a new bundle by then.
+        # Symbolic links are resolved once: restarted workers need the files that this model was
+        # loaded from, even if a link leads to a new bundle by then.
         source = source.resolved()
         self.version = source.version or MODEL_VERSION
         self._bundle = source.bundle.resolve()
@@ -151,7 +151,7 @@ class ServedModel:
 
     @property
     def states(self) -> dict[str, bool]:
-        """Readiness by name: whether a request for that name can be processed now."""
+        """Whether a request can be processed now, by the model name in the request."""
         return {
             name: not self.is_unloaded and self.batcher(precision).is_up
             for name, precision in self.names.items()

@@ -24,7 +24,7 @@ class TimedResult(NamedTuple, Generic[Value]):
 
 
 def timed(work: Callable[..., Value], *arguments: Any) -> TimedResult[Value]:
-    """Call a function in this thread and measure its time."""
+    """Call a function in this thread and measure the duration of the call."""
     start = time.perf_counter()
     value = work(*arguments)
     return TimedResult(value, time.perf_counter() - start)
@@ -49,7 +49,7 @@ class FairThreadPool:
     async def run(
         self, peer: str, work: Callable[..., Value], *arguments: Any
     ) -> TimedResult[Value]:
-        """Call a function in a thread and measure its time.
+        """Call a function in a thread, and measure the call's duration and its wait for a thread.
 
         If the calling task is cancelled while it waits for a thread, the function is not called;
         if the function runs already, its result is dropped.
