@@ -1,4 +1,4 @@
-"""Warnings of connections that cannot be accepted, because the process has no free resources."""
+"""Warnings about connections that cannot be accepted, because the process lacks resources."""
 
 import errno
 import logging
@@ -22,7 +22,7 @@ class AcceptFailures:
         self._lock = threading.Lock()
 
     def report(self, error: BaseException) -> bool:
-        """Return whether a failure is due to a lack of resources. Log the first one of a burst."""
+        """Return whether `error` is a lack of resources. If so, log the first one of a burst."""
         if not isinstance(error, OSError) or error.errno not in _SHORTAGES:
             return False
         with self._lock:
@@ -42,7 +42,7 @@ accept_failures: Final = AcceptFailures()
 
 
 def shorten_accept_failures() -> None:
-    """Let asyncio log one warning per burst of failures, instead of a traceback for each."""
+    """Replace asyncio's traceback of each failed `accept` by one warning per burst of failures."""
     logging.getLogger("asyncio").addFilter(_is_other_failure)
 
 

@@ -27,7 +27,8 @@ class _Sample:
         """Decide whether the next line is logged.
 
         Returns:
-            Number of lines omitted before it. None: omit it too.
+            Number of lines that were omitted since the last logged line. None: the caller must omit
+            the next line too.
         """
         second = int(time.monotonic())
         if second != self._second:

@@ -1,4 +1,4 @@
-"""Log of the server: lines of text or JSON, each with the ID of its request."""
+"""Log of the server: lines of text or JSON, each with the ID of the request that caused it."""
 
 import contextlib
 import json
@@ -39,8 +39,8 @@ def name_call(client_id: str) -> str:
     """Set and return the ID that the log records of the current task show.
 
     Args:
-        client_id: ID that the client sent for the call. If it is empty or invalid, a random one is
-            used.
+        client_id: ID that the client sent for the call. If it is empty or invalid, the call gets a
+            random ID.
     """
     call_id = client_id if client_id and _ID.fullmatch(client_id) else token_hex(16)
     request_id.set(call_id)

@@ -25,19 +25,20 @@ class Telemetry:
     def request(
         self, name: str, served: Collection[str], message_id: str, peer: str, size: int
     ) -> Iterator[list[Timing]]:
-        """Record the request that the current task processes within the context.
+        """Count and log the request that the current task processes within the context.
 
-        Use one task per request, because the log ID is stored per task.
+        Use one task per request, because the request ID for log lines is stored per task.
 
         Args:
             name: Model name in the request.
-            served: Served model names. If `name` is not among them, the first is recorded.
-            message_id: ID of the request, chosen by the client. Empty: none.
+            served: Served model names. If `name` is not among them, the request is recorded under
+                the first of them.
+            message_id: ID that the client chose for the request. Empty: the request has no ID.
             peer: Client address, as `context.peer()` returns it.
             size: Size of the request in bytes.
 
         Yields:
-            Empty list. The caller appends the timing of each image.
+            Empty list, to which the caller appends the timing of each image.
         """
         name = name if name in served else next(iter(served))
         name_request(message_id)
@@ -64,12 +65,12 @@ class Telemetry:
             )
 
     def reject_call(self, method: str, peer: str, error: ServingError) -> None:
-        """Record a call that was rejected before its request was read."""
+        """Count and log a call that was rejected before its request was read."""
         self.metrics.count_rejected_call(error)
         self._access_log.log_rejected_call(method, peer, error)
 
     def reject_request(self, model: str, method: str, peer: str, error: ServingError) -> None:
-        """Record a rejected request for the model `model`. The request was not read."""
+        """Count and log a request for `model` that was rejected before it was read."""
         self.metrics.count_failure(model, error, elapsed_s=0)
         self._access_log.log_rejected_call(method, peer, error)
 

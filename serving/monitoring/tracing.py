@@ -54,7 +54,11 @@ class Tracer:
         return nullcontext(lambda status: None)
 
     def image(self) -> AbstractContextManager[Callable[[Timing], None]]:
-        """Trace the image that is processed within the context; yield a recorder of its timing."""
+        """Trace the image that is processed within the context.
+
+        Yields:
+            Function to be called with the image's timing once the image is processed.
+        """
         return nullcontext(lambda timing: None)
 
     def close(self) -> None:
@@ -62,7 +66,7 @@ class Tracer:
 
 
 def load_tracer(tracing: bool) -> Tracer:
-    """Return an OpenTelemetry tracer, or one that records nothing if `tracing` is false.
+    """Return an OpenTelemetry tracer if `tracing` is true, else a tracer that records nothing.
 
     Raises:
         ServingError: OpenTelemetry is not installed.

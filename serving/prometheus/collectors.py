@@ -1,4 +1,4 @@
-"""Prometheus collectors for models and GPUs, with Triton's metric names; event loop lag."""
+"""Prometheus collectors for models and GPUs (Triton's metric names), and the event loop lag."""
 
 import asyncio
 import contextlib
@@ -172,7 +172,7 @@ def _family(
 
 
 class LoopLag:
-    """Lag of the event loop: the delay with which it wakes tasks."""
+    """Measurement of the event loop's lag: the delay with which it wakes tasks."""
 
     def __init__(self) -> None:
         # Latest measurement, in seconds.
@@ -181,7 +181,7 @@ class LoopLag:
         self.worst_s = 0.0
 
     async def run(self) -> None:
-        """Measure the lag until cancelled. Log a warning after each 10 s window with a high lag."""
+        """Measure the lag until cancelled. Log a warning after each 10 s with a lag above 0.1 s."""
         while True:
             worst_s = await self._worst_of_window()
             self.worst_s = worst_s

@@ -33,7 +33,7 @@ _POLL_S = 0.05
 def add_server_metrics(
     registry: CollectorRegistry, models: ModelRepository, lag: LoopLag, cpu: CpuCollector
 ) -> None:
-    """Add collectors of models, connections, event loop lag, process, CPU and GPUs."""
+    """Register collectors of models, connections, event loop lag, process, CPU and GPUs."""
     own = (ModelCollector(models), ConnectionCollector(), cpu, GpuCollector())
     for collector in own:
         registry.register(collector)
