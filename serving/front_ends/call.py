@@ -1,4 +1,4 @@
-"""Context of one gRPC call that a front end received, with the interface of gRPC's context."""
+"""Context of one gRPC call that a front-end process received, with gRPC's context interface."""
 
 import asyncio
 import logging
@@ -31,17 +31,18 @@ FindHandler = Callable[[CallDetails], Awaitable[Any]]
 class ForwardedCall(CallOutcome):
     """Context of a gRPC call that services and interceptors use like gRPC's context.
 
-    Like gRPC's, it sends at most one message at a time in each direction: the front end reads a
-    message of the client when `read` is called, and `write` waits until a message has been written.
+    Like gRPC's context, it passes at most one message at a time in each direction: the front-end
+    process reads a message of the client only when `read` is called, and `write` waits until the
+    message has been written.
     """
 
     def __init__(self, link: Link, number: int, opening: bytes) -> None:
         """Create the context.
 
         Args:
-            link: Link to the front end that received the call.
-            number: Number of the call on the link.
-            opening: Payload of the OPEN frame.
+            link: Socket connection to the front-end process that received the call.
+            number: Number of the call in the frames of `link`.
+            opening: Payload of the OPEN frame: pickled method, peer and metadata.
         """
         super().__init__()
         method, peer, metadata = pickle.loads(opening)
@@ -64,8 +65,8 @@ class ForwardedCall(CallOutcome):
         """Create the task that handles the call.
 
         Args:
-            find_handler: Returns the method's handler, wrapped by the interceptors. None: the
-                method is unknown.
+            find_handler: Function that returns the method's handler, wrapped by the interceptors,
+                or None if the method is unknown.
         """
         self.task = asyncio.get_running_loop().create_task(self._handle(find_handler))
         self.task.add_done_callback(self._end_if_closed)

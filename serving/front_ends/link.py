@@ -1,4 +1,4 @@
-"""Link between the server's process and a front end: frames over a Unix socket.
+"""Link between the server's process and a front-end process: frames over a Unix socket.
 
 A frame is a header (payload size, kind, call number) and a payload. The messages of calls are not
 parsed.
@@ -55,7 +55,8 @@ class Link(asyncio.BufferedProtocol):
         """Create an end that is not connected; see `connect`.
 
         Args:
-            receive: Function of kind, call number and payload.
+            receive: Function that is called with kind, call number and payload of each received
+                frame.
         """
         self._receive = receive
         self._transport: asyncio.Transport
@@ -72,11 +73,12 @@ class Link(asyncio.BufferedProtocol):
     async def connect(
         cls, connection: socket.socket, receive: Callable[[int, int, bytes], None]
     ) -> Self:
-        """Return the end of a link over a connected Unix socket, which it closes in the end.
+        """Return a new end that uses a connected Unix socket.
 
         Args:
-            connection: The socket.
-            receive: Function of kind, call number and payload; called for each received frame.
+            connection: The socket. The new end takes ownership and closes it.
+            receive: Function that is called with kind, call number and payload of each received
+                frame.
         """
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         loop = asyncio.get_running_loop()
@@ -84,7 +86,7 @@ class Link(asyncio.BufferedProtocol):
         return link
 
     def send(self, kind: Frame, call: int = 0, payload: bytes = b"") -> None:
-        """Send a frame. A closed link drops it."""
+        """Send a frame. If the socket is closed, the frame is dropped."""
         # All frames of an iteration of the event loop are written at once, in one system call.
         if not self._outgoing:
             self._loop.call_soon(self._flush)
@@ -93,7 +95,7 @@ class Link(asyncio.BufferedProtocol):
             self._outgoing.append(payload)
 
     def close(self) -> None:
-        """Send the remaining frames, then close the link."""
+        """Send the remaining frames, then close the socket."""
         self._flush()
         self._transport.close()
 

@@ -1,4 +1,4 @@
-"""Main program of a front end: a gRPC server that passes all calls to the server's process."""
+"""Main program of a front-end process, which passes all gRPC calls to the server's process."""
 
 import asyncio
 import itertools
@@ -38,12 +38,12 @@ def run_front_end(
     certificate_files: CertificateFiles | None,
     options: Sequence[tuple[str, int]],
 ) -> None:
-    """Accept calls and pass them to the server's process, until it sends STOP or ends.
+    """Accept calls and pass them to the server's process, until that process sends STOP or ends.
 
     Args:
-        handle: File descriptor of the socket of the link.
+        handle: File descriptor of the Unix socket to the server's process.
         address: Address to listen on, as `host:port`.
-        certificate_files: Files of the certificate. None: no TLS.
+        certificate_files: Files of the TLS certificate. None: connections are not encrypted.
         options: Options of the gRPC server.
     """
     drop_client_faults()
@@ -100,13 +100,16 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
         self._numbers = itertools.count()
         # Frames of the server's process that are to be processed, by call.
         self._frames: dict[int, asyncio.Queue[tuple[int, bytes]]] = {}
-        # Limits the calls to which the server's process has not sent any frame yet.
+        # Limits the number of calls to which the server's process has not sent any frame yet.
         self._pending = asyncio.Semaphore(max_pending_calls)
         # Tasks that stop the gRPC server.
         self._stopping: list[asyncio.Task[None]] = []
 
     async def connect(self, connection: socket.socket) -> Link:
-        """Connect to the server's process, and return the link. Call this before a call arrives."""
+        """Connect this end of the Unix socket to the server's process, and return the end.
+
+        Call this method before the first gRPC call arrives.
+        """
         self._link = await Link.connect(connection, self._receive)
         return self._link
 

@@ -34,7 +34,7 @@ _MAX_PAUSE_S: Final = 30.0
 
 
 def front_end_count(config: ServeConfig) -> int:
-    """Return the number of front ends. 0: the server's process accepts the connections.
+    """Return the number of front-end processes. 0: the server's process accepts connections.
 
     Raises:
         BackendError: the GPU driver does not respond.
@@ -46,10 +46,10 @@ def front_end_count(config: ServeConfig) -> int:
 
 
 class FrontEndServer:
-    """gRPC server with front ends. Its services run in this process.
+    """gRPC server whose connections are accepted by front-end processes.
 
-    The front ends share the port through SO_REUSEPORT: the kernel distributes the connections. A
-    front end that ends is restarted.
+    Its services run in this process. The front ends share the port through SO_REUSEPORT: the kernel
+    distributes the connections among them. A front end that ends is restarted.
     """
 
     def __init__(
@@ -140,14 +140,15 @@ class FrontEndServer:
 
 
 class _FrontEnd:
-    """Handle of a front-end process, and its calls."""
+    """Handle of a front-end process and of the calls that the process received."""
 
     def __init__(self, arguments: tuple[Any, ...], find_handler: FindHandler) -> None:
         """Start the process.
 
         Args:
             arguments: Arguments of `run_front_end` after the first.
-            find_handler: Returns the handler of a call. None: the method is unknown.
+            find_handler: Function that returns the handler of a call, or None if the method is
+                unknown.
         """
         self._find_handler = find_handler
         self._calls: dict[int, ForwardedCall] = {}
@@ -166,7 +167,7 @@ class _FrontEnd:
         """Wait until the process accepts connections.
 
         Raises:
-            ServingError: the process ended before.
+            ServingError: the process ended before it accepted connections.
         """
         self._link = await Link.connect(self._socket, self._receive)
         self._link.closed.add_done_callback(self._close_calls)

@@ -44,7 +44,7 @@ def http_app(
     models: ModelRepository,
     transport: Transport,
 ) -> ASGIApp:
-    """Return the ASGI application.
+    """Return the ASGI application of the HTTP server.
 
     Args:
         detector: Service behind `/v1`.

@@ -1,4 +1,4 @@
-"""HTTP connections: limits on heads, trailers and pipelining, and time limits of slow clients."""
+"""HTTP connections: limits on heads, trailers and pipelining, and time limits for slow clients."""
 
 import asyncio
 import socket

@@ -62,7 +62,7 @@ class DetectQuery(BaseModel):
 
 
 class DetectionRoutes:
-    """Routes that call the methods of `DetectorService`, as gRPC does."""
+    """HTTP routes below `/v1`, which call the same methods of `DetectorService` as gRPC."""
 
     def __init__(
         self, service: DetectorService, models: ModelRepository, transport: Transport
@@ -136,8 +136,8 @@ class DetectionRoutes:
         return {
             path.name: path
             for path in files
-            # A link must not lead out of the folder. Names that are not UTF-8 cannot be listed in
-            # JSON, so such files are left out.
+            # A symbolic link must not lead out of the folder. Names that are not UTF-8 cannot be
+            # listed in JSON, so such files are left out.
             if path.is_file() and path.resolve().is_relative_to(root) and _is_text(path.name)
         }
 

@@ -6,10 +6,11 @@ from google.protobuf.message import Message
 
 
 def value_from_message(message: Message) -> dict[str, Any]:
-    """Return a message as a JSON object with the names of the .proto file, and with all fields.
+    """Convert a message to a JSON object with the field names of the .proto file.
 
-    Unlike in protobuf's own JSON, 64-bit integers are numbers, as Triton's clients expect.
-    Message fields that are not set are omitted.
+    Unlike in protobuf's own JSON, 64-bit integers are numbers, as Triton's clients expect, and
+    fields with default values are included. Message fields, optional fields and members of a oneof
+    are omitted if they are not set.
     """
     value: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:

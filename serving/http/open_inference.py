@@ -1,4 +1,4 @@
-"""Open Inference Protocol v2 over REST, with Triton's extensions."""
+"""HTTP routes of the Open Inference Protocol v2, with Triton's extensions."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -33,7 +33,7 @@ _SERVICE: Final = "/inference.GRPCInferenceService/"
 
 
 class OpenInferenceRoutes:
-    """Routes that call the methods of `InferenceService`, as gRPC does."""
+    """HTTP routes below `/v2`, which call the same methods of `InferenceService` as gRPC."""
 
     def __init__(
         self, service: InferenceService, models: ModelRepository, transport: Transport

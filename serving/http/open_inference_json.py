@@ -24,7 +24,8 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "FP32": np.dtype("<f4"),
     "INT64": np.dtype("<i8"),
 }
-# Parameters of the binary tensor data extension. They are removed here, because gRPC has none.
+# Parameters of the binary tensor data extension. They are removed from a request before it is
+# converted to a message, because they have no meaning in gRPC.
 _SIZE, _IS_BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
 
 _PARAMETER_FIELDS: Final = {
@@ -96,11 +97,11 @@ class BinaryOutputs(NamedTuple):
 
 
 def parse_json(kind: type[BaseModel], text: bytes) -> Any:
-    """Parse and validate JSON.
+    """Parse and validate a JSON object, and return it as an instance of `kind`.
 
     Args:
         kind: Class of the result.
-        text: JSON of an object. Empty: no fields.
+        text: JSON text. Empty: an object without members.
 
     Raises:
         InvalidRequestError: the text is not valid JSON, or does not fit the class.
@@ -120,9 +121,10 @@ def infer_request_from_http(
 
     Args:
         body: Body of the request: JSON, and then the binary data of inputs.
-        json_length: Header Inference-Header-Content-Length. None: the body is only JSON.
+        json_length: Header Inference-Header-Content-Length: size of the JSON in bytes, as text.
+            None: the body is only JSON.
         model: Model name in the path.
-        version: Model version in the path. Empty: none.
+        version: Model version in the path. Empty: the path has no version.
 
     Raises:
         InvalidRequestError: the body does not follow the protocol. The service checks the contents.
@@ -279,7 +281,7 @@ def http_from_infer_response(
         binary: Outputs to return as binary data.
 
     Returns:
-        The body, and the size of its JSON part. None: the body is only JSON.
+        The body, and the size of its JSON part in bytes, or None if the body is only JSON.
     """
     outputs, tail = [], []
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):

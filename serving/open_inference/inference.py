@@ -55,7 +55,7 @@ async def infer(
         pipeline: Pipeline that processes the images.
         model: Served model.
         config: Server settings.
-        precision: Precision suffix of the request's model name. None: it has no suffix.
+        precision: Precision suffix of the request's model name. None: the name has no suffix.
         peer: Client address, as `context.peer()` returns it.
         admission: Context manager that holds one admission slot per image. None: acquire the slots
             from `pipeline.admission`.
@@ -143,7 +143,7 @@ def scheduling_from_request(
 
     Args:
         request: ModelInfer request. A priority or timeout of 0 means the server's default.
-        precision: Precision suffix of the request's model name. None: it has no suffix.
+        precision: Precision suffix of the request's model name. None: the name has no suffix.
         peer: Client address, as `context.peer()` returns it.
 
     Raises:

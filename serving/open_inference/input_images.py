@@ -73,7 +73,7 @@ def validate_input(request: pb.ModelInferRequest, max_batch: int, max_pixels: in
 
 
 def decode_input(images: ImageInput) -> Sequence[SourceImage]:
-    """Return each image of an input, as an encoded file or a [H, W, 3] uint8 array.
+    """Return each image of an input, as an encoded file or an RGB array [H, W, 3] uint8.
 
     This may take seconds.
 
@@ -189,7 +189,7 @@ def check_contents(tensor: InputTensor, raw: bytes | None) -> None:
 
 
 def pixels_from_tensor(tensor: InputTensor, raw: bytes | None) -> NDArray[np.uint8]:
-    """Return the pixels of a tensor of datatype UINT8 or FP32. FP32 values are rounded.
+    """Return the pixels of a UINT8 or FP32 tensor in the tensor's shape. FP32 values are rounded.
 
     Args:
         tensor: Tensor that has passed `check_contents`.

@@ -50,15 +50,15 @@ def output_specs(manifest: Manifest) -> tuple[OutputSpec, ...]:
     Each image has `num_detections` rows, padded to D with zeros or empty strings.
 
     - num_detections [B, 1]
-    - boxes [B, D, 4] xyxy in pixels of the upright image: the source image after its EXIF rotation
+    - boxes [B, D, 4] xyxy in pixels of the image after its EXIF rotation
     - scores [B, D] in descending order
     - labels [B, D]; 1 is the first class
-    - masks [B, D] COCO RLE (compressed counts) of masks with the size of the upright image
-    - image_sizes [B, 2] height and width of the upright image, which COCO RLE needs
-    - mask_probabilities [B, D, M, M] over each box
+    - masks [B, D] COCO RLE (compressed counts) of masks with the size of the rotated image
+    - image_sizes [B, 2] height and width of the rotated image, which COCO RLE needs
+    - mask_probabilities [B, D, M, M] within each box
     - class_names [B, D]
 
-    The last two are sent only if the request names them.
+    The outputs mask_probabilities and class_names are sent only if the request names them.
     """
     count, side = manifest.max_detections, manifest.mask_side
     return (
@@ -229,7 +229,7 @@ _VALUES: Final[Mapping[str, Callable[[Detections], Any]]] = {
 
 
 def serialised_strings(rows: Iterable[Iterable[bytes]]) -> bytes:
-    """Return raw contents of datatype BYTES: each string after its length in 4 bytes."""
+    """Serialise strings as raw contents of datatype BYTES: each one after its length in 4 bytes."""
     return b"".join(len(text).to_bytes(4, "little") + text for row in rows for text in row)
 
 

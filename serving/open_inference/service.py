@@ -110,7 +110,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ModelStatistics(  # noqa: N802
         self, request: pb.ModelStatisticsRequest, context: CallContext
     ) -> pb.ModelStatisticsResponse:
-        """Return the request statistics of one model, or of all if the request names none."""
+        """Return the request statistics of one model, or of all if the request names no model."""
         if request.name:
             self._find(request.name, request.version)
         names = [request.name] if request.name else list(self._models.states)
@@ -149,7 +149,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def RepositoryModelLoad(  # noqa: N802
         self, request: pb.RepositoryModelLoadRequest, context: CallContext
     ) -> pb.RepositoryModelLoadResponse:
-        """Reload the bundle from its path. If that fails, the served model does not change."""
+        """Load a model's bundle again. If that fails, the served model does not change."""
         _reject_unknown(request.parameters, "RepositoryModelLoad has no parameters")
         try:
             pipeline = await self._models.find_loadable(request.model_name)
@@ -212,7 +212,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         await self._streams.process(requests, respond, context, in_order=True)
 
     def _image_count(self, request: pb.ModelInferRequest) -> int:
-        """Return the number of images, as the shape of the input states; 1 if it is invalid."""
+        """Return the number of images in the shape of the request's input; 1 if it is invalid."""
         shape = request.inputs[0].shape if request.inputs else ()
         return shape[0] if shape and 1 <= shape[0] <= self._config.images_per_request else 1
 

@@ -221,11 +221,15 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             await context.abort(*status_and_message(error))
 
     def record_rejection(self, method: str, peer: str, error: ServingError) -> None:
-        """Record in metrics and log that a call was rejected before its request was read."""
+        """Count and log a call that was rejected before its request was read."""
         self._models.resources.telemetry.reject_call(method, peer, error)
 
     async def _admit(self, method: str, context: CallContext) -> None:
-        """Count the call as open until it ends. Raise QueueFullError if too many are open."""
+        """Count the call as open until it ends. Reject it if too many are open or no slot is free.
+
+        Raises:
+            QueueFullError: too many calls are open.
+        """
         peer = context.peer()
         if is_public(method):
             self._count_public_call(peer, context)
@@ -279,7 +283,7 @@ def _is_loopback(peer: str) -> bool:
 
 
 def _host_of(peer: str) -> str:
-    """Return the host of a peer."""
+    """Return the host of a peer, such as `127.0.0.1` for `ipv4:127.0.0.1:50000`."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 

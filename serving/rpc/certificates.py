@@ -50,7 +50,7 @@ class _Loaded(NamedTuple):
 
 
 class _CurrentContext(ssl.SSLContext):
-    """TLS context that delegates each new connection to the current context."""
+    """TLS context that delegates each new connection to the context that was loaded last."""
 
     # The usual way is `sni_callback`, which can replace the context of a connection. It is not used
     # here, because Python prints a traceback if the server name that a client sends is invalid.

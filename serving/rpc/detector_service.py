@@ -109,10 +109,12 @@ class DetectorService:
         Args:
             peer: Client address, as `context.peer()` returns it.
             request: The request.
-            encoder: Encodes the detections, in a thread or in the worker process.
-            admission: Context manager that holds an admission slot. None: reserve one.
-            finish: Converts the encoder's result further, in a thread of this process. Its time
-                counts as encoding time. None: no conversion.
+            encoder: Function that encodes the detections. It runs in a thread or in the worker
+                process.
+            admission: Context manager that holds an admission slot. None: acquire a slot from the
+                model's `AdmissionController`.
+            finish: Function that converts the encoder's result further, in a thread of this
+                process. Its duration counts as encoding time. None: no conversion.
             finish_memory: Peak memory of `finish` in bytes per pixel of the image.
 
         Raises:
@@ -160,7 +162,7 @@ class DetectorService:
         return self._models.find_or_first(request.model)
 
     def _model_of(self, name: str) -> ServedModel:
-        """Return the model of a name; the first if the name is empty."""
+        """Return the served model with this name, or the first model if the name is empty."""
         return (self._models.find(name) if name else self._models.first).model
 
 

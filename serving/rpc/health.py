@@ -26,7 +26,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
 
     The server and its services are SERVING while the server runs and the first model can process
     requests. A model is SERVING while the server runs and the model can process requests.
-    `LIVENESS` is always SERVING.
+    The service named `LIVENESS` is always SERVING.
     """
 
     def __init__(

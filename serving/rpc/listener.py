@@ -111,7 +111,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 class GrpcServer(Protocol):
-    """Interface of a gRPC server that runs in this process or in front ends.
+    """Interface of a gRPC server that accepts connections in this or in front-end processes.
 
     `grpc.aio.Server` implements it, and so does `front_ends.server.FrontEndServer`.
     """
@@ -120,7 +120,7 @@ class GrpcServer(Protocol):
         """Add handlers of services."""
 
     async def start(self) -> None:
-        """Accept calls."""
+        """Start to accept calls."""
 
     async def stop(self, grace: float | None = None) -> None:
         """Reject new calls, and wait up to `grace` seconds for open ones. None: cancel them."""
@@ -182,7 +182,7 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 
 
 def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, int]]:
-    """Return the gRPC options of the server or, if there are any, of each of its front ends.
+    """Return the gRPC options of the server or, if there are any, of each front-end process.
 
     Each front end accepts an equal share of `max_connections`. The other limits are not divided:
     they apply to each connection or, for pending calls, to each process.

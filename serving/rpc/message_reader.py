@@ -121,11 +121,12 @@ def call_handler(
 ) -> Callable[[Any], Awaitable[Any]]:
     """Return a function that reads a call's requests and passes them to a gRPC method handler.
 
-    The function takes the call's context and returns the handler's response; None for a stream.
+    The function takes the call's context and returns the handler's response, or None if the
+    method's requests are a stream.
 
     Args:
         handler: `grpc.RpcMethodHandler` of the method.
-        pending: Limits the concurrent waits for messages.
+        pending: Set that limits the concurrent waits for messages.
         timeout_s: Maximum time to receive a unary request, in seconds. Streams have no limit.
     """
     if handler.request_streaming:

@@ -35,8 +35,9 @@ class Streams(Generic[Request]):
         """Create an empty set of streams.
 
         Args:
-            pipeline_of: Returns the pipeline that processes a request.
-            image_count: Returns the number of images in a request. Each needs an admission slot.
+            pipeline_of: Function that returns the pipeline that processes a request.
+            image_count: Function that returns the number of images in a request. Each image needs
+                an admission slot.
         """
         self._pipeline_of = pipeline_of
         self._image_count = image_count
@@ -59,9 +60,9 @@ class Streams(Generic[Request]):
 
         Args:
             requests: Requests of the stream.
-            respond: Computes the response to a request. It must hold the given admission context
-                during the computation.
-            context: gRPC context of the call; receives the responses.
+            respond: Function that computes the response to a request. It must hold the given
+                admission context during the computation.
+            context: gRPC context of the call, to which the responses are written.
             in_order: Whether to write the responses in the order of the requests.
 
         Raises:
