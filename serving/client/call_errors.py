@@ -26,8 +26,11 @@ _FAILED_ADDRESS = re.compile(r"ipv[46]:(\S+):\d+: ")
 def error_from_rpc(error: grpc.RpcError, address: str, timeout_s: float) -> ClientError:
     """Return the `ClientError` for a failed call.
 
-    A status that the server sent becomes a `RefusedError`, even UNAVAILABLE, or an `AccessError`.
-    An error that gRPC generated on the client becomes an `UnreachableError` or a `DeadlineError`.
+    - `UnreachableError`: CANCELLED, UNIMPLEMENTED, or an UNAVAILABLE that gRPC generated on the
+      client.
+    - `DeadlineError`: a DEADLINE_EXCEEDED that gRPC generated on the client.
+    - `AccessError`: UNAUTHENTICATED or PERMISSION_DENIED.
+    - `RefusedError`: every other status, such as an UNAVAILABLE that the server sent.
 
     Args:
         error: The gRPC error.

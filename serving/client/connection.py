@@ -85,7 +85,7 @@ class Connection:
             address: `host:port` of the server, or a gRPC target with a scheme, such as `dns:` or
                 `unix:`.
             timeout_s: Deadline of a request in seconds, at most `DAY_S`, all retries included.
-                Streams have none.
+                Streams have no deadline.
             retries: Maximum number of retries if the server is overloaded or unreachable; see
                 `channel_options`.
             credentials: Credentials of the client. None: neither TLS nor a token.
@@ -116,7 +116,7 @@ class Connection:
 
     @contextlib.contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """Turn gRPC errors within the context into `ClientError`s; see `error_from_rpc`."""
+        """Convert gRPC errors within the context into `ClientError`s; see `error_from_rpc`."""
         try:
             yield
         except _CALL_ERRORS as error:

@@ -67,8 +67,8 @@ class DetectorClient(Connection):
         """Detect objects in one image.
 
         Args:
-            image: The image.
-            options: Detections to return, and the format of their masks.
+            image: Content of an image file, path of such a file, or RGB pixels [H, W, 3] uint8.
+            options: Options that select the detections to return and the format of their masks.
             scheduling: Model, precision, priority and time limit of the request in the server.
 
         Raises:

@@ -18,10 +18,10 @@ from ..errors import AccessError, ClientError, ClosedError, DeadlineError, Refus
 from ..messages import detections_from_response, request_from_options
 from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
 
-# Input image: content of a JPEG, PNG or WebP file, path of such a file, or RGB pixels [H, W, 3].
+# Input image: content of a JPEG, PNG or WebP file, path of an image file, or RGB pixels [H, W, 3].
 ImageSource = bytes | Path | NDArray[np.uint8]
 
-# Outcome of one image: its detections or the error. OSError: its file cannot be read.
+# Outcome of one image: its detections or the error. OSError: the image's file cannot be read.
 ImageOutcome = Detections | ClientError | OSError
 
 TOO_LARGE_REMEDY = "send a smaller image, or start the server with a higher --max-message-mb"
@@ -126,7 +126,7 @@ def outcome_from_stream_response(
 
 
 class DeferredErrors(Generic[_T]):
-    """Iterable that ends at the first error of the wrapped one; `check` raises that error later.
+    """Wrapper of an iterable that ends at the iterable's first error. `check` raises it later.
 
     The caller can thus deliver the results of the preceding items first. If the request iterator
     of a stream raised an error, gRPC would drop this error and the outstanding responses.

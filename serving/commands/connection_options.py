@@ -1,4 +1,4 @@
-"""Address, TLS and token of commands that connect to a server."""
+"""Options of commands that connect to a server: address, TLS and token."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ CREDENTIAL_OPTIONS = (
 
 
 def checked_address(_: click.Context, __: click.Parameter, value: str) -> str:
-    """Return the address of a server. Callback of a click argument.
+    """Validate and return the address of a server. Callback of a click argument.
 
     Raises:
         click.BadParameter: the address is not valid.

@@ -1,4 +1,4 @@
-"""Results of checks, their display, and the checks of the machine for both doctor commands."""
+"""Check results and their display, and the machine's checks for `doctor` and `serve --doctor`."""
 
 import platform
 from collections.abc import Iterable, Mapping

@@ -19,11 +19,12 @@ def bundle_for_backend(
     """Return the bundle of a model reference, exported for a backend if it is not a bundle yet.
 
     Args:
-        reference: See `bundle_from_reference`. The manifest of a bundle also stands for the bundle.
+        reference: Model reference; see `bundle_from_reference`. The path of a bundle's manifest
+            stands for the bundle.
         backend: Backend that will run the bundle. `auto`: torch if the machine has an NVIDIA GPU,
             ONNX Runtime otherwise.
         precisions: Precisions to export. Empty: fp32.
-        buckets: Input sizes to export. Empty: those of the model.
+        buckets: Input sizes to export. Empty: the model's own input sizes.
 
     Raises:
         ZooError: The zoo does not have the model, or this program does not support it.

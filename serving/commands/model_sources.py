@@ -1,4 +1,4 @@
-"""Models of `maskrcnn serve`: bundles and names."""
+"""Conversion of the arguments of `maskrcnn serve` to bundles and model names."""
 
 import re
 from collections.abc import Sequence
@@ -19,9 +19,10 @@ def model_sources(arguments: Sequence[str], config: ServeConfig) -> list[ModelSo
     """Return the bundles and the names of the models to serve.
 
     Args:
-        arguments: Each is a model reference (a bundle, a checkpoint, or a name from `maskrcnn
-            weights list`), NAME=REFERENCE, or a repository: a folder with bundles in
-            MODEL/VERSION, of which the newest version of each model is served.
+        arguments: Arguments of the command. Each argument is a model reference (a bundle, a
+            checkpoint, or a name from `maskrcnn weights list`), NAME=REFERENCE, or a repository: a
+            folder with bundles in MODEL/VERSION, of which the newest version of each model is
+            served.
         config: Settings of the server.
 
     Raises:

@@ -40,19 +40,21 @@ def detect_many(
 ) -> Generator[Outcome, None, None]:
     """Detect objects in encoded images, with bounded read-ahead.
 
-    Decoding, inference and mask encoding of different batches overlap. With a `DeviceBackend` they
-    run on its device, otherwise decoding and encoding run in CPU threads.
+    Decoding, inference and mask encoding of different batches overlap. With a `DeviceBackend`, all
+    three run on the backend's device. With other backends, decoding and encoding run in CPU
+    threads.
 
     Args:
         images: Contents of JPEG, PNG or WebP files, or their paths. The thread that consumes the
             results iterates over them and reads the files.
         backend: Backend, loaded for batches of `max_batch`.
         manifest: Manifest of the bundle that the backend was loaded from.
-        options: Detections to keep, and the format of their masks.
+        options: Options that select the detections to keep and the format of their masks.
         max_batch: Maximum number of images in a batch.
         max_pixels: Maximum number of pixels of an image. Larger images are rejected.
         apply_orientation: Apply the rotation in the images' EXIF data.
-        threads: Maximum number of batches in decoding, and maximum number in encoding.
+        threads: Maximum number of batches that are decoded at once. The same limit applies to
+            batches that are encoded.
 
     Returns:
         Generator of the detections or the error of each image, in order. Closing it cancels the

@@ -98,7 +98,7 @@ class Detector:
         """Detect objects in an encoded image.
 
         Raises:
-            ImageError: The image is invalid.
+            ImageError: The image is invalid, or has more than `max_pixels` pixels.
             BackendError: The detector is closed.
         """
         self._check_open()

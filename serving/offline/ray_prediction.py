@@ -61,6 +61,7 @@ class RaySummary(NamedTuple):
 class StoredImages(NamedTuple):
     """Locations of the input images. Picklable."""
 
+    # File systems that hold the images: the local one, or those of cloud buckets.
     stores: tuple[pyarrow.fs.FileSystem, ...]
     # For each image, the index of its store and its unquoted path there (`/folder/image.jpg` or
     # `bucket/folder/image.jpg`).
@@ -86,10 +87,10 @@ def predict_with_ray(
         sources: Absolute paths, or addresses such as `s3://bucket/folder`; see `stored_images`.
         output: New or empty folder, as an absolute path or an address, for Parquet files with
             `SCHEMA`. They are written during the run.
-        options: Detections to keep.
+        options: Options that select the detections to keep.
         precision: Precision of inference. None: the first one that the bundle has for the backend.
         backend: Inference backend.
-        max_batch: Batch size of a model.
+        max_batch: Maximum number of images in a batch.
 
     Raises:
         BundleError: The bundle is missing.
@@ -243,7 +244,7 @@ def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RayS
 
 @contextlib.contextmanager
 def _translated_storage_errors() -> Iterator[None]:
-    """Turn storage errors that do not name a file into a ServingError that names a remedy."""
+    """Convert storage errors that do not name a file to a ServingError that names a remedy."""
     try:
         yield
     except (OSError, pa.ArrowInvalid) as error:

@@ -13,9 +13,10 @@ from ..detections import Detections
 
 
 def image_ids(paths: Sequence[Path]) -> list[int | str]:
-    """Return the COCO image IDs of files: their names' stems, as an int if it is decimal.
+    """Return the COCO image ID of each file: its name without suffix, as an int if it is decimal.
 
-    Files that would have the same ID, such as `cat.jpg` and `cat.png`, have their names as IDs.
+    If files would have the same ID, such as `cat.jpg` and `cat.png`, their names with suffixes are
+    the IDs.
     """
     ids = [int(path.stem) if path.stem.isdecimal() else path.stem for path in paths]
     counts = Counter(ids)
@@ -49,9 +50,9 @@ def coco_results(image_id: int | str, detections: Detections) -> list[dict[str, 
 def arrays_from_detections(detections: Detections) -> dict[str, NDArray[Any]]:
     """Return N detections as arrays by name, for `numpy.savez`. No array needs pickle.
 
-    `boxes` [N, 4] float32 xyxy in pixels of the upright image, `scores` [N] float32, `labels` and
-    `category_ids` [N] int64, `class_names` [N] str, `size` [2] int64 (height, width) and, if the
-    detections have RLE masks, `masks` [N, height, width] bool.
+    `boxes` [N, 4] float32 xyxy in pixels of the image after its EXIF rotation, `scores` [N]
+    float32, `labels` and `category_ids` [N] int64, `class_names` [N] str, `size` [2] int64 (height,
+    width) and, if the detections have RLE masks, `masks` [N, height, width] bool.
     """
     size = (detections.height, detections.width)
     arrays: dict[str, NDArray[Any]] = {

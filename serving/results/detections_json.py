@@ -1,4 +1,4 @@
-"""Detections as JSON."""
+"""Conversion of detections to JSON, for the HTTP API."""
 
 from typing import Any
 
@@ -12,8 +12,9 @@ def json_from_detections(detections: Detections) -> bytes:
     """Return detections as a JSON object with `height`, `width` and `detections`.
 
     Each detection has `class_name`, `label`, `category_id`, `score`, `box` (x_min, y_min, x_max,
-    y_max in pixels of the upright image) and, depending on the mask format, `segmentation`: COCO
-    RLE as an object with `size` and `counts`, or a list of polygons, each a list x, y, x, y, ...
+    y_max in pixels of the image after its EXIF rotation) and, depending on the mask format,
+    `segmentation`: COCO RLE as an object with `size` and `counts`, or a list of polygons, each a
+    list x, y, x, y, ...
     """
     rows = zip(
         detections.class_names,

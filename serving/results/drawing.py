@@ -59,7 +59,7 @@ def draw_detections(image: NDArray[np.uint8], detections: Detections) -> NDArray
         detections: Detections of that image. Only RLE masks are drawn.
 
     Returns:
-        New array [H, W, 3].
+        New array [H, W, 3] uint8 RGB.
     """
     pixels = image.copy()
     _draw_masks(pixels, detections)
@@ -70,7 +70,7 @@ def draw_detections(image: NDArray[np.uint8], detections: Detections) -> NDArray
 
 
 def _draw_masks(image: NDArray[np.uint8], detections: Detections) -> None:
-    """Draw masks onto an image [H, W, 3], which is changed."""
+    """Draw masks onto an image [H, W, 3] in place."""
     colours = _colours_of(detections)
     masks = [
         (np.array(colour, np.float32), run_ends(rle))
@@ -88,7 +88,7 @@ def _draw_masks(image: NDArray[np.uint8], detections: Detections) -> None:
 
 
 def _draw_boxes(canvas: Image.Image, detections: Detections) -> None:
-    """Draw boxes, class names and scores onto an image, which is changed."""
+    """Draw boxes, class names and scores onto an image in place."""
     colours = _colours_of(detections)
     # Text size and line width scale with the image.
     side = (canvas.width * canvas.height) ** 0.5

@@ -81,7 +81,7 @@ def _report_nested(folder: Path) -> None:
 
 
 def check_folder(folder: Path, files: Sequence[Path], formats: Collection[ReportFormat]) -> None:
-    """Check an output folder: it is writable, and annotated images do not join input images.
+    """Check that an output folder is writable and that no annotated image joins input images.
 
     Raises:
         click.UsageError: The folder cannot be written or created. Or `formats` includes
