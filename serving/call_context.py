@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class CallContext(Protocol):
-    """Context of one request: methods of `grpc.aio.ServicerContext` that HTTP requests have too.
+    """Context of one request: the subset of `grpc.aio.ServicerContext` that HTTP supports too.
 
     gRPC's own context implements it, and so do `front_ends.call.ForwardedCall` and
     `http.call.HttpCall`.

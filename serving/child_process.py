@@ -1,4 +1,4 @@
-"""Child processes of the server: start, log, exit status, and end together with the server."""
+"""Child processes of the server: their start, logs, exit status and end with the server."""
 
 import contextlib
 import logging

@@ -62,14 +62,14 @@ _ELLIPSIS = "..."
 
 
 def status_from_error(error: Exception) -> grpc.StatusCode:
-    """Return the gRPC status code for an exception; INTERNAL if its type is not in `_STATUS`."""
+    """Return the gRPC status code for an exception; INTERNAL for unexpected exception types."""
     return next(
         (_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), grpc.StatusCode.INTERNAL
     )
 
 
 def http_status_from_status(status: grpc.StatusCode) -> int:
-    """Return the HTTP status code for a gRPC status code; 500 if it is not in `_HTTP_STATUS`."""
+    """Return the HTTP status code for a gRPC status code; 500 for codes without a counterpart."""
     return _HTTP_STATUS.get(status, 500)
 
 
@@ -88,7 +88,10 @@ def status_and_message(error: Exception) -> tuple[grpc.StatusCode, str]:
 
 
 async def abort_on_error(response: Awaitable[T], context: CallContext) -> T:
-    """Await and return `response`. If it raises, abort the call with the error's status code."""
+    """Await `response` and return its value.
+
+    If awaiting raises an exception, abort the gRPC call with the exception's status and message.
+    """
     try:
         return await response
     except Exception as error:

@@ -52,7 +52,7 @@ class Stream(Protocol):
         """Record an event after the work that has been queued."""
 
     def wait(self, event: Any) -> None:
-        """Make work that is queued on this stream from now on wait for an event of another one."""
+        """Make work that is queued on this stream later wait for an event of another stream."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
         """Queue a copy from pinned memory to the GPU address `address`."""

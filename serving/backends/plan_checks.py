@@ -125,7 +125,7 @@ def check_memory(needed: int, free: int) -> None:
 
 
 def remedy_from_reason(reason: str) -> str | None:
-    """Return the text of the remedy for an error that TensorRT logged. None: unknown error."""
+    """Return the text of the remedy for an error that TensorRT logged, or None if it is unknown."""
     return next((r for p, r in _REMEDIES.items() if re.search(p, reason, re.IGNORECASE)), None)
 
 

@@ -35,7 +35,9 @@ class TorchBackend:
     def __init__(
         self, bundle: Path, manifest: Manifest, precision: Precision, max_batch: int
     ) -> None:
-        """Load the bundle's programs of a precision onto the current GPU, or onto the CPU if none.
+        """Load the bundle's programs of a precision onto the current GPU.
+
+        If torch finds no GPU, the programs are loaded onto the CPU.
 
         Args:
             bundle: Folder of the bundle.
@@ -152,7 +154,7 @@ class TorchBackend:
 
 
 def _warn_if_not_compiled(artifacts: Sequence[Artifact]) -> None:
-    """Log a warning for each program that was not compiled for this GPU and these versions."""
+    """Log a warning for each program compiled for another GPU, torch or Python, or not compiled."""
     for artifact in artifacts:
         compiled = artifact.compiled
         if compiled is None:

@@ -22,7 +22,10 @@ class _Capture(NamedTuple):
 
 
 class GraphedProgram:
-    """Program that runs as CUDA graphs, one per batch size, captured at that size's first batch."""
+    """Torch program that runs as CUDA graphs, one per batch size.
+
+    Each graph is captured at the first batch of its size.
+    """
 
     def __init__(
         self,

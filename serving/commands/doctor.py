@@ -38,7 +38,7 @@ class FirstRunStep(NamedTuple):
     must_print: str
     # Regular expressions that the output must match.
     patterns: tuple[str, ...] = ()
-    # Regular expression that the output must not match. "": none.
+    # Regular expression that the output must not match. "": there is no such expression.
     fault: str = ""
     # Additional file for the report if the step fails. "": no file.
     file: str = ""
@@ -220,7 +220,7 @@ def _run(step: FirstRunStep) -> tuple[str, str]:
 
 
 def _difference(files: Sequence[str]) -> str:
-    """Return a description of the box AP difference between two result files. "": they agree."""
+    """Return a description of the box AP difference between two result files; "" if none."""
     first, second = (json.loads(Path(file).read_text())["metrics"]["bbox/AP"] for file in files)
     agree = abs(first - second) <= _AP_TOLERANCE
     return "" if agree else f"the box AP differs: {first:.4f} and {second:.4f}"

@@ -49,7 +49,7 @@ def _sources_of(argument: str, config: ServeConfig) -> list[ModelSource]:
 
 
 def _models_in(folder: Path) -> list[Path]:
-    """Return the folders of the models in a repository. Empty: it is not a repository."""
+    """Return the folders of the models in a repository; none if `folder` is not a repository."""
     if not folder.is_dir() or (folder / MANIFEST_NAME).exists():
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and versions_in(path))

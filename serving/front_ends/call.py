@@ -52,7 +52,7 @@ class ForwardedCall(CallOutcome):
         self._number = number
         self._serialize: Callable[[Any], bytes] | None = None
         self._trailing_metadata: _Metadata = ()
-        # Pending `read` and `write`. None: there is none.
+        # Futures of the pending `read` and `write`. None: no such call is pending.
         self._reading: asyncio.Future[Any] | None = None
         self._writing: asyncio.Future[None] | None = None
         self._is_status_sent = False

@@ -253,7 +253,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _set_socket_options(connection: socket.socket, keepalive_s: float) -> None:
-    """Send without delay, and let the kernel close connections whose client does not respond."""
+    """Make a socket send without delay, and close itself if the client does not respond."""
     tcp = socket.IPPROTO_TCP
     # asyncio sets TCP_NODELAY only on sockets that were created for IPPROTO_TCP. Without it, the
     # body is sent when the head is acknowledged, which clients delay by 40 ms.

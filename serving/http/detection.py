@@ -151,7 +151,7 @@ def _is_text(name: str) -> bool:
 
 
 def _model_name(call: HttpCall) -> str:
-    """Return the model name in the query. Empty: the first model."""
+    """Return the model name in the query, or an empty string, which means the first model."""
     return call.request.query_params.get("model", "")
 
 

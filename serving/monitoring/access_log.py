@@ -63,7 +63,7 @@ class AccessLog:
         Args:
             model: Model name in the request.
             peer: Client address.
-            failure: Error of the request. None: it succeeded.
+            failure: Error of the request. None: the request succeeded.
             size: Size of the request in bytes.
             timings: Timing of each image; empty if the request failed.
             elapsed_s: Seconds from the request's arrival to its response.

@@ -17,7 +17,7 @@ from typing import Final
 from .. import LOGGER
 from ..config import LogFormat, LogLevel
 
-# ID of the call or request that the current task processes. Empty: none.
+# ID of the call or request that the current task processes. Empty: the task processes none.
 request_id: Final = ContextVar("request_id", default="")
 
 # File descriptor of standard error. `sys.stderr` may have been replaced.

@@ -168,7 +168,11 @@ def scheduling_from_request(
 
 
 def _requested_outputs(request: pb.ModelInferRequest, known: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the requested outputs, without duplicates. Empty: the default outputs."""
+    """Return the names of the requested outputs, without duplicates. Empty if none are requested.
+
+    Raises:
+        InvalidRequestError: an output is unknown or has parameters.
+    """
     for output in request.outputs:
         if output.name not in known:
             raise InvalidRequestError(

@@ -29,13 +29,14 @@ HTTP_ANSWERS: Final = {
 
 
 class UnsupportedMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """Handler that rejects calls of the methods in `_ANSWERS` with UNIMPLEMENTED and a reason.
+    """Handler that rejects methods of Triton's protocol that this server does not support.
 
-    Without this handler, gRPC would respond with the message "Method not found!".
+    The status is UNIMPLEMENTED, and the message explains the reason. Without this handler, gRPC
+    would respond with the message "Method not found!".
     """
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Return the handler of a method. None: the method is not in `_ANSWERS`."""
+        """Return a handler that rejects a method. None: this class does not reject the method."""
         method = handler_call_details.method
         for name, answer in _ANSWERS.items():
             if method.startswith(f"{_SERVICE}{name}"):

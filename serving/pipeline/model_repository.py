@@ -161,7 +161,7 @@ class ModelRepository:
             pipeline.model.close()
 
     def _check_reloaded(self, reloaded: Pipeline, model: ServedModel) -> None:
-        """Raise ReloadError if another model has a name of `model`, which `reloaded` will serve."""
+        """Raise ReloadError if `model`, to be served by `reloaded`, has a name of another model."""
         models = (model if own is reloaded else own.model for own in self.pipelines)
         try:
             self._check_names([name for own in models for name in own.names])

@@ -77,7 +77,10 @@ class RateLimits:
             balances[name] -= cost
 
     def _forget(self, now: float) -> None:
-        """Above `_MAX_CLIENTS`, drop the longest idle clients as long as their buckets are full."""
+        """Above `_MAX_CLIENTS` clients, drop the longest idle ones, up to one with a bucket in use.
+
+        A bucket is in use if it is not full.
+        """
         while len(self._clients) > _MAX_CLIENTS:
             client, (before, balances) = next(iter(self._clients.items()))
             if any(

@@ -34,7 +34,7 @@ class ModelSource(NamedTuple):
 
     # Folder of the bundle, or of its versions. It may be a symbolic link whose target changes.
     bundle: Path
-    # None: the name in the bundle.
+    # Name of the model. None: the name in the bundle.
     name: str | None = None
     # Version. None: the newest in `bundle`, whose subfolders are versions.
     version: str | None = MODEL_VERSION

@@ -65,7 +65,7 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
 
 
 def _report_skipped(names: Sequence[str]) -> None:
-    """Print the first names of skipped images, and their number."""
+    """Print the number of skipped images, and the names of the first ones."""
     if names:
         shown = ", ".join(names[:_FAILURES_SHOWN])
         more = ", ..." if len(names) > _FAILURES_SHOWN else ""
@@ -74,14 +74,14 @@ def _report_skipped(names: Sequence[str]) -> None:
 
 
 def _report_nested(folder: Path) -> None:
-    """Print the first image in the subfolders of a folder."""
+    """If subfolders of a folder contain images, print that they are not read, and the first one."""
     path = next(filter(is_image_file, folder.rglob("*")), None)
     if path is not None:
         click.echo(f"{folder}: images in subfolders, such as {path}, are not read", err=True)
 
 
 def check_folder(folder: Path, files: Sequence[Path], formats: Collection[ReportFormat]) -> None:
-    """Check that an output folder is writable and that no annotated image joins input images.
+    """Check that an output folder is writable and, for annotated images, holds no input images.
 
     Raises:
         click.UsageError: The folder cannot be written or created. Or `formats` includes
@@ -112,7 +112,9 @@ def write_report(
     folder: Path,
     formats: Collection[ReportFormat] = ("pictures", "coco"),
 ) -> None:
-    """Write the detections of each image as they arrive. Call it from the main thread.
+    """Write the detections of each image to files as soon as they arrive.
+
+    Call this function from the main thread.
 
     If an error, SIGTERM or SIGHUP ends the run early, the COCO results so far are written. If no
     image has succeeded, the results of an earlier run stay.

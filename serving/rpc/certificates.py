@@ -90,7 +90,7 @@ class ServerCertificate:
 
     @property
     def problem(self) -> str | None:
-        """Reason for which clients reject the certificate in use. None: it is valid."""
+        """Reason for which clients reject the certificate in use, or None if they accept it."""
         loaded = self._reloaded.current()
         return None if loaded.is_valid else self._validity_error(loaded)
 

@@ -100,7 +100,7 @@ def check_ports(config: ServeConfig) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise OSError if this process cannot listen on a port. 0: any free port."""
+    """Raise OSError if this process cannot listen on a port. Port 0 stands for any free port."""
     both = host == "::" and socket.has_dualstack_ipv6()  # gRPC too listens on both
     socket.create_server((host, port), family=family_of(host), dualstack_ipv6=both).close()
 

@@ -80,7 +80,10 @@ class PastedBatch(NamedTuple):
 
 
 def timing_of(batch: PastedBatch, host_s: float) -> Timing:
-    """Return the timing of a batch. `host_s` is the time in seconds of CPU work after the GPU's."""
+    """Return the timing of a batch.
+
+    `host_s` is the duration in seconds of the CPU work that follows the GPU work.
+    """
     inferred = batch.inferred
     prepared = inferred.prepared
     return Timing(

@@ -144,7 +144,7 @@ def selected_rles(
 
 
 def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp], run_capacity: int) -> list[bytes]:
-    """Return the COCO RLE `counts` of masks with at most `run_capacity` runs.
+    """Encode masks of at most `run_capacity` runs each, and return their COCO RLE `counts`.
 
     `chosen` are flat indices of masks in the batch: image * D + detection.
     """
