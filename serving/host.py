@@ -1,6 +1,7 @@
 """Properties of this machine: GPUs, memory, CPU cores and installed packages."""
 
 import contextlib
+import itertools
 import os
 import re
 import resource
@@ -113,12 +114,12 @@ def memory_limit() -> int:
 
 def available_cores() -> float:
     """Return the number of CPU cores that this process may use. cgroup limits can be fractions."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = (_CGROUPS / "cpu.max").read_text().split()
-    except OSError:
-        return cores
-    return cores if quota == "max" else min(cores, int(quota) / int(period))
+    limits: list[float] = [len(os.sched_getaffinity(0))]
+    for cgroup in _own_cgroups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # missing, or "max"
+            quota, period = map(int, (cgroup / "cpu.max").read_text().split())
+            limits.append(quota / period)
+    return min(limits)
 
 
 def name_thread(name: str) -> None:
@@ -152,22 +153,29 @@ class _CgroupMemory(NamedTuple):
 
 def _cgroup_memory() -> Iterator[_CgroupMemory]:
     """Yield the memory limit and use of each cgroup that contains this process and has a limit."""
+    names = (
+        ("memory.max", "memory.current"),  # version 2
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    )
+    for cgroup, (limit, used) in itertools.product(_own_cgroups("memory"), names):
+        with contextlib.suppress(OSError, ValueError):  # missing, or "max"
+            limit_bytes = int((cgroup / limit).read_text())
+            yield _CgroupMemory(limit_bytes, _used_bytes(cgroup, used))
+
+
+def _own_cgroups(controller: str) -> Iterator[Path]:
+    """Yield the folders of the cgroups that contain this process and have a controller."""
     for line in _OWN_CGROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit, used = _CGROUPS, "memory.max", "memory.current"  # version 2
-        elif "memory" in controllers.split(","):
-            root = _CGROUPS / "memory"
-            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        if controllers == "":  # version 2
+            root = _CGROUPS
+        elif controller in controllers.split(","):
+            root = _CGROUPS / controller
         else:
             continue
         folder = root / path.lstrip("/")
         # Within a container, `path` may be that of the host, and only `root` exists.
-        for parent in (folder, *folder.parents):
-            if parent.is_relative_to(root):
-                with contextlib.suppress(OSError, ValueError):  # missing, or "max"
-                    limit_bytes = int((parent / limit).read_text())
-                    yield _CgroupMemory(limit_bytes, _used_bytes(parent, used))
+        yield from (p for p in (folder, *folder.parents) if p.is_relative_to(root))
 
 
 def _used_bytes(cgroup: Path, name: str) -> int:

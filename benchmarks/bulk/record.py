@@ -21,11 +21,11 @@ alone, with batches of the same size queued back to back, and "share" is "images
 """
 _STEPS_NOTE = """\
 Each step is measured alone, until its work is complete. In bulk prediction the steps overlap, so
-their sum exceeds the time of a batch. On a GPU, "files" decodes on the CPU the images that the GPU
-decoder does not support, "pixels" decodes the others on the GPU, "images" resizes and pads, "masks"
+their sum exceeds the time of a batch. On a GPU, "read" decodes on the CPU the images that the GPU
+decoder does not support, "decode" decodes the others on the GPU, "pad" resizes and pads, "paste"
 scales the boxes, pastes the masks, encodes them as COCO RLE and copies the result to the host, and
-"strings" selects the requested outputs. On a CPU, "images" is decoding, resizing and padding on one
-core, and "masks" is everything after the model.
+"select" selects the requested outputs. On a CPU, "decode" is decoding, resizing and padding on one
+core, and "encode" is everything after the model.
 """
 
 

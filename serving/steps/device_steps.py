@@ -92,12 +92,12 @@ class DeviceSteps:
         self._computing = self._module.Stream()
         self._waiting = threading.Lock()
         self.steps = (
-            Step("files", self._read, self.concurrency),
-            Step("pixels", self._decode, 1),
-            Step("images", self._prepare, 1),
+            Step("read", self._read, self.concurrency),
+            Step("decode", self._decode, 1),
+            Step("pad", self._prepare, 1),
             Step(MODEL_STEP, self._infer, 1),
-            Step("masks", self._paste, 1),
-            Step("strings", self._encode, self.concurrency),
+            Step("paste", self._paste, 1),
+            Step("select", self._encode, self.concurrency),
         )
 
     def synchronize(self) -> None:

@@ -151,9 +151,9 @@ class HostSteps:
         self._manifest = manifest
         self.concurrency: Final = 2 * threads + backend.concurrency
         self.steps = (
-            Step("images", self._prepare, threads),
+            Step("decode", self._prepare, threads),
             Step(MODEL_STEP, self._infer, backend.concurrency),
-            Step("masks", self._encode, threads),
+            Step("encode", self._encode, threads),
         )
 
     def detect(self, request: ImageRequest) -> Detections:

@@ -110,6 +110,18 @@ def test_memory_limit_of_the_own_or_an_outer_cgroup_applies(
     assert memory_limit() == 2 << 20
 
 
+def test_cpu_quota_of_an_outer_cgroup_applies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.slice" / "b.service").mkdir(parents=True)
+    (tmp_path / "a.slice" / "cpu.max").write_text("25000 100000\n")
+    (tmp_path / "a.slice" / "b.service" / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "own").write_text("0::/a.slice/b.service\n")
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
+    assert available_cores() == 0.25
+
+
 @pytest.mark.parametrize(
     ("cgroups", "root", "names", "entry"),
     [
