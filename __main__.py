@@ -1,4 +1,4 @@
-"""`python -m maskrcnn_trt` is `maskrcnn`, for launchers such as torchrun that take a module."""
+"""Run the `maskrcnn` command as `python -m maskrcnn_trt`, as launchers such as torchrun do."""
 
 from .cli import main
 

@@ -119,10 +119,10 @@ def cli() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit: 0 success, 1 failure, 2 usage error, 130 interrupted."""
+    """Run the command line. Exit code: 0 success, 1 failure, 2 usage error, 130 interrupted."""
     try:
-        # Without standalone mode, click returns None after a command, which is exit code 0, and the
-        # exit code after an early exit such as --help.
+        # If `standalone_mode` is False, click returns None after a command, and the exit code after
+        # an early exit such as --help. `sys.exit` turns None into exit code 0.
         sys.exit(cli.main(prog_name="maskrcnn", standalone_mode=False))
     except click.Abort:
         sys.exit(130)
@@ -146,8 +146,8 @@ def _exit_with(message: str, code: int) -> NoReturn:
 def _message_of_usage_error(error: click.ClickException) -> str:
     """Return the message of a usage error, with a hint on the correct usage.
 
-    After an unknown command or option, the hint is the list of known ones; after an invalid value,
-    it is part of the message already; otherwise it is the command's usage line.
+    After an unknown command or option, the hint lists the known ones. The message of an invalid
+    value contains a hint already. After any other error, the hint is the command's usage line.
     """
     message = error.format_message()
     ctx = error.ctx if isinstance(error, click.UsageError) else None
@@ -172,11 +172,13 @@ def _unknown_name(ctx: click.Context, kind: str, word: str, allowed: Sequence[st
 
 
 def _message_of_user_error(error: Exception, args: Sequence[str]) -> str | None:
-    """Return the message to print for an exception of a command. None: it is a bug of this package.
+    """Return the message to print for an exception that the user can resolve.
+
+    None: the exception is a bug of this package.
 
     Args:
-        error: the exception.
-        args: words of the command line, among which is the name of the subcommand.
+        error: exception that a command raised.
+        args: arguments of the command line, which include the name of the subcommand.
     """
     if any(
         f"{kind.__module__}.{kind.__qualname__}" in _USER_ERRORS for kind in type(error).__mro__
@@ -199,7 +201,7 @@ def _message_of_user_error(error: Exception, args: Sequence[str]) -> str | None:
 
 
 def _extra_with_module(module: str) -> str | None:
-    """Return the pip extra of this package that installs a module. None: no extra installs it."""
+    """Return the pip extra of this package that installs a module. None: there is no such extra."""
     for requirement in metadata.requires("maskrcnn-trt") or ():
         name, _, marker = requirement.partition(";")
         distribution = re.match(r"[\w.-]+", name)

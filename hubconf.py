@@ -13,8 +13,8 @@ dependencies = ["numpy", "pydantic", "torch", "torchvision", "yaml"]
 
 def _load_package() -> None:
     """Import `maskrcnn_trt` from this file's folder unless it is imported already."""
-    # The repository root is the package. torch.hub clones it into a folder of another name and
-    # does not install it.
+    # The repository root is the package's folder. torch.hub clones it into a folder of another
+    # name, and does not install the package.
     if "maskrcnn_trt" in sys.modules:
         return
     folder = Path(__file__).resolve().parent
@@ -41,9 +41,9 @@ def maskrcnn_resnet50_fpn(weights: str | None = None, num_classes: int = 80) -> 
 
     Args:
         weights: name of a published model, such as `torchvision:maskrcnn_resnet50_fpn`, or path or
-            http(s) URL of weights: a checkpoint of this project, or a whole Mask R-CNN of
+            http(s) URL of a weights file: a checkpoint of this project, or a whole Mask R-CNN of
             torchvision, detectron2, maskrcnn-benchmark or Caffe2. None: random weights. URLs and
-            names need httpx and tenacity.
+            names of published models require the packages httpx and tenacity.
         num_classes: number of foreground classes. Used only with random weights.
     """
     return _build("resnet50", "fpn", weights, num_classes)

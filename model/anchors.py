@@ -1,4 +1,4 @@
-"""Anchor shapes and distances for a feature map or a feature pyramid."""
+"""Shapes of anchors, and distances between them, for a feature map or a feature pyramid."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,8 @@ def cell_anchors(config: AnchorConfig, strides: Sequence[int]) -> Tensor:
     """Return the A anchors of one cell of each map, relative to the cell's top left corner.
 
     Args:
-        config: anchor sizes (one per pyramid level, or all on a single map) and convention.
+        config: sizes, aspect ratios and convention of the anchors. On a pyramid, each level has one
+            size; a single map has all sizes.
         strides: stride in input pixels of each of L maps.
 
     Returns:

@@ -12,8 +12,8 @@ from uuid import uuid4
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a binary file that replaces `path` when the block ends without an exception.
 
-    Until then the content is in `.NAME.ID.partial` in the same folder. If the block raises, that
-    file is removed and `path` stays as it was.
+    Within the block, the content is in the file `.NAME.ID.partial` in the same folder. If the block
+    raises an exception, that file is removed and `path` is unchanged.
 
     Args:
         path: The file to create or replace. Its folder must exist.
@@ -22,7 +22,8 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     Raises:
         OSError: The file cannot be written.
     """
-    # The ID keeps concurrent writers apart. NAME is cut because names have at most 255 bytes.
+    # The ID gives concurrent writers different files. NAME is shortened, because a file name has at
+    # most 255 bytes.
     partial = path.with_name(f".{path.name[:32]}.{uuid4().hex}.partial")
     try:
         with partial.open("wb") as file:

@@ -24,7 +24,7 @@ _LAST_STAGES = {
 
 
 class FrozenBatchNorm2d(ops.FrozenBatchNorm2d):  # type: ignore[misc]
-    """Batch norm with constant weights and statistics, for maps [B, C, H, W]."""
+    """Batch norm with constant weights and statistics, for feature maps [B, C, H, W]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised maps in the dtype of `x`."""
@@ -62,9 +62,10 @@ class FeaturePyramid(FeaturePyramidNetwork):  # type: ignore[misc]
         """Return a pyramid level before its output convolution: ResNet map plus upsampled `coarse`.
 
         Args:
-            features: map [B, N, H, W] of the ResNet for this level.
-            coarse: result [B, C, h, w] for the next coarser level, of about half the size.
-            index: number of the level; 0 is the finest.
+            features: ResNet map [B, N, H, W] for this level.
+            coarse: next coarser pyramid level [B, C, h, w] before its output convolution. Its
+                height and width are about half of those of `features`.
+            index: index of the level; 0 is the finest.
         """
         fine: Tensor = self.get_result_from_inner_blocks(features, index)
         batch, channels, height, width = coarse.shape
@@ -78,7 +79,10 @@ class FeaturePyramid(FeaturePyramidNetwork):  # type: ignore[misc]
 
 
 def norm_layer(norm: Norm, eps: float = 1e-5) -> Callable[[int], nn.Module] | None:
-    """Return a function from a number of channels to a normalisation layer. None: no layer."""
+    """Return a function that builds a normalisation layer for a number of channels.
+
+    Return None if `norm` is "none".
+    """
     kinds: dict[Norm, Callable[[int], nn.Module] | None] = {
         "none": None,
         "frozen_bn": partial(FrozenBatchNorm2d, eps=eps),
@@ -94,9 +98,9 @@ def feature_strides(config: BackboneConfig) -> tuple[int, ...]:
 
 
 def build_resnet(config: BackboneConfig) -> resnet.ResNet:
-    """Build torchvision's ResNet classifier with the norms, strides and dilation of a backbone.
+    """Build torchvision's ResNet classifier with the norms, strides and dilation of `config`.
 
-    The classifier has all stages; the backbone and the C4 head use some of them.
+    The classifier has all stages. The backbone and the C4 head each use some of them.
     """
     dilate = config.features == "c5"
     build = partial(resnet.ResNet, resnet.BasicBlock, [1, 1, 1, 1])
@@ -119,10 +123,10 @@ def build_resnet(config: BackboneConfig) -> resnet.ResNet:
 class Backbone(nn.Module):
     """ResNet, with or without feature pyramid: computes feature maps of images [B, 3, H, W].
 
-    With a pyramid, there are five maps of strides 4 to 64, otherwise one of stride 16.
+    With a pyramid, there are five maps of strides 4 to 64, otherwise one map of stride 16.
 
     Attributes:
-        out_channels: channels of every map.
+        out_channels: number of channels of each map.
     """
 
     def __init__(self, config: BackboneConfig) -> None:

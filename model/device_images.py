@@ -8,7 +8,7 @@ decoded values (0..255) from Pillow's:
     half                5       48
 
 With the resize rules `pillow` and `detectron2`, resized values differ from Pillow's by at most 1.
-With the rule `torchvision`, they are those of torchvision.
+With the rule `torchvision`, resized values equal torchvision's.
 """
 
 import warnings
@@ -25,8 +25,8 @@ from .bundle.spec import ResizeRule
 from .hardware_jpegs import hardware_jpeg_decoder
 from .image_limits import ImageError
 
-# torch warns once of a tensor in read-only memory, because it can be written to. Let it warn here,
-# unseen.
+# When a tensor first shares read-only memory, torch warns that writes to it are undefined. It warns
+# once per process: trigger the warning here, where it is suppressed.
 with warnings.catch_warnings(action="ignore"):
     torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
@@ -80,7 +80,7 @@ def _decode_with_torchvision(
 
 
 def apply_orientation(image: Tensor, orientation: int) -> Tensor:
-    """Return an image [3, h, w] upright, given its EXIF orientation: 1 (unchanged) to 8."""
+    """Rotate or mirror an image [3, h, w] as its EXIF orientation requires: 1 (unchanged) to 8."""
     if orientation in _TRANSPOSED:
         image = image.mT
     mirrored = [1] * (orientation in _MIRRORED_ROWS) + [2] * (orientation in _MIRRORED_COLUMNS)
@@ -88,7 +88,7 @@ def apply_orientation(image: Tensor, orientation: int) -> Tensor:
 
 
 def resize_pixels(image: Tensor, size: tuple[int, int], rule: ResizeRule = "pillow") -> Tensor:
-    """Resize [3, h, w] uint8 to [3, *size].
+    """Resize an image [3, h, w] uint8 to [3, height, width], where `size` is (height, width).
 
     The result is float32 if `rule` is "torchvision", else uint8.
     """

@@ -1,4 +1,4 @@
-"""Exit on signals that would end the process without cleaning up."""
+"""Exit with clean-up on signals that would otherwise end the process immediately."""
 
 import contextlib
 import signal

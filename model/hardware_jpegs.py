@@ -51,7 +51,10 @@ class _Library:
 
 
 class _Slot:
-    """Decoder state for one batch at a time. After the event, another batch can use it."""
+    """nvJPEG state for the decoding of one batch at a time.
+
+    When the event `decoded` has occurred, the slot can be used for another batch.
+    """
 
     def __init__(self, state: c_void_p) -> None:
         self.state = state
@@ -144,7 +147,7 @@ class HardwareJpegDecoder:
                 self._slots.append(slot)
 
     def _take_slot(self) -> _Slot:
-        """Return a slot whose batch is decoded, or a new one."""
+        """Remove a slot whose batch is decoded from the free slots and return it, or create one."""
         with self._lock:
             for index, slot in enumerate(self._slots):
                 if slot.decoded.query():
@@ -155,7 +158,10 @@ class HardwareJpegDecoder:
 
 
 def hardware_jpeg_decoder(device: torch.device) -> HardwareJpegDecoder | None:
-    """Return the only decoder of a GPU. None: no decoder hardware, or nvJPEG is not loaded."""
+    """Return the one decoder that all users of a GPU share.
+
+    None: the GPU has no decoder hardware, or this process has not loaded nvJPEG.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     return _decoder_of(torch.device("cuda", index))
 
@@ -172,7 +178,7 @@ def _decoder_of(device: torch.device) -> HardwareJpegDecoder | None:
 
 
 def _path_of_nvjpeg() -> str | None:
-    """Return the path of the nvJPEG that this process has loaded, if any."""
+    """Return the path of the nvJPEG library in this process. None: nvJPEG is not loaded."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     return next((line.split(maxsplit=5)[-1] for line in lines if "/libnvjpeg" in line), None)

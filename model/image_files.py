@@ -1,7 +1,8 @@
-"""Image files on this machine. BMP and TIFF files are converted to PNG.
+"""Reading of local image files. BMP and TIFF files are converted to PNG.
 
-Pillow's BMP and TIFF decoders are not bounded for hostile data. Therefore the server rejects these
-formats, and programs that read the user's own files convert them. Needs no torch.
+Pillow's BMP and TIFF decoders do not limit their time and memory for hostile data. Therefore the
+server rejects these formats, and programs that read the user's own files convert them. Needs no
+torch.
 """
 
 import stat
@@ -34,7 +35,8 @@ _PLUGINS: dict[bytes, type[ImageFile]] = {
 # Pillow's modes that PNG stores without loss, and those that are converted to RGB first.
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _COLOUR_MODES = ("CMYK", "YCbCr", "LAB", "RGBX", "RGBa", "PA")
-# Orientations whose transposition undoes that of another. All other orientations undo themselves.
+# EXIF orientations whose rotations undo each other. The transposition of any other orientation
+# undoes itself.
 _OPPOSITES = {6: 8, 8: 6}
 # A 16-bit colour image is rejected if the high byte of its largest value is not above this number:
 # Pillow keeps only the high bytes, so the image would turn dark.
@@ -64,8 +66,8 @@ def read_image_file(path: Path) -> bytes:
 
     Raises:
         OSError: the file cannot be read.
-        ImageError: the path is a pipe or a device, the file has over `MAX_FILE_BYTES` or is of no
-            supported format, or is a BMP or TIFF image that cannot be converted.
+        ImageError: the path is a pipe or a device, the file has over `MAX_FILE_BYTES`, its format
+            is not supported, or it is a BMP or TIFF image that cannot be converted.
     """
     status = path.stat()
     # Pipes and devices may be endless, and some callers read the file twice.
@@ -80,12 +82,12 @@ def read_image_file(path: Path) -> bytes:
 def png_from_other_formats(data: bytes) -> bytes:
     """Convert a BMP or TIFF image to PNG without loss. Return JPEG, PNG and WebP data unchanged.
 
-    Of a TIFF, the first page is converted. The PNG has the EXIF orientation of the TIFF.
+    Only the first page of a TIFF is converted. The PNG has the EXIF orientation of the TIFF.
 
     Raises:
-        ImageError: the data are of none of these formats, or the BMP or TIFF image is damaged, is
-            too small, has more than `MAX_PIXELS`, has a pixel type that PNG lacks, or has 16-bit
-            colours that would turn dark.
+        ImageError: the data are not in one of these formats, or the BMP or TIFF image is damaged,
+            is too small, has more than `MAX_PIXELS`, has a pixel type that PNG lacks, or has 16-bit
+            colours so low that their high bytes alone would give a dark image.
     """
     plugin = _check_format(data)
     if plugin is None:
@@ -115,7 +117,7 @@ def _check_format(data: bytes) -> type[ImageFile] | None:
     """Return Pillow's class for a BMP or TIFF image. None: the data is empty, JPEG, PNG or WebP.
 
     Raises:
-        ImageError: the data begins with no signature of these formats.
+        ImageError: the data does not begin with the signature of any of these formats.
     """
     plugin = next((own for start, own in _PLUGINS.items() if data.startswith(start)), None)
     if plugin is None and data and plugin_for(data) is None:

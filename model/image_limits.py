@@ -1,4 +1,4 @@
-"""Limits on images: their size, and files that are small but slow to decode."""
+"""Checks that reject images that are too large, too small, or too slow to decode."""
 
 import re
 
@@ -26,8 +26,8 @@ _MAX_SCANS, _MAX_SCANNED_PIXELS = 100, 16 * MAX_PIXELS
 # Markers of arithmetic coding, with which a block of 64 pixels can take less than one bit. The
 # limit `MAX_PIXELS_PER_BYTE` does not apply to such files.
 _ARITHMETIC_CODING = (b"\xff\xc9", b"\xff\xca")
-# Maximum segments before the first scan of a JPEG, and from there to its end. A large colour
-# profile or description takes hundreds.
+# Maximum number of segments before the first scan of a JPEG, and again from that scan on. A large
+# colour profile or description takes hundreds.
 _MAX_SEGMENTS = 2000
 # Maximum bytes between the segments of a JPEG's header.
 _MAX_JUNK = 4096
@@ -59,7 +59,17 @@ def check_file_size(size: int) -> None:
 
 
 def check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
-    """Reject a JPEG that is much slower to decode than others of its size."""
+    """Check that a JPEG is not truncated, and not much slower to decode than others of its size.
+
+    Args:
+        image: the opened image.
+        data: the whole file.
+        first_scan: position of the first scan in `data`, as returned by `find_first_scan`.
+
+    Raises:
+        ImageError: the data are too short for the number of pixels, or have too many scans or
+            segments.
+    """
     pixels = image.height * image.width
     is_huffman = not any(marker in data[:first_scan] for marker in _ARITHMETIC_CODING)
     if is_huffman and pixels > MAX_PIXELS_PER_BYTE * (len(data) - first_scan):
@@ -74,7 +84,10 @@ def check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
 
 
 def ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
-    """Whether decoders stop after the first scan, because this scan holds all components."""
+    """Whether decoders stop after a JPEG's first scan, because it holds all colour components.
+
+    `first_scan` is the position of this scan in `data`.
+    """
     components = len(image.layer) if isinstance(image, JpegImageFile) else 0
     # The number of components follows the marker and the length of the scan's header, of two bytes
     # each.
@@ -83,7 +96,11 @@ def ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
 
 
 def find_first_scan(data: bytes) -> int:
-    """Check a JPEG's header. Return the position of its first scan, or the end of the data."""
+    """Check a JPEG's header. Return the position of the first scan, or the length of the data.
+
+    Raises:
+        ImageError: the header has too many segments, or too many bytes between segments.
+    """
     # Pillow parses the header in Python, and byte by byte between segments. Limit both, because a
     # hostile header would take long.
     position, junk = 2, 0
@@ -100,9 +117,9 @@ def find_first_scan(data: bytes) -> int:
 
 
 def _check_scans(data: bytes, position: int, allowed: int) -> None:
-    """Reject a JPEG with more than `allowed` scans, or too many segments after its header.
+    """Raise `ImageError` if a JPEG has over `allowed` scans, or too many segments after its header.
 
-    `position` is that of the first scan.
+    `position` is the position of the first scan in `data`.
     """
     scans = 0
     for _ in range(_MAX_SEGMENTS):
@@ -134,7 +151,7 @@ def _occurrences(pair: bytes, data: bytes) -> int:
 
 
 def check_png(data: bytes) -> None:
-    """Reject a PNG with over `_MAX_CHUNKS` chunks."""
+    """Raise `ImageError` if a PNG has more than `_MAX_CHUNKS` chunks."""
     # Pillow reads each chunk in Python, so a file of many tiny chunks would take long.
     position = 8
     for _ in range(_MAX_CHUNKS):

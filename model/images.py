@@ -65,8 +65,8 @@ def read_header(
     Args:
         data: the encoded image.
         max_pixels: larger images are rejected.
-        apply_orientation: return the size of the upright image. False: return the stored size, and
-            orientation 1.
+        apply_orientation: return the size of the image after its EXIF rotation. False: return the
+            stored size, and orientation 1.
 
     Raises:
         ImageError: the data are not a JPEG, PNG or WebP image, the header is damaged, or the size
@@ -88,9 +88,9 @@ def decode_image(
     """Decode a JPEG, PNG or WebP image.
 
     Grey, palette and CMYK images are converted to RGB, transparency is dropped, and an animation
-    yields its first frame. 16-bit grey images keep the highest 8 of the 8, 10, 12, 14 or 16 bits
-    that their maximum needs. Time and memory are bounded by the number of pixels and bytes, even
-    for hostile data.
+    yields its first frame. A 16-bit grey image is reduced to 8 bits: its depth is the first of 8,
+    10, 12, 14 and 16 bits that holds its maximum, and only the highest 8 of these bits are kept.
+    Time and memory are bounded by the number of pixels and bytes, even for hostile data.
 
     Args:
         data: the encoded image.
@@ -102,8 +102,8 @@ def decode_image(
         [H, W, 3] RGB uint8.
 
     Raises:
-        ImageError: the data are not an image of these formats, or damaged, or the size is invalid,
-            or a 16-bit colour image holds at most 14 bits.
+        ImageError: the data are not an image of these formats, or are damaged, or the size is
+            invalid, or the values of a 16-bit colour image fit in 14 bits.
     """
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1
@@ -197,7 +197,9 @@ def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
 
 
 def _excess_bits(image: ImageFile) -> int:
-    """Return the number of low bits to drop from a loaded 16-bit image, 0 if Pillow has done so.
+    """Return the number of low bits to drop from a loaded 16-bit image.
+
+    0: the values fit in 8 bits, or Pillow has dropped the low bits already.
 
     Raises:
         ImageError: a colour image would turn dark, because Pillow kept only the highest 8 bits.

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-# Pixels per byte of a JPEG: its blocks of 64 pixels have at least one bit each.
+# Maximum number of pixels per byte of a JPEG: each block of 64 pixels takes at least one bit.
 MAX_PIXELS_PER_BYTE: Final = 8 * 64
 
 _START: Final = b"\xff\xd8"

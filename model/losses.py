@@ -23,7 +23,8 @@ class LossTerms(NamedTuple):
         """Return the five mean losses [5].
 
         Args:
-            counts: [5], divisors, such as the counts summed over all ranks. None: own counts.
+            counts: [5], divisors of the sums, such as the counts of all ranks together. None:
+                `self.counts`.
         """
         return self.sums / (self.counts if counts is None else counts).clamp(min=1)
 

@@ -1,4 +1,4 @@
-"""Mask R-CNN (He et al., 2017) with fixed shapes for whole batches.
+"""Mask R-CNN (He et al., 2017) that processes whole batches with fixed tensor shapes.
 
 Detection never synchronises with the GPU, never loops over images, and all shapes are independent
 of the images' content. With the same weights, results equal those of torchvision's
@@ -60,7 +60,7 @@ class MaskRCNN(nn.Module):
         Args:
             images: [B, 3, H, W] RGB in 0..255, any dtype; pixels in the padding are ignored.
             image_sizes: [B, 2] int64, height and width before padding.
-            targets: ground truth. None: detect.
+            targets: ground truth. None: return detections.
             seeds: [B] int64, seeds for the random sampling of anchors and RoIs. Required with
                 targets.
         """

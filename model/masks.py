@@ -1,4 +1,4 @@
-"""COCO RLE encoding of masks, and pasting of mask probabilities into images. Needs no torch."""
+"""COCO RLE encoding of masks, and resampling of mask probabilities to images. Needs no torch."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def coco_from_rle(rle: Rle) -> dict[str, Any]:
 
 
 def rle_from_mask(mask: NDArray[np.bool_] | NDArray[np.uint8]) -> Rle:
-    """Encode a mask [H, W]; pixels other than 0 belong to the object."""
+    """Encode a mask [H, W] as COCO RLE. All pixels other than 0 belong to the object."""
     height, width = mask.shape
     (rle,) = _rles_from_counts(
         [_counts_from_edges(_edges(mask.T != 0), height, width)], height, width
@@ -43,7 +43,7 @@ def rle_from_mask(mask: NDArray[np.bool_] | NDArray[np.uint8]) -> Rle:
 
 
 def mask_from_rle(rle: Rle) -> NDArray[np.uint8]:
-    """Decode a mask to [H, W] of 0 and 1.
+    """Decode a mask to an array [H, W] of 0 and 1.
 
     Raises:
         ValueError: the runs are damaged, or do not sum to the number of pixels.
@@ -52,7 +52,7 @@ def mask_from_rle(rle: Rle) -> NDArray[np.uint8]:
 
 
 def run_ends(rle: Rle) -> NDArray[np.int64]:
-    """Return the column-major pixel index at which each run ends; the first run is of zeros.
+    """Return the column-major index of the pixel after each run. The first run consists of zeros.
 
     Raises:
         ValueError: the runs are damaged, or do not sum to the number of pixels.
@@ -64,7 +64,7 @@ def run_ends(rle: Rle) -> NDArray[np.int64]:
 
 
 def mask_columns(ends: NDArray[np.int64], height: int, start: int, stop: int) -> NDArray[np.uint8]:
-    """Decode the columns `start` to `stop` (excluded) of a mask to [height, stop - start].
+    """Decode the columns `start` to `stop - 1` of a mask to [height, stop - start] of 0 and 1.
 
     Args:
         ends: `run_ends` of the mask.
@@ -165,7 +165,7 @@ def _counts_from_probabilities(
     width: int,
     threshold: float,
 ) -> NDArray[np.int64]:
-    """Paste a mask [S, S], border included, and return the run lengths, zeros first."""
+    """Paste a mask [S, S] that includes its border, and return the run lengths, zeros first."""
     # Interpolate without a matrix product, because BLAS would start threads of its own for that.
     low_SW, high_SW = mask[:, columns.low], mask[:, columns.high]
     rows_SW = low_SW * (1 - columns.fraction) + high_SW * columns.fraction
@@ -229,14 +229,14 @@ def _samples_at(source: NDArray[np.float32], first: int, side: int) -> _AxisSamp
 
 
 def _edges(columns: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the flat indices at which a mask [W, H] changes; zeros precede and follow it."""
+    """Return the flat indices at which a mask [W, H] with zeros before and after it changes."""
     flat = np.zeros(columns.size + 2, np.bool_)
     flat[1:-1] = columns.ravel()
     return np.flatnonzero(flat[1:] != flat[:-1])
 
 
 def _counts_from_edges(edges: NDArray[np.int64], height: int, width: int) -> NDArray[np.int64]:
-    """Return the lengths of the runs between edges, zeros first."""
+    """Return the lengths of the runs between the indices in `edges`. The first run is of zeros."""
     pixels = height * width
     return np.diff(edges[edges < pixels], prepend=0, append=pixels)
 

@@ -7,6 +7,6 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     Args:
         number: The number.
         noun: The noun in the singular.
-        plural: The noun in the plural. Empty: the singular with an s.
+        plural: The noun in the plural. If it is empty, an s is added to the singular.
     """
     return f"{number} {noun if number == 1 else plural or noun + 's'}"

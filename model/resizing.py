@@ -29,7 +29,7 @@ def pixel_dtype(rule: ResizeRule) -> type[np.uint8] | type[np.float32]:
 def resized_size(
     height: int, width: int, min_size: int, max_size: int, rule: ResizeRule = "pillow"
 ) -> tuple[int, int]:
-    """Return height and width in pixels after resizing.
+    """Return the height and width in pixels that an image has after resizing.
 
     The shorter side becomes `min_size`, unless the longer side would exceed `max_size`. Fractions
     are rounded to the nearest pixel with `detectron2`, and down with the other rules.
@@ -73,7 +73,7 @@ def resize_image(image: NDArray[np.uint8], height: int, width: int, rule: Resize
 def resize_image(
     image: NDArray[np.uint8], height: int, width: int, rule: ResizeRule = "pillow"
 ) -> Pixels:
-    """Resize [H, W, 3] to [height, width, 3] of the rule's dtype.
+    """Resize an image [H, W, 3] to [height, width, 3], in the dtype of `pixel_dtype(rule)`.
 
     All rules are bilinear. With `torchvision`, the result is not antialiased and not rounded.
     """
@@ -85,7 +85,11 @@ def resize_image(
 
 
 def pad_to_bucket(image: NDArray[Any], bucket: ShapeBucket) -> NDArray[Any]:
-    """Pad [H, W, 3] with zeros at the right and bottom to [3, bucket.height, bucket.width]."""
+    """Pad an image [H, W, 3] with zeros at the right and bottom to the size of a bucket.
+
+    Returns:
+        [3, bucket.height, bucket.width].
+    """
     height, width = image.shape[:2]
     padded = np.zeros((3, *bucket), image.dtype)
     padded[:, :height, :width] = image.transpose(2, 0, 1)
@@ -121,7 +125,7 @@ def _interpolate(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
 def _neighbours(
     size: int, resized: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
-    """Return the two source pixels of each resized pixel along an axis, and the second's weight."""
+    """Return both source pixels of each resized pixel on an axis, and the second one's weight."""
     # To get torch's values, round as torch does: the scale to float32, and the result of the fused
     # multiply-add once.
     scale = float(np.float32(size) / np.float32(resized))

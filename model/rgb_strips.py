@@ -1,4 +1,4 @@
-"""Conversion of decoded Pillow images to upright RGB arrays, in strips of rows."""
+"""Conversion of decoded Pillow images to RGB arrays after their EXIF rotation, strip by strip."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,10 @@ _STRIP_PIXELS = 1 << 18
 
 
 def upright_rgb(image: Image, orientation: int, excess_bits: int) -> NDArray[np.uint8]:
-    """Return the pixels of a loaded image, [H, W, 3] RGB uint8.
+    """Return the pixels of a loaded image after its EXIF rotation, [H, W, 3] RGB uint8.
 
     Args:
-        image: Image of any of Pillow's modes.
+        image: Loaded image in any of Pillow's modes.
         orientation: EXIF orientation to apply, 1 to 8.
         excess_bits: Number of low bits to drop from 16-bit pixels.
     """

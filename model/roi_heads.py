@@ -76,7 +76,7 @@ class MaskPredictor(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Return mask logits [K, 2P, 2P] of K RoIs of features [K, C, P, P] and labels [K]."""
+        """Return mask logits [K, 2P, 2P] of K RoIs with features [K, C, P, P] and labels [K]."""
         features = F.relu(self.conv5_mask(features))
         weight, bias = (parameter[labels] for parameter in self.mask_fcn_logits.parameters())
         # Compute one matrix product per RoI. The order of the factors is such that the gradient has
@@ -94,7 +94,7 @@ class BoxHead(TwoMLPHead):  # type: ignore[misc]
     """Box head of two fully connected layers."""
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """Return hidden features [K, N] of K RoIs of pooled features [K, C, P, P]."""
+        """Return hidden features [K, N] of K RoIs, from their pooled features [K, C, P, P]."""
         weight = self.fc6.weight
         if pooled.stride(1) == 1 and pooled.is_cuda:
             # The weights and the channels-last features have different orders. Reorder the weights,
@@ -268,7 +268,7 @@ def _box_head(config: RoiConfig, channels: int) -> nn.Module:
 
 
 def boxes_within_crops(boxes: Tensor, owners: Tensor, side: int) -> Tensor:
-    """Convert boxes from input pixels to pixels of the mask crops that they lie on.
+    """Convert boxes from input pixels to pixels of their cropped ground-truth masks.
 
     Args:
         boxes: [..., 4], xyxy.

@@ -50,7 +50,7 @@ class RpnOutputs(NamedTuple):
 
 
 class RegionProposalNetwork(nn.Module):
-    """Region proposal network: scores and refines anchors, and suppresses overlapping ones."""
+    """Region proposal network: scores and refines anchors, and applies NMS to the proposals."""
 
     cell_anchors: Tensor
 
@@ -84,7 +84,7 @@ class RegionProposalNetwork(nn.Module):
         )
 
     def propose(self, outputs: RpnOutputs, image_sizes: Tensor) -> Proposals:
-        """Decode the best anchors, apply NMS within each level, and return the best boxes."""
+        """Decode the highest-scoring anchors, and return the best boxes after NMS in each level."""
         c = self.config
         pre_nms, post_nms = (
             (c.pre_nms_top_n_train, c.post_nms_top_n_train)
@@ -162,7 +162,7 @@ class RegionProposalNetwork(nn.Module):
 
 
 def _by_anchor(output: Tensor, values: int) -> Tensor:
-    """Reorder a map's outputs, V values for each of A anchors per cell.
+    """Reorder a map's outputs, which are V values for each of A anchors per cell, by anchor.
 
     [B, A * V, H, W] becomes [B, H * W * A, V].
     """

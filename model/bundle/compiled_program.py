@@ -43,7 +43,7 @@ def current_target() -> CompileTarget:
 
 
 def load_artifact(bundle: Path, artifact: Artifact, device: torch.device) -> Program:
-    """Load an artifact's torch program.
+    """Load the torch program of a bundle's artifact.
 
     If the bundle has a program that was compiled ahead of time for this environment
     (`CompileTarget`), load it. Otherwise, load the exported program, which is compiled on a GPU in
@@ -55,8 +55,8 @@ def load_artifact(bundle: Path, artifact: Artifact, device: torch.device) -> Pro
         device: the CPU, or a GPU with its index.
 
     Raises:
-        BundleError: the program's file is missing or damaged, or takes other images than the
-            manifest states.
+        BundleError: the program's file is missing or damaged, or the program takes images of
+            another dtype or size than the manifest states.
     """
     compiled = artifact.compiled
     if device.type == "cuda" and compiled is not None and compiled.target == current_target():
@@ -83,8 +83,8 @@ def write_compiled_program(
         precision: precision of the program's artifact.
         device: device to compile for: a GPU with its index, or the CPU.
         images: shape [2, 3, H, W] of an example batch; H x W is the size of the bucket.
-        dtype: type of the images.
-        compiled: file to write.
+        dtype: dtype of the images.
+        compiled: path of the file to write.
     """
     program = load_exported_program(path, device)
     weights = _weights(program)
@@ -111,7 +111,7 @@ def load_compiled_program(path: Path, precision: Precision, device: torch.device
 
 
 def _weights(program: ExportedProgram) -> list[Tensor]:
-    """Return parameters, buffers and constants in the order of the graph's inputs."""
+    """Return a program's parameters, buffers and constants, ordered as the graph's inputs."""
     values = {**program.state_dict, **program.constants}
     inputs = program.graph_signature.input_specs
     return [values[i.target].detach() for i in inputs if i.kind != InputKind.USER_INPUT]

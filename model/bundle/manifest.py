@@ -12,7 +12,7 @@ from ..masks import MaskPaste
 from .spec import ResizeRule, ShapeBucket
 
 MANIFEST_NAME = "manifest.json"
-# Folder of a bundle with sample images for the HTTP server's page. The manifest omits them.
+# Folder of a bundle with sample images for the HTTP server's page. The manifest does not list them.
 SAMPLES_FOLDER = "samples"
 # Model version that servers report for every bundle.
 MODEL_VERSION = "1"
@@ -23,9 +23,9 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8", "fp8"]
 InputDtype = Literal["uint8", "float32"]
 EngineKind = Literal["tensorrt", "tensorrt-rtx"]
 ArtifactKind = Literal["onnx", "torch", EngineKind]
-# Precisions of models whose ranges of values are measured on calibration images.
+# Precisions for which the value ranges of a model are measured on calibration images.
 QUANTIZED_PRECISIONS: tuple[Precision, ...] = ("int8", "fp8")
-# Precisions in which a bundle has no artifacts of a kind, because its runtime lacks them.
+# Precisions that the runtime of an artifact kind does not support. Bundles have no such artifacts.
 MISSING_PRECISIONS: Mapping[ArtifactKind, tuple[Precision, ...]] = {
     "onnx": ("bf16", "fp8"),
     "torch": QUANTIZED_PRECISIONS,
@@ -34,7 +34,7 @@ HardwareCompatibility = Literal["none", "same-compute-capability", "ampere-plus"
 
 
 class BundleError(Exception):
-    """A bundle is incomplete, damaged, or has another manifest version."""
+    """A bundle is incomplete or damaged, or this program does not support its manifest version."""
 
 
 class _Record(BaseModel):
@@ -53,8 +53,8 @@ class Preprocessing(_Record):
 
     An image is decoded to RGB and resized so that its shorter side is `min_size`, unless the longer
     side would exceed `max_size`. `resize` is the rule for rounding and interpolation. The resized
-    image is padded at the right and bottom to a bucket. The graph itself normalises with
-    `pixel_mean` and `pixel_std`, both in 0..255.
+    image is padded at the right and bottom to a bucket. The exported graph itself normalises the
+    pixels with `pixel_mean` and `pixel_std`, both in 0..255.
     """
 
     min_size: int = Field(gt=0)
@@ -96,7 +96,7 @@ class EngineBuild(_Record):
     cuda_version: str
     # `current_platform()` of the building machine; the plan runs on this platform only.
     platform: str
-    # Versions of the plugins in the plan by `namespace::name`; empty if it has none.
+    # Versions of the plugins in the plan by `namespace::name`; empty if the plan has no plugins.
     plugins: dict[str, str]
     # Optimisation profiles by index.
     profiles: tuple[BatchProfile, ...] = Field(min_length=1)
@@ -115,10 +115,10 @@ class EngineBuild(_Record):
 
 
 class CompileTarget(_Record):
-    """Environment that a compiled program was built for. The program runs in no other one."""
+    """Environment that a compiled program was built for. It cannot run in other environments."""
 
     torch_version: str
-    # Such as `3.12`.
+    # Major and minor version, such as `3.12`.
     python_version: str
     # Compute capability of the GPU, such as `9.0`.
     compute_capability: str
@@ -260,7 +260,7 @@ def read_manifest(bundle: Path) -> Manifest:
     """Read and validate a bundle's manifest, without checking the hashes of its artifacts.
 
     Raises:
-        BundleError: the manifest is missing, unreadable, invalid, or of another version.
+        BundleError: the manifest is missing, unreadable, invalid, or has an unsupported version.
     """
     path = bundle / MANIFEST_NAME
     try:

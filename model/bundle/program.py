@@ -1,4 +1,4 @@
-"""Exported torch programs, loaded and compiled without the model's code."""
+"""Loading and compilation of exported torch programs. Needs no code of the model itself."""
 
 import contextlib
 import warnings
@@ -26,8 +26,9 @@ class Program:
         """Wrap a compiled or interpreted program.
 
         Args:
-            run: computes the outputs from images and image sizes.
-            precision: precision of the artifact. `tf32` and `fp32` share a program.
+            run: function that computes the outputs from images and image sizes.
+            precision: precision of the program's artifact. A program of `fp32` also serves `tf32`:
+                the precision decides whether TF32 is allowed.
             device: the CPU, or a GPU with its index.
         """
         self.device = device
@@ -69,7 +70,7 @@ class Program:
 def program_from_exported(
     exported: ExportedProgram, precision: Precision, device: torch.device
 ) -> Program:
-    """Make an exported program executable; on a GPU, the first call compiles it.
+    """Make an exported program executable. On a GPU, the first call of the result compiles it.
 
     On a GPU, batch size 1 and all larger batch sizes are compiled separately. On the CPU, the
     program is interpreted.
@@ -119,7 +120,7 @@ def check_images(path: Path, exported: ExportedProgram, artifact: Artifact) -> N
         artifact: manifest entry of the program.
 
     Raises:
-        BundleError: dtype or size differ.
+        BundleError: the dtype or the size differs.
     """
     name = exported.graph_signature.user_inputs[0]
     images = next(n for n in exported.graph.nodes if n.name == name).meta["val"]

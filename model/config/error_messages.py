@@ -64,6 +64,9 @@ def _all_keys(model: type[BaseModel]) -> dict[str, Key]:
 
 
 def _names_within(section: str, model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names of a section's keys and subsections, in order. Empty: not a section."""
+    """Return the names of a section's keys and subsections, in order.
+
+    The result is empty if `section` is not the name of a section.
+    """
     names = (tuple(s.model.model_fields) for s in sections(model) if s.name == section)
     return next(names, ())

@@ -14,7 +14,7 @@ class OverrideError(ValueError):
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return nested values with `key.path=value` overrides applied; values are parsed as YAML.
+    """Return nested values with `key.path=value` overrides applied. Each value is parsed as YAML.
 
     Raises:
         OverrideError: an override has another form, or a part of its key is not a section.
@@ -52,7 +52,7 @@ def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
 
 
 def values_by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested values into one dictionary by dotted key. Each key begins with `prefix`."""
+    """Flatten nested values into one dictionary by dotted key, with `prefix` before each key."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

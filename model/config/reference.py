@@ -42,8 +42,8 @@ def sections(model: type[BaseModel], name: str = "", meaning: str = "") -> Itera
 
     Args:
         model: configuration class.
-        name: dotted path of its section. Empty: the top level.
-        meaning: description of its section. Empty: the docstring of the class.
+        name: dotted path of the section that the class describes; empty for the top level.
+        meaning: description of that section. If it is empty, the docstring of the class is used.
     """
     inner: list[tuple[str, type[BaseModel], str]] = []
     keys: list[Key] = []
@@ -62,7 +62,7 @@ def sections(model: type[BaseModel], name: str = "", meaning: str = "") -> Itera
 
 
 def text_from_value(value: Any) -> str:
-    """Format a value as in YAML and after `key=` on the command line."""
+    """Format a configuration value as it is written in YAML, and after `key=` in an override."""
     plain = to_jsonable_python(value)
     return plain if isinstance(plain, str) else json.dumps(plain)
 
@@ -121,7 +121,7 @@ def _plural(annotation: Any) -> str:
 
 
 def _bound(rule: Any) -> str:
-    """Describe a pydantic constraint in words, such as `>= 1`; empty for other metadata."""
+    """Describe a pydantic constraint, as in `>= 1`. Return an empty text for other metadata."""
     for name, sign in _SIGNS.items():
         if hasattr(rule, name):
             return sign.format(getattr(rule, name))

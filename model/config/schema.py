@@ -6,7 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..masks import MaskPaste
 
-# Strides of the pyramid levels in input pixels. RoIs are pooled from all levels but the last.
+# Strides of the pyramid levels in input pixels. RoI features are pooled from all levels but the
+# last.
 PYRAMID_STRIDES = (4, 8, 16, 32, 64)
 
 
@@ -91,7 +92,7 @@ class RoiSamplingConfig(SamplingConfig):
 
 
 class RpnConfig(FrozenConfig):
-    """Region proposal network."""
+    """Settings of the region proposal network."""
 
     sampling: RpnSamplingConfig = RpnSamplingConfig()
     pre_nms_top_n_train: int = Field(2000, ge=1)
@@ -113,7 +114,7 @@ class RpnConfig(FrozenConfig):
 
 
 class RoiConfig(FrozenConfig):
-    """Box and mask heads."""
+    """Settings of the box and mask heads."""
 
     sampling: RoiSamplingConfig = RoiSamplingConfig()
     box_pool: int = Field(7, ge=1)
@@ -155,7 +156,7 @@ class RoiConfig(FrozenConfig):
 
 
 class ModelConfig(FrozenConfig):
-    """Mask R-CNN."""
+    """Settings of a Mask R-CNN."""
 
     num_classes: int = Field(80, ge=1)
     """Foreground classes; label 0 is the background, label 1 the first class."""

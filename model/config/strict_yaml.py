@@ -6,7 +6,7 @@ import yaml
 
 
 def value_from_yaml(text: str | bytes) -> Any:
-    """Parse a YAML document; None if it is empty.
+    """Parse a YAML document. Return None if the document is empty.
 
     Raises:
         yaml.YAMLError: the text is not YAML, a key is duplicated, or a number or date is
@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        # Python's own parsers of numbers, dates and tags raise these without a location, so add it.
+        # Parsers of numbers, dates and tags raise these errors without a location in the document.
         except (ValueError, LookupError, ArithmeticError, AttributeError):
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(

@@ -13,7 +13,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Checksum:
-    """Hash of a file. `digest` has all of its hexadecimal digits, or only the first ones."""
+    """Hash of a file. `digest` holds all hexadecimal digits of the hash, or only the first few."""
 
     algorithm: Literal["md5", "sha256"]
     digest: str
@@ -22,7 +22,7 @@ class Checksum:
         return f"{'MD5' if self.algorithm == 'md5' else 'SHA-256'} {self.digest}"
 
     def of(self, path: Path, step: str, on_progress: ByteProgress) -> "Checksum":
-        """Return the hash of a file, with as many digits as this one.
+        """Return the hash of a file, with as many digits as this checksum has.
 
         Args:
             path: Path of an existing file.
@@ -42,7 +42,7 @@ def read_checksums(path: Path) -> dict[str, Checksum]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: A line has another format.
+        ValueError: A line does not have this format.
     """
     checksums = {}
     for line in path.read_text(errors="replace").splitlines():

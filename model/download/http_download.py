@@ -49,8 +49,8 @@ class Remedies:
 
     # Remedy if the server does not respond or lacks the file, as in `use a mirror (--mirror)`.
     unreachable: str
-    # Remedy if the user trusts a file of another checksum, as in `pass its checksum with
-    # --checksums`.
+    # Remedy if the user trusts a file whose checksum is not the expected one, as in `pass its
+    # checksum with --checksums`.
     trust: str
 
 
@@ -118,7 +118,7 @@ def _mismatch(
 ) -> str | None:
     """Describe how the checksum of `file` differs from the expected one.
 
-    None: the checksums are equal, or none is expected. `path` names the download in the progress.
+    None: the checksums are equal, or `checksum` is None. The progress step contains `path.name`.
     """
     if checksum is None:
         return None
@@ -175,7 +175,7 @@ class _Download:
         """Make one attempt. Return whether the file is complete.
 
         If the attempt fails after it has received `_MIN_ATTEMPT_BYTES` or more, return False, so
-        that it does not count as a retry. If it fails earlier, raise its error.
+        that the next attempt does not count as a retry. If it fails earlier, raise its error.
         """
         before, version = self.partial.size, self.partial.version
         if before and before == version.total:

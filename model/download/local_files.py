@@ -1,4 +1,4 @@
-"""Locks, free disk space and partial files of downloads."""
+"""Local side of downloads: locks, free disk space and partially downloaded files."""
 
 import os
 import shutil
@@ -61,7 +61,7 @@ def check_free_space(path: Path, needed: int) -> None:
 
 
 class RemoteVersion(FrozenConfig):
-    """Version of a remote file, from HTTP headers. None: the server did not send the header."""
+    """Version of a remote file, from HTTP headers. A field is None if its header was not sent."""
 
     etag: str | None = None
     """Strong entity tag: equal tags guarantee equal bytes."""

@@ -1,4 +1,4 @@
-"""Bundles of model references, exported once into the user's cache folder. Needs no torch."""
+"""Bundles for models given by path, URL or name: exported once, and cached. Needs no torch."""
 
 import re
 import subprocess
@@ -28,15 +28,15 @@ def bundle_from_reference(
 ) -> Path:
     """Return the path of a model's bundle. If necessary, download the model and export it first.
 
-    The path of a bundle is returned unchanged. So is a path that does not exist: reading the bundle
-    raises the error.
+    The path of a folder is returned unchanged, as the path of a bundle. So is a path that does not
+    exist: the caller gets an error when it reads the bundle.
 
     Args:
         reference: Folder of a bundle, path or http(s) URL of a checkpoint or of weights of another
             implementation, or name of a published model.
         precisions: Precisions to export, unless the reference is a bundle.
         engines: Engines to export beside the ONNX files, as for `maskrcnn export --engine`.
-        buckets: Input sizes. Empty: those of the model.
+        buckets: Input sizes to export. If it is empty, the model's own input sizes are used.
 
     Raises:
         ZooError: The zoo does not have the model, or this program does not support it.

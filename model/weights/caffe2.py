@@ -1,4 +1,4 @@
-"""Weights of Caffe2's Detectron: backbones, including MSRA's, and whole models."""
+"""Rules to convert weights of Caffe2's Detectron: backbones, including MSRA's, and whole models."""
 
 import re
 from collections.abc import Mapping
@@ -110,8 +110,8 @@ def legacy_conventions(structure: Settings, state: Mapping[str, Tensor]) -> Sett
     """Return the default settings of Caffe2's Detectron and of maskrcnn-benchmark.
 
     Args:
-        structure: settings that were inferred from the tensors, such as the norm.
-        state: tensors of the file by its own names.
+        structure: settings that were inferred from the tensors, such as the normalisation.
+        state: tensors of the file, under the names that they have in the file.
     """
     gn = structure["backbone.norm"] == "gn"
     has_statistics = any(name.endswith(("bn_rm", "bn_running_mean")) for name in state)

@@ -40,7 +40,7 @@ _COCO_NAMES: tuple[str, ...] = tuple(MaskRCNN_ResNet50_FPN_Weights.COCO_V1.meta[
 
 
 class InputConfig(FrozenConfig):
-    """Resizing of images."""
+    """Settings for the resizing of input images."""
 
     min_size: int = Field(800, ge=32)
     """Shorter side of resized images in pixels (smaller if `max_size` limits the longer side)."""
@@ -51,7 +51,7 @@ class InputConfig(FrozenConfig):
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
-        """Landscape and portrait input size. One size if the input is square."""
+        """Landscape and portrait input size, or one size if the input is square."""
         sides = [math.ceil(side / BUCKET_STEP) * BUCKET_STEP for side in self.sides]
         return tuple(dict.fromkeys((ShapeBucket(*sides), ShapeBucket(*sides[::-1]))))
 
@@ -99,7 +99,7 @@ def checkpoint_from_weights(
     Args:
         weights: weights of a whole Mask R-CNN.
         overrides: `key.path=value` settings of `ConversionConfig` that replace assumed ones.
-        categories: COCO annotation file that names the classes. None: names of COCO's classes.
+        categories: COCO annotation file that names the classes. None: use `default_categories`.
         other_channel_order: the network takes RGB although its origin usually takes BGR, or the
             reverse.
 
@@ -212,7 +212,7 @@ def read_categories(path: Path, num_classes: int) -> tuple[Category, ...]:
     """Read the categories of a COCO annotation file, sorted by id.
 
     Raises:
-        WeightsError: the file has no categories, or not `num_classes` of them.
+        WeightsError: the file has no categories, or their number is not `num_classes`.
     """
     try:
         entries = json.loads(path.read_bytes())["categories"]

@@ -1,4 +1,4 @@
-"""Weights of detectron2: `.pkl` files of its model zoo and `.pth` files of its trainer."""
+"""Rules to convert weights of detectron2: `.pkl` files of its zoo, `.pth` files of its trainer."""
 
 from collections.abc import Mapping
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from .layouts import background_first, reverse_channels
 from .origins import MAX_HEAD_CONVS, Rules, Settings, WeightsOrigin
 
-# Pixel statistics of torchvision's ResNets. They are added to files of these ResNets in
-# detectron2's format, which lack them.
+# Pixel statistics of torchvision's ResNets. Files of these ResNets in detectron2's format lack the
+# statistics, so they are added when such a file is read.
 TORCHVISION_STATISTICS = {
     "pixel_mean": torch.tensor([123.675, 116.28, 103.53]),
     "pixel_std": torch.tensor([58.395, 57.12, 57.375]),
@@ -80,9 +80,9 @@ _RULES: Rules = (
 
 
 def _pixel_statistics(state: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
-    """Return the pixels' mean and standard deviation in the network's channel order.
+    """Return pixel mean and standard deviation (0..255) in the network's channel order.
 
-    If the file lacks them, they are those of MSRA's ResNets.
+    If the file lacks them, return those of MSRA's ResNets.
     """
     mean, std = (state.get(f"pixel_{name}") for name in ("mean", "std"))
     return (

@@ -1,4 +1,4 @@
-"""Settings of a model in detectron2's configuration file (`config.yaml`)."""
+"""Reading of a model's settings from detectron2's configuration file (`config.yaml`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ _PYRAMID_LEVELS = 5
 
 @dataclass(frozen=True)
 class Detectron2Config:
-    """Settings that a configuration file of detectron2 states. Others are absent here too."""
+    """Settings that a configuration file of detectron2 states. Other settings are absent."""
 
     # Values of `ModelConfig`, and of `InputConfig` below `preprocessing`, by dotted key.
     settings: Settings
@@ -69,7 +69,7 @@ class Detectron2Config:
 
 
 def read_config(path: Path) -> Detectron2Config | None:
-    """Read a configuration file of detectron2. Return None if it is one of another program.
+    """Read a configuration file of detectron2. Return None if another program wrote the file.
 
     Raises:
         WeightsError: the file cannot be read, or this model cannot represent a setting.

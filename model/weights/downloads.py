@@ -1,6 +1,6 @@
-"""Local files of model references: paths, URLs and names of published models.
+"""Local paths of weights files that are given by path, URL or name of a published model.
 
-Needs no torch. A file that must be downloaded is kept in the user's cache folder.
+Needs no torch. Downloaded files are kept in the user's cache folder.
 """
 
 import hashlib
@@ -72,7 +72,7 @@ def weights_path(reference: str | Path) -> Path:
 def mirror_checksums() -> dict[str, Checksum]:
     """Return the checksums that replace those of the published files, by file name.
 
-    Empty: the environment variable `MASKRCNN_ZOO_CHECKSUMS` is not set.
+    The dictionary is empty if the environment variable `MASKRCNN_ZOO_CHECKSUMS` is not set.
 
     Raises:
         DownloadError: The file with the checksums cannot be read.
@@ -134,7 +134,7 @@ def _mirrored(url: str) -> str:
 def _bars() -> AbstractContextManager[ByteProgress]:
     """Return a context manager that yields a progress callback.
 
-    The callback draws progress bars. If standard error is not a terminal, it does nothing.
+    The callback draws progress bars on standard error. If that is not a terminal, it does nothing.
     """
     if not sys.stderr.isatty():
         return nullcontext(no_progress)

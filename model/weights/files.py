@@ -112,10 +112,10 @@ class _ForbiddenGlobalError(Exception):
 
 
 def _encode_latin1(text: str, encoding: str) -> bytes:
-    """Encode as Latin-1, for which array pickles of Python 2 call `_codecs.encode`.
+    """Encode text as Latin-1. Pickled arrays of Python 2 call this function as `_codecs.encode`.
 
     Raises:
-        ValueError: the encoding is another one, so the pickle holds other objects than arrays.
+        ValueError: the encoding is not Latin-1, so the pickle does not only hold arrays.
     """
     if codecs.lookup(encoding).name != "iso8859-1":
         raise ValueError(f"bytes encoded as {encoding}")
@@ -138,7 +138,7 @@ class _ArrayUnpickler(pickle.Unpickler):
         super().__init__(file, encoding="latin1")
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed global; any other raises `_ForbiddenGlobalError`."""
+        """Return an allowed class or function. Any other raises `_ForbiddenGlobalError`."""
         try:
             return _ALLOWED_GLOBALS[module, name]
         except KeyError:

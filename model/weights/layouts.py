@@ -19,15 +19,15 @@ CLASS_ROWS = tuple(
 
 
 def reverse_channels(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the first convolution's input channels reversed (BGR, RGB)."""
+    """Return the tensors with the first convolution's input channels reversed (BGR or RGB)."""
     return tensors | ({STEM: tensors[STEM].flip(1)} if STEM in tensors else {})
 
 
 def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert class rows from detectron2's order to ours, in which the background is row 0.
 
-    detectron2 has the background last in scores, and not at all in boxes and masks. Class-agnostic
-    boxes and masks are repeated for every class.
+    In detectron2, the background is the last row of the scores, and boxes and masks have no row for
+    it. Class-agnostic boxes and masks are repeated for every class.
     """
     moved = dict(tensors)
     for kind in ("weight", "bias"):

@@ -18,8 +18,7 @@ from .layouts import CLASS_ROWS
 from .origins import Weights, abbreviated
 from .references import checkpoint_from_reference, read_reference
 
-# Settings of `ModelConfig` that the weights depend on. A model must have the values with which its
-# weights were trained.
+# Settings of `ModelConfig` that must have the same values as in the training of the weights.
 _MEANING_SETTINGS = (
     "pixel_mean",
     "pixel_std",
@@ -70,10 +69,10 @@ class LoadReport:
 def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
     """Load weights of any origin into a model.
 
-    Heads that the file lacks, and predictors of another number of classes, keep the model's values.
+    Heads that the file lacks, and predictors for another number of classes, keep their values.
 
     Args:
-        model: model to fill.
+        model: model to load the weights into.
         source: path or http(s) URL of a checkpoint or weights file, name of a published model, or
             torchvision's name of its weights.
 
@@ -188,9 +187,9 @@ def _has_merged_norms(weights: Weights) -> bool:
 
 
 def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
-    """Return the tensors under the names of a model with this configuration.
+    """Return the tensors of `weights` under the names of a model with this configuration.
 
-    Merged batch norms get variances that offset the model's epsilon.
+    Batch norms that only scale and shift get variances that offset the model's epsilon.
     """
     tensors = dict(weights.tensors)
     if config.backbone.features == "c4":

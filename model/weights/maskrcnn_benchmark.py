@@ -1,4 +1,4 @@
-"""Weights of maskrcnn-benchmark and of NVIDIA's Mask R-CNN, which is derived from it."""
+"""Rules to convert weights of maskrcnn-benchmark and of NVIDIA's Mask R-CNN, derived from it."""
 
 from torch import Tensor
 

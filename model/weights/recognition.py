@@ -36,9 +36,9 @@ def read_weights(path: Path, config: Path | None = None) -> Weights:
     """Read a weights file of any known origin. The origin is recognised by the file's content.
 
     Args:
-        path: the file.
-        config: detectron2's configuration of the model. None: `config.yaml` beside a file of
-            detectron2, if there is one.
+        path: the weights file.
+        config: detectron2's configuration file of the model. None: if the weights are detectron2's,
+            use `config.yaml` in the same folder, if there is one.
 
     Raises:
         CheckpointError: the file cannot be read, or its origin or model is unknown.
@@ -129,7 +129,7 @@ def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> We
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
-    """Return tensors by name, unwrapped from mappings and without `module.` prefixes."""
+    """Return the tensors in a file's content by name, without wrappers and `module.` prefixes."""
     for wrapper in _WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
@@ -229,7 +229,7 @@ def _norm(module: str, tensors: Mapping[str, Tensor]) -> str:
 def _count(pattern: str, tensors: Mapping[str, Tensor]) -> int:
     """Return one more than the largest index that a pattern captures in a tensor's name.
 
-    0: the pattern matches no name.
+    Return 0 if the pattern matches no name.
     """
     matches = (re.fullmatch(pattern, name) for name in tensors)
     return 1 + max((int(match[1]) for match in matches if match), default=-1)

@@ -1,4 +1,4 @@
-"""Weights and checkpoints of model references: paths, URLs and names of published models."""
+"""Reading of weights and checkpoints that are given by path, URL or name of a published model."""
 
 import logging
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 def read_reference(reference: str | Path, config: Path | None = None) -> Weights:
-    """Read the weights of a reference. Download them if necessary.
+    """Read the weights that a reference names. Download them if necessary.
 
     For a published model, settings that its file may lack are taken from `zoo.py`.
 
     Args:
         reference: path, http(s) URL, name of a published model, or torchvision's name of weights.
-        config: detectron2's configuration of the model. None: `config.yaml` beside a file of
-            detectron2, if there is one.
+        config: detectron2's configuration file of the model. None: if the weights are detectron2's,
+            use `config.yaml` in the same folder, if there is one.
 
     Raises:
         CheckpointError: the file cannot be read, or its origin or model is unknown.
@@ -59,20 +59,20 @@ def convert_reference(
     other_channel_order: bool = False,
     config: Path | None = None,
 ) -> WeightsConversion:
-    """Convert the weights of a reference to a checkpoint that gives the same results.
+    """Convert the weights that a reference names to a checkpoint that gives the same results.
 
-    A published model gets its own classes and test size. For other weights, a warning names assumed
-    settings that may be wrong.
+    The checkpoint of a published model has the classes and test size of that model. For other
+    weights, a warning names assumed settings that may be wrong.
 
     Args:
         reference: path, http(s) URL, name of a published model, or torchvision's name of weights.
         overrides: `key.path=value` settings of `ConversionConfig` that replace assumed ones.
-        categories: COCO annotation file that names the classes. None: the names of the published
-            model or of COCO's classes.
+        categories: COCO annotation file that names the classes. None: use the classes of the
+            published model, or else `default_categories`.
         other_channel_order: the network takes RGB although its origin usually takes BGR, or the
             reverse.
-        config: detectron2's configuration of the model. None: `config.yaml` beside a file of
-            detectron2, if there is one.
+        config: detectron2's configuration file of the model. None: if the weights are detectron2's,
+            use `config.yaml` in the same folder, if there is one.
 
     Raises:
         CheckpointError: the file cannot be read or converted, is a checkpoint of this program, or
@@ -128,7 +128,7 @@ def _warn_of_assumptions(
 
 
 def checkpoint_from_reference(reference: str | Path) -> Checkpoint:
-    """Read a checkpoint, or convert weights of another implementation. Download it if necessary.
+    """Read a checkpoint, or convert another implementation's weights. Download them if necessary.
 
     Raises:
         CheckpointError: the file cannot be read or converted, or has NaN or infinite weights.

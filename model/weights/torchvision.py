@@ -1,4 +1,4 @@
-"""Weights of torchvision: Mask R-CNN of both versions, and classification ResNets."""
+"""Rules to convert weights of torchvision: Mask R-CNN (both versions) and ResNet classifiers."""
 
 from collections.abc import Mapping
 

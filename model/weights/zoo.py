@@ -123,7 +123,7 @@ class ZooModel:
     # Test size: shorter side of resized images, and maximum of the longer side, in pixels.
     min_size: int = 800
     max_size: int = 1333
-    # Names of the classes. None: COCO's, or numbers for other data sets.
+    # Ids and names of the classes. None: `default_categories` of the number of classes.
     categories: tuple[Category, ...] | None = None
     # Values of `ModelConfig` by dotted key that replace the origin's defaults.
     settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -153,9 +153,9 @@ def is_zoo_name(reference: object) -> bool:
 
 
 def zoo_model(reference: str) -> ZooModel:
-    """Return the model of a reference such as `detectron2:mask_rcnn_R_50_FPN_3x`.
+    """Return the published model that a reference such as `detectron2:mask_rcnn_R_50_FPN_3x` names.
 
-    The path of detectron2's configuration file is accepted too, as in
+    The path of the model's configuration file in detectron2 is accepted as a name too, as in
     `detectron2:COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml`.
 
     Raises:
@@ -179,7 +179,7 @@ def zoo_model(reference: str) -> ZooModel:
 
 
 def _config_name(model: ZooModel) -> str:
-    """Return the path of a model's configuration file in detectron2, without suffix."""
+    """Return the path of a model's configuration file in detectron2, without its suffix."""
     return "/".join(PurePosixPath(model.path).parts[2:4])
 
 
