@@ -11,7 +11,7 @@ def set_classes_from_dataset(dataset: CocoDataset, config: TrainConfig) -> Train
     """Return a configuration with `model.num_classes` set to the data set's number of categories.
 
     Raises:
-        ConfigError: The configuration explicitly sets another number.
+        ConfigError: The configuration explicitly sets `model.num_classes` to another number.
     """
     count, model = len(dataset.categories), config.model
     if "num_classes" in model.model_fields_set and model.num_classes != count:

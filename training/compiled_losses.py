@@ -21,8 +21,8 @@ from .config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# The objects per image are padded to a multiple of this number, because each distinct number needs
-# its own CUDA graph.
+# The number of objects per image is padded to a multiple of this number, because each distinct
+# number of objects needs its own CUDA graph.
 _OBJECTS = 16
 
 
@@ -44,7 +44,8 @@ class CompiledLosses:
             backend: Compiler of `torch.compile`.
             graphs: Replay losses and gradients as CUDA graphs. Then the gradients are valid until
                 the next call only.
-            required: Fail if torch cannot compile. False: warn, and compute without compilation.
+            required: Raise an error if torch cannot compile. False: log a warning, and compute
+                without compilation.
         """
         # On import, torch sets the variable to a folder in /tmp, unless the user has set it.
         # Replace only that default.
@@ -64,7 +65,7 @@ class CompiledLosses:
     def __call__(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return the five losses of a batch. The arguments are those of `MaskRCNN.losses`.
+        """Return the sums and counts of a batch's losses. Arguments are as in `MaskRCNN.losses`.
 
         Raises:
             ConfigError: torch cannot compile on this machine, and compilation is required.
@@ -109,6 +110,6 @@ class CompiledLosses:
 
 
 def _padded(targets: Targets) -> Targets:
-    """Append empty objects, so that their number per image is a multiple of `_OBJECTS`."""
+    """Pad the objects per image with empty ones to a multiple of `_OBJECTS`."""
     missing = -targets.labels.shape[1] % _OBJECTS
     return Targets(*(F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) for x in targets))

@@ -250,7 +250,7 @@ def validated_config(
         sections: Sections (such as `model`) that replace those of the source.
 
     Raises:
-        ConfigError: A key or value is invalid. The message names it and the allowed values.
+        ConfigError: A key or value is invalid. The message names the key and the allowed values.
     """
     try:
         config = TrainConfig.model_validate(read_values(source, overrides, sections))
@@ -263,10 +263,10 @@ def validated_config(
 
 
 def check_length(config: TrainConfig, overrides: Sequence[str]) -> None:
-    """Reject an override of `solver.max_iterations` if `solver.epochs` is set and replaces it.
+    """Check that no override sets `solver.max_iterations` although `solver.epochs` replaces it.
 
     Raises:
-        ConfigError: Both are set.
+        ConfigError: `solver.epochs` is set, and an override sets `solver.max_iterations`.
     """
     ignored = [text for text in overrides if text.startswith("solver.max_iterations=")]
     if config.solver.epochs is not None and ignored:

@@ -86,7 +86,10 @@ def _known_keys() -> list[str]:
 
 
 def _key_of_option(option: str) -> str | None:
-    """Return the configuration key that a wrong option such as `--base-lr` means. None: unknown."""
+    """Return the configuration key that a wrong option such as `--base-lr` means.
+
+    None: the option resembles no key.
+    """
     name = option.lstrip("-").replace("-", "_")
     same = [key for key in _known_keys() if key.rpartition(".")[2] == name]
     return same[0] if len(same) == 1 else _KEY_BY_OPTION.get(name)

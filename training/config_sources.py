@@ -55,8 +55,8 @@ def read_values(
 
 
 def _merged(source: str, folder: Path, above: tuple[str, ...]) -> Values:
-    # `above` holds the names of the sources that lead here through `base`. A name that is in it
-    # already closes a cycle.
+    # `above` holds the names of the sources whose `base` led to this source. If it contains the
+    # name of this source already, the bases form a cycle.
     name = source if source in presets() else os.path.normpath(folder / source)
     if name in above:
         raise SourceError(f"{' has base '.join((*above, name))}: these bases form a cycle")

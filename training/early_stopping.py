@@ -11,14 +11,14 @@ BEST_BY = "segm/AP"
 
 
 class EarlyStopping:
-    """Early-stopping state: best metric of a run, and number of evaluations since then."""
+    """Early-stopping state: the best mask AP of a run, and the number of evaluations after it."""
 
     def __init__(self, settings: EvaluationConfig, state: Mapping[str, Any]) -> None:
         """Create the state of a new run, or restore that of a resumed one.
 
         Args:
             settings: Section `evaluation` of the configuration.
-            state: `training_state` of the checkpoint to resume from. Empty: a new run.
+            state: `training_state` of the checkpoint to resume from; empty for a new run.
         """
         self._settings = settings
         self._best_ap: float = state.get("best_ap", -1.0)

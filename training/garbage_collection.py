@@ -9,7 +9,7 @@ from collections.abc import Iterator
 def no_garbage_collection() -> Iterator[None]:
     """Suspend garbage collection for a block that creates millions of objects and keeps them.
 
-    The collector would traverse all of them repeatedly, and free none.
+    The collector would traverse all these objects repeatedly, and free none.
     """
     enabled = gc.isenabled()
     gc.disable()

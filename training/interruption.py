@@ -13,7 +13,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Context manager that records SIGINT and SIGTERM, so that the step can be completed.
+    """Context manager that records SIGINT and SIGTERM, so that the current step can be completed.
 
     The first signal sets `requested`. A second signal has its usual effect. In threads other than
     the main one, where Python allows no signal handlers, signals keep their usual effect.

@@ -17,10 +17,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch_processes(device: Device, processes: int | None) -> None:
-    """If several processes are configured, run this command in them, and exit with their code.
+    """If several processes are configured, run the current command in them and exit.
 
-    If one process is configured, under `torchrun`, and in the started processes, return at once.
-    The arguments are the values of the configuration keys `device` and `processes`.
+    The exit code is theirs. Return at once if one process is configured, or if `torchrun` or this
+    function started this process. The arguments are the configuration keys of the same names.
 
     Raises:
         ConfigError: `processes` differs from the number of GPUs in `device`, or a signal such as

@@ -46,7 +46,7 @@ class TrainingLoop:
             identity: Configuration and hashes of the training set, as `run_identity` returns them.
                 They are stored in each checkpoint.
             progress: Progress bars from `terminal_progress`.
-            last: Checkpoint that the run resumes from. None: a new run.
+            last: Checkpoint that the run resumes from. None: the run is new.
 
         Raises:
             ConfigError: The model lacks a category of the validation set, or `evaluation.expected`
@@ -89,7 +89,7 @@ class TrainingLoop:
         run begins with that evaluation.
 
         Returns:
-            Metrics of the final model, by name. Empty if it was not evaluated.
+            Metrics of the final model by name. The dictionary is empty if it was not evaluated.
 
         Raises:
             DataError: An image is unreadable and `data.on_broken` is "refuse".
@@ -126,7 +126,7 @@ class TrainingLoop:
             self._trainer.freeze_backbone()
 
     def _evaluate_and_save(self, report: TrainingReport) -> bool:
-        """Evaluate the model and write a checkpoint, if due. Return whether training ends."""
+        """Evaluate the model and write a checkpoint if due. Return whether the training ends."""
         trainer, config = self._trainer, self._config
         final = trainer.iteration >= config.solver.max_iterations
         best, self._metrics = False, {}
@@ -206,7 +206,7 @@ class TrainingLoop:
         return reason is not None
 
     def _save(self, *, final: bool, best: bool = False) -> None:
-        """Write a checkpoint on rank 0. Every rank must call this.
+        """Write a checkpoint on rank 0. Every rank must call this method.
 
         Raises:
             DivergenceError: A weight is not finite.

@@ -40,8 +40,8 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 def restore_generators(states: dict[str, Any], device: torch.device) -> None:
     """Restore states that `generator_states` returned.
 
-    If `device` is the CPU, a state of a GPU is ignored. On a GPU without a saved state, its
-    generator is left alone.
+    If `device` is the CPU, a saved state of a GPU is ignored. If it is a GPU and `states` has no
+    state of a GPU, the generator of this GPU is not changed.
     """
     random.setstate(states["python"])
     twister = states["numpy"]["state"]

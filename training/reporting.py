@@ -37,7 +37,7 @@ class DivergenceError(Exception):
 
 
 class TrainingReport:
-    """Reports losses and timings every `period` iterations. Only rank 0 writes files."""
+    """Report of losses and timings of a run every `period` iterations. Only rank 0 writes files."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class TrainingReport:
         progress: Progress,
         trackers: Sequence[Tracker] = (),
     ) -> None:
-        """Open the files, and remove lines that a killed run wrote after its last checkpoint.
+        """Open `metrics.jsonl`, and remove lines that a killed run wrote after its last checkpoint.
 
         Args:
             folder: Folder of the run.
@@ -130,7 +130,7 @@ class TrainingReport:
             tracker.log(metrics, iteration)
 
     def record_drawing(self, iteration: int, path: Path) -> None:
-        """Send the trackers drawn images after `iteration` iterations, if the PNG file exists."""
+        """If the PNG file `path` exists, send it to the trackers as drawn at `iteration`."""
         if path.is_file():
             for tracker in self._trackers:
                 tracker.log_drawing(path, iteration)
@@ -186,7 +186,7 @@ def with_progress(
 
 
 def _remove_lines_after(iteration: int, path: Path) -> None:
-    """Remove the lines of later iterations, and an incomplete last line, from `metrics.jsonl`."""
+    """Remove lines of iterations after `iteration`, and an incomplete last line, from a file."""
     if not path.is_file():
         return
     lines = path.read_text().splitlines(keepends=True)

@@ -50,7 +50,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
 def evaluate_checkpoint(
     checkpoint: Checkpoint, config: TrainConfig, rank: Worker, report: Path | None = None
 ) -> dict[str, float]:
-    """Evaluate a checkpoint on the validation set. Every rank must call this.
+    """Evaluate a checkpoint on the validation set. Every rank must call this function.
 
     Detections and metrics are also written to `output_dir/inference`.
 
@@ -82,8 +82,8 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
     The errors are those of `run_training`, but `evaluation.expected` is not checked.
 
     Returns:
-        Path of the final checkpoint, and its metrics by name. There are none if the checkpoint was
-        not evaluated.
+        Path of the final checkpoint, and its metrics by name. The metrics are empty if the
+        checkpoint was not evaluated.
     """
     set_arithmetic(config)
     check_trackers(config.trackers)

@@ -71,12 +71,12 @@ class RunFolder:
         return self.path / (self.path / _LAST).read_text().strip()
 
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
-        """Write a checkpoint atomically, set `last_checkpoint` to it, and remove old checkpoints.
+        """Write a checkpoint atomically, name it in `last_checkpoint`, and remove older ones.
 
         Args:
             checkpoint: Checkpoint to write.
-            final: Write it as `model_final.pth` instead of `model_<iteration>.pth`.
-            best: Also write it as `model_best.pth`.
+            final: Write the checkpoint as `model_final.pth` instead of `model_<iteration>.pth`.
+            best: Write the checkpoint as `model_best.pth` too.
         """
         if best:
             save_checkpoint(self.path / BEST_CHECKPOINT, checkpoint)
@@ -87,7 +87,7 @@ class RunFolder:
         self._remove_older_than(checkpoint.iteration)
 
     def _remove_older_than(self, iteration: int) -> None:
-        """Remove numbered checkpoints up to `iteration`, except the last `_keep` of them."""
+        """Remove the numbered checkpoints up to `iteration`, except for the last `_keep` ones."""
         # Later checkpoints exist if the user resumed from an older one. Keep them, because this run
         # did not write them.
         if self._keep is None:

@@ -1,4 +1,4 @@
-"""Length of a run: from epochs to iterations, and a warning about far too many epochs."""
+"""Conversion of a run's epochs to iterations, and a warning about far too many epochs."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ def finetuning_epochs(images: int) -> float:
 
 
 def with_run_length(dataset: CocoDataset, config: TrainConfig) -> TrainConfig:
-    """Return a configuration whose `solver.max_iterations` follows from `solver.epochs`, if set.
+    """Return a configuration with `solver.epochs`, if set, converted to `solver.max_iterations`.
 
     If the run has far more epochs than a data set of this size needs, a warning is logged.
 

@@ -58,7 +58,7 @@ def train_seeds(config: TrainConfig, count: int, *, resume: bool = False) -> Sta
     Args:
         config: Configuration of all runs.
         count: Number of seeds, at least 2.
-        resume: Resume interrupted runs and skip finished ones.
+        resume: Resume interrupted runs, and skip finished runs.
 
     Raises:
         ConfigError: The configuration has no evaluation, or does not fit the data, the machine or

@@ -22,16 +22,16 @@ _IDS_FILE = "trackers.json"
 
 
 class Tracker(Protocol):
-    """Interface of all trackers."""
+    """Interface of all trackers, which record the metrics and drawings of a run."""
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
-        """Record values after an iteration, counted from 1."""
+        """Record values by name after an iteration, counted from 1."""
 
     def log_drawing(self, path: Path, iteration: int) -> None:
         """Record a PNG file with validation images after an iteration, counted from 1."""
 
     def close(self, *, failed: bool) -> None:
-        """Send pending values and end the run."""
+        """Send pending values and end the run. `failed`: the run ended with an error."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ def open_trackers(config: TrainConfig, first_iteration: int) -> list[Tracker]:
 
     Args:
         config: Configuration of the run.
-        first_iteration: Number of iterations that the run has completed. 0: a new run.
+        first_iteration: Number of iterations that the run has completed; 0 for a new run.
 
     Raises:
         ConfigError: A tracker cannot start, for example because it needs a login.

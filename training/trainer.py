@@ -40,7 +40,7 @@ def set_arithmetic(config: TrainConfig) -> None:
 
 
 class GpuMemoryError(Exception):
-    """A training step needs more GPU memory than there is."""
+    """A training step needs more memory than the GPU has."""
 
     def __init__(self, config: TrainConfig, world_size: int) -> None:
         solver, passes = config.solver, config.solver.accumulate
@@ -207,7 +207,7 @@ class Trainer:
             [5] float32 losses of the global batch, in the order of `LOSS_NAMES`, on the device.
 
         Raises:
-            GpuMemoryError: The GPU's memory is too small.
+            GpuMemoryError: The step needs more memory than the GPU has.
         """
         try:
             return self._step(batches)
@@ -273,7 +273,10 @@ class Trainer:
 
 
 def build_optimizer(model: nn.Module, config: SolverConfig) -> torch.optim.Optimizer:
-    """Create SGD or AdamW for a model's trainable parameters. Only layer weights are decayed."""
+    """Create SGD or AdamW for a model's trainable parameters.
+
+    Biases and normalisation parameters have no weight decay.
+    """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     biases = [p for name, p in trainable.items() if name.endswith("bias")]
     others = [p for name, p in trainable.items() if not name.endswith("bias")]

@@ -44,7 +44,7 @@ class RandomShortestSizeConfig(TransformConfig):
 
 
 class RandomCropConfig(TransformConfig):
-    """Crop images to a size. A side that is already shorter is kept."""
+    """Crop images to a size at a random position. A side that is already shorter is kept."""
 
     name: Literal["RandomCrop"]
     size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
@@ -52,7 +52,7 @@ class RandomCropConfig(TransformConfig):
 
 
 class RandomRotationConfig(TransformConfig):
-    """Rotate images about their centre. The image size does not change."""
+    """Rotate images about their centre by a random angle. The image size does not change."""
 
     name: Literal["RandomRotation"]
     degrees: float = Field(gt=0, le=180)
@@ -67,7 +67,7 @@ class RandomVerticalFlipConfig(TransformConfig):
 
 
 class ColorJitterConfig(TransformConfig):
-    """Change brightness, contrast, saturation and hue."""
+    """Change brightness, contrast, saturation and hue at random."""
 
     name: Literal["ColorJitter"]
     brightness: float = Field(0.0, ge=0)
@@ -124,7 +124,7 @@ def check_order(transforms: tuple[TransformConfig, ...]) -> None:
     """Check that resizing is the first transform of a list, and copy-paste the last.
 
     Raises:
-        ValueError: A transform is at another position.
+        ValueError: Resizing is not the first transform, or copy-paste is not the last.
     """
     for transform in transforms[1:]:
         if isinstance(transform, RESIZING):

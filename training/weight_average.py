@@ -11,11 +11,11 @@ class WeightAverage:
     """Copy of a model whose weights and buffers are moving averages over the training steps."""
 
     def __init__(self, model: MaskRCNN, decay: float) -> None:
-        """Start with the current weights.
+        """Copy a model, so that the average starts with the model's current weights.
 
         Args:
             model: Model in training.
-            decay: Maximum share of the old average that an update keeps.
+            decay: Maximum weight of the old average in an update.
         """
         self.model = deepcopy(model).requires_grad_(False)
         self._decay = decay

@@ -9,16 +9,17 @@ from ...model.mask_rcnn import MaskRCNN
 
 
 class LimitedImages:
-    """Counts images in which `roi.nms_candidates` may have left out detections.
+    """Counter of images for which `roi.nms_candidates` may have left out detections.
 
     A candidate is a pair of proposal and class with a score above `roi.score_threshold`. If an
-    image has more than `roi.nms_candidates`, the model drops those with the lowest scores before
-    NMS. This can change the result only if fewer than `roi.max_detections` detections remain.
+    image has more than `roi.nms_candidates` candidates, the model drops those with the lowest
+    scores before NMS. This can change the result only if fewer than `roi.max_detections` detections
+    remain.
     Call the model inside a `with` block of the counter, and `add` after each call.
     """
 
     def __init__(self, model: MaskRCNN) -> None:
-        """Create a counter for the calls of one model. It starts at 0."""
+        """Create a counter for the calls of one model. The count starts at 0."""
         self._roi_heads = model.roi_heads
         self._config = model.config.roi
         # [B * R]: candidates of each RoI in the model's last call.

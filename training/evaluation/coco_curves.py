@@ -19,7 +19,7 @@ from ..garbage_collection import no_garbage_collection
 IouType = Literal["bbox", "segm"]
 IOU_TYPES: tuple[IouType, IouType] = ("bbox", "segm")
 AREAS = ("all", "small", "medium", "large")
-# Maximum number of detections per image.
+# Maximum numbers of detections per image for which COCO computes metrics.
 LIMITS = (1, 10, 100)
 # With fewer detections, further processes take longer to start than they save.
 _PARALLEL_FROM = 10_000
@@ -57,7 +57,7 @@ def coco_curves(
     Args:
         ground_truth: Parsed COCO annotation file with at least one image.
         results: Detections in COCO's results format, by the kind of IoU to compare.
-        evaluator: Library that computes the curves. All give equal curves.
+        evaluator: Library that computes the curves. Both libraries give equal curves.
 
     Returns:
         Curves by the kind of IoU.

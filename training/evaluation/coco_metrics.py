@@ -55,7 +55,7 @@ def coco_metrics(
         ground_truth: Parsed COCO annotation file.
         results: Detections in COCO's results format, by the kind of IoU to compare.
         categories: Categories of the ground truth by ascending id.
-        evaluator: Library that computes the metrics. All give equal metrics.
+        evaluator: Library that computes the metrics. Both libraries give equal metrics.
 
     Returns:
         Values in 0..1, or -1 without ground truth, by name: `<iou_type>/` and then AP, AP50, AP75,

@@ -29,6 +29,11 @@ def image_detections_from(
 ) -> list[tuple[int, ImageDetections]]:
     """Scale a batch's detections to the original images and paste their masks.
 
+    Args:
+        detections: Output of the model.
+        batch: Batch that the model was called with.
+        paste: Rule for resampling masks to the original images.
+
     Returns:
         Pairs of image id and detections, one per image of the batch.
     """

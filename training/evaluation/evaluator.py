@@ -79,7 +79,8 @@ class CocoEvaluator:
             report: HTML file for a report. None: write no report.
 
         Returns:
-            Box and mask metrics by name, the same on all ranks. Empty if `measure` is False.
+            Box and mask metrics by name, the same on all ranks. The dictionary is empty if
+            `measure` is False.
         """
         gathered = self._worker.gather(self._detections)
         limited_images = sum(self._worker.gather(self.limited_images))

@@ -49,13 +49,16 @@ class MatchedImage(NamedTuple):
         return (self.matches >= 0) & ~self.ignored
 
     def above(self, thresholds: Sequence[float]) -> NDArray[np.bool_]:
-        """Return whether each detection's score reaches the threshold of its class `[D]`."""
+        """Return whether each detection's score is at least the threshold of its class `[D]`.
+
+        `thresholds` are the thresholds of all classes in the order of their labels.
+        """
         limits = [thresholds[detection.label - 1] for detection in self.detections]
         return self.scores >= np.array(limits, np.float64)
 
 
 class ClassCurve(NamedTuple):
-    """Precision and recall of one class over N score thresholds, in descending order."""
+    """Precision and recall of one class at N score thresholds, in descending order."""
 
     # Objects of the class that are not crowds.
     objects: int
@@ -91,7 +94,7 @@ def matched_images(
     Args:
         dataset: Data set with the ground truth. Detections of classes that it lacks are left out.
         results: Detections with masks in COCO's results format.
-        image_ids: Images to include. None: all images.
+        image_ids: Ids of the images to include. None: all images.
     """
     labels = {category.id: label for label, category in enumerate(dataset.categories, start=1)}
     by_image: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
@@ -106,7 +109,7 @@ def matched_images(
 
 
 def class_curves(images: Iterable[MatchedImage], classes: int) -> list[ClassCurve]:
-    """Return the precision-recall curve of each of the first `classes` labels."""
+    """Return the precision-recall curves of the classes with labels 1 to `classes`."""
     objects = np.zeros(classes, int)
     scores: list[list[float]] = [[] for _ in range(classes)]
     correct: list[list[bool]] = [[] for _ in range(classes)]
@@ -127,9 +130,10 @@ def class_curves(images: Iterable[MatchedImage], classes: int) -> list[ClassCurv
 def confusion_matrix(
     images: Iterable[MatchedImage], thresholds: Sequence[float]
 ) -> NDArray[np.int64]:
-    """Count matches by class of the object and of the detection, above the class thresholds.
+    """Count the detections above the thresholds by the object's class and the detected class.
 
-    Detections and objects that remain after matching within classes are matched across classes.
+    Detections that match no object of their own class are matched with the remaining objects of
+    other classes.
 
     Args:
         images: Matched detections.

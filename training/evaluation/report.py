@@ -44,8 +44,8 @@ def write_report(
         path: File to write. Its folder is created if it does not exist.
         dataset: Data set with the ground truth.
         results: Detections with masks in COCO's results format.
-        metrics: Metrics by name. Empty: they were not computed.
-        image_ids: Evaluated images.
+        metrics: Metrics by name; empty if they were not computed.
+        image_ids: Ids of the evaluated images.
     """
     images = matched_images(dataset, results, image_ids)
     names = [category.name for category in dataset.categories]

@@ -70,16 +70,18 @@ class Validation:
         report: Path | None = None,
         iteration: int = 0,
     ) -> dict[str, float]:
-        """Evaluate a model, and write files with detections and metrics. Every rank must call this.
+        """Evaluate a model, and write files with detections and metrics. Call it on every rank.
 
         Args:
             model: Model to evaluate. It is not changed.
             progress: Progress bars from `terminal_progress`.
             report: HTML file for a report. None: write no report.
-            iteration: Iterations that the model was trained for, for the names of files.
+            iteration: Number of iterations that the model was trained for. It is part of the names
+                of drawings.
 
         Returns:
-            Metrics by name, the same on all ranks. Empty if `evaluation.skip_eval` is set.
+            Metrics by name, the same on all ranks. The dictionary is empty if
+            `evaluation.skip_eval` is set.
         """
         config, worker = self._config, self._worker
         settings = config.evaluation
@@ -102,13 +104,13 @@ class Validation:
         return bool(self._config.evaluation.draw_images) and iteration in self._drawing_iterations()
 
     def draw(self, model: MaskRCNN, iteration: int) -> None:
-        """On rank 0, draw `evaluation.draw_images` images with a model's detections as a PNG file.
+        """On rank 0, draw `evaluation.draw_images` images with a model's detections to a PNG file.
 
         After 10, 30 and 100 % of the run, the drawings of these times are joined in `progress.png`.
 
         Args:
             model: Model to evaluate. It is not changed.
-            iteration: Iterations that the model was trained for. 0: unknown.
+            iteration: Number of iterations that the model was trained for. 0: unknown.
         """
         config, worker = self._config, self._worker
         if not config.evaluation.draw_images or not worker.is_main:
@@ -134,7 +136,7 @@ class Validation:
         return sorted({max(1, round(share * length)) for share in _DRAWN_AFTER})
 
     def drawing(self, iteration: int) -> Path:
-        """Return the path of the images that `draw` has drawn after a number of iterations."""
+        """Return the path of the PNG file that `draw` writes after `iteration` iterations."""
         return self._config.output_dir / _DRAWINGS_FOLDER / f"{iteration:07d}.png"
 
     def _loader(self, *, ground_truth: bool = False) -> BatchLoader:

@@ -19,7 +19,7 @@ class ImageErrors(NamedTuple):
     """Errors of the detections of one image."""
 
     record: ImageRecord
-    # Detections above the thresholds.
+    # Detections with a score of at least the threshold of their class.
     detections: tuple[Instance, ...]
     # Objects without a detection of their class.
     missed: int
@@ -38,7 +38,7 @@ def draw_worst_images(
     Args:
         images: Matched detections.
         categories: Classes by label; label 1 is the first.
-        thresholds: Minimum score of each class.
+        thresholds: Minimum score of the detections of each class, in the order of the labels.
         path: PNG file to write. It is not written if no image has an error.
     """
     errors = [errors_of(image, thresholds) for image in images]

@@ -18,8 +18,8 @@ _MIN_SIZE, _MAX_SIZE = 800, 1333
 def initial_checkpoint(reference: str | None) -> Checkpoint:
     """Return the model and preprocessing that a fine-tuning starts from.
 
-    For a backbone or random weights, the other layers and the preprocessing are the defaults. All
-    weights are then on the device `meta`, because only their shapes are used.
+    If the weights are random, or of a backbone only, the other layers and the preprocessing have
+    default settings. All tensors are then on the device `meta`, because only their shapes are used.
 
     Args:
         reference: Value of the configuration key `weights`. None: random weights.

@@ -31,7 +31,8 @@ _CPU_SIZE, _CPU_BATCH, _CPU_ROIS, _CPU_PROPOSALS = 320, 2, 64, 300
 _CPU_MULTIPLICATIONS = 1e13
 # Multiplications of a ResNet per input pixel and parameter.
 _RESNET_USES = 3.4e-3
-# RPN positions per input pixel: 1/16 on the finest level, and 1/3 of that on all other levels.
+# RPN positions per input pixel: 1/16 on the finest level, and 1/3 of that on the other levels
+# together.
 _RPN_POSITIONS = 4 / 3 / 16
 # Multiplier of the number of epochs if training starts from random weights.
 _RANDOM_LENGTH = 6
@@ -88,7 +89,8 @@ def plan_finetuning(
             determine the estimated cost of a step.
         machine: Properties of the machine.
         given: Values that the user has set, by dotted key. Other values are fitted to them.
-        is_pretrained: Whether training starts from the weights of `start`. False: from random ones.
+        is_pretrained: Whether training starts from the weights of `start`. False: training starts
+            from random weights.
     """
     data, reasons = _input_size(images, start, machine, given)
     pixels = _padded_pixels(data)
@@ -136,7 +138,7 @@ def plan_finetuning(
 def _input_size(
     images: ImageStatistics, start: Checkpoint, machine: Machine, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return values of `min_size`, `max_size` and `buckets`, and the reasons."""
+    """Return values of `min_size`, `max_size` and `buckets`, and the reasons by dotted key."""
     trained = start.preprocessing
     size, reason = trained.min_size, "as for the initial weights"
     if size > (limit := _MAX_ENLARGEMENT * images.shorter_side):
@@ -193,7 +195,7 @@ def _images_to_see(
 ) -> tuple[int, str]:
     """Return the number of images in all steps together, with repetitions, and the reason.
 
-    The number of epochs that fine-tuning needs is multiplied by `length`.
+    The run has `length` times the epochs that fine-tuning needs, but fewer on a CPU.
     """
     epochs = length * finetuning_epochs(images.count)
     seen = math.ceil(epochs * images.count)
@@ -206,7 +208,7 @@ def _images_to_see(
 
 
 def _forward_multiplications(start: Checkpoint, pixels: int) -> float:
-    """Estimate the multiplications of a training image's forward pass."""
+    """Estimate the multiplications in the forward pass of a training image of `pixels` pixels."""
 
     def parameters(prefix: str, dimensions: tuple[int, ...] = (2, 4)) -> int:
         return sum(

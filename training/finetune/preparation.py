@@ -54,7 +54,7 @@ class Finetuning:
     layout: DataLayout
     splits: ChosenSplits
     config: TrainConfig
-    # Reason for the value of a key, by dotted key.
+    # Reasons for the values of `config`, by dotted key.
     reasons: Mapping[str, str]
     train: CocoDataset
     # None: there is only one image.
@@ -75,7 +75,7 @@ class Finetuning:
 
     @property
     def left_out(self) -> list[str]:
-        """Descriptions of the entries that are left out."""
+        """Messages about the annotations and files that are left out, with the reasons."""
         findings = {
             "left out": self.splits.faults,
             "left out of training": _with_files(self.train.faults, self.unusable),
@@ -87,7 +87,7 @@ class Finetuning:
 
     @property
     def replaced_predictors(self) -> tuple[str, ...]:
-        """Layers that start at random, because the weights have another number of classes."""
+        """Names of layers with random weights, because the file has another number of classes."""
         if self.config.weights is None or not self.start.categories:
             return ()
         if self.start.model_config.num_classes == len(self.train.categories):
@@ -151,10 +151,10 @@ def prepare_finetuning(
 
 
 def check_resumed_data(path: Path, config: TrainConfig) -> None:
-    """Check that a run was trained on a data set.
+    """Check that the run to resume was trained on the data set at `path`.
 
     Raises:
-        ConfigError: The run was trained on other images.
+        ConfigError: The run with the configuration `config` was trained on other images.
         DataError: The layout of the data set is unknown.
     """
     folders = {split.images.resolve() for split in recognize_layout(path).splits.values()}
@@ -206,7 +206,7 @@ def _records_with_objects(dataset: CocoDataset) -> list[ImageRecord]:
 def _usable_records(
     dataset: CocoDataset, records: Sequence[ImageRecord]
 ) -> tuple[list[ImageRecord], tuple[str, ...]]:
-    """Return the images with usable files, and the paths of unusable files with the reasons.
+    """Return the records with usable image files, and the paths of unusable files with reasons.
 
     Raises:
         DataError: No file is usable.

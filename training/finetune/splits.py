@@ -10,7 +10,7 @@ from ..data.convert.conversion import write_coco_file
 from ..data.convert.layouts import DataLayout, LayoutSplit
 from ..data.edit.content import split_content
 
-# Share of the images that is held out for validation if there is only one split.
+# Share of the training images that is held out if there is no validation split.
 _HELD_OUT = 0.1
 
 
@@ -35,8 +35,8 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     is not used.
 
     Args:
-        layout: The data set.
-        folder: Folder for annotation files that must be converted or divided.
+        layout: The recognised data set.
+        folder: Folder to write annotation files into that must be converted or divided.
 
     Raises:
         DataError: Several splits may be the training set, or the annotations cannot be read.
