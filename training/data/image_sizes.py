@@ -10,18 +10,18 @@ from ...model.image_limits import ImageError
 
 # Formats that `decode_image` reads, and BMP and TIFF, which `read_image_file` converts to PNG.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
-# EXIF orientations from this one on swap width and height.
+# First of the EXIF orientations that swap width and height: 5 to 8.
 _FIRST_SWAPPED = 5
 
 
 class HeaderSize(NamedTuple):
     """Height and width of an image file in pixels."""
 
-    # As the pixels are stored.
+    # Size of the stored pixels.
     stored: tuple[int, int]
-    # With the EXIF orientation applied, as annotation tools show the image.
+    # Size after the EXIF rotation, as annotation tools show the image.
     upright: tuple[int, int]
-    # EXIF orientation, 1 to 8; 1 is as stored.
+    # EXIF orientation, 1 to 8; 1 means no rotation.
     orientation: int
 
 
@@ -37,8 +37,8 @@ def read_header_size(path: Path) -> HeaderSize:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(path, formats=_FORMATS) as image:
                 width, height = image.size
-                # Of a TIFF, Pillow reports the upright size. Of other formats, it reports the
-                # stored size.
+                # For a TIFF, Pillow reports the size after the EXIF rotation. For other formats, it
+                # reports the stored size.
                 is_upright = image.format == "TIFF"
                 # Of a PNG, use only metadata before the pixels: `getexif` would decode the whole
                 # image to find others.

@@ -55,13 +55,13 @@ def instance_from_annotation(
     """Validate one entry of a COCO file's list `annotations` and convert it.
 
     Args:
-        annotation: The entry.
-        height: Height of its image in pixels.
-        width: Width of its image in pixels.
+        annotation: The entry to convert.
+        height: Height of the annotated image in pixels.
+        width: Width of the annotated image in pixels.
         label_by_category: Label (1 is the first class) by category id.
 
     Returns:
-        The instance, and whether all its polygons are valid. Invalid ones are left out.
+        The instance, and whether all its polygons are valid. Invalid polygons are left out.
 
     Raises:
         InvalidAnnotationError: The category, box or segmentation is invalid.
@@ -107,7 +107,8 @@ def _segmentation_from(
     """Return an annotation's segmentation, and whether all its polygons are valid.
 
     Raises:
-        InvalidAnnotationError: The RLE or all polygons are invalid, or neither exists.
+        InvalidAnnotationError: The RLE is invalid, or all polygons are, or the annotation has no
+            segmentation.
     """
     value = annotation.get("segmentation")
     if not value:
@@ -156,7 +157,10 @@ def _bbox_from(value: Any, limit: float) -> tuple[float, float, float, float]:
 
 
 def _floats_from(values: list[Any]) -> list[float]:
-    """Convert numbers, which may be written as text. Empty: one of the values is not a number."""
+    """Convert numbers, or texts that contain numbers, to floats.
+
+    The list is empty if one of the values is neither.
+    """
     try:
         return [*map(float, values)]
     except (TypeError, ValueError, OverflowError):

@@ -80,8 +80,8 @@ class CocoDataset:
 
         Args:
             config: Paths of the image folder and the annotation file.
-            on_broken: "skip": skip invalid entries and images whose file is missing, and log a
-                warning with their number. "refuse": raise `DataError` for them.
+            on_broken: "skip": leave out invalid entries and images whose file is missing, and log a
+                warning with their number. "refuse": raise `DataError` if there are any.
             source: Converted annotations, if the file is not in COCO format. None: read the file.
 
         Raises:
@@ -110,7 +110,7 @@ class CocoDataset:
             ImageRecord(image.id, image.path, image.height, image.width, tuple(instances[image.id]))
             for image in sorted(images.valid.values(), key=lambda image: image.id)
         )
-        # Exclude these objects from later garbage collections, which would take seconds to traverse
+        # Exclude the records from later garbage collections, which would take seconds to traverse
         # them and free none.
         gc.freeze()
 
@@ -162,7 +162,7 @@ class CocoDataset:
 
 
 def summary_of(findings: Mapping[str, Sequence[str]]) -> str:
-    """Return a text with the number of entries per reason, and the names of the first entries."""
+    """Return a text with the number of entries for each reason, and the first entries' names."""
     return "; ".join(
         f"{len(ids)} {reason} ({', '.join(ids[:_IDS_SHOWN])}"
         f"{', ...' if len(ids) > _IDS_SHOWN else ''})"
@@ -193,7 +193,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_coco_file(path: Path) -> dict[str, Any]:
-    """Read a COCO file with the lists `images`, `annotations` and `categories`.
+    """Read a COCO annotation file. Check that it has `images`, `annotations` and `categories`.
 
     Raises:
         DataError: The file cannot be read, or is not in COCO format.

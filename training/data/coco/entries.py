@@ -13,14 +13,15 @@ from .annotations import Instance, InvalidAnnotationError, instance_from_annotat
 from .image_paths import find_image_paths
 from .numbers import id_from, integer_from
 
-# Names of entries by reason, such as "images: file missing".
+# Names of the entries of a COCO file that are invalid, or were repaired, by the reason, such as
+# "images: file missing".
 Findings = dict[str, list[str]]
 
 
 class ImageEntry(NamedTuple):
     """Valid entry of the list `images`."""
 
-    # The id in the file if it is an integer, else a new one.
+    # The id in the COCO file if it is an integer, else a new integer.
     id: int
     path: Path
     # Size in pixels.
@@ -29,23 +30,24 @@ class ImageEntry(NamedTuple):
 
 
 class ImageIndex(NamedTuple):
-    """Images of a COCO file by the id in the file."""
+    """Images that a COCO file lists."""
 
+    # Valid entries by the id in the file.
     valid: Mapping[int | str, ImageEntry]
-    # Ids of all entries, valid or not.
+    # Ids in the file of all entries, valid or not.
     listed: frozenset[int | str]
 
 
 def index_images(
     entries: list[dict[str, Any]], folder: Path, faults: Findings, repairs: Findings
 ) -> ImageIndex:
-    """Validate the entries of the list `images`. Return the valid ones by id.
+    """Validate the entries of the list `images` of a COCO file. Return an index of them.
 
     Args:
-        entries: The list.
+        entries: Entries of the list.
         folder: Image folder.
-        faults: Receives the file names of invalid entries.
-        repairs: Receives the file names of entries that are used with a new id or another path.
+        faults: The file names of invalid entries are added to it.
+        repairs: The file names of entries with a new id or another path are added to it.
     """
     names = {name for entry in entries if isinstance(name := entry.get("file_name"), str)}
     found = find_image_paths(folder, names)
@@ -82,14 +84,15 @@ def index_annotations(
     faults: Findings,
     repairs: Findings,
 ) -> Mapping[int, list[Instance]]:
-    """Validate the entries of the list `annotations`. Return the valid ones by image id.
+    """Validate the entries of the list `annotations` of a COCO file. Return instances by image id.
 
     Args:
-        entries: The list.
-        images: Result of `index_images`. Annotations of its invalid images are ignored.
+        entries: Entries of the list.
+        images: Result of `index_images`. Annotations of invalid images are ignored.
         labels: Label (1 is the first class) by category id.
-        faults: Receives the ids of invalid entries.
-        repairs: Receives the ids of entries with a duplicate id, or with invalid polygons left out.
+        faults: The ids of invalid entries are added to it.
+        repairs: The ids of entries with a duplicate id, or with some invalid polygons, are added to
+            it.
     """
     instances: dict[int, list[Instance]] = defaultdict(list)
     seen: set[str] = set()
@@ -118,7 +121,7 @@ def index_annotations(
 
 
 def _integer_ids(keys: Sequence[int | str | None]) -> dict[int | str, int]:
-    """Return an integer id per key. Integers stay, strings get new ids in order of appearance."""
+    """Return an integer for each id. Integers are kept; strings get new numbers in their order."""
     integers = [key for key in keys if isinstance(key, int)]
     strings = dict.fromkeys(key for key in keys if isinstance(key, str))
     free = max((0, *integers)) + 1
@@ -134,7 +137,7 @@ def _size_of(entry: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
     if height and width and min(height, width) > 0:
         return height, width
     try:
-        # Annotations refer to the image as annotation tools show it, which is upright.
+        # Annotations refer to the image as annotation tools show it: after its EXIF rotation.
         return read_header_size(path).upright
     except ImageError:
         return None

@@ -14,19 +14,20 @@ class ImagePaths(NamedTuple):
     paths: Mapping[str, Path]
     # Listed names of files that are in another subfolder than listed.
     moved: frozenset[str]
-    # Listed names of missing files, if other files or entries of the list have the same last part.
+    # Listed names of missing files for which the right file is unclear: several files, or several
+    # entries of the list, have the same last path component.
     ambiguous: frozenset[str]
 
 
 def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
-    """Find the listed files of an image folder.
+    """Find the files of an image folder that a COCO file lists.
 
     If a file is not at the listed path, a file of the same name in any subfolder is used, unless
     several files, or several entries of the list, have this name.
 
     Args:
         folder: Image folder.
-        names: Listed names, without duplicates.
+        names: Values of `file_name` in the COCO file, without duplicates.
     """
     # One listing instead of a `stat` per file saves minutes on a network file system.
     present = {entry.name for entry in os.scandir(folder)}
@@ -36,8 +37,8 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
         return ImagePaths(paths, frozenset(), frozenset())
     found = _files_named(folder, {*missing.values()})
     uses = Counter(map(_last_part, names))
-    # Use a file only if exactly one entry has its name. Of several entries, such as `a/0.jpg` and
-    # `b/0.jpg`, the file may be the image of any.
+    # Use a file only if exactly one entry has its name. If there are several such entries, such as
+    # `a/0.jpg` and `b/0.jpg`, the file may be the image of any of them.
     moved = {
         n: found[last][0] for n, last in missing.items() if len(found[last]) == uses[last] == 1
     }
@@ -46,7 +47,10 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
 
 
 def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
-    """Return the path of an image file in a folder with the files `present`. None: missing."""
+    """Return the path of a listed image file. None: the file is missing.
+
+    `present` are the names of all entries directly in `folder`.
+    """
     # Programs on Windows write backslashes, so try the name with slashes too.
     for candidate in (name, name.replace("\\", "/")):
         # Not `Path.is_file`, which raises an error for a name that is too long.

@@ -7,7 +7,7 @@ from pycocotools import mask as coco_mask
 
 from ....model.masks import Rle, mask_from_rle
 
-# Polygon as x1, y1, x2, y2, ... of three or more vertices, in pixels of the original image.
+# Polygon of three or more vertices as x1, y1, x2, y2, ..., in pixels of the original image.
 Ring = NDArray[np.float64]
 
 # Polygons of one object, or its mask as COCO RLE.
@@ -57,7 +57,7 @@ def mask_from_segmentation(
 def resized_mask(
     mask: NDArray[np.uint8], target: tuple[int, int], region: Region
 ) -> NDArray[np.uint8]:
-    """Crop a mask [H, W] of 0 and 1 to the box `region`, and resize it to height and width."""
+    """Crop a mask [H, W] of 0 and 1 to the box `region`, and resize the crop to `target` (h, w)."""
     # Use the filter with which the image is resized, so that mask and image stay aligned.
     image = Image.fromarray(mask * np.uint8(255))
     resized = image.resize(target[::-1], Image.Resampling.BILINEAR, box=region)

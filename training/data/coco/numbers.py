@@ -20,7 +20,10 @@ def integer_from(value: Any) -> int | None:
 
 
 def id_from(value: Any) -> int | str | None:
-    """Return an id as `int` if it is integral, else as `str`. None: neither number nor string."""
+    """Return an id as `int` if it is an integer in any notation, else as `str`.
+
+    None: the value is neither an integer nor a string with characters.
+    """
     number = integer_from(value)
     if number is not None:
         return number

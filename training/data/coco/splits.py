@@ -25,13 +25,13 @@ _FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
 def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     """Find the annotation files `annotations/[instances_]<split>.json` and their image folders.
 
-    The image folder of a split is the one in `folder` or `folder/images` that contains its images.
-    If several or none contain them, it is the one with the longest name that the split's name ends
-    with (`val2014/` for `minival2014`), else `images/`. Splits without an image folder are skipped
-    with a warning.
+    The image folder of a split is `folder`, `folder/images` or a subfolder of these that contains
+    its images. If several or none contain them, folders are preferred whose name is the end of the
+    split's name (`val2014/` for `minival2014`), longest name first, then `images/`. Splits without
+    an image folder are skipped with a warning.
 
     Raises:
-        DataError: There is no split.
+        DataError: There is no annotation file, or no split has an image folder.
     """
     files = annotation_files(folder)
     if not files:
@@ -69,7 +69,7 @@ def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, Dataset
 
 
 def annotation_files(folder: Path) -> list[Path]:
-    """Return the files `annotations/instances_*.json` of a folder, else `annotations/*.json`."""
+    """Return the files `instances_*.json` in the subfolder `annotations`, else all JSON files."""
     files = sorted((folder / "annotations").glob("[!.]*.json"))
     # In this folder, COCO also has files with captions and keypoints. Ignore all other files if
     # there are instances files.
@@ -105,14 +105,14 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
 def _is_named(place: Path, split: str) -> bool:
     """Whether a split's name ends with that of an image folder, as `minival2014` with `val2014`.
 
-    Synonyms, such as `valid` and `val`, match too.
+    A folder named by a synonym of the split, such as `valid` for `val`, matches too.
     """
     name = place.name.lower()
     return split.lower().endswith(name) or _SYNONYMS.get(name) == _SYNONYMS.get(split, split)
 
 
 def _lists_other_images(place: Path, names: Sequence[str], by_split: Mapping[str, Path]) -> bool:
-    """Whether an image folder belongs to another split that has images of the same names."""
+    """Whether an image folder has the name of a split that lists images of the same names."""
     owners = (file for split, file in by_split.items() if _is_named(place, split))
     return any(not set(names).isdisjoint(_file_names(file)) for file in owners)
 

@@ -21,7 +21,7 @@ class UnusableSourceError(Exception):
         super().__init__(f"{name}: {reason}")
         # Without details, so that equal reasons can be counted.
         self.reason = reason
-        # Name of the file.
+        # Name of the annotation or image file.
         self.name = name
 
 
@@ -29,7 +29,8 @@ class UnusableSourceError(Exception):
 class ConvertedImage:
     """Image with its converted annotations."""
 
-    # Relative to `SourceSplit.images`. None: the source is the image file.
+    # Path of the image file relative to `SourceSplit.images`. None: the source itself is the image
+    # file.
     file_name: str | None
     height: int
     width: int
@@ -93,7 +94,7 @@ def write_coco_files(
         dataset: The data set to convert.
         folder: Output folder. It is created if it does not exist.
         overwrite: Replace existing files.
-        on_image: Called once per image.
+        on_image: Called before the conversion of each image.
 
     Returns:
         Written file by split.
@@ -135,7 +136,7 @@ def write_coco_file(path: Path, source: SourceContent) -> WrittenSplit:
 def source_content(
     dataset: ForeignDataset, split: SourceSplit, on_image: Callable[[], object] = lambda: None
 ) -> SourceContent:
-    """Convert a split to the content of a COCO file. Call `on_image` once per image.
+    """Convert a split to the content of a COCO file. Call `on_image` before each image.
 
     Raises:
         DataError: An annotation file cannot be read.
@@ -170,7 +171,7 @@ def source_content(
 
 
 def with_ids_of(known: Sequence[Category], source: SourceContent) -> SourceContent:
-    """Replace category ids by those of known categories with the same names.
+    """Return the content with the category ids of `known` for categories of the same names.
 
     Categories with other names get new ids.
     """

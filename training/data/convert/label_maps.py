@@ -21,7 +21,7 @@ class LabelledObject(NamedTuple):
 
 
 def read_label_map(path: Path, modes: Collection[str]) -> NDArray[np.int64]:
-    """Read the pixel values `[H, W]` of a PNG file. For a palette image, these are indices.
+    """Read the pixel values `[H, W]` of a PNG file: of a palette image, the palette indices.
 
     Args:
         path: The PNG file.
@@ -58,7 +58,8 @@ def annotations_from_label_map(
 
     Args:
         labels: Label map `[H, W]`.
-        objects: Object by its value. Each must occur in the map. Other values are background.
+        objects: Object by pixel value. Each of these values must occur in the map. Pixels with
+            other values are background.
     """
     height, width = labels.shape
     columns = labels.T.ravel()

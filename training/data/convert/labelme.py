@@ -53,10 +53,11 @@ def is_labelme(content: Any) -> bool:
 
 
 def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
-    """Read all LabelMe files of a folder.
+    """Read the LabelMe files `files` of the data set in `folder`.
 
-    Files below folders named `train`, `val` and `test` are splits. Shapes with the same label and
-    `group_id` are one object. Labels become classes in alphabetical order.
+    Files below folders with names such as `train`, `val` and `test` form the splits of these names,
+    all others the split `all`. Shapes with the same label and `group_id` are one object. Labels
+    become classes in alphabetical order.
 
     Raises:
         DataError: No file has a label.
@@ -150,7 +151,7 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _image_of(path: Path, image_path: str, folder: Path) -> Path | None:
-    """Return the path of the image that the LabelMe file `path` annotates. None: not found.
+    """Return the path of the image that a LabelMe file annotates. None: the image is missing.
 
     Args:
         path: LabelMe file.

@@ -18,8 +18,8 @@ from .labelme import is_labelme, labelme
 from .yolo import yolo, yolo_file
 
 _ROBOFLOW_FILE = "_annotations.coco.json"
-# To recognise a layout, at most this number of JSON files are read: directly in the folder, and in
-# the folder and its subfolders together.
+# Maximum number of JSON files that are read to recognise a layout: of those directly in the folder,
+# and of those in the folder and its subfolders.
 _OWN_SAMPLES = 20
 _SAMPLES = 5
 
@@ -53,7 +53,7 @@ class LayoutSplit:
         on_broken: Literal["skip", "refuse"] = "skip",
         known: Sequence[Category] = (),
     ) -> CocoDataset:
-        """Read and validate the annotations. Errors are those of `CocoDataset`.
+        """Read and validate the annotations. Raises the errors that `CocoDataset` raises.
 
         Args:
             on_broken: "skip": skip invalid entries with a warning. "refuse": raise `DataError`.
@@ -119,7 +119,7 @@ def recognize_layout(path: Path) -> DataLayout:
 
 
 def find_validation_split(path: Path) -> LayoutSplit:
-    """Return the split `val`, else the only one with `val` in its name, else the only split.
+    """Return a data set's split `val`, else the only one with `val` in its name, else the only one.
 
     Raises:
         DataError: The layout is unknown, or several splits match.
@@ -155,9 +155,9 @@ def _coco_layout(folder: Path) -> DataLayout:
 
 
 def _splits_beside_images(folder: Path, files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
-    """Return the splits of COCO files that are in the same folder as the images.
+    """Return the splits of a data set whose COCO files are in the same folder as the images.
 
-    `files` is the COCO file by split.
+    `files` maps the names of splits to COCO files.
     """
     if len(files) > 1:
         return _layout_splits(pair_splits(folder, files))
@@ -212,7 +212,7 @@ def _json_files(folder: Path) -> Iterator[Path]:
 
 
 def _content_of(path: Path) -> Any:
-    """Return the content of a JSON file. None: it is not JSON."""
+    """Return the content of a JSON file. None: the file cannot be read, or is not JSON."""
     try:
         return read_json(path)
     except DataError:

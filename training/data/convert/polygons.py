@@ -29,7 +29,7 @@ def annotation_from_polygons(category_id: int, polygons: Sequence[Points]) -> di
 
 
 def _area_of(polygon: Points) -> float:
-    """Return the area by the shoelace formula."""
-    # Relative to the first point, so that the products stay small and exact.
+    """Return the area of a polygon in square pixels, by the shoelace formula."""
+    # Use coordinates relative to the first point, so that the products stay small and exact.
     x, y = (polygon - polygon[0]).T
     return float(abs(x @ np.roll(y, -1) - y @ np.roll(x, -1)) / 2)

@@ -52,9 +52,9 @@ class _PlainTreeBuilder(ElementTree.TreeBuilder):
 def voc(folder: Path) -> ForeignDataset:
     """Find the annotations of Pascal VOC in a folder such as `VOC2012`.
 
-    Each pixel value in `SegmentationObject` is an object. Its class is the most frequent value at
-    these pixels in `SegmentationClass`. An object that the XML file in `Annotations` marks as
-    difficult becomes a crowd.
+    Each pixel value in `SegmentationObject` stands for an object. The class of an object is the
+    most frequent class at its pixels in `SegmentationClass`. An object that the XML file in
+    `Annotations` marks as difficult becomes a crowd.
 
     Raises:
         DataError: The folder has no list of images with segmentations.
@@ -100,7 +100,10 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
 
 
 def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:
-    """Whether the XML box that matches an annotation is marked as difficult. False: no match."""
+    """Whether the XML box that matches an annotation is marked as difficult.
+
+    False if no box matches.
+    """
     name = CATEGORIES[annotation["category_id"] - 1].name
     same_class = [box for box in boxes if box.name == name]
     if not same_class:

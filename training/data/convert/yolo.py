@@ -90,9 +90,9 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
 def _source_splits(
     file: Path, found: Mapping[str, FoundImages], labels: Mapping[Path, Path]
 ) -> dict[str, SourceSplit]:
-    """Return the images of each split, with label files that lack an image as faults.
+    """Return the images of each split, and as its faults the label files without an image.
 
-    `labels` is the label file by image.
+    `labels` maps image files to label files.
     """
     splits = {}
     reported: set[Path] = set()
@@ -159,7 +159,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def _categories_from(names: Any, file: Path) -> tuple[Category, ...]:
-    """Return the categories. `names` are texts: a list, or a mapping with class numbers as keys."""
+    """Return the categories for `names`: a list of names, or a dictionary of names by number."""
     pairs = {str(n): name for n, name in enumerate(names)} if isinstance(names, list) else names
     if (
         not isinstance(pairs, dict)
@@ -181,7 +181,7 @@ def _convert(
 
     Args:
         image: Image file.
-        labels: Label file by image. An image without an entry has no objects.
+        labels: Label file by image file. An image without an entry has no objects.
         folder: Folder to which the paths in faults are relative.
         known: Numbers of the classes.
 
@@ -189,7 +189,7 @@ def _convert(
         UnusableSourceError: The image's header cannot be read.
     """
     try:
-        # Coordinates in label files refer to the upright image.
+        # Coordinates in label files refer to the image after its EXIF rotation.
         height, width = read_header_size(image).upright
     except ImageError as error:
         raise UnusableSourceError(f"images: {error}", relative_name(image, folder)) from None

@@ -15,7 +15,7 @@ _SUFFIXES = IMAGE_FILE_SUFFIXES | {".gif", ".heic"}
 
 
 class FoundImages(NamedTuple):
-    """Image files of a split, and the names of missing ones by reason."""
+    """Image files of a split, and the names of missing images by reason."""
 
     # Absolute paths in ascending order.
     files: tuple[Path, ...]
@@ -27,7 +27,7 @@ def find_images(folder: Path, root: str, value: Any) -> FoundImages:
 
     Args:
         folder: Folder of the YAML file.
-        root: Value of the key `path` in the YAML file. Empty: the file does not have this key.
+        root: Value of the key `path` in the YAML file; empty if the file does not have this key.
         value: A folder, a text file that lists images, or a list of these.
     """
     images: set[Path] = set()
@@ -53,7 +53,7 @@ def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
     """Return the label files for which there is no image, sorted by path.
 
     Args:
-        label_files: Label file by image. The folders of these label files are searched.
+        label_files: Label file by image file. The folders of these label files are searched.
     """
     image_folders: dict[Path, set[Path]] = defaultdict(set)
     for image, labels in label_files.items():

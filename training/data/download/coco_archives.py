@@ -85,8 +85,8 @@ def coco_archives(
 
     Args:
         edition: Edition of COCO.
-        parts: Parts to include. Empty: all parts.
-        md5s: MD5 by file name, for archives that differ from the published ones.
+        parts: Parts to include. If it is empty, all parts are included.
+        md5s: MD5 by file name, for archives of a mirror that differ from the published ones.
     """
     archives = {part: a for part, a in _ARCHIVES[edition].items() if not parts or part in parts}
     return {

@@ -20,7 +20,7 @@ def missing_members(
     Args:
         archive: Existing zip file with one top-level folder.
         folder: Extracted copy of the top-level folder, with the same name.
-        on_progress: Called repeatedly with a step, and its bytes done and in total.
+        on_progress: Called repeatedly with the name of a step, its bytes done and bytes in total.
 
     Raises:
         DataError: The archive cannot be read, or has members outside its top-level folder.
@@ -39,7 +39,7 @@ def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_
     Args:
         archive: Zip file with one top-level folder of the same name as `folder`.
         folder: Folder to create or complete. Other files in the folder are kept.
-        on_progress: Called repeatedly with a step, and its bytes done and in total.
+        on_progress: Called repeatedly with the name of a step, its bytes done and bytes in total.
 
     Returns:
         Number of extracted files.

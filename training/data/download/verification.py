@@ -28,7 +28,7 @@ class VerificationResult:
 
     # Archive or folder that was checked.
     path: Path
-    # Description of the damage. None: intact.
+    # Description of the damage. None: the archive or folder is intact.
     fault: str | None
     # Shell command that repairs the archive or folder.
     remedy: str
@@ -47,7 +47,7 @@ def verify_part(
 
     The archive must have the size and MD5 of the published one. The files in the folder must have
     the CRCs in the archive. If the archive is missing or damaged, no CRCs are known: then all
-    annotated images must exist and not be empty.
+    annotated images must exist and not be empty, and annotation files must be complete.
 
     Args:
         edition: Edition of COCO.
@@ -55,7 +55,7 @@ def verify_part(
         archive: Published archive of the part.
         root: Folder of the data set.
         decode: Also decode images that cannot be compared with an archive.
-        on_progress: Called repeatedly with a step, and its bytes done and in total.
+        on_progress: Called repeatedly with the name of a step, its bytes done and bytes in total.
 
     Returns:
         One result for the archive and one for the folder, if they exist. If neither exists, one

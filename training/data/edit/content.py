@@ -21,8 +21,8 @@ _COPY_SUFFIX = re.compile(r"\.rf\.[0-9a-zA-Z]+(?=\.\w+$)")
 def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Content]:
     """Divide a data set by a hash of the file names.
 
-    An image therefore stays in its part when the data set grows. Copies of an image that were
-    augmented by Roboflow stay together.
+    An image therefore stays in its part when the data set grows. All copies of an image that
+    Roboflow augmented are in the same part.
 
     Args:
         content: The data set.
@@ -57,7 +57,7 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
     If several data sets list the same image file, the merged set has one image with the annotations
-    of all.
+    of all these data sets.
 
     Args:
         sources: Image folder and content of each data set, at least one.
@@ -155,14 +155,14 @@ def _with_images(content: Content, images: list[dict[str, Any]]) -> Content:
 def _merge_categories(
     entries: Sequence[dict[str, Any]], categories: dict[str, dict[str, Any]], folder: Path
 ) -> dict[int | str | None, int]:
-    """Merge a data set's categories into `categories` by name. Return the merged id by old id.
+    """Merge a data set's categories into `categories` by name. Return a mapping of old to new ids.
 
     A category with a new name keeps its id if no other category has this id.
 
     Args:
         entries: Categories of the data set to add.
-        categories: Merged categories so far, by name. New ones are added.
-        folder: Image folder of the data set to add, for errors.
+        categories: Merged categories so far, by name. Categories with new names are added to it.
+        folder: Image folder of the data set to add, for error messages.
     """
     taken = {category["id"] for category in categories.values()}
     labels: dict[int | str | None, int] = {}

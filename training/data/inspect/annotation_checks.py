@@ -20,7 +20,8 @@ _CHUNK_IMAGES = 4096
 _MAX_EXCESS = 1.0
 # Accepted difference of a box from its segmentation, in pixels and relative to its longer side.
 _BOX_TOLERANCE, _BOX_RELATIVE_TOLERANCE = 2.0, 0.05
-# Accepted difference of an annotated area from its segmentation's, in square pixels and relative.
+# Accepted difference of an annotated area from the segmentation's area, in square pixels and
+# relative.
 _AREA_TOLERANCE, _AREA_RELATIVE_TOLERANCE = 4.0, 0.1
 # Minimum width and height of a box, in pixels.
 _MIN_SIDE = 2.0
@@ -69,7 +70,7 @@ class _Measurements(NamedTuple):
 
 
 def suspicious_annotations(records: Sequence[ImageRecord]) -> list[Suspicion]:
-    """Find the suspicious annotations of images. One annotation may have several suspicions."""
+    """Find suspicious annotations of images. The list has an entry for each reason."""
     suspicions = []
     for start in range(0, len(records), _CHUNK_IMAGES):
         suspicions += _suspicious_in(records[start : start + _CHUNK_IMAGES])
@@ -151,7 +152,7 @@ def _is_duplicate(group_N: NDArray[np.int64], boxes_N4: _Floats) -> _Bools:
 
 
 def _iou(one_K4: _Floats, other_K4: _Floats) -> _Floats:
-    """Return the IoU `[K]` of K pairs of boxes, row by row."""
+    """Return the IoU `[K]` of each box in `one_K4` with the box in the same row of `other_K4`."""
     corner = np.minimum(one_K4[:, 2:], other_K4[:, 2:])
     shared = (corner - np.maximum(one_K4[:, :2], other_K4[:, :2])).clip(0).prod(axis=1)
     areas = [(boxes[:, 2:] - boxes[:, :2]).prod(axis=1) for boxes in (one_K4, other_K4)]

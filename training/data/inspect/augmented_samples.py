@@ -1,4 +1,4 @@
-"""Sample images as training sees them: resized and augmented."""
+"""Choose sample images, and resize and augment them as in training."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -18,7 +18,7 @@ from .sample_grid import GridSample
 def augmented_samples(
     dataset: CocoDataset, config: DataConfig, count: int, seed: int
 ) -> list[GridSample]:
-    """Choose random images, and resize and augment them as in training. Skip unreadable ones.
+    """Choose random images, and resize and augment them as in training. Skip unreadable images.
 
     Args:
         dataset: Training images.

@@ -61,7 +61,7 @@ def undecodable_files(
 
 
 def read_headers(records: Sequence[ImageRecord]) -> list[HeaderSize | ImageError]:
-    """Read the size of each image from the header of its file, or return the error."""
+    """Return the size of each image from the header of its file, or the error if that fails."""
 
     def read(record: ImageRecord) -> HeaderSize | ImageError:
         try:
@@ -78,7 +78,7 @@ def misfit_files(
 ) -> list[Suspicion]:
     """Find image files whose header cannot be read, or has another size than annotated.
 
-    `headers` is the result of `read_headers`. None: read them.
+    `headers` is the result of `read_headers`. None: the headers are read now.
     """
     misfits = []
     for record, header in zip(records, headers or read_headers(records), strict=True):
@@ -94,7 +94,7 @@ def misfit_files(
 def rotated_files(
     records: Sequence[ImageRecord], headers: Sequence[HeaderSize | ImageError]
 ) -> list[Suspicion]:
-    """Find image files with an EXIF orientation. The reason says whether training applies it.
+    """Find image files with an EXIF rotation. The reasons say whether training applies it.
 
     `headers` is the result of `read_headers`.
     """

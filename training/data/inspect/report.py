@@ -36,7 +36,7 @@ class LoadedSplit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Minimum, 10 %, 50 % and 90 % quantile, and maximum of a quantity."""
+    """Minimum, quantiles (10 %, 50 % and 90 %) and maximum of a quantity."""
 
     min: float
     p10: float
@@ -60,7 +60,10 @@ class ClassCount:
 # The fields of a report are keys of the JSON file that `maskrcnn data inspect --json` writes.
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """Statistics, and invalid and suspicious entries, of a split. Counts omit invalid entries."""
+    """Statistics of a split, and its invalid and suspicious entries.
+
+    The statistics do not include invalid entries.
+    """
 
     image_folder: str
     annotation_file: str
@@ -88,7 +91,7 @@ class SplitReport:
 
 @dataclass(frozen=True, slots=True)
 class DatasetReport:
-    """Statistics, and invalid and suspicious entries, of a data set."""
+    """Statistics of a data set, and its invalid and suspicious entries."""
 
     # By name of the split.
     splits: Mapping[str, SplitReport]

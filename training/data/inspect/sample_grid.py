@@ -45,11 +45,11 @@ class GridSample(NamedTuple):
 
     record: ImageRecord
     categories: tuple[Category, ...]
-    # Reason for which the image was chosen. None: chosen at random.
+    # Suspicion for which the image was chosen. None: the image was chosen at random.
     suspicion: Suspicion | None = None
     # Pixels [H, W, 3]. None: read the image file.
     image: NDArray[np.uint8] | None = None
-    # Text above the image, before the file name.
+    # Text above the image. The name of the image file follows it.
     title: str = ""
 
 
@@ -58,7 +58,7 @@ def choose_samples(
 ) -> list[GridSample]:
     """Choose sample images: up to half of them suspicious, the others at random.
 
-    Reasons for suspicion are taken in rotation, so that rare reasons appear too.
+    The suspicious ones are chosen for each reason in turn, so that rare reasons appear too.
 
     Args:
         datasets: Splits of a data set.
@@ -169,7 +169,7 @@ def _colour_of(instance: Instance) -> tuple[float, float, float]:
 
 
 def _show_surroundings(axes: Axes, record: ImageRecord, suspect: Instance) -> None:
-    """Draw a red box around the suspicious instance and zoom in on it."""
+    """Draw a red box around a suspicious instance, and zoom in on this instance."""
     _draw_box(axes, record, suspect, edgecolor="red", linewidth=2)
     # Zoom to the clipped box, because a suspicious box may extend far beyond the image.
     left, top, right, bottom = suspect.clipped_box(record.height, record.width)

@@ -1,4 +1,4 @@
-"""Augmentation of training samples with torchvision's transforms, by `data.transforms`."""
+"""Augmentation of training samples with the transforms of torchvision in `data.transforms`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ _PASTED_SHARE = 0.5
 
 @contextmanager
 def random_numbers(seed: int) -> Iterator[None]:
-    """Seed torch's generator on the CPU within the block, and restore it afterwards."""
+    """Within the block, seed torch's CPU generator. Restore the generator's state afterwards."""
     # torch.manual_seed would also seed the generators of the GPUs.
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
@@ -46,7 +46,7 @@ class Augmentation:
     """Random transforms of samples, with random numbers of torch's generator on the CPU."""
 
     def __init__(self, transforms: Sequence[TransformConfig]) -> None:
-        """Separate the transforms into resizing, copy-paste, and those of resized images."""
+        """Divide the transforms into resizing, copy-paste, and the others (applied in between)."""
         self._resize = next((t for t in transforms if isinstance(t, RESIZING)), None)
         self._paste = next((t for t in transforms if isinstance(t, SimpleCopyPasteConfig)), None)
         special = (*RESIZING, SimpleCopyPasteConfig)
@@ -57,14 +57,14 @@ class Augmentation:
         )
 
     def min_size(self, min_size: int) -> int:
-        """Return `min_size`, or a random size if `RandomShortestSize` is applied."""
+        """Return `min_size`, or one of the sizes of `RandomShortestSize` if that is applied."""
         if isinstance(self._resize, RandomShortestSizeConfig) and _happens(self._resize):
             sizes = self._resize.min_size
             return sizes[int(torch.randint(len(sizes), ()))]
         return min_size
 
     def input_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return a height and width, times a random factor if `ScaleJitter` is applied."""
+        """Return height and width `size`, times a random factor if `ScaleJitter` is applied."""
         if not isinstance(self._resize, ScaleJitterConfig) or not _happens(self._resize):
             return size
         low, high = self._resize.scale_range
@@ -76,7 +76,7 @@ class Augmentation:
         return self._paste is not None and _happens(self._paste)
 
     def transform(self, sample: Sample, limits: tuple[int, int]) -> Sample:
-        """Apply the transforms of resized images to a sample.
+        """Apply the transforms other than resizing and copy-paste to a resized sample.
 
         If `changes_outlines` is True, the sample must have masks of the whole image. The sample is
         then cropped to at most the height and width `limits`, its boxes are computed from the
@@ -131,7 +131,10 @@ def paste_objects(sample: Sample, source: Sample) -> Sample:
 
 
 def with_cropped_masks(sample: Sample, side: int | None) -> Sample:
-    """Crop a sample's masks to its boxes, resized to [n, side, side]. None: leave them whole."""
+    """Crop each mask of a sample to its box, and resize the crops to [n, side, side].
+
+    If `side` is None, return the sample unchanged.
+    """
     if side is None:
         return sample
     masks = np.zeros((len(sample.masks), side, side), np.uint8)
@@ -147,7 +150,7 @@ def _pixels_of(sample: Sample) -> NDArray[Any]:
 
 
 def _without_hidden(sample: Sample) -> Sample:
-    """Compute the boxes from the masks, and drop objects without a visible pixel."""
+    """Drop a sample's objects without a visible pixel, and compute the boxes from the masks."""
     visible = sample.masks.any(axis=(1, 2))
     masks = sample.masks[visible]
     boxes: NDArray[np.float32] = masks_to_boxes(torch.from_numpy(masks)).numpy()

@@ -45,15 +45,14 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         training: bool,
         mask_crop_size: int | None = None,
     ) -> None:
-        """Select the images that can be read.
+        """Select the images: in training, only those with objects unless `data.keep_empty` is set.
 
         Args:
             dataset: Data set that contains the images.
             config: Section `data` of the configuration.
             seed: Seed of random flips and of `Sample.seed`.
-            training: True: include ground truth, augment at random and, unless `data.keep_empty`
-                is set, drop images without objects. False: read all images, without ground truth
-                and augmentation.
+            training: True: return batches with ground truth, augmented at random. False: return
+                batches of all images, without ground truth and augmentation.
             mask_crop_size: Side in pixels of ground-truth masks cropped to their boxes. None: masks
                 have the size of the input.
 
@@ -121,7 +120,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
             position: Position of the image in the global batch.
 
         Raises:
-            ImageError: The file cannot be read.
+            ImageError: The file cannot be read, or the image does not have the annotated size.
         """
         # Seed with the position in the global batch, so that the result is independent of the
         # number of data loader workers, ranks and accumulation steps.
@@ -225,7 +224,10 @@ def _masks_of(
     target: tuple[int, int],
     side: int | None,
 ) -> NDArray[np.uint8]:
-    """Return masks [n, h, w] of size `target` or, with `side`, [n, side, side] of `regions`."""
+    """Return the masks of n objects: [n, h, w] of the whole image at size `target`.
+
+    If `side` is given, return [n, side, side]: masks of `regions`, the boxes of the objects.
+    """
     shape = (side, side) if side else target
     masks = np.zeros((len(objects), *shape), np.uint8)
     for mask, instance, region in zip(masks, objects, regions, strict=True):
@@ -240,9 +242,9 @@ def read_image(
     """Decode an image file to RGB `[H, W, 3]`, in the orientation in which it was annotated.
 
     Args:
-        record: The image.
-        exif_orientation: Whether to turn the image upright if the annotated size fits both the
-            upright and the stored pixels.
+        record: Record with the path and the annotated size of the image.
+        exif_orientation: Whether to apply the EXIF rotation if the annotated size fits the image
+            both with and without the rotation.
 
     Raises:
         ImageError: The file cannot be read or decoded, or does not have the annotated size.

@@ -31,7 +31,7 @@ class Sample(NamedTuple):
     labels: NDArray[np.int64]
     # [n, h, w], or [n, S, S] if masks are cropped to the boxes; 0 or 1.
     masks: NDArray[np.uint8]
-    # Seed of the model's random sampling for this image.
+    # Seed of the model's random sampling of anchors and RoIs for this image.
     seed: int
 
 
@@ -140,8 +140,9 @@ def batch_from_samples(
     Args:
         samples: Samples no larger than the bucket. An empty sequence gives an empty batch.
         bucket: Height and width of the batch.
-        targets: Include the ground truth.
-        mask_crop_size: Side S of the masks if they are cropped to their boxes. None: they are not.
+        targets: Include the ground truth in the batch.
+        mask_crop_size: Side S of the masks if they are cropped to their boxes. None: the masks have
+            the size of the bucket.
         skipped: One error message for each file that could not be read.
 
     Returns:

@@ -17,7 +17,7 @@ def prefetch_batches(
     computes. Yielded batches can be used on the current stream without further synchronization.
 
     Raises:
-        DataError: `batches` raised it, or a JPEG file is damaged.
+        DataError: Iterating over `batches` raised this error, or a JPEG file is damaged.
     """
     if device.type != "cuda":
         for batch in batches:

@@ -33,8 +33,8 @@ def encoded_image(
     """Read an image file to decode it on the device later.
 
     Returns:
-        The file. None: it cannot be decoded on the device, because it is unreadable, not a plain
-        JPEG, rotated, or not of the annotated size.
+        The content of the file. None: the device cannot decode the file, because the file is
+        unreadable, not a plain JPEG, has an EXIF rotation, or does not have the annotated size.
     """
     try:
         data = record.path.read_bytes()
@@ -49,7 +49,7 @@ def encoded_image(
 
 
 def decode_images(images: Sequence[EncodedImage], device: torch.device) -> list[Tensor]:
-    """Decode, resize and flip images on a device. Return [3, h, w] RGB per image.
+    """Decode, resize and flip images on a device. Return the pixels [3, h, w] RGB of each image.
 
     Raises:
         DataError: A file is damaged.

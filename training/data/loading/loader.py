@@ -158,7 +158,7 @@ def eval_loader(
     """Create the loader of one rank's evaluation batches, without augmentation.
 
     Each image of the data set is loaded by exactly one rank. If `ground_truth` is True, batches
-    have targets, to compute losses.
+    include the ground truth, from which losses can be computed.
     """
     data, side = config.data, None
     if ground_truth:

@@ -1,4 +1,4 @@
-"""Image records as one block of bytes, which data-loading processes share."""
+"""Image records in one block of bytes, whose memory data-loading processes share."""
 
 import pickle
 from collections.abc import Iterable, Sequence
@@ -14,10 +14,10 @@ from ..coco.mask_targets import Segmentation
 
 
 class PackedRecords(Sequence[ImageRecord]):
-    """Image records in one block of bytes. They are unpacked when they are indexed.
+    """Sequence of image records in one block of bytes. Each access unpacks a record.
 
     Reading a Python object changes its reference count, and thereby its page of memory. Forked
-    processes that read a tuple of records would each copy all of its pages over time.
+    processes that read a tuple of records would each copy all pages of the tuple over time.
     """
 
     def __init__(self, records: Iterable[ImageRecord]) -> None:

@@ -31,7 +31,9 @@ class BatchPlan(NamedTuple):
 
 
 class GlobalBatches:
-    """Sequence of the global batches (images of all ranks) by iteration. Each has one shape bucket.
+    """Sequence of global batches (images of all ranks), one per iteration.
+
+    All images of a batch have the same shape bucket.
 
     In each epoch, every image occurs once in random order, or `factors` times on average. The last
     batch of a bucket is filled up with the first images of the bucket's random order. The order of
@@ -51,8 +53,8 @@ class GlobalBatches:
             buckets: Index of the shape bucket of each image (at least one image).
             images_per_batch: Images per global batch.
             seed: Seed of the random order.
-            factors: [n] average number of occurrences of each image in an epoch. None: once. The
-                sum over a bucket is rounded to a whole number.
+            factors: [n] average number of occurrences of each image in an epoch. None: each image
+                occurs once. The sum over the images of a bucket is rounded to a whole number.
         """
         self._buckets = np.asarray(buckets)
         self._images_per_batch = images_per_batch
@@ -82,7 +84,7 @@ class GlobalBatches:
         return [batches[i] for i in rng.permutation(len(batches))]
 
     def _size_of(self, bucket: int) -> int:
-        """Return the number of images that an epoch shows of a bucket, with repetitions."""
+        """Return the number of images of a bucket in an epoch, with repetitions."""
         members = self._buckets == bucket
         if self._factors is None:
             return int(members.sum())
@@ -91,7 +93,7 @@ class GlobalBatches:
     def _repeated(
         self, members: NDArray[np.int64], size: int, rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Return `size` indices in random order, in which each image is repeated by its factor."""
+        """Return `size` indices in random order: `members`, repeated by their factors."""
         assert self._factors is not None
         # Use systematic sampling: each image occurs floor or ceil of its factor times, and an epoch
         # has the same length whatever the random numbers are.
@@ -120,7 +122,7 @@ def repeat_factors(records: Sequence[ImageRecord], threshold: float | None) -> N
 
 
 class TrainSampler(Sampler[BatchPlan]):
-    """PyTorch `Sampler` of one rank's share of the global batches.
+    """PyTorch `Sampler` of the images that one rank loads of each global batch.
 
     A global batch is split into `parts * world_size` contiguous slices, where `parts` is the number
     of accumulation steps. In step `part`, a rank loads slice `part * world_size + rank`.

@@ -63,7 +63,7 @@ def draw_dataset(
     workers: int = 1,
     on_image: Callable[[], object] = lambda: None,
 ) -> None:
-    """Draw a data set and write it to `train/`, `val/` and `annotations/` of a folder.
+    """Draw a data set and write it to `train/`, `val/` and `annotations/` in a folder.
 
     Args:
         folder: Output folder. It is created if it does not exist.
@@ -93,7 +93,7 @@ def with_synthetic_data(config: TrainConfig) -> TrainConfig:
     """Return a configuration with synthetic data sets, to measure training speed.
 
     The images, of `data.max_size` by `data.min_size` pixels, are drawn into `output_dir` unless
-    they exist. If several processes call this, one draws and the others wait.
+    they exist. If several processes call this function, one draws and the others wait.
     """
     data = config.data
     drawn = SyntheticConfig(
@@ -175,7 +175,10 @@ _Pieces = tuple[list[NDArray[np.float64]], list[NDArray[np.uint32]]]
 
 
 def _rings_from_coverage(coverage: NDArray[np.float32]) -> list[NDArray[np.float64]]:
-    """Trace the outline `[N, 2]` in pixels of each visible piece. Empty if a piece has holes."""
+    """Return the outline `[N, 2]` (x, y) in pixels of each visible piece of an object.
+
+    The list is empty if a piece has holes.
+    """
     height, width = coverage.shape
     rows, columns = (np.flatnonzero(coverage.any(axis)) for axis in (1, 0))
     top, left = rows[0], columns[0]

@@ -86,7 +86,10 @@ OUTLINES: Mapping[str, Outline] = {
 
 
 def rasterize(outline: Outline, pose: Pose, height: int, width: int) -> Patch | None:
-    """Rasterize a shape for an image of a given size. None: the shape is outside the image."""
+    """Rasterize a shape for an image of a given size.
+
+    Return None if the shape is outside the image.
+    """
     outer, *holes = (_transform(points, pose) for points in outline)
     left, top = np.maximum(np.floor(outer.min(axis=0)), 0).astype(int).tolist()
     right, bottom = np.minimum(np.ceil(outer.max(axis=0)), [width, height]).astype(int).tolist()
