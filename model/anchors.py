@@ -9,7 +9,7 @@ from .config.schema import AnchorConfig
 
 
 def cell_anchors(config: AnchorConfig, strides: Sequence[int]) -> Tensor:
-    """Return the A anchors of one cell of each map, relative to the cell's top left corner.
+    """Return the A anchors of one cell of each feature map, relative to its top left corner.
 
     Args:
         config: sizes, aspect ratios and convention of the anchors. On a pyramid, each level has one
@@ -50,13 +50,16 @@ def grid_steps(
     input_size: tuple[int, int],
     grid_sizes: Sequence[tuple[int, int]],
 ) -> list[tuple[int, int]]:
-    """Return the vertical and horizontal distance of adjacent anchors in input pixels, per map.
+    """Return the vertical and horizontal distance of adjacent anchors for each feature map.
 
     Args:
         config: anchor convention.
         strides: nominal stride of each map.
         input_size: (H, W) of the padded input in pixels.
         grid_sizes: (H_l, W_l) of each map.
+
+    Returns:
+        (vertical, horizontal) distance in input pixels, for each map.
     """
     if config.convention != "torchvision":
         return [(stride, stride) for stride in strides]

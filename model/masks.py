@@ -229,7 +229,10 @@ def _samples_at(source: NDArray[np.float32], first: int, side: int) -> _AxisSamp
 
 
 def _edges(columns: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the flat indices at which a mask [W, H] with zeros before and after it changes."""
+    """Return the flat indices at which the value of a mask [W, H] changes.
+
+    The values before the first and after the last pixel count as 0.
+    """
     flat = np.zeros(columns.size + 2, np.bool_)
     flat[1:-1] = columns.ravel()
     return np.flatnonzero(flat[1:] != flat[:-1])

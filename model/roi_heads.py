@@ -63,7 +63,7 @@ class TrainingRois(NamedTuple):
 
 
 class MaskPredictor(nn.Module):
-    """Predicts one mask per RoI: the mask of the RoI's class."""
+    """Last layers of the mask head, which predict one mask per RoI: that of the RoI's class."""
 
     def __init__(self, channels: int, dim: int, num_outputs: int) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ def write_compiled_program(
 
 
 def load_compiled_program(path: Path, precision: Precision, device: torch.device) -> Program:
-    """Load a file that `write_compiled_program` wrote for this environment (`CompileTarget`)."""
+    """Load the program that `write_compiled_program` compiled for this environment into a file."""
     file = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     weights = [weight.to(device) for weight in file["weights"]]
     with config.patch(compile_threads=1):  # otherwise torch starts compiler processes

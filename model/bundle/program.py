@@ -18,7 +18,7 @@ _TRIAL_BYTES = 8 << 30
 
 
 class Program:
-    """Executable detection program with the inputs and outputs of `bundle.spec`."""
+    """Executable detection program with the inputs and outputs that `bundle.spec` describes."""
 
     def __init__(
         self, run: Callable[..., tuple[Tensor, ...]], precision: Precision, device: torch.device
@@ -45,7 +45,7 @@ class Program:
             return self._run(images, image_sizes)
 
     def prepare(self, images: Tensor, image_sizes: Tensor) -> None:
-        """Warm up on a GPU for this batch shape: compile, load kernels, select algorithms.
+        """Warm up on a GPU for batches of this shape: compile, load kernels, select algorithms.
 
         The outputs are discarded. During the first run, the GPU memory limit of the process is
         lowered.

@@ -1,4 +1,4 @@
-"""Model configuration. The defaults are those of R-50-FPN in the reference implementations."""
+"""Model configuration. The defaults describe Mask R-CNN with ResNet-50 and a feature pyramid."""
 
 from typing import Literal
 
@@ -196,7 +196,7 @@ class ModelConfig(FrozenConfig):
 
     @property
     def mask_side(self) -> int:
-        """Height and width of a predicted mask in cells."""
+        """Number of samples along each side of a predicted mask."""
         side = self.roi.mask_pool
         # With C4, the fifth stage halves the pooled features before the mask is upsampled.
         return 2 * ((side + 1) // 2) if self.backbone.features == "c4" else 2 * side

@@ -128,7 +128,7 @@ def _mismatch(
 
 @dataclass(frozen=True)
 class _Download:
-    """Downloads the missing bytes of a partial file, with retries."""
+    """Download of the missing bytes of a partial file, with retries."""
 
     url: str
     partial: PartialFile
@@ -269,7 +269,7 @@ def _version_of(response: httpx.Response) -> RemoteVersion:
 
 
 def _first_byte(response: httpx.Response) -> int:
-    """Return the offset in the remote file of a response's first byte.
+    """Return the position of a response's first byte in the remote file.
 
     Raises:
         _AttemptError: The response is partial, but its header Content-Range is missing or invalid.

@@ -17,7 +17,7 @@ class DownloadError(Exception):
 
 @contextmanager
 def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Within the block, hold a lock between processes on the creation of a file or folder.
+    """Within the block, hold a lock that only one process at a time can hold for a file or folder.
 
     Args:
         path: File or folder to create in an existing folder.
