@@ -110,6 +110,6 @@ class CompiledLosses:
 
 
 def _padded(targets: Targets) -> Targets:
-    """Pad the objects per image with empty ones to a multiple of `_OBJECTS`."""
+    """Pad the number of objects per image to a multiple of `_OBJECTS` with empty objects."""
     missing = -targets.labels.shape[1] % _OBJECTS
     return Targets(*(F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) for x in targets))

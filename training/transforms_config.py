@@ -81,7 +81,7 @@ class ColorJitterConfig(TransformConfig):
 
 
 class SimpleCopyPasteConfig(TransformConfig):
-    """Paste random objects of another training image (Ghiasi et al., 2021)."""
+    """Paste random objects of another training image into an image (Ghiasi et al., 2021)."""
 
     name: Literal["SimpleCopyPaste"]
     p: float = Field(0.5, gt=0, le=1)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class CocoEvaluator:
-    """Collects one rank's detections, and computes the metrics of all ranks' detections."""
+    """Evaluator that collects the detections of one rank and computes the metrics of all ranks."""
 
     def __init__(
         self,

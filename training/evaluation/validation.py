@@ -34,7 +34,7 @@ class ExpectationError(Exception):
 
 
 class Validation:
-    """Evaluates models on the validation set `data.val`."""
+    """Evaluation of models on the validation set `data.val`."""
 
     def __init__(self, config: TrainConfig, categories: Sequence[Category], worker: Worker) -> None:
         """Read the annotations of the validation set.

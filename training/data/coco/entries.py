@@ -30,7 +30,7 @@ class ImageEntry(NamedTuple):
 
 
 class ImageIndex(NamedTuple):
-    """Images that a COCO file lists."""
+    """Index of the images that a COCO file lists."""
 
     # Valid entries by the id in the file.
     valid: Mapping[int | str, ImageEntry]

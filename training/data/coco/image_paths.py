@@ -64,7 +64,7 @@ def _last_part(name: str) -> str:
 
 
 def _files_named(folder: Path, names: set[str]) -> defaultdict[str, list[Path]]:
-    """Return the paths of the files with these names in a folder, at any depth, by name."""
+    """Return the paths of the files in a folder, at any depth, with one of `names`, by name."""
     found = defaultdict(list)
     for parent, _, files in os.walk(folder):
         for name in names.intersection(files):

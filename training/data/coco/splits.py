@@ -122,7 +122,7 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _file_names(file: Path) -> Iterator[str]:
-    """Yield the image files that an annotation file lists, without parsing the file."""
+    """Yield the image file names that an annotation file lists, without parsing the whole file."""
     if not file.stat().st_size:
         return
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as content:

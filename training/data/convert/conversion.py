@@ -76,7 +76,7 @@ class WrittenSplit:
 
     @property
     def counts(self) -> str:
-        """The numbers for a message, as in `2 images, 1 object, 0 crowds`."""
+        """Text with the numbers, as in `2 images, 1 object, 0 crowds`."""
         nouns = {"image": self.images, "object": self.objects, "crowd": self.crowds}
         return ", ".join(counted(number, noun) for noun, number in nouns.items())
 
@@ -171,7 +171,7 @@ def source_content(
 
 
 def with_ids_of(known: Sequence[Category], source: SourceContent) -> SourceContent:
-    """Return the content with the category ids of `known` for categories of the same names.
+    """Return `source` with the ids of `known` for all categories whose names `known` contains.
 
     Categories with other names get new ids.
     """

@@ -47,7 +47,7 @@ class Suspicion:
 
     @property
     def subject(self) -> str:
-        """Annotation id or path of the image file, with the detail."""
+        """Id of the suspicious annotation, or path of the suspicious image file, with `detail`."""
         name = str(self.instance.annotation_id if self.instance else self.record.path)
         return f"{name}: {self.detail}" if self.detail else name
 

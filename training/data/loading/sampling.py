@@ -47,7 +47,7 @@ class GlobalBatches:
         seed: int,
         factors: NDArray[np.float64] | None = None,
     ) -> None:
-        """Create the sequence.
+        """Create the sequence of batches.
 
         Args:
             buckets: Index of the shape bucket of each image (at least one image).
