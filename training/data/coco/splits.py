@@ -107,8 +107,8 @@ def _is_named(place: Path, split: str) -> bool:
 
     A folder named by a synonym of the split, such as `valid` for `val`, matches too.
     """
-    name = place.name.lower()
-    return split.lower().endswith(name) or _SYNONYMS.get(name) == _SYNONYMS.get(split, split)
+    name, split = place.name.lower(), split.lower()
+    return split.endswith(name) or _SYNONYMS.get(name, name) == _SYNONYMS.get(split, split)
 
 
 def _lists_other_images(place: Path, names: Sequence[str], by_split: Mapping[str, Path]) -> bool:

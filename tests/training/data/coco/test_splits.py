@@ -78,6 +78,16 @@ def test_a_split_does_not_take_the_images_of_another(
     assert ("val.json" in caplog.text) == ("val" not in folders)
 
 
+@pytest.mark.parametrize("split", ["valid", "validation", "Val"])
+def test_a_folder_may_have_a_synonym_of_the_split(tmp_path: Path, split: str) -> None:
+    """Both folders hold a file of the same name."""
+    create(tmp_path, "train/0.jpg", "val/0.jpg", "annotations/")
+    for name in ("train", split):
+        text = '{"images": [{"file_name": "0.jpg"}]}'
+        (tmp_path / "annotations" / f"{name}.json").write_text(text)
+    assert find_splits(tmp_path)[split].images == tmp_path / "val"
+
+
 def test_splits_may_share_a_folder(tmp_path: Path) -> None:
     """`maskrcnn data split` writes such files."""
     create(tmp_path, "train/0.jpg", "train/1.jpg", "annotations/")
