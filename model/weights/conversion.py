@@ -62,7 +62,7 @@ class InputConfig(FrozenConfig):
 
 
 class ConversionConfig(ModelConfig):
-    """Mask R-CNN and the resizing of its images: the keys that a conversion can override."""
+    """Configuration of the model and of image resizing. A conversion can override its keys."""
 
     preprocessing: InputConfig = InputConfig()
     """Resizing of images."""

@@ -69,7 +69,7 @@ def _(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Te
     if count > MAX_BOXES:
         raise ValueError(
             f"boxes of shape {list(boxes.shape)}: on a GPU, nms_keep takes at most {MAX_BOXES} "
-            "boxes in each of the sets, which are the first axis"
+            "boxes per set (second axis)"
         )
     keep = classes.new_empty(classes.shape, dtype=torch.bool)
     overlaps, select = (

@@ -101,7 +101,7 @@ class ModelRepository:
 
         Raises:
             BundleError, BackendError: see `ServedModel.load`.
-            ServingError: two models have the same name, with or without the suffix of a precision.
+            ServingError: two models share a name. Each has the names NAME and NAME-PRECISION.
         """
         for pipeline in self.pipelines:
             await pipeline.model.load()

@@ -157,7 +157,9 @@ class Pipeline:
     ) -> None:
         """Report the image's service time to admission control.
 
-        It is the image's share of the slower of two stages: the model, and the threads of the CPU.
+        The service time is the longer of two times: the time of the batch, divided by the images
+        that the model computes at once, and the decode and encode time, divided by the number of
+        threads.
         """
         infer_s = result.infer_s / result.batch_size / batcher.concurrency
         host_s = (decoded.elapsed_s + encoded.elapsed_s) / self.threads.size

@@ -40,7 +40,7 @@ def this_machine(device: Device) -> Machine:
 
 
 def _free_memory() -> int:
-    """Return the memory in bytes that this process can still allocate."""
+    """Return the free host memory in bytes, within the limit of the cgroup."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

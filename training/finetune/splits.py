@@ -70,8 +70,8 @@ def _split_named(names: Sequence[str], word: str) -> str | None:
     matches.sort(key=lambda name: (name.lower() != word, len(name)))
     if len(matches) > 1 and len(matches[0]) == len(matches[1]) and matches[0].lower() != word:
         raise DataError(
-            f"the splits {' and '.join(matches[:2])} may both be the {word} set; train with a YAML "
-            "file that sets data.train and data.val"
+            f"the splits {' and '.join(matches[:2])} could each be the {word} set; train with a "
+            "YAML file that sets data.train and data.val"
         )
     return matches[0] if matches else None
 
