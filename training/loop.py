@@ -10,7 +10,7 @@ from rich.progress import Progress
 from ..model.bundle.manifest import Preprocessing
 from ..model.checkpoint import Checkpoint
 from .config import ConfigError
-from .data.coco.dataset import CocoDataset
+from .data.coco.dataset import CocoDataset, DataError
 from .data.loading.device_batches import prefetch_batches
 from .data.loading.loader import train_loader
 from .early_stopping import BEST_BY, EarlyStopping
@@ -92,7 +92,8 @@ class TrainingLoop:
             Metrics of the final model by name. The dictionary is empty if it was not evaluated.
 
         Raises:
-            DataError: An image is unreadable and `data.on_broken` is "refuse".
+            DataError: An image is unreadable and `data.on_broken` is "refuse", or all images of an
+                input size are unreadable. With one rank, a checkpoint was written.
             DivergenceError: A loss or a weight is not finite.
             TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
         """
@@ -111,8 +112,11 @@ class TrainingLoop:
                 return self._metrics
             for iteration in iterations:
                 self._freeze_if_due(iteration)
-                with report.waiting_for_data():
-                    parts = list(itertools.islice(batches, config.solver.accumulate))
+                try:
+                    with report.waiting_for_data():
+                        parts = list(itertools.islice(batches, config.solver.accumulate))
+                except DataError as error:
+                    raise self._saved_before(error) from error
                 losses = trainer.step(parts)
                 report.record(iteration, losses, learning_rate(config.solver, iteration))
                 if self._evaluate_and_save(report):
@@ -179,6 +183,19 @@ class TrainingLoop:
         if self._saved_iteration != trainer.iteration:
             self._save(final=False)
         raise TrainingInterrupted
+
+    def _saved_before(self, error: DataError) -> DataError:
+        """Write a checkpoint because of an error. Return the error with advice to resume."""
+        trainer = self._trainer
+        # All ranks must take part in a checkpoint, but the others do not know of the error.
+        if trainer.worker.world_size > 1 or not trainer.iteration:
+            return error
+        if self._saved_iteration != trainer.iteration:
+            self._save(final=False)
+        return DataError(
+            f"{error}; the run was saved after iteration {trainer.iteration}: to continue, correct "
+            "the data, and repeat the command with --resume"
+        )
 
     def _evaluation_is_due(self, final: bool) -> bool:
         settings, iteration = self._config.evaluation, self._trainer.iteration

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -186,12 +187,19 @@ def with_progress(
 
 
 def _remove_lines_after(iteration: int, path: Path) -> None:
-    """Remove lines of iterations after `iteration`, and an incomplete last line, from a file."""
+    """Remove lines of iterations after `iteration`, and damaged lines, from a file."""
     if not path.is_file():
         return
-    lines = path.read_text().splitlines(keepends=True)
-    complete = [line for line in lines if line.endswith("\n")]
-    kept = [line for line in complete if json.loads(line)["iteration"] <= iteration]
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and _iteration_of(line) <= iteration]
     if len(kept) < len(lines):
         with atomic_write(path) as file:
             file.write("".join(kept).encode())
+
+
+def _iteration_of(line: str) -> float:
+    """Return the iteration of a line of metrics, or infinity if the line is damaged."""
+    try:
+        return int(json.loads(line)["iteration"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf

@@ -1,6 +1,7 @@
 """Entry points for training a model and for evaluating a checkpoint."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,9 +90,12 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
     check_trackers(config.trackers)
     folder = RunFolder(config.output_dir, config.keep_checkpoints)
     last = folder.open(resume=resume)
-    if rank.is_main:
-        folder.remove_partial_files()
-    with terminal_progress(rank, config.output_dir / LOG_FILE) as progress:
+    with (
+        folder.locked() if rank.is_main else nullcontext(),
+        terminal_progress(rank, config.output_dir / LOG_FILE) as progress,
+    ):
+        if rank.is_main:
+            folder.remove_partial_files()
         dataset = load_training_set(config.data)
         config = with_run_length(dataset, set_classes_from_dataset(dataset, config))
         identity = run_identity(config, dataset)

@@ -1,6 +1,11 @@
 """Write, find and remove the checkpoints in the folder of a training run."""
 
+import fcntl
+import os
+import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..model.atomic_files import atomic_write
@@ -8,6 +13,8 @@ from ..model.checkpoint import Checkpoint, CheckpointError, load_checkpoint, sav
 from .config import ConfigError
 
 _LAST = "last_checkpoint"
+# File that the process which trains in the folder has locked.
+_LOCK = ".lock"
 FINAL_CHECKPOINT = "model_final.pth"
 BEST_CHECKPOINT = "model_best.pth"
 
@@ -54,7 +61,32 @@ class RunFolder:
 
     def contains_run(self) -> bool:
         """Whether the folder contains a run with a checkpoint."""
-        return (self.path / _LAST).is_file()
+        return (self.path / _LAST).is_file() or bool(self._checkpoints())
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Within the context, let no other process train in the folder.
+
+        Raises:
+            ConfigError: Another process trains in the folder.
+        """
+        with (self.path / _LOCK).open("a+") as file:
+            try:
+                # A lock of the process, which the data-loading processes do not inherit. Otherwise
+                # those of a killed run would hold it for some seconds.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                file.seek(0)
+                raise ConfigError(
+                    f"{file.read().strip() or 'another process'} is training in {self.path}; stop "
+                    "it first, or choose another folder with output_dir=FOLDER"
+                ) from None
+            except OSError:  # the file system has no locks
+                pass
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+            yield
 
     def remove_partial_files(self) -> None:
         """Remove the incomplete files that a killed run left in the folder."""
@@ -65,10 +97,16 @@ class RunFolder:
     def last(self) -> Path:
         """Return the path of the checkpoint that `last_checkpoint` names.
 
+        If this file is missing, return the newest checkpoint.
+
         Raises:
             FileNotFoundError: The folder contains no run.
         """
-        return self.path / (self.path / _LAST).read_text().strip()
+        pointer = self.path / _LAST
+        # The file is missing if a run was killed before it, or if only checkpoints were copied.
+        if not pointer.exists() and (checkpoints := self._checkpoints()):
+            return max(checkpoints, key=_modified)
+        return self.path / pointer.read_text().strip()
 
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
         """Write a checkpoint atomically, name it in `last_checkpoint`, and remove older ones.
@@ -97,15 +135,22 @@ class RunFolder:
         for number in past[: -self._keep]:
             (self.path / _numbered(number)).unlink()
 
+    def _checkpoints(self) -> set[Path]:
+        return set(self.path.glob("model_*.pth"))
+
     def _advice_after_damage(self) -> str:
-        others = set(self.path.glob("model_*.pth")) - {self.last()}
+        others = self._checkpoints() - {self.last()}
         if not others:
             return "this run has no other checkpoint; start a new run with output_dir=FOLDER"
-        newest = max(others, key=lambda path: path.stat().st_mtime)
+        newest = max(others, key=_modified)
         return (
             f"to resume from an older checkpoint, write its name, such as {newest.name}, to "
             f"{self.path / _LAST}"
         )
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _numbered(iteration: int) -> str:

@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import shutil
@@ -10,7 +11,8 @@ from tiny_run import LoadTiny, assert_equal, largest_difference, load_tiny, trai
 
 from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
 from maskrcnn_trt.training.config import ConfigError
-from maskrcnn_trt.training.data.coco.dataset import CocoDataset
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
+from maskrcnn_trt.training.data.loading.batch_reader import BatchReader
 from maskrcnn_trt.training.data.loading.loader import train_loader
 from maskrcnn_trt.training.evaluation.validation import ExpectationError, Validation
 from maskrcnn_trt.training.reporting import METRICS_FILE
@@ -67,6 +69,24 @@ def test_a_finished_run_is_evaluated_once(tiny: LoadTiny, tmp_path: Path) -> Non
     written = path.stat().st_mtime_ns
     assert run_training(config, resume=True) == path
     assert path.stat().st_mtime_ns == written
+
+
+def test_images_that_vanish_leave_a_checkpoint(
+    tiny: LoadTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("solver.max_iterations=4", "checkpoint_period=100", "data.workers=0")
+    read, calls = BatchReader.__getitem__, itertools.count()
+
+    def vanish(self: BatchReader, plan: Any) -> Any:
+        if next(calls) == 2:
+            return DataError("000001.jpg: No such file or directory")
+        return read(self, plan)
+
+    monkeypatch.setattr(BatchReader, "__getitem__", vanish)
+    with pytest.raises(DataError, match=r"000001\.jpg.*iteration 2.*--resume"):
+        run_training(config)
+    assert load_checkpoint(tmp_path / "model_0000002.pth").iteration == 2
+    assert train(config, resume=True).iteration == 4
 
 
 def test_reached_targets_end_the_run(tiny: LoadTiny, tmp_path: Path) -> None:

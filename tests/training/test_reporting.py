@@ -103,12 +103,12 @@ def test_losses_are_reported_once_a_period(
 
 
 def test_a_resumed_run_replaces_later_lines(tmp_path: Path) -> None:
-    """A killed run has reported iterations after its last checkpoint."""
+    """A killed run has reported iterations after its last checkpoint. Damaged lines are dropped."""
     with _report(tmp_path, 1, range(4), "tensorboard") as report:
         for iteration in range(4):
             report.record(iteration, torch.ones(5), rate=0.1)
     with (tmp_path / METRICS_FILE).open("a") as file:
-        file.write('{"iteration": 4, "lo')
+        file.write('{"iter\n\x00\n[]\n{"iteration": 4, "lo')
     # TensorBoard reads files in the order of their names, which contain the second of creation.
     (events,) = (tmp_path / "tensorboard").iterdir()
     events.rename(events.with_name("events.out.tfevents.1000000000"))

@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +46,31 @@ def test_the_last_whole_checkpoint_is_resumed(folder: RunFolder, checkpoint: Che
     folder.save(replace(checkpoint, iteration=30), final=True)
     assert folder.last() == folder.path / "model_final.pth"
     assert _iteration_resumed(folder) == 30
+
+
+def test_checkpoints_without_the_file_of_the_last_are_a_run(folder: RunFolder) -> None:
+    (folder.path / "last_checkpoint").unlink()
+    with pytest.raises(ConfigError, match=r"model_0000020\.pth.*--resume"):
+        folder.open(resume=False)
+    assert _iteration_resumed(folder) == 20
+
+
+def test_one_process_trains_in_a_folder(folder: RunFolder) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; "
+        "from maskrcnn_trt.training.run_folder import RunFolder\n"
+        f"with RunFolder(Path({str(folder.path)!r})).locked(): print('locked', flush=True); "
+        "time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "locked\n"
+    with pytest.raises(ConfigError, match=rf"process {other.pid} .*output_dir=FOLDER"):
+        folder.locked().__enter__()
+    other.kill()
+    other.communicate()
+    with folder.locked():
+        pass
 
 
 def test_an_older_checkpoint_replaces_a_damaged_one(folder: RunFolder) -> None:

@@ -92,9 +92,9 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
                     if self._config.on_broken == "refuse":
                         return DataError(f"{error}; to skip such files, set data.on_broken=skip")
                     skipped.append(str(error))
-        if self._training and len(samples) < len(plan.indices):
-            return DataError(f"cannot read any image of shape bucket {plan.bucket}: {skipped[0]}")
         bucket = self._config.buckets[plan.bucket]
+        if self._training and len(samples) < len(plan.indices):
+            return DataError(f"no training image for inputs of {bucket} can be read: {skipped[0]}")
         return batch_from_samples(
             samples,
             bucket,
