@@ -96,7 +96,7 @@ def machine_memory() -> dict[str, int]:
 
 
 def available_memory() -> int:
-    """Return the memory in bytes that this process can still allocate.
+    """Return the free host memory in bytes, within the limits of this process and its cgroups.
 
     It is the lowest of the machine's available memory, `memory_limit`, and the memory that is left
     below the limit of each cgroup of the process.
@@ -106,7 +106,10 @@ def available_memory() -> int:
 
 
 def memory_limit() -> int:
-    """Return the lowest of the machine's memory and this process's memory limits, in bytes."""
+    """Return the total host memory in bytes that this process may use, in use or not.
+
+    It is the lowest of the machine's memory, the process's RLIMIT_AS, and its cgroups' limits.
+    """
     limits = [machine_memory()["MemTotal"], *(memory.limit for memory in _cgroup_memory())]
     process_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return min(limits if process_limit == resource.RLIM_INFINITY else [*limits, process_limit])

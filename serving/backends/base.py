@@ -54,10 +54,10 @@ HostOutputs = ModelOutputs[NDArray[Any]]
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """Return the batch sizes to compute: the powers of two below `max_batch`, and `max_batch`.
+    """Return the batch sizes of a backend: the powers of two below `max_batch`, and `max_batch`.
 
-    A batch is padded to the next of these sizes. They are few, because each costs start-up time and
-    GPU memory.
+    A batch of another size is padded to the next larger one of these sizes. There are few sizes,
+    because each costs start-up time and GPU memory.
     """
     return sorted({*(1 << n for n in range(max_batch.bit_length())), max_batch})
 

@@ -59,7 +59,7 @@ class CudaBindingsDriver:
         return int(_call("cuDriverGetVersion"))
 
     def free_memory(self) -> int:
-        """Return the free memory in bytes."""
+        """Return the free GPU memory in bytes."""
         free, _ = _call("cuMemGetInfo")
         return int(free)
 

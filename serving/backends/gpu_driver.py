@@ -83,7 +83,7 @@ class GpuDriver(Protocol):
         """Return the CUDA version that the driver supports, such as 13000 for 13.0."""
 
     def free_memory(self) -> int:
-        """Return the free memory in bytes."""
+        """Return the free GPU memory in bytes."""
 
     def synchronize(self) -> None:
         """Wait until the GPU has finished all queued work."""

@@ -103,8 +103,8 @@ def load_backend(
 def _tensorrt_backend() -> "type[TensorRTBackend]":
     """Return the class of the TensorRT backend.
 
-    If torch finds a GPU and torchvision is installed, it is the subclass that also computes torch
-    tensors on the GPU.
+    If torch finds a GPU and torchvision is installed, it is the subclass that also accepts batches
+    of torch tensors on the GPU.
     """
     from .tensorrt import TensorRTBackend
 
@@ -130,7 +130,7 @@ def choose_backend(
 ) -> BackendChoice:
     """Return the backend that `load_backend` would load, without loading it.
 
-    The backend `torch` is not checked if `name` requests it.
+    If `name` is `torch`, nothing is checked: not the machine, and not the bundle's artifacts.
 
     Raises:
         BundleError: the bundle has no artifact for the backend `name` in the precision.

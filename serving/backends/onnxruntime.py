@@ -123,7 +123,8 @@ class OnnxRuntimeBackend:
 
         Returns:
             Function that computes the batch and waits for it. It returns an `OrtValue` on the
-            device for each of `model.bundle.spec.OUTPUT_NAMES`, padded like the batch.
+            device for each of `model.bundle.spec.OUTPUT_NAMES`. If the batch is padded, the outputs
+            include the rows of the padding.
         """
         session, inputs = self._prepare(bucket, images, image_sizes)
         binding = session.io_binding()
@@ -167,7 +168,10 @@ class OnnxRuntimeBackend:
         return dict(zip(INPUT_NAMES, arrays, strict=True))
 
     def _load(self) -> None:
-        """Create a session per bucket: on a GPU for one image, on the CPU for every batch size."""
+        """Create one session per bucket.
+
+        On a GPU the session computes batches of one image; on the CPU, batches of any size.
+        """
         if self.device == "cuda":
             self._sessions = {b: {1: self._fitting_session(b, 1)} for b in self.buckets}
         else:

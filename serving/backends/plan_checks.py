@@ -17,7 +17,7 @@ from .gpu_driver import load_driver
 
 
 class Runtime(NamedTuple):
-    """Runtime library for the plans of one engine kind."""
+    """Library that runs the plans of one engine kind: TensorRT or TensorRT-RTX."""
 
     # Name in messages.
     title: str
@@ -96,7 +96,8 @@ def check_plans(
         kind: Engine kind of the artifacts.
         artifacts: Plans that are loaded together.
         machine: The machine.
-        plan_bytes: Total size of the plan files, a lower bound of their GPU memory.
+        plan_bytes: Total size of the plan files in bytes. The plans need at least as much GPU
+            memory.
 
     Raises:
         BackendError: the plans do not run on the machine.
@@ -125,7 +126,7 @@ def check_memory(needed: int, free: int) -> None:
 
 
 def remedy_from_reason(reason: str) -> str | None:
-    """Return the text of the remedy for an error that TensorRT logged, or None if it is unknown."""
+    """Return the remedy for an error message that TensorRT logged. None: no remedy is known."""
     return next((r for p, r in _REMEDIES.items() if re.search(p, reason, re.IGNORECASE)), None)
 
 

@@ -53,7 +53,7 @@ class PycudaDriver:
         return int(cuda.get_driver_version())
 
     def free_memory(self) -> int:
-        """Return the free memory in bytes."""
+        """Return the free GPU memory in bytes."""
         free, _ = cuda.mem_get_info()
         return int(free)
 

@@ -14,7 +14,7 @@ from .tensorrt import OUTPUT_DTYPES, TensorRTBackend
 
 
 class TensorRTDeviceBackend(TensorRTBackend):
-    """TensorRT backend that also computes torch tensors on GPU 0, with `infer_on_device`."""
+    """TensorRT backend whose method `infer_on_device` takes batches of torch tensors on GPU 0."""
 
     def warm_up(self, max_batch: int) -> None:
         """Run the plan of every bucket at each of the plan's batch sizes.

@@ -83,7 +83,7 @@ def _check_pixels(image: Any) -> None:
 
 
 def is_large(request: pb.DetectRequest) -> bool:
-    """Return whether a request must pass `check_size` before it is sent."""
+    """Return whether a request exceeds 4 MiB, gRPC's default limit. If so, call `check_size`."""
     return request.ByteSize() > _UNCHECKED_BYTES
 
 

@@ -220,7 +220,10 @@ def _run(step: FirstRunStep) -> tuple[str, str]:
 
 
 def _difference(files: Sequence[str]) -> str:
-    """Return a description of the box AP difference between two result files; "" if none."""
+    """Return a message if the box APs in two result files differ by more than `_AP_TOLERANCE`.
+
+    Otherwise, return "".
+    """
     first, second = (json.loads(Path(file).read_text())["metrics"]["bbox/AP"] for file in files)
     agree = abs(first - second) <= _AP_TOLERANCE
     return "" if agree else f"the box AP differs: {first:.4f} and {second:.4f}"

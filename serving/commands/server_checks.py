@@ -59,14 +59,14 @@ def diagnose(
 def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
     """Return the maximum total size in bytes of the request messages that a server holds at once.
 
-    With one model, up to half of the messages can be parsed. A parsed message takes several times
-    its size until its image is decoded.
+    The size of a message is its serialised size. A parsed message takes several times as much
+    memory until its image is decoded. With one model, up to half of the messages are parsed.
     """
     return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
 
 
 def _messages_per_slot(models: int) -> int:
-    """Return the maximum number of request messages in memory per slot of `queue_size`."""
+    """Return the maximum number of request messages in memory per admission slot."""
     # Per model: an in-flight request, and one that waits for a slot. In addition: messages that are
     # being received, whose model is not known yet.
     return 2 * models + MESSAGES_PER_SLOT

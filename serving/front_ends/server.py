@@ -36,6 +36,9 @@ _MAX_PAUSE_S: Final = 30.0
 def front_end_count(config: ServeConfig) -> int:
     """Return the number of front-end processes. 0: the server's process accepts connections.
 
+    The number is `config.front_ends`. If this is None, it is the number of GPUs, or 0 if there are
+    fewer than two.
+
     Raises:
         BackendError: the GPU driver does not respond.
     """

@@ -1,4 +1,7 @@
-"""HTTP connections: limits on heads, trailers and pipelining, and time limits for slow clients."""
+"""HTTP connections: size limits, request pipelining, and time limits for slow clients.
+
+The head of a request is its request line and its headers.
+"""
 
 import asyncio
 import socket
@@ -50,7 +53,7 @@ class HttpConnection(HttpToolsProtocol):
         self._slow_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Reject the connection if there are too many, else wait for the first head."""
+        """Close the connection if too many are open, else wait for the first request's head."""
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             transport.abort()
@@ -166,7 +169,7 @@ class HttpConnection(HttpToolsProtocol):
             self._set_slow_timer(_LINGER_S, self._close_incomplete, self.cycle)
 
     def pause_writing(self) -> None:
-        """Start to check that the client accepts the response. Called when the buffer is full."""
+        """Start to check that the client reads the response. Called if the write buffer is full."""
         super().pause_writing()
         waiting = self.transport.get_write_buffer_size()
         self._set_slow_timer(_STALL_S, self._check_progress, waiting)
@@ -237,12 +240,15 @@ class HttpConnection(HttpToolsProtocol):
         self._slow_timer = self.loop.call_later(delay_s, act, *arguments)
 
     def _close_incomplete(self, cycle: object) -> None:
-        """Close the connection if it still receives the body of a request after the response."""
+        """Abort the connection if the body of `cycle`, an answered request, is incomplete."""
         if self.cycle is cycle and not self._is_body_complete:
             self.transport.abort()
 
     def _check_progress(self, before: int) -> None:
-        """Abort the connection if the client has not read any of the waiting response."""
+        """Abort the connection if the client has read nothing of the response since the last check.
+
+        `before` is the size of the write buffer at the last check, in bytes.
+        """
         if not self.flow.write_paused or self.transport.is_closing():
             return
         waiting = self.transport.get_write_buffer_size()

@@ -159,7 +159,7 @@ def http_error_response(error: HTTPException) -> Response:
 
 
 async def _send(response: Response, send: Send) -> None:
-    """Send a response. Return when the client has received most of it."""
+    """Send a response. Return when most of the body has left the write buffer."""
     headers = response.raw_headers
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})

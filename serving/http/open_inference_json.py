@@ -203,7 +203,10 @@ def _raw_from_data(tensor: InputTensor) -> bytes:
 
 
 def _flat(data: list[Any]) -> list[Any]:
-    """Return the elements of nested lists. Mixed lists are not flattened."""
+    """Return the elements of nested lists.
+
+    If a list holds both lists and other values, its lists are returned as elements.
+    """
     while data and set(map(type, data)) == {list}:
         data = list(itertools.chain.from_iterable(data))
     return data

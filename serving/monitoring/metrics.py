@@ -43,7 +43,7 @@ _Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Reason of a failed request: its value of the label `reason` in two metrics."""
+    """Values of the label `reason` for a failed request, in our metric and in Triton's."""
 
     # For our metric maskrcnn_rejected_total.
     name: str

@@ -113,12 +113,16 @@ def run_in_batches(
 
 
 def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchSteps:
-    """Return the fastest processing steps for a backend.
+    """Return the processing steps for a backend.
+
+    They are `DeviceSteps`, which decode and encode on the backend's device, if it is a
+    `DeviceBackend`. Otherwise they are `HostSteps`, which decode and encode in CPU threads.
 
     Args:
         backend: Backend that computes the model.
         manifest: Manifest of the backend's bundle.
-        threads: Maximum number of batches that CPU threads decode at once, and that they encode.
+        threads: Maximum number of batches that `HostSteps` decode at once. The same limit applies
+            to batches that they encode.
     """
     if isinstance(backend, DeviceBackend):
         # Imported here because other backends must not load torch.
@@ -194,7 +198,7 @@ class _BatchQueue:
 
     @property
     def is_due(self) -> bool:
-        """Whether to call `get`: the oldest image is finished, or the read-ahead is exhausted."""
+        """Whether to call `get`: the oldest image is finished, or too many images are queued."""
         if len(self._queue) > _BATCHES_AHEAD * self._max_batch:
             return True
         if not self._queue or isinstance(self._queue[0], ImageError):

@@ -39,7 +39,7 @@ class Detector:
             precision: Precision of inference. None: the first one that the bundle has for the
                 backend.
             backend: Inference backend.
-            max_batch: Batch size of `detect_many` on a GPU.
+            max_batch: Maximum batch size on a GPU. On the CPU, the batch size is 1.
 
         Raises:
             BundleError: The bundle is missing or damaged, or lacks the precision.

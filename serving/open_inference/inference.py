@@ -66,7 +66,7 @@ async def infer(
     Raises:
         ImageError: an image is invalid; the message contains its index.
         InvalidRequestError: another part of the request is invalid.
-        QueueFullError: no slots are free, and the connection has its fair share of them.
+        QueueFullError: too few slots are free, and the request exceeds its connection's fair share.
         ExpiredError: the request exceeded its time limit.
         ServingError: see `Pipeline.detect`.
     """

@@ -64,7 +64,7 @@ class AdmissionController:
 
     @property
     def capacity(self) -> int:
-        """Current number of slots at the recent service rate."""
+        """Current number of slots, free or in use. A low service rate reduces it; see the class."""
         if not self._in_use or self._service_s * self._max_capacity <= self._max_wait_s:
             return self._max_capacity
         fitting = int(self._max_wait_s / self._service_s)
@@ -81,20 +81,33 @@ class AdmissionController:
         return self._in_use * self._service_s
 
     def set_service_time(self, seconds: float) -> None:
-        """Set the moving average of the service time of an image, in seconds."""
+        """Set the moving average of the service time.
+
+        Args:
+            seconds: Service time of an image: 1 / throughput of the model under full load.
+        """
         self._service_s = seconds
         self._admit_waiters()
 
     def observe_service_time(self, seconds: float) -> None:
-        """Add the service time of one image to the moving average, in seconds."""
+        """Update the moving average of the service time with that of one image.
+
+        Args:
+            seconds: Service time of the image; see `set_service_time`.
+        """
         self._service_s += _SERVICE_TIME_WEIGHT * (seconds - self._service_s)
         self._admit_waiters()
 
     def check(self, peer: str, slots: int = 1) -> None:
-        """Check that `acquire` without `wait` would not reject a request now.
+        """Check that a connection may acquire, or wait for, a number of slots now.
+
+        Args:
+            peer: gRPC peer of the request; it identifies the client's connection.
+            slots: Number of slots.
 
         Raises:
-            QueueFullError: no slots are free, and the connection has its fair share of them.
+            QueueFullError: too few slots are free, and the request exceeds its connection's fair
+                share.
         """
         if self._is_free(slots) or self._is_within_share(peer, slots):
             return
@@ -119,7 +132,8 @@ class AdmissionController:
 
         Raises:
             QueueFullError: too many requests are waiting, most of them of this connection; or,
-                without `wait`, no slots are free, and the connection has its fair share of them.
+                without `wait`, too few slots are free, and the request exceeds its connection's
+                fair share.
         """
         if not wait:
             self.check(peer, slots)

@@ -1,4 +1,4 @@
-"""Memory budget of images in decoding, shared by all threads and connections."""
+"""Budget of host memory for decoding images, shared by all threads and connections."""
 
 import asyncio
 from collections import deque
@@ -17,7 +17,7 @@ _PARTS_OF_BUDGET = 4
 
 
 class DecodeMemory:
-    """Budget of bytes for images in decoding.
+    """Budget of host memory for decoding images.
 
     A quarter is set aside for one small image per thread, so small images never wait. Larger
     images reserve memory from the rest. If too little is free, they wait; connections get memory in

@@ -49,7 +49,10 @@ class ModelRepository:
 
     @property
     def states(self) -> dict[str, bool]:
-        """Whether requests can be processed now, by model name. The first model comes first."""
+        """Whether requests can be processed now, for each of the names NAME and NAME-PRECISION.
+
+        The names of the first model come first.
+        """
         states: dict[str, bool] = {}
         for pipeline in self.pipelines:
             states |= {n: up for n, up in pipeline.model.states.items() if n not in states}
@@ -140,7 +143,8 @@ class ModelRepository:
         If no model does, the metrics count a failed request for the first model.
 
         Raises:
-            QueueFullError: no slots are free, and the connection has its fair share of them.
+            QueueFullError: too few slots are free, and the request exceeds its connection's fair
+                share.
         """
         failures = []
         for pipeline in self.pipelines:

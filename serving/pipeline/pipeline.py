@@ -68,7 +68,10 @@ class Pipeline:
 
     @property
     def stream_window(self) -> int:
-        """Maximum number of in-flight images per stream: all concurrent batches and one more."""
+        """Maximum number of in-flight images per stream.
+
+        They fill one batch more than the model can compute at once.
+        """
         return (self.model.batcher().concurrency + 1) * self._config.max_batch
 
     async def detect(self, request: InferenceRequest, model: ServedModel) -> TimedResponse[Any]:

@@ -77,9 +77,9 @@ class RateLimits:
             balances[name] -= cost
 
     def _forget(self, now: float) -> None:
-        """Above `_MAX_CLIENTS` clients, drop the longest idle ones, up to one with a bucket in use.
+        """If there are more than `_MAX_CLIENTS` clients, drop those that have been idle longest.
 
-        A bucket is in use if it is not full.
+        Stop at the first client with a bucket that is not full.
         """
         while len(self._clients) > _MAX_CLIENTS:
             client, (before, balances) = next(iter(self._clients.items()))

@@ -1,9 +1,13 @@
 """Fair scheduling of queued images into batches: self-clocked fair queueing (Golestani, 1994).
 
-The image with the lowest service tag is served first. The tag of a new image is the larger of the
-virtual time (tag of the image served last) and the tag of its connection's previous queued image,
-plus 1, 8 or 64 for priority 1, 2 or 3. If two connections both have a backlog, the one with the
-higher priority gets eight images per image of the next lower priority, and neither starves.
+The image with the lowest service tag is served first. The tag of a new image is max(V, T) + W:
+
+- V is the virtual time: the tag of the first image of the latest batch.
+- T is the tag of the latest queued image of the same connection and priority; 0 if there is none.
+- W is 1, 8 or 64 for priority 1, 2 or 3, of which 1 is the most urgent.
+
+If two connections both have a backlog, the one with the more urgent priority gets eight images per
+image of the next priority, and neither starves.
 """
 
 from bisect import insort

@@ -40,7 +40,10 @@ class ModelSource(NamedTuple):
     version: str | None = MODEL_VERSION
 
     def resolved(self) -> "ModelSource":
-        """Return the source of the version to load now, with this version's folder and number.
+        """Return the source of one version of the model.
+
+        If `version` is None, it is the newest version in `bundle`. The result then has the folder
+        and the number of this version.
 
         Raises:
             BundleError: `bundle` has no versions.
@@ -151,7 +154,7 @@ class ServedModel:
 
     @property
     def states(self) -> dict[str, bool]:
-        """Whether a request can be processed now, by the model name in the request."""
+        """Whether requests can be processed now, for each of the names NAME and NAME-PRECISION."""
         return {
             name: not self.is_unloaded and self.batcher(precision).is_up
             for name, precision in self.names.items()
@@ -187,7 +190,8 @@ class ServedModel:
         """Warm up all precisions. Requests that arrive meanwhile are queued.
 
         Returns:
-            Duration per image in seconds, in the slowest precision; 0 on a GPU.
+            On a CPU, seconds per image in the slowest precision, with all workers busy. On a GPU,
+            0, because the warm-up also compiles the model.
         """
         image_s = 0.0
         for batcher in self.batchers.values():

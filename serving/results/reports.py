@@ -34,8 +34,8 @@ _OTHER_SUFFIXES = frozenset({".avif", ".gif", ".heic", ".heif", ".jp2", ".jxl"})
 def image_files(sources: Sequence[Path]) -> list[Path]:
     """Return the given files, whatever their suffix, and the image files of the given folders.
 
-    Images of folders in formats that cannot be read are named on standard error, as are folders
-    with images only in subfolders.
+    In folders, images of other formats are skipped, and subfolders are not read. Standard error
+    then names some skipped images, and each folder whose images are all in subfolders.
 
     Raises:
         click.UsageError: There are no images, or two would have the same image ID in the results.
@@ -74,7 +74,7 @@ def _report_skipped(names: Sequence[str]) -> None:
 
 
 def _report_nested(folder: Path) -> None:
-    """If subfolders of a folder contain images, print that they are not read, and the first one."""
+    """If subfolders of a folder contain images, print that they are not read, with an example."""
     path = next(filter(is_image_file, folder.rglob("*")), None)
     if path is not None:
         click.echo(f"{folder}: images in subfolders, such as {path}, are not read", err=True)

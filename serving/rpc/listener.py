@@ -182,7 +182,7 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 
 
 def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, int]]:
-    """Return the gRPC options of the server or, if there are any, of each front-end process.
+    """Return the gRPC options of the server or, if `front_ends` is above 0, of each front end.
 
     Each front end accepts an equal share of `max_connections`. The other limits are not divided:
     they apply to each connection or, for pending calls, to each process.

@@ -115,7 +115,7 @@ class _OpenStream(Generic[Request]):
         self._changed = asyncio.Event()
 
     async def wait_for_room(self, images: int) -> None:
-        """Wait until fewer than `images` images are in flight."""
+        """Wait until the stream has fewer than `images` in-flight images."""
         while self._images >= images:
             self._changed.clear()
             await self._changed.wait()

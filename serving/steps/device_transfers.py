@@ -89,7 +89,8 @@ def pixels_from_host(image: PlannedImage) -> Tensor | ImageError:
     """Decode and resize an image on the CPU.
 
     Returns:
-        [3, h, w] of the resize rule's dtype on the CPU, or the error of an invalid image.
+        [3, h, w] on the CPU, float32 with the resize rule `torchvision`, else uint8; or the error
+        of an invalid image.
     """
     try:
         pixels = resized_pixels(image)

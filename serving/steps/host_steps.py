@@ -55,16 +55,17 @@ class HostProcessor:
         return not isinstance(source, bytes) or (len(source) <= _QUICK_BYTES and is_jpeg(source))
 
     def prepare_small(self, source: SourceImage, small: int) -> tuple[EngineItem | None, int]:
-        """Convert an image to the engine's input, unless the conversion takes much memory.
+        """Convert an image to the engine's input, unless the conversion takes much host memory.
 
         Args:
             source: Encoded image, or pixels [H, W, 3] RGB.
-            small: Maximum memory in bytes that the conversion may take.
+            small: Maximum host memory in bytes that the conversion may take.
 
         Returns:
-            Output of `prepare`, or None if `prepare` would take more than `small` bytes.
-            Memory in bytes that the caller must reserve until `prepare` or an end-to-end engine has
-            decoded the image; 0 if it need not reserve any.
+            item: Output of `prepare`. None: `prepare` would take more than `small` bytes. Never
+                None for an end-to-end engine, because `prepare` then reads only the header.
+            memory: Host memory in bytes that the caller must reserve until the image is decoded, by
+                `prepare` or by the end-to-end engine. 0: none.
 
         Raises:
             ImageError: invalid image.
@@ -79,7 +80,7 @@ class HostProcessor:
         return (None, memory) if memory > small else (self.prepare(source), 0)
 
     def _memory_for(self, source: SourceImage) -> int:
-        """Return the memory in bytes to decode and resize an image."""
+        """Return the peak host memory in bytes that decoding and resizing an image takes."""
         if isinstance(source, bytes):
             return decoding_memory(source, max_pixels=self.max_pixels)
         # Six bytes per pixel: four for Pillow's copy, and two for parts of the result.

@@ -88,7 +88,10 @@ def plan_image(
 
 
 def resized_pixels(image: PlannedImage) -> Pixels:
-    """Decode and resize a planned image to [h, w, 3] RGB of the resize rule's dtype.
+    """Decode and resize a planned image.
+
+    Returns:
+        [h, w, 3] RGB: float32 with the resize rule `torchvision`, else uint8.
 
     Raises:
         ImageError: the image is damaged.
@@ -104,8 +107,8 @@ def resized_pixels(image: PlannedImage) -> Pixels:
 def write_pixels(image: PlannedImage, row: Pixels) -> None:
     """Decode and resize a planned image, and write it to the top left corner of `row`.
 
-    `row` is one image of a batch: [3, H, W] of the bucket's size in the dtype of the resize rule.
-    It must be black.
+    `row` is one image of a batch, [3, H, W] of the bucket's size. It must be black. Its dtype is
+    float32 with the resize rule `torchvision`, else uint8.
 
     Raises:
         ImageError: the image is damaged; the row stays black.
