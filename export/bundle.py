@@ -210,7 +210,8 @@ def _engine_sources(
 
     Usually these are files of the bundle (`graphs`). Files in bf16 and fp8 are written to a
     temporary folder, because ONNX Runtime cannot run them. If the checkpoint selects more
-    candidates than TensorRT's top-k supports, all files are written there, with fewer candidates.
+    candidates than TensorRT's top-k supports, all ONNX files are written to this folder, with fewer
+    candidates.
     """
     limited, changes = limited_checkpoint(checkpoint)
     if changes:

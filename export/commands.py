@@ -58,7 +58,7 @@ class VariadicCommand(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse `args` after writing the option before each of its values: `--size 1 --size 2`."""
+        """Repeat an option's name before each of its values (`--size 1 --size 2`), then parse."""
         rejections: list[click.BadParameter] = []
         words = list(self._expanded(ctx, args, rejections))
         try:

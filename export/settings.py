@@ -99,7 +99,10 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
 
 
 def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) -> InputDtype:
-    """Return `input_dtype`. If it is None, return the data type that the resize rule needs.
+    """Check and return `input_dtype`, or choose the data type if it is None.
+
+    The choice is float32 if the resize rule is `torchvision`, which does not round pixel values,
+    and uint8 otherwise.
 
     Raises:
         BundleError: uint8 would round images that the resize rule does not round.

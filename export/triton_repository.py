@@ -79,7 +79,10 @@ def _check_profiles(bundle: Path, artifact: Artifact) -> None:
 def _add_version(
     repository: Path, name: str, source: Path, artifact: Artifact, config: str
 ) -> None:
-    """Add a model, or the next version of an existing model, atomically."""
+    """Add a model, or the next version of an existing model.
+
+    A new model appears atomically. An existing model gets the version first, then `config`.
+    """
     model = repository / name
     with tempfile.TemporaryDirectory(dir=repository, prefix=".") as scratch:
         fresh = Path(scratch, name)

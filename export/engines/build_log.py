@@ -30,7 +30,7 @@ class BuildLog:
     def section(self, title: str) -> Iterator[None]:
         """Write TensorRT's messages within the block to the file, below a title.
 
-        Attributes `errors` and `listing` are cleared at the start.
+        At the start, `errors` and `listing`, which `write` sets, are cleared.
         """
         self.errors, self.listing = [], ""
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -152,7 +152,7 @@ class EngineBuilder(ABC):
         """Return the layers of the serialized engine that was just built from an ONNX model."""
 
     def _requirements(self, has_plugins: bool) -> dict[str, Any]:
-        """Return those fields of `EngineBuild` that only this kind of engine has."""
+        """Return those fields of `EngineBuild` that only this kind of engine sets; here none."""
         return {}
 
     def _current_gpu(self) -> AbstractContextManager[None]:

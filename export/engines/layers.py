@@ -50,7 +50,10 @@ class Layer:
 
     @property
     def compute_types(self) -> frozenset[str]:
-        """Arithmetic types of the inputs. If no input has such a type: the type of the weights."""
+        """Types of the inputs that are in `_ARITHMETIC`, such as `fp16`, but not `int64`.
+
+        If no input has such a type, it is the type of the weights.
+        """
         read = frozenset(t.dtype for t in self.inputs) & _ARITHMETIC
         return read or frozenset({self.weights_dtype}) & _ARITHMETIC
 

@@ -128,7 +128,11 @@ class TensorRTEngineBuilder(EngineBuilder):
         return inspected_layers(self._trt, engine)
 
     def _timing_cache(self) -> Path:
-        """Return the file of kernel timings. By default, each GPU and version has a file."""
+        """Return the path of the file that caches kernel timings.
+
+        Without the option `timing_cache`, there is one file in the user's cache folder for each
+        type of GPU, version of TensorRT, version of this package, and code of the plugins.
+        """
         if self._options.timing_cache is not None:
             return self._options.timing_cache
         gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name(self._gpu))

@@ -52,7 +52,7 @@ def PyramidRoIAlign(  # noqa: N802
     """RoIAlign of each RoI on its pyramid level, with one GridSample over a mosaic of all levels.
 
     The mosaic has the finest level at the top and the other levels side by side below it. Its last
-    row and column are zero. A sampling position outside of its level is moved there.
+    row and column are zero. A sampling position outside of its level is moved onto these zeros.
 
     Inputs are feature_l [B, C, H_l, W_l] and rois [B, R, 4]. The output is [B * R, C, P, P] in the
     type of the features, where P is `output_size`.

@@ -126,9 +126,9 @@ def _is_pointwise(weight: Node, stride: list[int], padding: list[int]) -> bool:
 
 
 def _fusion_after(node: Node) -> _Fusion:
-    """Return the addition and the ReLU that can be fused with the convolution before them.
+    """Return the addition and the ReLU that can be fused with the convolution `node`, if any.
 
-    Each of them must be the only user of the value that it reads.
+    Each of the two must be the only node that reads the result of the node before it.
     """
     last, residual, upsampled = node, None, False
     addition = _only_user(last, _aten.add.Tensor)

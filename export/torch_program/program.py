@@ -80,7 +80,7 @@ def write_program(program: ExportedProgram, path: Path) -> None:
 
 
 class Compilation(NamedTuple):
-    """One program to compile in one precision."""
+    """Torch program to compile, and the precision of the compiled program."""
 
     # File that `write_program` wrote.
     path: Path
