@@ -10,7 +10,7 @@ _MAX_CHANNELS, _MAX_REDUCED = 512, 128
 
 
 def can_fuse(weight: Tensor, next_weight: Tensor) -> bool:
-    """Whether `expand_reduce` supports these weights, and is faster than two convolutions.
+    """Return whether `expand_reduce` supports weights, and is faster than two convolutions.
 
     The weights are those of the first and the second convolution, [N, C, 1, 1] and [M, N, 1, 1].
     """

@@ -62,7 +62,7 @@ def _samples(
     """Return indices and weights of the features that pooling along one axis reads.
 
     Args:
-        near: [N] near edges of the RoIs in feature cells.
+        near: [N] left or top edges of the RoIs, in feature cells.
         cell: [N] sizes of the pooled cells in feature cells.
         side: number P of pooled cells.
         sampling_ratio: samples S per pooled cell.

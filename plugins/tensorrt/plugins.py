@@ -53,8 +53,9 @@ Description = tuple[tuple[Any, ...], Any]
 class _Plugin(NamedTuple):
     """Definition of a plugin with one output.
 
-    `describe` takes the module `tensorrt`, the inputs and the attributes. `implement` takes these
-    and the output. `combinations` takes the inputs.
+    `describe` returns the output's shape and data type, given the module `tensorrt`, the inputs and
+    the attributes. `implement` returns the kernel and its launch, given these and the output.
+    `combinations` returns the supported types and formats, given the inputs.
     """
 
     inputs: tuple[str, ...]
@@ -105,7 +106,7 @@ def plugin_ptx_version(architecture: int) -> str:
 
 
 def kernels_digest(architecture: int) -> str:
-    """Return a digest of the plugins' sources, compiler and architecture."""
+    """Return a digest that changes with the kernels' sources, compiler options or architecture."""
     pooling = Pooling(7, 2, (0.25,), 4, 224.0, aligned=False, inclusive=False)
     pool = forward_kernel(pooling, "float", 1, channels_last=False, pooled_channels_last=False)
     decode = decode_boxes_kernel(1.0, 1.0, None, inclusive=False)
