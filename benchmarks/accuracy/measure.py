@@ -139,7 +139,8 @@ def _detect(
         records: images to process.
         detect: function that takes image paths and `apply_orientation`, and yields one outcome per
             image.
-        upright_first: whether to try the EXIF orientation before the stored pixels.
+        upright_first: value of `apply_orientation` in the first attempt. If the image's size is not
+            the annotated one, the other value is tried.
     """
     others = []
     for record, outcome in _pairs(records, partial(detect, apply_orientation=upright_first)):

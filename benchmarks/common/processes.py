@@ -176,7 +176,7 @@ def _received(receiver: Any) -> Any:
 
 
 def reset_peak_memory() -> None:
-    """Reset the peak memory of this process and of torch on the GPU."""
+    """Reset the peaks of this process's resident memory and of torch's reserved GPU memory."""
     with contextlib.suppress(OSError):  # Linux can forbid the reset; then the old peak stays
         Path("/proc/self/clear_refs").write_text("5")
     torch = sys.modules.get("torch")
@@ -187,7 +187,10 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory_mib(kind: MemoryKind) -> float:
-    """Return the peak memory since the last reset in MiB; for `driver`, the memory in use now."""
+    """Return the peak of a kind of memory since the last reset, in MiB.
+
+    For `driver`, it is the GPU memory in use now.
+    """
     # The driver reports no peak. The memory in use comes close to it, because libraries other than
     # torch keep the memory that they have allocated.
     if kind == "torch":

@@ -51,7 +51,7 @@ class KernelTotal:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """GPU time of a batch by stage, from the start of its first to the end of its last kernel."""
+    """GPU time of a batch by stage, from the batch's first kernel to the end of its last."""
 
     engine: str
     precision: Precision

@@ -174,7 +174,10 @@ def speed_rows(
 
 
 def infer_goals(results: Sequence[InferResult], machine: MachineInfo) -> list[str]:
-    """Return sentences that compare the torch backend in fp16 with the goals that apply."""
+    """Return sentences that compare the torch backend in fp16 with the goals.
+
+    The goals are for one type of GPU and one input size. For others, return [].
+    """
     if not _has_goals(results, machine):
         return []
     own = {
@@ -208,7 +211,7 @@ def _has_goals(results: Sequence[InferResult], machine: MachineInfo) -> bool:
 
 
 def _stage_tables(stages: Sequence[StageTimes]) -> list[ResultTable]:
-    """Return the tables of time by stage and by kernel, which only the page shows."""
+    """Return the tables of time by stage and by kernel, which the terminal does not show."""
     names = (*STAGES, IDLE)
     shown = next((times for times in stages if times.batch == 8), stages[-1])
     return [

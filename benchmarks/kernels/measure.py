@@ -22,7 +22,7 @@ class KernelBaseline:
 
 @dataclass(frozen=True)
 class KernelGoal:
-    """Speed that a kernel should reach at one size."""
+    """Speed that a kernel should reach at one input size."""
 
     # Maximum time.
     milliseconds: float
@@ -58,7 +58,7 @@ class BaselineResult:
 
 @dataclass(frozen=True)
 class KernelResult:
-    """Time of a kernel at one size, with the times of its baselines."""
+    """Time of a kernel at one input size, with the times of its baselines."""
 
     kernel: str
     size: str

@@ -54,7 +54,10 @@ def draw_comparison(dataset: CocoDataset, predictions: Sequence[Detections], ima
 
 
 def _ground_truth_of(record: ImageRecord, dataset: CocoDataset) -> Detections:
-    """Return an image's annotations as detections of score 1, in pixels of the enlarged image."""
+    """Return an image's annotations as detections of score 1.
+
+    They are in pixels of the image enlarged for drawing.
+    """
     size = (_ENLARGEMENT * record.height, _ENLARGEMENT * record.width)
     masks = [
         mask_from_segmentation(instance.segmentation, (record.height, record.width), size)
@@ -75,7 +78,7 @@ def _ground_truth_of(record: ImageRecord, dataset: CocoDataset) -> Detections:
 
 
 def _enlarged(detections: Detections) -> Detections:
-    """Return the detections above the minimum score, in pixels of the enlarged image."""
+    """Return the detections above `_MIN_SCORE`, in pixels of the image enlarged for drawing."""
     indices = np.flatnonzero(detections.scores > _MIN_SCORE)
     rles = detections.rles or ()
     masks = [

@@ -127,7 +127,7 @@ def send_load(load: ClientLoad) -> ClientLog:
 
 
 def arrival_times(load: OpenLoop, share: ClientLoad) -> list[float]:
-    """Return the times at which a client process sends its share of an open-loop load."""
+    """Return the monotonic times at which a client process sends its share of an open loop."""
     window = share.window
     if load.arrivals == "constant":
         total = int(load.rate * (window.end - window.begin))

@@ -87,7 +87,10 @@ class ServeSettings:
     seed: int = 0
 
     def grpc_clients(self) -> Sequence[int]:
-        """Return the client counts for unary gRPC calls: those of `concurrencies` and `http`."""
+        """Return the numbers of clients to measure with unary gRPC calls.
+
+        They include those of `http`, so that HTTP can be compared with gRPC.
+        """
         return sorted({*self.concurrencies, *self.http})
 
     def encoded_images(self) -> Sequence[bytes]:

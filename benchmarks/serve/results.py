@@ -40,7 +40,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class ClientUse:
-    """CPU use and lateness of the client processes."""
+    """CPU use of the client processes, and the delay with which they send requests."""
 
     # CPU time per wall-clock time of the busiest process.
     cores: float
@@ -148,14 +148,17 @@ def _latency_of(requests: Sequence[RequestLog]) -> Latency:
 
 
 def own_results(results: Sequence[ServeResult]) -> list[ServeResult]:
-    """Return the results of the server under test, without those of the unbatched baseline."""
+    """Return the results of the server under test, without those of a baseline server.
+
+    They are the results with the maximum batch size of the first result.
+    """
     return [r for r in results if r.max_batch == results[0].max_batch]
 
 
 def fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeResult | None:
-    """Return the closed loop over gRPC, streamed or unary, with the highest throughput.
+    """Return the result with the highest throughput of all closed loops over gRPC.
 
-    If there is no such result, return None.
+    `streamed` selects loops with streams or with unary calls. None: there is no such result.
     """
     closed = closed_loops(results, streamed=streamed)
     return max(closed, key=lambda r: r.images_per_second, default=None)

@@ -48,7 +48,7 @@ class TrainSettings:
 
 
 class GpuSteps(NamedTuple):
-    """Launch time, kernels and communication time of a step."""
+    """Launch time, number of kernels, and NCCL time of a training step on a GPU."""
 
     # Median time that the process needs to launch a step on an idle GPU.
     host_ms: float
@@ -62,7 +62,7 @@ class GpuSteps(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Speed, memory and losses of one model in one precision."""
+    """Speed, memory and losses of one training run."""
 
     engine: TrainEngine
     precision: TrainPrecision
