@@ -69,7 +69,7 @@ DEFAULT_OPTIONS = DetectionOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Server-side times of a request in microseconds."""
+    """Durations of a request's stages in the server, in microseconds, and its batch size."""
 
     # Decoding, resizing and padding.
     decode_us: int = 0

@@ -34,8 +34,8 @@ class TensorSpec(NamedTuple):
 class ModelOutputs(NamedTuple, Generic[Array]):
     """Outputs of the model for B images, in the order of `model.bundle.spec.OUTPUT_NAMES`.
 
-    Each image has D rows, of which the first `num_detections` are its detections. A mask has M x M
-    samples.
+    Each image has D rows, of which the first `num_detections` are its detections. A mask is M x M
+    probabilities within the box of its detection.
     """
 
     # [B] int64.

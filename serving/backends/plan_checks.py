@@ -49,7 +49,7 @@ _REMEDIES: Final = {
 
 
 class PlanTarget(NamedTuple):
-    """Properties of a machine that decide which plans of an engine kind run on it."""
+    """Properties of a machine that decide which TensorRT or TensorRT-RTX plans run on it."""
 
     # Version of TensorRT or TensorRT-RTX.
     runtime_version: str
@@ -66,7 +66,7 @@ class PlanTarget(NamedTuple):
 
 
 def probe_machine(kind: EngineKind) -> PlanTarget:
-    """Return the properties of this machine that decide which plans run on it.
+    """Return the properties of this machine that decide which plans of a kind run on it.
 
     Raises:
         BackendError: the machine has no GPU, or a Python module is missing.

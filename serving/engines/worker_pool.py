@@ -39,8 +39,8 @@ class WorkerResources(NamedTuple):
 def assign_resources(workers: int | None) -> list[WorkerResources]:
     """Return the resources of each worker process.
 
-    Each worker gets one GPU, and all workers on GPUs share all CPU cores. Without GPUs, the CPU
-    cores are divided among the workers.
+    The GPUs are assigned to the workers in round-robin order, one GPU per worker, and all workers
+    share all CPU cores. Without GPUs, the CPU cores are divided among the workers.
 
     Args:
         workers: Number of workers. None: one per GPU, or one if the machine has no GPU.

@@ -32,7 +32,7 @@ class HttpCall(CallOutcome):
             scope: Scope of the request.
             receive: Function that returns the next message of the client.
             send: Function that sends a message to the client.
-            max_bytes: Maximum size of the body.
+            max_bytes: Maximum size of the body in bytes.
         """
         super().__init__()
         self.request = Request(scope, receive, send)

@@ -45,7 +45,7 @@ class JsonResponse(Response):
 
 @dataclass(frozen=True)
 class Transport:
-    """Objects that each HTTP request needs, shared with the gRPC server."""
+    """Access control, tracer and settings of all HTTP requests, shared with the gRPC server."""
 
     access: AccessInterceptor
     tracer: Tracer

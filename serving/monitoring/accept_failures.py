@@ -22,7 +22,10 @@ class AcceptFailures:
         self._lock = threading.Lock()
 
     def report(self, error: BaseException) -> bool:
-        """Return whether `error` is a lack of resources. Log a warning for the first of a burst."""
+        """Return whether `error` is a lack of resources, such as of file descriptors.
+
+        Log a warning for the first such error of a burst.
+        """
         if not isinstance(error, OSError) or error.errno not in _SHORTAGES:
             return False
         with self._lock:

@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class BatchResult(NamedTuple, Generic[Result]):
-    """Engine's result for one item, with the timing of the item's batch."""
+    """Engine's result for one item, with the queue time, and duration and size of its batch."""
 
     value: Result
     # Seconds from the item's arrival to the start of its batch.

@@ -11,10 +11,10 @@ _CALLS_PER_FREE_CALL = 8
 class OpenCalls:
     """Number of open calls of each connection, and the limit on these numbers.
 
-    A connection may have up to eight times as many open calls as can still be opened. A single
-    connection can open nearly all. A second one can then open some, and soon has as many as the
-    first (dynamic thresholds; Choudhury and Hahne, 1998). Calls can stay open for hours, so no call
-    waits for another one to end.
+    If F further calls can be opened, a connection may have up to 8 * F open calls (dynamic
+    thresholds; Choudhury and Hahne, 1998). A single connection can thus open about 8/9 of all. The
+    rest is left for a second connection, which soon has as many as the first. A call beyond the
+    limit is rejected at once, because other calls can stay open for hours.
     """
 
     def __init__(self, limit: int) -> None:

@@ -13,7 +13,7 @@ _CALLS_PER_SLOT = 8
 
 
 class SharedResources:
-    """Threads, decode memory, limits per client and telemetry of a server."""
+    """Threads, decode memory, rate limits, limit on open calls, and telemetry of a server."""
 
     def __init__(self, config: ServeConfig, telemetry: Telemetry, models: int) -> None:
         self.telemetry = telemetry

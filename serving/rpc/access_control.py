@@ -194,7 +194,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return adapt(checked, None, handler.response_serializer)
 
     def pending_messages(self, method: str) -> PendingMessages:
-        """Return the set that limits how many messages of `method` are awaited at a time."""
+        """Return the set that limits the number of concurrent waits for messages of `method`."""
         return self._public_messages if is_public(method) else self._messages
 
     async def run(

@@ -256,7 +256,8 @@ def _walk(
 ) -> Iterator[tuple[str, _Field]]:
     """Yield `path, field` for each field of a message and of its nested messages.
 
-    `path` is the dotted name of a field that is parsed element by element; empty for other fields.
+    `path` is the dotted name of a string or of packed integers, which protobuf parses element by
+    element. It is empty for all other fields.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)

@@ -47,7 +47,7 @@ MODEL_STEP = "model"
 
 
 class Step(NamedTuple):
-    """One step of processing a batch."""
+    """Processing step of batches: its function, and the limit on concurrent batches."""
 
     name: str
     # Takes the result of the previous step. The first step takes image requests of one bucket; the
@@ -66,7 +66,7 @@ class BatchSteps(Protocol):
 
     @property
     def concurrency(self) -> int:
-        """Number of batches in flight at once that keeps the model busy."""
+        """Number of in-flight batches that suffices to keep the model busy."""
 
     def synchronize(self) -> None:
         """Wait for the work that the steps have queued on the GPU."""
