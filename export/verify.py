@@ -70,7 +70,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the fraction of missed detections is within the tolerance."""
+        """Whether few enough detections are missing or exceed the allowed differences."""
         return self.missed <= self.tolerance.share * self.detections
 
 
