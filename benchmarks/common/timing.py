@@ -88,7 +88,7 @@ def measure_durations(
 def measure_call_rate(
     enqueue: Callable[[], object], synchronize: Callable[[], object], count: int
 ) -> float:
-    """Return calls per second when work is enqueued back to back and waited for once at the end.
+    """Return the calls per second of calls that are enqueued back to back, with a final wait.
 
     Args:
         enqueue: Function to call. It may return before its work is complete.

@@ -62,7 +62,10 @@ class Runner(Protocol):
     """Interface of the runners of all engines."""
 
     def batch_runs(self, images: NDArray[np.uint8]) -> Sequence[BatchRun]:
-        """Return a run of images [B, 3, H, W] for each `DataPlace` that the engine supports."""
+        """Return one run of images [B, 3, H, W] per place of the data: device or host.
+
+        A place that the engine does not support is left out.
+        """
 
 
 @dataclass(frozen=True)

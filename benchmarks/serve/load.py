@@ -56,7 +56,10 @@ Load = ClosedLoop | OpenLoop
 
 
 class LoadWindow(NamedTuple):
-    """Times of a measurement on the monotonic clock, which all processes of a machine share."""
+    """Start, end of the warm-up, and end of a measurement, in seconds.
+
+    The clock is `time.monotonic`, which all processes of a machine share.
+    """
 
     # Time of the first request.
     begin: float
@@ -101,7 +104,7 @@ class RequestLog(NamedTuple):
 
 
 class ClientLog(NamedTuple):
-    """Log of one client process."""
+    """Request outcomes and CPU time of one client process."""
 
     # All requests, including those of the warm-up.
     requests: list[RequestLog]
