@@ -91,7 +91,7 @@ class ChildProcess:
         self._process.kill()
 
     def _forward_log(self) -> None:
-        """Log the child's log records in this process until the child ends; then set `exited`."""
+        """Log the child's records in this process until the child ends. Then complete `exited`."""
         try:
             while record := self._log.recv():
                 logger = logging.getLogger(record.name)

@@ -191,7 +191,7 @@ def channel_state(channel: grpc.Channel) -> grpc.ChannelConnectivity:
 
 
 def _is_cancelled_task(error: BaseException) -> bool:
-    """Return whether the current task was cancelled, not only its gRPC call."""
+    """Return whether `error` cancels the current task, and not only its gRPC call."""
     if not isinstance(error, asyncio.CancelledError):
         return False
     task = asyncio.current_task()

@@ -95,7 +95,7 @@ def _listening_socket(host: str, port: int) -> socket.socket:
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn server that leaves signals to its process and limits its connections."""
+    """uvicorn server that handles no signals, and limits the number of connections."""
 
     def __init__(self, config: uvicorn.Config, settings: ServeConfig, max_connections: int) -> None:
         super().__init__(config)

@@ -90,7 +90,7 @@ def decode_input(images: ImageInput) -> Sequence[SourceImage]:
 
 
 def _only_input(request: pb.ModelInferRequest) -> tuple[InputTensor, bytes | None]:
-    """Return the request's only input tensor and its raw contents; None if they are typed."""
+    """Return the only input tensor and its raw contents. None: the tensor has typed contents."""
     names = [tensor.name for tensor in request.inputs]
     if names != [INPUT_NAME]:
         raise InvalidRequestError(

@@ -212,7 +212,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         await self._streams.process(requests, respond, context, in_order=True)
 
     def _image_count(self, request: pb.ModelInferRequest) -> int:
-        """Return the number of images in the shape of the request's input; 1 if it is invalid."""
+        """Return the number of images that the input's shape states; 1 if the shape is invalid."""
         shape = request.inputs[0].shape if request.inputs else ()
         return shape[0] if shape and 1 <= shape[0] <= self._config.images_per_request else 1
 

@@ -68,7 +68,7 @@ def plan_image(
 
     Args:
         source: Encoded image, or pixels [H, W, 3] RGB.
-        preprocessing: Sizes and rule of resizing.
+        preprocessing: Target sizes and resize rule.
         buckets: Input sizes of the model.
         max_pixels: Images with more pixels are rejected.
         apply_orientation: Apply the rotation in the image's EXIF data.
