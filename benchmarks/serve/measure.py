@@ -48,7 +48,7 @@ class ServerStartError(Exception):
 
 
 class ServerProcess(NamedTuple):
-    """Server process that is ready for requests."""
+    """Address and process ID of a server that is ready for requests."""
 
     # `host:port`.
     address: str
