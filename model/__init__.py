@@ -1,1 +1,1 @@
-"""Mask R-CNN model, with the formats shared by training, export and serving."""
+"""Mask R-CNN model, and the file formats that training, export and serving share."""

@@ -165,7 +165,7 @@ def _counts_from_probabilities(
     width: int,
     threshold: float,
 ) -> NDArray[np.int64]:
-    """Paste a mask [S, S] that includes its border, and return the run lengths, zeros first."""
+    """Paste probabilities [S, S], border included. Return the mask's run lengths, zeros first."""
     # Interpolate without a matrix product, because BLAS would start threads of its own for that.
     low_SW, high_SW = mask[:, columns.low], mask[:, columns.high]
     rows_SW = low_SW * (1 - columns.fraction) + high_SW * columns.fraction
@@ -189,7 +189,10 @@ def _counts_from_probabilities(
 
 
 def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Join the edges of chunks. Drop the two equal edges of a run that continues across chunks."""
+    """Concatenate the results of `_edges` for consecutive chunks of a mask.
+
+    If a run continues across a chunk border, both chunks have an edge there. Drop these two edges.
+    """
     edges = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
     is_inner = np.zeros(len(edges) + 1, np.bool_)
     is_inner[1:-1] = edges[1:] == edges[:-1]

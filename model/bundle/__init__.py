@@ -1,1 +1,1 @@
-"""Bundle format: manifest, specification of inputs and outputs, torch programs."""
+"""Bundles (folders with exported models): manifest, inputs and outputs, torch programs."""

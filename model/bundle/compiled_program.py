@@ -46,8 +46,8 @@ def load_artifact(bundle: Path, artifact: Artifact, device: torch.device) -> Pro
     """Load the torch program of a bundle's artifact.
 
     If the bundle has a program that was compiled ahead of time for this environment
-    (`CompileTarget`), load it. Otherwise, load the exported program, which is compiled on a GPU in
-    the first call.
+    (`CompileTarget`), load it. Otherwise, load the exported program. On a GPU, the first call of
+    that program compiles it.
 
     Args:
         bundle: folder of the bundle.

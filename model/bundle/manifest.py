@@ -34,7 +34,7 @@ HardwareCompatibility = Literal["none", "same-compute-capability", "ampere-plus"
 
 
 class BundleError(Exception):
-    """A bundle is incomplete or damaged, or this program does not support its manifest version."""
+    """A bundle is incomplete or damaged, or this package does not support its manifest version."""
 
 
 class _Record(BaseModel):
@@ -65,7 +65,10 @@ class Preprocessing(_Record):
     channel_order: Literal["RGB"] = "RGB"
 
     def fits(self, bucket: ShapeBucket) -> bool:
-        """Whether a bucket is large enough for resized images of at least one aspect ratio."""
+        """Whether a bucket can hold resized images of some aspect ratio.
+
+        False: resized images are larger than the bucket at every aspect ratio.
+        """
         return min(bucket) >= self.min_size or max(bucket) >= self.max_size
 
 
@@ -115,7 +118,7 @@ class EngineBuild(_Record):
 
 
 class CompileTarget(_Record):
-    """Environment that a compiled program was built for. It cannot run in other environments."""
+    """Environment that torch compiled a program for. The program cannot run in any other."""
 
     torch_version: str
     # Major and minor version, such as `3.12`.

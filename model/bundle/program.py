@@ -27,8 +27,8 @@ class Program:
 
         Args:
             run: function that computes the outputs from images and image sizes.
-            precision: precision of the program's artifact. A program of `fp32` also serves `tf32`:
-                the precision decides whether TF32 is allowed.
+            precision: precision of the program's artifact. Artifacts of `fp32` and `tf32` have the
+                same program. TF32 arithmetic is allowed only for `tf32`.
             device: the CPU, or a GPU with its index.
         """
         self.device = device
@@ -47,8 +47,8 @@ class Program:
     def prepare(self, images: Tensor, image_sizes: Tensor) -> None:
         """Warm up on a GPU for batches of this shape: compile, load kernels, select algorithms.
 
-        The outputs are discarded. During the first run, the GPU memory limit of the process is
-        lowered.
+        The outputs are discarded. The warm-up run has a lower GPU memory limit than later runs. If
+        the model exceeds it, the warm-up is repeated with the usual limit.
         """
         # In fp32, some algorithms that cuDNN tries would take all GPU memory, also that which other
         # processes need. Therefore the first run has a lower memory limit. If the model itself

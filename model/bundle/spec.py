@@ -31,7 +31,7 @@ MAX_PIXELS = 64_000_000
 
 
 class ShapeBucket(NamedTuple):
-    """Fixed input size in pixels; images are resized and padded to it."""
+    """Fixed height and width of the model's input in pixels. Resized images are padded to it."""
 
     height: int
     width: int

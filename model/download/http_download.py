@@ -55,7 +55,7 @@ class Remedies:
 
 
 class _AttemptError(Exception):
-    """An attempt failed for a reason that may be temporary."""
+    """A download attempt failed for a reason that may be temporary, so a retry is useful."""
 
 
 _TRANSIENT = (httpx.TransportError, _AttemptError)

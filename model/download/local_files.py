@@ -17,10 +17,12 @@ class DownloadError(Exception):
 
 @contextmanager
 def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Within the block, hold a lock that only one process at a time can hold for a file or folder.
+    """Within the block, hold the lock of a file or folder that the caller creates in the block.
+
+    Only one process at a time can hold it. The lock itself is the file `.NAME.lock` beside `path`.
 
     Args:
-        path: File or folder to create in an existing folder.
+        path: File or folder that is locked. Its parent folder must exist.
         wait: Wait until no other process holds the lock.
 
     Raises:
@@ -43,10 +45,10 @@ def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def check_free_space(path: Path, needed: int) -> None:
-    """Check the free disk space for a new file or folder.
+    """Check that a new file or folder fits on its disk.
 
     Args:
-        path: File or folder to create in an existing folder.
+        path: File or folder that the caller will create. Its parent folder must exist.
         needed: Required space in bytes.
 
     Raises:

@@ -107,7 +107,9 @@ def _with_statistics(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) ->
 
 
 def legacy_conventions(structure: Settings, state: Mapping[str, Tensor]) -> Settings:
-    """Return the default settings of Caffe2's Detectron and of maskrcnn-benchmark.
+    """Return the settings to assume for weights of Caffe2's Detectron and of maskrcnn-benchmark.
+
+    The files do not store these settings. The values are the defaults of both programs.
 
     Args:
         structure: settings that were inferred from the tensors, such as the normalisation.

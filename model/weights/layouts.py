@@ -58,7 +58,7 @@ def box_rows_for_every_class(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def number_box_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename `fc6` to its index in the box head if convolutions precede it."""
+    """If the box head begins with convolutions, rename its layer `fc6` to that layer's index."""
     convs = sum(bool(re.fullmatch(r"roi_heads\.box_head\.\d+\.0\.weight", n)) for n in tensors)
     if not convs:
         return tensors

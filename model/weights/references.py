@@ -61,8 +61,8 @@ def convert_reference(
 ) -> WeightsConversion:
     """Convert the weights that a reference names to a checkpoint that gives the same results.
 
-    The checkpoint of a published model has the classes and test size of that model. For other
-    weights, a warning names assumed settings that may be wrong.
+    The checkpoint of a published model has the classes and the test-time image size of that model.
+    For other weights, a warning names assumed settings that may be wrong.
 
     Args:
         reference: path, http(s) URL, name of a published model, or torchvision's name of weights.

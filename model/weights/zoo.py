@@ -1,4 +1,4 @@
-"""Published models of torchvision and detectron2: URL, checksum, data set, test size, licence.
+"""Published models of torchvision and detectron2: URL, checksum, data set, input size, licence.
 
 Needs no torch.
 """
@@ -105,12 +105,12 @@ _UNSUPPORTED: Final = {
 
 
 class ZooError(Exception):
-    """A zoo does not have a model, or this program does not support it."""
+    """A model zoo does not contain a model, or this program does not support the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZooModel:
-    """Published model: its weights file, data set and test size."""
+    """Published model: weights file, training data set, and size of resized images at test time."""
 
     zoo: Zoo
     # Unique short name without the zoo, such as `mask_rcnn_R_50_FPN_3x`.
