@@ -19,8 +19,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def launch_processes(device: Device, processes: int | None) -> None:
     """If several processes are configured, run the current command in them and exit.
 
-    The exit code is theirs. Return at once if one process is configured, or if `torchrun` or this
-    function started this process. The arguments are the configuration keys of the same names.
+    This process exits with the exit code of the others. If one process is configured, or if
+    `torchrun` or this function started this process, the function returns at once. The arguments
+    are the configuration keys of the same names.
 
     Raises:
         ConfigError: `processes` differs from the number of GPUs in `device`, or a signal such as
@@ -93,12 +94,12 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
 
 
 def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """Return the environment variables with which one of `count` local ranks joins a `TCPStore`.
+    """Return the environment variables from which a local rank joins the process group.
 
     Args:
         rank: Rank of the process.
         count: Number of ranks.
-        port: Port of the store, which another process of this machine keeps.
+        port: Port of the group's `TCPStore`, which another process on this machine runs.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     values = {

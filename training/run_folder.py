@@ -125,7 +125,7 @@ class RunFolder:
         self._remove_older_than(checkpoint.iteration)
 
     def _remove_older_than(self, iteration: int) -> None:
-        """Remove the numbered checkpoints up to `iteration`, except for the last `_keep` ones."""
+        """Remove numbered checkpoints up to `iteration`, except for the latest `_keep` of them."""
         # Later checkpoints exist if the user resumed from an older one. Keep them, because this run
         # did not write them.
         if self._keep is None:

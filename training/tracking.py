@@ -151,7 +151,7 @@ class _WandB:
 
 
 class _Tolerant:
-    """Tracker whose failures are logged once, so that a lost connection does not end a run."""
+    """Wrapper of a tracker. If it fails, log a warning, and continue the run without it."""
 
     def __init__(self, tracker: Tracker, name: str) -> None:
         self._tracker: Tracker | None = tracker

@@ -110,7 +110,7 @@ class Trainer:
         return long and self.worker.device.type == "cuda"
 
     def _over_ranks(self) -> nn.Module:
-        """Wrap the model in DistributedDataParallel, unless `_step` sums the gradients itself."""
+        """Return the model, in DistributedDataParallel unless `_step` sums the gradients itself."""
         # Ranks must exchange buffers only if there is batch norm, which alone changes buffers.
         buffers = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
         # A compiled backward pass returns all gradients at its end, so DistributedDataParallel

@@ -19,7 +19,7 @@ class TransformConfig(FrozenConfig):
 
 
 class ScaleJitterConfig(TransformConfig):
-    """Large-scale jitter: resize images to a random multiple of their input size."""
+    """Large-scale jitter: multiply the size of resized images by a random factor."""
 
     name: Literal["ScaleJitter"]
     scale_range: tuple[float, float] = (0.1, 2.0)

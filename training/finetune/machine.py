@@ -10,7 +10,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Machine(NamedTuple):
-    """Device, free memory and CPU cores."""
+    """Training device, free memory of this device per process, and CPU cores."""
 
     device: Literal["cpu", "cuda"]
     # Free memory in bytes of the GPU. On a CPU: free memory of the machine divided by `processes`.

@@ -170,7 +170,7 @@ def _padded_pixels(data: Mapping[str, Any]) -> int:
 
 
 def _usable_memory(machine: Machine) -> float:
-    """Return the memory in bytes for the images of a batch, at least enough for 128x128 pixels."""
+    """Return the bytes of GPU or host memory for a batch, at least those for 128x128 pixels."""
     free = _MEMORY_SHARE * machine.memory - _FIXED_MEMORY[machine.device]
     return max(free, _PIXEL_MEMORY[machine.device] * (4 * _STRIDE) ** 2)
 
@@ -193,9 +193,9 @@ def _batch(images: ImageStatistics, pixels: int, machine: Machine) -> tuple[int,
 def _images_to_see(
     images: ImageStatistics, start: Checkpoint, machine: Machine, pixels: int, length: int
 ) -> tuple[int, str]:
-    """Return the number of images in all steps together, with repetitions, and the reason.
+    """Return the length of the run as a number of images (with repetitions), and the reason.
 
-    The run has `length` times the epochs that fine-tuning needs, but fewer on a CPU.
+    The run has `length` times the epochs that fine-tuning needs. On a CPU, it can be shorter.
     """
     epochs = length * finetuning_epochs(images.count)
     seen = math.ceil(epochs * images.count)

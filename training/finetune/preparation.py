@@ -87,7 +87,10 @@ class Finetuning:
 
     @property
     def replaced_predictors(self) -> tuple[str, ...]:
-        """Names of layers with random weights, because the file has another number of classes."""
+        """Names of layers that start from random weights instead of the initial weights.
+
+        There are such layers if the initial weights have another number of classes than the data.
+        """
         if self.config.weights is None or not self.start.categories:
             return ()
         if self.start.model_config.num_classes == len(self.train.categories):

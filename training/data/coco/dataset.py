@@ -162,7 +162,7 @@ class CocoDataset:
 
 
 def summary_of(findings: Mapping[str, Sequence[str]]) -> str:
-    """Return a text with the number of entries for each reason, and the first entries' names."""
+    """Return a text with each reason, its number of entries, and the names of the first of them."""
     return "; ".join(
         f"{len(ids)} {reason} ({', '.join(ids[:_IDS_SHOWN])}"
         f"{', ...' if len(ids) > _IDS_SHOWN else ''})"

@@ -25,10 +25,12 @@ _FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
 def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     """Find the annotation files `annotations/[instances_]<split>.json` and their image folders.
 
-    The image folder of a split is `folder`, `folder/images` or a subfolder of these that contains
-    its images. If several or none contain them, folders are preferred whose name is the end of the
-    split's name (`val2014/` for `minival2014`), longest name first, then `images/`. Splits without
-    an image folder are skipped with a warning.
+    Candidates for the image folder of a split are `folder`, `folder/images` and their subfolders.
+    The first one that contains an image of the split is chosen, in this order: folders whose name
+    is the end of the split's name (`val2014/` for `minival2014`), longest name first; `images/`;
+    `folder`; all others that do not belong to another split. If none contains an image, the first
+    of the named folders or `images/` is chosen. Splits without an image folder are skipped with a
+    warning.
 
     Raises:
         DataError: There is no annotation file, or no split has an image folder.
@@ -112,7 +114,11 @@ def _is_named(place: Path, split: str) -> bool:
 
 
 def _lists_other_images(place: Path, names: Sequence[str], by_split: Mapping[str, Path]) -> bool:
-    """Whether an image folder has the name of a split that lists images of the same names."""
+    """Whether a folder belongs to another split that has images of the same file names.
+
+    This is so if `place` has the name of a split in `by_split`, and the annotation file of that
+    split lists an image with one of `names`.
+    """
     owners = (file for split, file in by_split.items() if _is_named(place, split))
     return any(not set(names).isdisjoint(_file_names(file)) for file in owners)
 

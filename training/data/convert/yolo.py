@@ -90,7 +90,7 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
 def _source_splits(
     file: Path, found: Mapping[str, FoundImages], labels: Mapping[Path, Path]
 ) -> dict[str, SourceSplit]:
-    """Return the images of each split, and as its faults the label files without an image.
+    """Return the splits by name. The faults of a split include its label files without an image.
 
     `labels` maps image files to label files.
     """

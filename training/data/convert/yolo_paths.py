@@ -74,7 +74,7 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def _has_labels(path: Path) -> bool:
-    """Return whether each line of a file has a class and coordinates, so not `classes.txt`."""
+    """Whether each line of a file has a class and coordinates, unlike a list of class names."""
     rows = [line.split() for line in _lines_of(path) if line.strip()]
     try:
         return all(len(row) > 4 and isfinite(sum(map(float, row))) for row in rows)

@@ -32,7 +32,7 @@ _PASTED_SHARE = 0.5
 
 @contextmanager
 def random_numbers(seed: int) -> Iterator[None]:
-    """Within the block, seed torch's CPU generator. Restore the generator's state afterwards."""
+    """Seed torch's CPU generator for the block. Restore the generator's state afterwards."""
     # torch.manual_seed would also seed the generators of the GPUs.
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
@@ -57,14 +57,20 @@ class Augmentation:
         )
 
     def min_size(self, min_size: int) -> int:
-        """Return `min_size`, or one of the sizes of `RandomShortestSize` if that is applied."""
+        """Return the shorter side to resize an image to.
+
+        This is `min_size`, or a random one of the sizes of `RandomShortestSize` if that is applied.
+        """
         if isinstance(self._resize, RandomShortestSizeConfig) and _happens(self._resize):
             sizes = self._resize.min_size
             return sizes[int(torch.randint(len(sizes), ()))]
         return min_size
 
     def input_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return height and width `size`, times a random factor if `ScaleJitter` is applied."""
+        """Return the height and width to resize an image to.
+
+        This is `size`, times a random factor if `ScaleJitter` is applied.
+        """
         if not isinstance(self._resize, ScaleJitterConfig) or not _happens(self._resize):
             return size
         low, high = self._resize.scale_range
