@@ -118,7 +118,8 @@ def _mismatch(
 ) -> str | None:
     """Describe how the checksum of `file` differs from the expected one.
 
-    None: the checksums are equal, or `checksum` is None. The progress step contains `path.name`.
+    None: the checksums are equal, or `checksum` is None. `file` may be a partial file: the progress
+    step shows the name of `path` instead.
     """
     if checksum is None:
         return None
