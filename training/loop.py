@@ -43,8 +43,8 @@ class TrainingLoop:
             trainer: Model and optimiser, new or restored from `last`.
             dataset: Training set.
             folder: Folder for checkpoints.
-            identity: Configuration and hashes of the training set, as `run_identity` returns them.
-                They are stored in each checkpoint.
+            identity: Result of `run_identity`: configuration, and hashes of the training set. It is
+                stored in each checkpoint.
             progress: Progress bars from `terminal_progress`.
             last: Checkpoint that the run resumes from. None: the run is new.
 

@@ -33,7 +33,7 @@ _IGNORED = {"output_dir", "weights"}
 
 
 def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
-    """Return the configuration and hashes of the training set, to store in checkpoints.
+    """Return the run's configuration, and hashes of its training set, to store in checkpoints.
 
     When a run is resumed, `check_resumable` compares the stored values with the current ones. Every
     rank does so, because each host may have its own copy of the data.

@@ -106,6 +106,8 @@ def _segmentation_from(
 ) -> tuple[Segmentation, bool]:
     """Return an annotation's segmentation, and whether all its polygons are valid.
 
+    `limit` is the largest valid absolute value of a coordinate, in pixels.
+
     Raises:
         InvalidAnnotationError: The RLE is invalid, or all polygons are, or the annotation has no
             segmentation.
@@ -179,6 +181,8 @@ def _clip(bbox: tuple[float, float, float, float], height: int, width: int) -> R
 
 def _polygons_from(value: list[Any], limit: float) -> tuple[tuple[Ring, ...], bool]:
     """Return the valid polygons of a segmentation, and whether all its polygons are valid.
+
+    `limit` is the largest valid absolute value of a coordinate, in pixels.
 
     Raises:
         InvalidAnnotationError: All polygons are invalid.
