@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from ...model.bundle.manifest import BundleError, Manifest, Precision, read_manifest, verified_path
+from ...model.host_resources import available_cores, available_memory
 from ...model.plurals import counted
 from .. import LOGGER
 from ..backends.loading import BACKENDS, check_backend, choose_backend, served_precision
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
 from ..front_ends.server import front_end_count
-from ..host import available_cores, available_memory
 from ..pipeline.decode_memory import decode_memory_limit
 from ..pipeline.served_model import ModelSource
 from ..rpc.certificates import server_certificate

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
+from ...model.host_resources import memory_limit
 from ...model.image_limits import ImageError
 from ..config import ServeConfig
-from ..host import memory_limit
 
 # The default budget is the memory limit divided by this number. Messages, model and workers need
 # the rest.

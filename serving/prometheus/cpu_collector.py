@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..host import machine_memory
+from ...model.host_resources import machine_memory
 
 # Interval in seconds in which the CPU utilisation is measured.
 _INTERVAL_S = 2.0

@@ -7,13 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from maskrcnn_trt.serving import host
 from maskrcnn_trt.serving.host import (
-    available_cores,
-    available_memory,
     gpu_names,
     installed_versions,
-    memory_limit,
     name_thread,
     notify_service_manager,
 )
@@ -49,28 +45,6 @@ def test_installed_versions() -> None:
     assert installed_versions(["grpcio", "no-such-distribution"]) == expected
 
 
-def test_available_memory_and_cores_are_within_the_machine() -> None:
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < available_memory() <= pages
-    assert 0 < available_cores() <= (os.cpu_count() or 1)
-
-
-@pytest.mark.parametrize(
-    ("memory", "cpu", "cores"),
-    [("1048576\n", "50000 100000\n", 0.5), ("max\n", "max 100000\n", None)],
-)
-def test_limits_of_a_container_apply(
-    memory: str, cpu: str, cores: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "memory.max").write_text(memory)
-    (tmp_path / "cpu.max").write_text(cpu)
-    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
-    (tmp_path / "own").write_text("0::/of/the/host\n")
-    assert (available_memory() == 1 << 20) == (memory == "1048576\n")
-    assert available_cores() == (cores or len(os.sched_getaffinity(0)))
-
-
 @pytest.mark.parametrize("abstract", [False, True])
 def test_states_reach_the_service_manager(
     abstract: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,71 +61,6 @@ def test_states_reach_the_service_manager(
         manager.setblocking(False)
         with pytest.raises(BlockingIOError):
             manager.recv(64)
-
-
-@pytest.mark.parametrize(
-    ("cgroups", "root", "name"),
-    [
-        ("0::/a.slice/b.service\n", "", "memory.max"),
-        ("5:cpu:/\n4:memory,pids:/a.slice/b.service\n0::/\n", "memory", "memory.limit_in_bytes"),
-    ],
-)
-def test_memory_limit_of_the_own_or_an_outer_cgroup_applies(
-    cgroups: str, root: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = tmp_path / root / "a.slice" / "b.service"
-    service.mkdir(parents=True)
-    (tmp_path / "own").write_text(cgroups)
-    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
-    (service / name).write_text(f"{3 << 20}\n")
-    assert memory_limit() == 3 << 20
-    (service.parent / name).write_text(f"{2 << 20}\n")
-    assert memory_limit() == 2 << 20
-
-
-def test_cpu_quota_of_an_outer_cgroup_applies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.slice" / "b.service").mkdir(parents=True)
-    (tmp_path / "a.slice" / "cpu.max").write_text("25000 100000\n")
-    (tmp_path / "a.slice" / "b.service" / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "own").write_text("0::/a.slice/b.service\n")
-    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
-    assert available_cores() == 0.25
-
-
-@pytest.mark.parametrize(
-    ("cgroups", "root", "names", "entry"),
-    [
-        ("0::/a\n", "", ("memory.max", "memory.current"), "inactive_file"),
-        (
-            "4:memory:/a\n",
-            "memory",
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-            "total_inactive_file",
-        ),
-    ],
-)
-def test_memory_in_use_of_a_cgroup_is_not_available(
-    cgroups: str,
-    root: str,
-    names: tuple[str, str],
-    entry: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    service = tmp_path / root / "a"
-    service.mkdir(parents=True)
-    (tmp_path / "own").write_text(cgroups)
-    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
-    for name, mebibytes in zip(names, (9, 7), strict=True):
-        (service / name).write_text(f"{mebibytes << 20}\n")
-    (service / "memory.stat").write_text(f"anon 123\n{entry} {2 << 20}\n")
-    assert memory_limit() == 9 << 20
-    assert available_memory() == 4 << 20
 
 
 def test_threads_are_named_for_the_system() -> None:

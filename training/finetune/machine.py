@@ -1,12 +1,10 @@
 """Properties of the machine that a configuration must fit: device, memory and cores."""
 
 import os
-from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ...model.host_resources import available_memory
 from ..devices import Device
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Machine(NamedTuple):
@@ -34,20 +32,6 @@ def this_machine(device: Device) -> Machine:
     cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("WORLD_SIZE", "1"))
     own = local_device(device)
     if own.type == "cpu":
-        return Machine("cpu", _free_memory() // processes, False, cores, processes)
+        return Machine("cpu", available_memory() // processes, False, cores, processes)
     free, _ = torch.cuda.mem_get_info(own)
     return Machine("cuda", free, torch.cuda.is_bf16_supported(), cores, processes)
-
-
-def _free_memory() -> int:
-    """Return the free host memory in bytes, within the limit of the cgroup."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return min(free, int(limit) - used) if limit.isdigit() else free

@@ -10,11 +10,11 @@ import trustme
 from bundle_copies import linked_copy
 from click.testing import CliRunner, Result
 
+from maskrcnn_trt.model.host_resources import available_memory
 from maskrcnn_trt.serving.commands.machine_checks import CheckResult, CheckSection
 from maskrcnn_trt.serving.commands.serve import serve
 from maskrcnn_trt.serving.commands.server_checks import diagnose
 from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.host import available_memory
 from maskrcnn_trt.serving.pipeline.served_model import ModelSource
 
 DEFAULTS = dict.fromkeys(ServeConfig.model_fields, "the default")

@@ -5,9 +5,9 @@ import contextlib
 
 import pytest
 
+from maskrcnn_trt.model.host_resources import memory_limit
 from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.host import memory_limit
 from maskrcnn_trt.serving.pipeline.decode_memory import DecodeMemory, decode_memory_limit
 
 
