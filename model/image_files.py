@@ -61,6 +61,20 @@ def is_image_file(path: PurePath, suffixes: Collection[str] = IMAGE_FILE_SUFFIXE
     return path.suffix.lower() in suffixes and not path.name.startswith("._")
 
 
+def image_file_size(path: Path) -> int:
+    """Return the size of an image file in bytes.
+
+    Raises:
+        OSError: the file does not exist or is not accessible.
+        ImageError: the path is a pipe or a device.
+    """
+    status = path.stat()
+    # Pipes and devices may be endless or block, and some callers read the file twice.
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise ImageError("the path is a pipe or a device; save the image in a file and name that")
+    return status.st_size
+
+
 def read_image_file(path: Path) -> bytes:
     """Return the content of an image file. A BMP or TIFF image is converted to PNG.
 
@@ -69,11 +83,7 @@ def read_image_file(path: Path) -> bytes:
         ImageError: the path is a pipe or a device, the file has over `MAX_FILE_BYTES`, its format
             is not supported, or it is a BMP or TIFF image that cannot be converted.
     """
-    status = path.stat()
-    # Pipes and devices may be endless, and some callers read the file twice.
-    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        raise ImageError("the path is a pipe or a device; save the image in a file and name that")
-    check_file_size(status.st_size)
+    check_file_size(image_file_size(path))
     with path.open("rb") as file:
         _check_format(file.peek())
         return png_from_other_formats(file.read())

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from ...model.image_files import image_file_size
 from ...model.image_limits import ImageError
 
 # Formats that `decode_image` reads, and BMP and TIFF, which `read_image_file` converts to PNG.
@@ -29,9 +30,11 @@ def read_header_size(path: Path) -> HeaderSize:
     """Read the size of an image file without reading its pixels.
 
     Raises:
-        ImageError: The file cannot be read, or is not an image in a supported format.
+        ImageError: The file cannot be read, is a pipe or a device, or is not an image in a
+            supported format.
     """
     try:
+        image_file_size(path)  # opening a pipe would block
         with warnings.catch_warnings():
             # The pixels are not decoded, so a large image is harmless here.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -44,6 +47,8 @@ def read_header_size(path: Path) -> HeaderSize:
                 # image to find others.
                 has_exif = image.format != "PNG" or "exif" in image.info
                 orientation = image.getexif().get(ExifTags.Base.Orientation) if has_exif else 1
+    except ImageError:
+        raise
     except UnidentifiedImageError:
         raise ImageError("not a JPEG, PNG, WebP, BMP or TIFF image") from None
     except OSError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ....model.image_files import is_image_file
+from ....model.image_files import image_file_size, is_image_file
 from ....model.image_limits import ImageError
 from ..coco.dataset import ImageRecord
 from ..image_sizes import HeaderSize, read_header_size
@@ -129,7 +129,7 @@ def _equal_files(paths: Iterable[Path]) -> list[list[Path]]:
     """Return groups of two or more files with equal content."""
     groups = [list(paths)]
     # Each key is more expensive than the previous one, but is computed for fewer files.
-    for key in (_size_of, _tail_of, _digest_of):
+    for key in (image_file_size, _tail_of, _digest_of):
         groups = [part for group in groups for part in _group_by(group, key) if len(part) > 1]
     return groups
 
@@ -139,14 +139,10 @@ def _group_by(paths: Iterable[Path], key: Callable[[Path], Hashable]) -> Iterabl
     for path in paths:
         try:
             groups[key(path)].append(path)
-        except OSError:
-            # `undecodable_files` reports unreadable files.
+        except (OSError, ImageError):
+            # `misfit_files` and `undecodable_files` report unreadable files, pipes and devices.
             continue
     return groups.values()
-
-
-def _size_of(path: Path) -> int:
-    return path.stat().st_size
 
 
 def _tail_of(path: Path) -> bytes:

@@ -1,5 +1,6 @@
 """Image files that are listed twice, duplicated, unlisted or damaged."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +65,16 @@ def test_files_that_cannot_be_decoded_are_named(
     assert "168x128 pixels, but annotated as 128x160" in details["8.jpg"]
     assert details["11.jpg"] == "No such file or directory"
     assert suspicious_files(records) == []
+
+
+def test_pipes_are_named_instead_of_read(tmp_path: Path, records: tuple[ImageRecord, ...]) -> None:
+    for name in ("5.jpg", "8.jpg"):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+    assert suspicious_files(records) == []
+    for found in (misfit_files(records), undecodable_files(records)):
+        assert [s.record.path.name for s in found] == ["5.jpg", "8.jpg"]
+        assert all("pipe" in s.detail for s in found)
 
 
 def test_unlisted_images_are_found_at_any_depth(tmp_path: Path) -> None:
