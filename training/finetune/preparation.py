@@ -68,10 +68,17 @@ class Finetuning:
 
     @property
     def train_description(self) -> str:
-        """Text with the numbers of usable training images and of images without objects."""
+        """Text with the numbers of images to train on, and of images without objects."""
         empty = sum(not record.objects for record in self.train.records)
-        without = f", {empty} of them without objects" if empty else ""
-        return f"{len(self.train) - len(self.unusable)} training images{without}"
+        usable = len(self.train) - len(self.unusable)
+        if not empty:
+            return f"{usable} training images"
+        if self.config.data.keep_empty:
+            return f"{usable} training images, {empty} of them without objects"
+        return (
+            f"{usable - empty} training images; images without objects are left out: {empty} (to "
+            "train on them, set data.keep_empty=true)"
+        )
 
     @property
     def left_out(self) -> list[str]:

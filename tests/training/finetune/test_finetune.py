@@ -161,7 +161,10 @@ def test_invalid_entries_of_coco_files_are_left_out_of_the_plan(
     file.write_text(json.dumps(content))
     (tmp_path / "data" / "val2017" / SCENES[5].name).unlink()
     output = call(*arguments)
-    assert "4 training images, 1 of them without objects;" in output
+    assert re.search(r"3 training images; .*left out: 1 .*data\.keep_empty=true", output)
+    assert "4 training images, 1 of them without objects;" in call(
+        *arguments, "data.keep_empty=true"
+    )
     assert re.search(rf"training: 1 images: file missing \({SCENES[0].name}\)", output)
     assert re.search(rf"training:.*\({', '.join(map(str, broken))}\)", output)
     assert re.search(rf"validation: 1 images: file missing \({SCENES[5].name}\)", output)

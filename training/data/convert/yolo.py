@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _SPLITS = ("train", "val", "test")
 # A label with a class and this number of values is a box without an outline.
 _BOX_VALUES = 4
+_USE_OF_EMPTY = "training leaves out images without objects unless data.keep_empty=true"
 
 
 class _TextLoader(yaml.SafeLoader):
@@ -122,7 +123,7 @@ def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Pat
     text = f"{counts}; looked for {looked_for}"
     if name == "train" and len(without) == len(split.sources):
         raise DataError(f"{file}: {text}")
-    logger.warning("%s: %s; images without labels are used without objects", file, text)
+    logger.warning("%s: %s; %s", file, text, _USE_OF_EMPTY)
 
 
 def _warn_of_shared_images(file: Path, splits: Mapping[str, SourceSplit]) -> None:

@@ -217,6 +217,7 @@ def test_images_without_labels_have_no_objects(
     recognize_layout(tmp_path)
     assert "1 of 5 images of train; looked for train/labels/photo_000.txt" in caplog.text
     assert "2 of 2 images of val; looked for valid/labels/val_photo_000.txt" in caplog.text
+    assert "data.keep_empty=true" in caplog.text
     assert not recognize_layout(tmp_path).splits["train"].load("refuse").records[0].objects
 
 
