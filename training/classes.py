@@ -1,6 +1,7 @@
 """Check that a model's classes match the categories of a COCO data set."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from ..model.bundle.manifest import Category
 from .config import ConfigError, TrainConfig
@@ -41,3 +42,14 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
                 " use the training set's ids and names (for converted weights, set them with "
                 "`maskrcnn weights convert --categories`)"
             )
+
+
+def similar_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the groups of different class names that are equal but for case and blanks.
+
+    Each group is a text with the names in quotation marks.
+    """
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in dict.fromkeys(names):
+        groups["".join(name.split()).casefold()].append(name)
+    return tuple(" and ".join(map(repr, group)) for group in groups.values() if len(group) > 1)

@@ -71,6 +71,8 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
 
 
 def _print_plan(data: Path, prepared: "Finetuning") -> None:
+    from ..classes import similar_names
+
     click.echo(f"{data}: {prepared.layout.name}")
     click.echo(prepared.splits.description)
     for text in prepared.left_out:
@@ -78,6 +80,8 @@ def _print_plan(data: Path, prepared: "Finetuning") -> None:
     names = [category.name for category in prepared.train.categories]
     classes = counted(len(names), "class", "classes")
     click.echo(f"{prepared.train_description}; {classes}: {', '.join(names)}")
+    for similar in similar_names(names):
+        click.echo(f"class names differ only in case or blanks: {similar}", err=True)
     if prepared.replaced_predictors:
         own = counted(prepared.start.model_config.num_classes, "class", "classes")
         click.echo(

@@ -158,9 +158,11 @@ def test_invalid_entries_of_coco_files_are_left_out_of_the_plan(
     for annotation in content["annotations"]:
         if annotation["id"] in broken:
             annotation["segmentation"] = [[1, 2]]
+    content["categories"].append({"id": 90, "name": f" {NAMES[0].upper()}"})
     file.write_text(json.dumps(content))
     (tmp_path / "data" / "val2017" / SCENES[5].name).unlink()
     output = call(*arguments)
+    assert f"case or blanks: '{NAMES[0]}' and ' {NAMES[0].upper()}'" in output
     assert re.search(r"3 training images; .*left out: 1 .*data\.keep_empty=true", output)
     assert "4 training images, 1 of them without objects;" in call(
         *arguments, "data.keep_empty=true"

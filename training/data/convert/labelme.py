@@ -64,11 +64,11 @@ def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
     """
     parsed: dict[Path, _LabelmeFile | str] = {path: _parsed(path) for path in files}
     labels = {
-        str(shape["label"])
+        label
         for file in parsed.values()
         if not isinstance(file, str)
         for shape in file.shapes
-        if shape.get("label") and _type_of(shape) in _AREA_TYPES
+        if (label := _label_of(shape)) and _type_of(shape) in _AREA_TYPES
     } - _NO_OBJECTS
     if not labels:
         raise DataError(f"{folder} has LabelMe files without any labelled area")
@@ -122,7 +122,7 @@ def _convert(
     annotations, faults = [], []
     groups: dict[tuple[str, str], list[Points]] = defaultdict(list)
     for number, shape in enumerate(file.shapes):
-        label = str(shape.get("label", ""))
+        label = _label_of(shape)
         if label in _NO_OBJECTS:
             continue
         try:
@@ -175,6 +175,11 @@ def _image_of(path: Path, image_path: str, folder: Path) -> Path | None:
 
 class _InvalidShapeError(Exception):
     """Invalid shape. The message has no details, so that equal reasons can be counted."""
+
+
+def _label_of(shape: Mapping[str, Any]) -> str:
+    """Return the label of a shape without blanks around it. Empty: the shape has no label."""
+    return str(shape.get("label") or "").strip()
 
 
 def _type_of(shape: Mapping[str, Any]) -> str:

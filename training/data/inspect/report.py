@@ -14,6 +14,7 @@ from ....model.resizing import resized_size
 from ...config import DatasetConfig
 from ..coco.dataset import CocoDataset
 from .annotation_checks import Suspicion, suspicious_annotations
+from .class_checks import suspicious_classes
 from .file_checks import (
     misfit_files,
     read_headers,
@@ -85,7 +86,7 @@ class SplitReport:
     faults: Mapping[str, tuple[str, ...]]
     # Annotation ids, file names or category names of repaired entries, by reason.
     repairs: Mapping[str, tuple[str, ...]]
-    # Ids of suspicious annotations, by reason.
+    # Ids of suspicious annotations and names of suspicious classes, by reason.
     suspicions: Mapping[str, tuple[str, ...]]
 
 
@@ -188,7 +189,7 @@ def _inspect_split(
         classes=_class_counts(dataset),
         faults=dataset.faults,
         repairs=dataset.repairs,
-        suspicions=_subjects_by_reason(suspicions),
+        suspicions=suspicious_classes(dataset) | _subjects_by_reason(suspicions),
     )
 
 

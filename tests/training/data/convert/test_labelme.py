@@ -166,6 +166,14 @@ def test_classes_of_labelme_get_the_ids_of_a_model_by_their_names(tmp_path: Path
     assert set(ids.values()) == {category.id for category in known[1:]}
 
 
+def test_blanks_around_labels_of_labelme_are_ignored(tmp_path: Path) -> None:
+    shapes = [{"points": SQUARE, "label": label} for label in ("bolt", " bolt", "bolt\t ", "  ")]
+    dataset = labelme_dataset(tmp_path, *shapes)
+    assert sorted(c.name for c in dataset.categories) == sorted(NAMES)
+    assert len({instance.label for instance in dataset.records[0].objects}) == 1
+    assert dataset.faults == {"shapes: no label": ("photo_000.json:3",)}
+
+
 def test_labels_without_an_area_are_no_classes(tmp_path: Path) -> None:
     dataset = labelme_dataset(
         tmp_path,

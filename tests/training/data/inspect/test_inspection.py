@@ -104,6 +104,18 @@ def test_images_in_two_splits_and_unlisted_ones_are_reported(tmp_path: Path) -> 
     assert report.splits["val"].faults == {"images: no id or no file name": ("11.jpg",)}
 
 
+def test_class_names_that_differ_in_case_or_blanks_are_suspicious(tmp_path: Path) -> None:
+    content = valid_content()
+    names = ("Thing", "Square ", "round", "cat", "catfish", "traffic light", "trafficlight")
+    content["categories"] += [{"id": 50 + n, "name": name} for n, name in enumerate(names)]
+    ((_, found),) = (
+        inspect(train=write_folder(tmp_path, content)).splits["train"].suspicions.items()
+    )
+    assert found == (
+        "'square' and 'Square '", "'thing' and 'Thing'", "'traffic light' and 'trafficlight'",
+    )  # fmt: skip
+
+
 def test_command_prints_and_writes_the_report(call: Any, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     write_layout(folder, train=content_with_findings(), val=valid_content())
