@@ -77,11 +77,13 @@ def merge(
     """Merge COCO annotation files into the file OUT.
 
     Classes of the same name become one. If several files list the same image file, its annotations
-    are joined. Images are not copied: file names become relative to a common folder.
+    are joined, and equal annotations become one. Images are not copied: file names become relative
+    to a common folder.
     """
     if len(images) != len(annotations) or len(images) < 2:
         raise click.UsageError("give --images and --annotations for each of two or more data sets")
 
+    from ...classes import similar_names
     from ..coco.dataset import read_coco_file, summary_of
     from ..convert.conversion import write_coco_file
     from .content import merge_contents
@@ -93,6 +95,8 @@ def merge(
     _report(written)
     if written.faults:
         click.echo(f"left out: {summary_of(written.faults)}", err=True)
+    for similar in similar_names(category["name"] for category in merged.content["categories"]):
+        click.echo(f"class names differ only in case or blanks: {similar}", err=True)
     arguments = f"data.train.annotations={out}", f"data.train.images={root}"
     click.echo(f"use it with {shlex.join(arguments)}")
 

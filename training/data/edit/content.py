@@ -57,7 +57,8 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
     If several data sets list the same image file, the merged set has one image with the annotations
-    of all these data sets.
+    of all these data sets. Annotations of an image that have the same category, box and
+    segmentation become one, and the faults list the others.
 
     Args:
         sources: Image folder and content of each data set, at least one.
@@ -73,6 +74,7 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
     categories: dict[str, dict[str, Any]] = {}
     images: dict[str, dict[str, Any]] = {}
     annotations: list[dict[str, Any]] = []
+    seen: set[Any] = set()
     faults: dict[str, list[str]] = defaultdict(list)
     for folder, content in sources:
         labels = _merge_categories(content["categories"], categories, folder)
@@ -88,6 +90,12 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
             if image_id is None or category_id is None:
                 faults["annotations: unknown image or category"].append(str(annotation.get("id")))
                 continue
+            if (key := (image_id, category_id, _shape_of(annotation))) in seen:
+                faults["annotations: equal to another of the same image"].append(
+                    str(annotation.get("id"))
+                )
+                continue
+            seen.add(key)
             ids = {"id": len(annotations) + 1, "image_id": image_id, "category_id": category_id}
             annotations.append({**annotation, **ids})
     merged_content = {
@@ -179,6 +187,21 @@ def _merge_categories(
             taken.add(categories[name]["id"])
         labels[old] = categories[name]["id"]
     return labels
+
+
+def _shape_of(annotation: Mapping[str, Any]) -> Any:
+    """Return a hashable value that is equal for annotations of equal box and segmentation."""
+    box, segmentation = annotation.get("bbox"), annotation.get("segmentation")
+    if not box and not segmentation:
+        return id(annotation)  # without either, annotations cannot be compared
+    return _hashable([box, segmentation, annotation.get("iscrowd")])
+
+
+def _hashable(value: Any) -> Any:
+    """Convert the lists and dictionaries of a JSON value to tuples."""
+    if isinstance(value, dict):
+        return tuple((key, _hashable(part)) for key, part in sorted(value.items()))
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _area_of(annotation: Mapping[str, Any]) -> float:

@@ -68,6 +68,23 @@ def test_merged_files_have_all_objects_of_both(tmp_path: Path) -> None:
     )
 
 
+def test_overlapping_sets_are_merged_without_repeated_objects(tmp_path: Path) -> None:
+    """The second set has the annotations of the first, a new one, and one of another class."""
+    contents: list[dict[str, Any]] = [valid_content(), valid_content()]
+    new = [annotation(90, 11), annotation(91, 5, category_id=31), annotation(92, 11, iscrowd=1)]
+    contents[1]["annotations"] += new
+    contents[1]["categories"].append({"id": 31, "name": "Thing"})
+    files = []
+    for name, content in zip(("first", "second"), contents, strict=True):
+        files.append(write_folder(tmp_path, content).annotations.rename(tmp_path / f"{name}.json"))
+    merged = tmp_path / "merged.json"
+    options = [o for file in files for o in ("--images", tmp_path, "--annotations", file)]
+    output = call("merge", merged, *options)
+    assert f"{len(valid_content()['annotations'])} annotations: equal to another" in output
+    assert "'thing' and 'Thing'" in output
+    assert objects(tmp_path, merged) == objects(tmp_path, files[1])
+
+
 @pytest.mark.parametrize(
     ("options", "ids", "images"),
     [
