@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ....model.bundle.spec import MAX_PIXELS
+from ..coco.annotations import InvalidAnnotationError, instance_from_annotation
 from ..coco.dataset import DataError, SourceContent
-from ..coco.numbers import id_from
+from ..coco.numbers import id_from, integer_from
 
 # Content of a COCO annotation file.
 Content = dict[str, Any]
@@ -134,10 +136,15 @@ def filter_content(
         if classes is None or name in classes
     ]
     ids = {id_from(category.get("id")) for category in categories}
+    images = {id_from(image.get("id")): image for image in content["images"]}
     kept = [
         annotation
         for annotation in content["annotations"]
-        if id_from(annotation.get("category_id")) in ids and _area_of(annotation) >= min_area
+        if id_from(annotation.get("category_id")) in ids
+        and (
+            not min_area
+            or _area_of(annotation, images.get(id_from(annotation.get("image_id")), {})) >= min_area
+        )
     ]
     filtered = {**content, "categories": categories, "annotations": kept}
     if not drop_empty:
@@ -204,11 +211,22 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-def _area_of(annotation: Mapping[str, Any]) -> float:
-    """Return the area of an annotation, or of its box if the area is missing."""
+def _area_of(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> float:
+    """Return the area of an annotation.
+
+    If the area is missing, it is computed from the segmentation. If the segmentation is invalid or
+    the entry of the image has no valid size, the area of the box is returned.
+    """
     area, box = annotation.get("area"), annotation.get("bbox")
     if isinstance(area, int | float):
         return area
+    height, width = (integer_from(image.get(key)) or 0 for key in ("height", "width"))
+    try:
+        if min(height, width) > 0 and height * width <= MAX_PIXELS:
+            measured = {"category_id": 1, "segmentation": annotation.get("segmentation")}
+            return instance_from_annotation(measured, height, width, {1: 1})[0].area
+    except InvalidAnnotationError:
+        pass
     try:
         return float(box[2]) * float(box[3])  # type: ignore[index]
     except (TypeError, ValueError, IndexError, OverflowError):

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from coco_folder import annotation, valid_content, write_folder
+from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
 
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
@@ -106,6 +108,23 @@ def test_filters_keep_a_part(
     assert {i["id"] for i in after["images"]} == images
     names = {c["name"] for c in after["categories"]}
     assert names == ({"thing"} if options[1] == "thing" else names)
+
+
+@pytest.mark.parametrize("min_area", [1200, 1201, 5000])
+def test_missing_areas_are_those_of_the_segmentations(tmp_path: Path, min_area: int) -> None:
+    """The box of the ring has 6241 square pixels, but the ring has fewer than 5000."""
+    content = valid_content()
+    file = write_folder(tmp_path, content).annotations
+    coco = COCO(str(file))
+    kept = {n for n, a in coco.anns.items() if coco_mask.area(coco.annToRLE(a)) >= min_area}
+    for entry in content["annotations"]:
+        entry.pop("area", None)
+    broken = {"area": None, "segmentation": [[1, 2]]}
+    content["annotations"].append(annotation(90, 11, bbox=[0, 0, 100, 60], **broken))
+    out = tmp_path / "filtered.json"
+    write_folder(tmp_path, content)
+    call("filter", file, out, "--min-area", min_area)
+    assert {a["id"] for a in json.loads(out.read_text())["annotations"]} == {*kept, 90}
 
 
 def test_filters_need_a_known_class(tmp_path: Path) -> None:
