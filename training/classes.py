@@ -39,17 +39,33 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
             other = f"is {names[id_]!r}" if id_ in names else "does not exist"
             raise ConfigError(
                 f"{dataset.name} has category {id_} {name!r}; in the model, category {id_} {other};"
-                " use the training set's ids and names (for converted weights, set them with "
-                "`maskrcnn weights convert --categories`)"
+                f" {_remedy(name, known)}"
             )
 
 
-def similar_names(names: Iterable[str]) -> tuple[str, ...]:
+def similar_names(names: Iterable[str]) -> list[str]:
     """Return the groups of different class names that are equal but for case and blanks.
 
     Each group is a text with the names in quotation marks.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in dict.fromkeys(names):
-        groups["".join(name.split()).casefold()].append(name)
-    return tuple(" and ".join(map(repr, group)) for group in groups.values() if len(group) > 1)
+        groups[_folded(name)].append(name)
+    return [" and ".join(map(repr, group)) for group in groups.values() if len(group) > 1]
+
+
+def _remedy(name: str, known: Sequence[Category]) -> str:
+    """Return the advice for a category `name` of a data set that differs from the model's."""
+    for category in known:
+        if _folded(category.name) == _folded(name):
+            return f"change it to id {category.id} and name {category.name!r} in this file"
+    return (
+        "give it the id and the name of a class of the model, or remove it with `maskrcnn data "
+        "filter --classes` (for converted weights, set the model's classes with `maskrcnn weights "
+        "convert --categories`)"
+    )
+
+
+def _folded(name: str) -> str:
+    """Return a class name without case and blanks, for comparisons."""
+    return "".join(name.split()).casefold()

@@ -26,18 +26,32 @@ def test_a_model_may_have_more_classes_than_the_data(dataset: CocoDataset) -> No
 
 
 @pytest.mark.parametrize(
-    ("known", "difference"),
+    ("known", "difference", "remedy"),
     [
-        (_known(circle=1, star=2, ring=3), "category 2 'ring'; in the model, category 2 is 'star'"),
+        (
+            _known(circle=1, star=2, ring=3),
+            "category 2 'ring'; in the model, category 2 is 'star'",
+            "id 3 and name 'ring'",
+        ),
         (
             _known(circle=0, ring=1, star=2),
             "category 1 'circle'; in the model, category 1 is 'ring'",
+            "id 0 and name 'circle'",
         ),
-        (_known(circle=1, ring=2), "category 3 'star'; in the model, category 3 does not exist"),
+        (
+            _known(Circle=1, ring=2, star=3),
+            "category 1 'circle'; in the model, category 1 is 'Circle'",
+            "id 1 and name 'Circle'",
+        ),
+        (
+            _known(circle=1, ring=2),
+            "category 3 'star'; in the model, category 3 does not exist",
+            "data filter --classes.*--categories",
+        ),
     ],
 )
 def test_the_first_category_that_differs_is_named(
-    dataset: CocoDataset, known: list[Category], difference: str
+    dataset: CocoDataset, known: list[Category], difference: str, remedy: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{difference}.*--categories"):
+    with pytest.raises(ConfigError, match=f"{difference}.*{remedy}"):
         check_categories(dataset, known)

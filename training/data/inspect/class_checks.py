@@ -1,10 +1,28 @@
-"""Find classes of a split that are probably typing errors."""
+"""Find classes that are probably typing errors or that training rejects."""
 
-from ...classes import similar_names
+from ...classes import check_categories, similar_names
+from ...config import ConfigError
 from ..coco.dataset import CocoDataset
 
 
-def suspicious_classes(dataset: CocoDataset) -> dict[str, tuple[str, ...]]:
-    """Return the suspicious class names of a split by the reason."""
-    similar = similar_names(category.name for category in dataset.categories)
-    return {"class names that differ only in case or blanks": similar} if similar else {}
+def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[str, list[str]]:
+    """Return the suspicious class names of a split, and errors that training would raise.
+
+    Args:
+        dataset: The split.
+        train: The split for training. None: there is none.
+
+    Returns:
+        Names and messages by the reason.
+    """
+    findings = {}
+    if similar := similar_names(category.name for category in dataset.categories):
+        findings["class names that differ only in case or blanks"] = similar
+    if dataset is train and not any(record.objects for record in dataset.records):
+        findings["no objects to train on"] = [dataset.name]
+    if train is not None:
+        try:
+            check_categories(dataset, train.categories)
+        except ConfigError as error:
+            findings["categories that training rejects"] = [str(error)]
+    return findings

@@ -86,7 +86,8 @@ class SplitReport:
     faults: Mapping[str, tuple[str, ...]]
     # Annotation ids, file names or category names of repaired entries, by reason.
     repairs: Mapping[str, tuple[str, ...]]
-    # Ids of suspicious annotations and names of suspicious classes, by reason.
+    # Ids of suspicious annotations, names of suspicious classes, and errors that training would
+    # raise, by reason.
     suspicions: Mapping[str, tuple[str, ...]]
 
 
@@ -131,9 +132,10 @@ def inspect_splits(
     of_annotations = {
         name: suspicious_annotations(split.dataset.records) for name, split in splits.items()
     }
+    train = next((split.dataset for name, split in splits.items() if "train" in name), None)
     return DatasetReport(
         splits={
-            name: _inspect_split(split, of_annotations[name], min_size, max_size)
+            name: _inspect_split(split, train, of_annotations[name], min_size, max_size)
             for name, split in splits.items()
         },
         files=files,
@@ -153,7 +155,11 @@ def _unlisted_in(splits: Iterable[LoadedSplit]) -> list[Path]:
 
 
 def _inspect_split(
-    split: LoadedSplit, suspicions: Iterable[Suspicion], min_size: int, max_size: int
+    split: LoadedSplit,
+    train: CocoDataset | None,
+    suspicions: Iterable[Suspicion],
+    min_size: int,
+    max_size: int,
 ) -> SplitReport:
     config, dataset = split
     records = dataset.records
@@ -189,7 +195,8 @@ def _inspect_split(
         classes=_class_counts(dataset),
         faults=dataset.faults,
         repairs=dataset.repairs,
-        suspicions=suspicious_classes(dataset) | _subjects_by_reason(suspicions),
+        suspicions=_subjects_by_reason(suspicions)
+        | {reason: tuple(names) for reason, names in suspicious_classes(dataset, train).items()},
     )
 
 

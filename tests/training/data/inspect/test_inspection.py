@@ -116,6 +116,33 @@ def test_class_names_that_differ_in_case_or_blanks_are_suspicious(tmp_path: Path
     )  # fmt: skip
 
 
+def test_splits_that_training_rejects_are_reported(tmp_path: Path) -> None:
+    """A split may lack classes. Without a training set, splits are not compared."""
+    configs = {}
+    for name in ("train2017", "val2017", "test2017"):
+        content = valid_content()
+        if name == "train2017":
+            content["annotations"] = [annotation(1, 5, iscrowd=1)]
+        elif name == "val2017":
+            content["categories"][0]["id"] = 31
+            content["annotations"] = []
+        else:
+            content["categories"].pop(0)
+            content["annotations"] = [annotation(1, 5)]
+        (tmp_path / name).mkdir()
+        configs[name] = write_folder(tmp_path / name, content)
+    found = {name: split.suspicions for name, split in inspect(**configs).splits.items()}
+    assert found["train2017"] == {
+        "no objects to train on": (str(configs["train2017"].annotations),)
+    }
+    ((reason, (message,)),) = found["val2017"].items()
+    assert "training rejects" in reason
+    assert "category 31 'thing'" in message
+    assert found["test2017"] == {}
+    del configs["train2017"]
+    assert not any(split.suspicions for split in inspect(**configs).splits.values())
+
+
 def test_command_prints_and_writes_the_report(call: Any, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     write_layout(folder, train=content_with_findings(), val=valid_content())
