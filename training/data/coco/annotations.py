@@ -221,9 +221,11 @@ def _ring_from(points: Any, limit: float) -> Ring:
         raise InvalidAnnotationError(FAR_OUTSIDE) from None
     if ring.ndim == 2 and ring.shape[1] == 2:
         ring = ring.ravel()
+    if ring.ndim == 1 and ring.size % 2:
+        raise InvalidAnnotationError("polygon with an odd number of coordinates")
     # Reject rings of one or two points: they cover nothing, and pycocotools would read the four
     # numbers of two points as a box.
-    if ring.ndim != 1 or ring.size < 6 or ring.size % 2:
+    if ring.ndim != 1 or ring.size < 6:
         raise InvalidAnnotationError("polygon of fewer than three points")
     extent = np.abs(ring).max()
     if extent <= limit:

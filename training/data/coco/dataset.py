@@ -21,6 +21,8 @@ from .numbers import integer_from
 logger = logging.getLogger(__name__)
 
 _IDS_SHOWN = 5
+# Signature of gzip, which is never valid UTF-8.
+_GZIP = b"\x1f\x8b"
 _REMEDY = "give the path of an existing data set, or create one with `maskrcnn data`"
 
 
@@ -188,6 +190,10 @@ def read_json(path: Path) -> Any:
         raise DataError(f"cannot read {path}: {error.strerror}; {_REMEDY}") from None
     except RecursionError:
         raise DataError(f"{path} is nested too deeply to be an annotation file") from None
+    except UnicodeDecodeError as error:
+        if content.startswith(_GZIP):
+            raise DataError(f"{path} is compressed with gzip; decompress it") from None
+        raise DataError(f"{path} is not in UTF-8: {error}; convert it to UTF-8") from None
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from None
 

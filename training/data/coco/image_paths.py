@@ -17,6 +17,8 @@ class ImagePaths(NamedTuple):
     # Listed names of missing files for which the right file is unclear: several files, or several
     # entries of the list, have the same last path component.
     ambiguous: frozenset[str]
+    # Listed names of missing files that exist in another case of letters.
+    other_case: frozenset[str]
 
 
 def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
@@ -34,8 +36,9 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
     paths = {name: path for name in names if (path := _existing(folder, name, present))}
     missing = {name: _last_part(name) for name in names if name not in paths}
     if not missing:
-        return ImagePaths(paths, frozenset(), frozenset())
+        return ImagePaths(paths, frozenset(), frozenset(), frozenset())
     found = _files_named(folder, {*missing.values()})
+    folded = {name.casefold() for name in found}
     uses = Counter(map(_last_part, names))
     # Use a file only if exactly one entry has its name. If there are several such entries, such as
     # `a/0.jpg` and `b/0.jpg`, the file may be the image of any of them.
@@ -43,7 +46,10 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
         n: found[last][0] for n, last in missing.items() if len(found[last]) == uses[last] == 1
     }
     ambiguous = frozenset(n for n, last in missing.items() if found[last] and n not in moved)
-    return ImagePaths(paths | moved, frozenset(moved), ambiguous)
+    other_case = frozenset(
+        n for n, last in missing.items() if not found[last] and last.casefold() in folded
+    )
+    return ImagePaths(paths | moved, frozenset(moved), ambiguous, other_case)
 
 
 def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
@@ -64,9 +70,14 @@ def _last_part(name: str) -> str:
 
 
 def _files_named(folder: Path, names: set[str]) -> defaultdict[str, list[Path]]:
-    """Return the paths of the files in a folder, at any depth, with one of `names`, by name."""
+    """Return the paths of the files in a folder, at any depth, with one of `names`, by name.
+
+    Names in another case of letters are included.
+    """
     found = defaultdict(list)
+    folded = {name.casefold() for name in names}
     for parent, _, files in os.walk(folder):
-        for name in names.intersection(files):
-            found[name].append(Path(parent, name))
+        for name in files:
+            if name.casefold() in folded:
+                found[name].append(Path(parent, name))
     return found

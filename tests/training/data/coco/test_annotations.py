@@ -30,7 +30,10 @@ _CUT_RUNS = {"size": [HEIGHT, WIDTH], "counts": ring_segmentation(compressed=Tru
         ({"segmentation": []}, NO_MASK),
         ({"segmentation": None}, NO_MASK),
         ({"segmentation": [[10, 20, 40, 20]]}, "polygon of fewer than three points"),
-        ({"segmentation": [[10, 20, 40, 20, 40, 60, 10]]}, "polygon of fewer than three points"),
+        (
+            {"segmentation": [[10, 20, 40, 20, 40, 60, 10]]},
+            "polygon with an odd number of coordinates",
+        ),
         ({"segmentation": [["a"] * 6]}, "polygon is not a list of numbers"),
         ({"segmentation": [[10, 20, 1e300, 20, 40, 60]]}, "coordinates far outside the image"),
         ({"segmentation": [[10, 20, 2147483647, 20, 40, 60]]}, "coordinates far outside the image"),

@@ -1,3 +1,4 @@
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,22 @@ def test_many_faults_make_a_short_message(tmp_path: Path, caplog: pytest.LogCapt
 def test_files_in_another_format_are_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "instances.json"
     path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        CocoDataset(DatasetConfig(images=tmp_path, annotations=path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(b"{}"), "compressed with gzip"),
+        ('{"images": "é"}'.encode("latin-1"), "not in UTF-8"),
+    ],
+)
+def test_files_in_another_encoding_are_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    path = tmp_path / "instances.json"
+    path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         CocoDataset(DatasetConfig(images=tmp_path, annotations=path))
 
