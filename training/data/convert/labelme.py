@@ -4,7 +4,7 @@ import base64
 import io
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,8 @@ class _LabelmeFile:
     # Size in pixels. None: the file does not contain it.
     height: int | None
     width: int | None
+    # Whether the file contains the image in base64.
+    has_image_data: bool
 
 
 def is_labelme(content: Any) -> bool:
@@ -71,7 +73,11 @@ def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
         if (label := _label_of(shape)) and _type_of(shape) in _AREA_TYPES
     } - _NO_OBJECTS
     if not labels:
-        raise DataError(f"{folder} has LabelMe files without any labelled area")
+        types = ", ".join(sorted(_AREA_TYPES))
+        raise DataError(
+            f"{folder} has LabelMe files without any labelled area"
+            f"{_found_shapes(parsed.values())}; label shapes of type {types}"
+        )
     categories = tuple(Category(id=n, name=name) for n, name in enumerate(sorted(labels), start=1))
     ids = {category.name: category.id for category in categories}
     by_split: dict[str, list[Path]] = defaultdict(list)
@@ -81,6 +87,18 @@ def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
     return ForeignDataset(
         categories, splits, lambda path: _convert(folder, path, parsed[path], ids)
     )
+
+
+def _found_shapes(files: Iterable[_LabelmeFile | str]) -> str:
+    """Return the numbers of shapes by type for a message. Empty: there are no shapes."""
+    kinds = Counter(
+        _type_of(shape) + ("" if _label_of(shape) else " without label")
+        for file in files
+        if not isinstance(file, str)
+        for shape in file.shapes
+    )
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return f"; its shapes: {counts}" if counts else ""
 
 
 def _split_of(path: Path) -> str:
@@ -101,6 +119,7 @@ def _parsed(path: Path) -> _LabelmeFile | str:
         image_path=str(content.get("imagePath") or ""),
         height=integer_from(content.get("imageHeight")) or None,
         width=integer_from(content.get("imageWidth")) or None,
+        has_image_data=bool(content.get("imageData")),
     )
 
 
@@ -112,7 +131,8 @@ def _convert(
         raise UnusableSourceError(file, name)
     image = _image_of(path, file.image_path, folder)
     if image is None:
-        raise UnusableSourceError("files: image missing", name)
+        hint = "; imageData is not read, so save the image in a file beside it"
+        raise UnusableSourceError(f"files: image missing{hint * file.has_image_data}", name)
     height, width = file.height, file.width
     if height is None or width is None:
         try:

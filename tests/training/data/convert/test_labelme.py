@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw
 from maskrcnn_trt.model.bundle.manifest import Category
 from maskrcnn_trt.training.classes import check_categories
 from maskrcnn_trt.training.config import ConfigError
-from maskrcnn_trt.training.data.coco.dataset import CocoDataset
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
 from maskrcnn_trt.training.data.coco.mask_targets import mask_from_segmentation
 from maskrcnn_trt.training.data.convert.layouts import recognize_layout
 
@@ -172,6 +172,27 @@ def test_blanks_around_labels_of_labelme_are_ignored(tmp_path: Path) -> None:
     assert sorted(c.name for c in dataset.categories) == sorted(NAMES)
     assert len({instance.label for instance in dataset.records[0].objects}) == 1
     assert dataset.faults == {"shapes: no label": ("photo_000.json:3",)}
+
+
+def test_shapes_are_counted_if_none_is_a_labelled_area(tmp_path: Path) -> None:
+    write_labelme(tmp_path, TRAIN[:1], [])
+    shapes = [{"label": "bolt", "shape_type": "point", "points": [[9, 9]]}] * 2
+    content = {"shapes": [*shapes, {"label": None, "points": SQUARE}], "imagePath": "a.jpg"}
+    (tmp_path / "photo_000.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"2 point, 1 polygon without label; .*polygon, rectangle"):
+        recognize_layout(tmp_path)
+
+
+def test_images_inside_labelme_files_are_named_as_missing(tmp_path: Path) -> None:
+    write_labelme(tmp_path, TRAIN, [])
+    (tmp_path / "photo_000.jpg").unlink()
+    path = tmp_path / "photo_000.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "imageData": "AAAA"}))
+    (split,) = recognize_layout(tmp_path).splits.values()
+    dataset = split.load()
+    ((reason, names),) = dataset.faults.items()
+    assert "imageData is not read" in reason
+    assert names == ("photo_000.json",)
 
 
 def test_labels_without_an_area_are_no_classes(tmp_path: Path) -> None:
