@@ -18,8 +18,8 @@ from ...serving.config import BackendName
 from ...serving.detections import Detections
 from ...serving.offline.bulk import detect_many
 from ...serving.steps.base import Outcome
-from ...training.classes import check_categories
 from ...training.config import EvaluationConfig
+from ...training.data.coco.categories import check_categories
 from ...training.data.coco.dataset import DataError, ImageRecord
 from ...training.data.convert.layouts import LayoutSplit
 from ...training.distributed import Worker

@@ -8,8 +8,8 @@ from rich.progress import Progress
 
 from ...model.bundle.manifest import Category
 from ...model.mask_rcnn import MaskRCNN
-from ..classes import check_categories
 from ..config import ConfigError, EvaluationConfig, TrainConfig
+from ..data.coco.categories import check_categories
 from ..data.coco.dataset import CocoDataset
 from ..data.loading.loader import BatchLoader, eval_loader
 from ..distributed import Worker

@@ -71,7 +71,7 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
 
 
 def _print_plan(data: Path, prepared: "Finetuning") -> None:
-    from ..classes import similar_names
+    from ..data.coco.categories import similar_names
 
     click.echo(f"{data}: {prepared.layout.name}")
     click.echo(prepared.splits.description)

@@ -17,8 +17,8 @@ from ...model.config.error_messages import validation_message
 from ...model.config.overrides import value_at, with_overrides
 from ...model.config.reference import text_from_value
 from ...model.weights.layouts import CLASS_ROWS
-from ..classes import check_categories
 from ..config import ConfigError, TrainConfig, check_length
+from ..data.coco.categories import check_categories
 from ..data.coco.dataset import CocoDataset, DataError, ImageRecord, summary_of
 from ..data.convert.layouts import DataLayout, recognize_layout
 from ..data.inspect.file_checks import misfit_files

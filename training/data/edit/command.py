@@ -83,7 +83,7 @@ def merge(
     if len(images) != len(annotations) or len(images) < 2:
         raise click.UsageError("give --images and --annotations for each of two or more data sets")
 
-    from ...classes import similar_names
+    from ..coco.categories import similar_names
     from ..coco.dataset import read_coco_file, summary_of
     from ..convert.conversion import write_coco_file
     from .content import merge_contents

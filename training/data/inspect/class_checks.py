@@ -1,7 +1,7 @@
 """Find classes that are probably typing errors or that training rejects."""
 
-from ...classes import check_categories, similar_names
 from ...config import ConfigError
+from ..coco.categories import check_categories, similar_names
 from ..coco.dataset import CocoDataset
 
 

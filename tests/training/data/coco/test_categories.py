@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from maskrcnn_trt.model.bundle.manifest import Category
-from maskrcnn_trt.training.classes import check_categories
 from maskrcnn_trt.training.config import ConfigError, DatasetConfig
+from maskrcnn_trt.training.data.coco.categories import check_categories
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 
 
