@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import reprlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -208,8 +209,12 @@ def read_coco_file(path: Path) -> dict[str, Any]:
     for key in ("images", "annotations", "categories"):
         if not isinstance(content, dict) or not isinstance(content.get(key), list):
             raise DataError(f"{path} is not in COCO format: it has no array {key!r}")
-        if not all(isinstance(entry, dict) for entry in content[key]):
-            raise DataError(f"{path} is not in COCO format: {key!r} is not an array of objects")
+        for number, entry in enumerate(content[key]):
+            if not isinstance(entry, dict):
+                raise DataError(
+                    f"{path} is not in COCO format: {key!r} is not an array of objects; entry "
+                    f"{number} is {reprlib.repr(entry)}"
+                )
     return content
 
 
@@ -219,8 +224,10 @@ def _categories_from(
     names: dict[int, str] = {}
     for entry in entries:
         id_, title = integer_from(entry.get("id")), entry.get("name")
-        if id_ is None or not isinstance(title, str):
-            raise DataError(f"{name} has a category without an integer id and a name: {entry}")
+        if id_ is None:
+            raise DataError(f"{name} has a category without an integer id: {entry}")
+        if not isinstance(title, str):
+            raise DataError(f"{name} has a category whose name is missing or no string: {entry}")
         if id_ in names:
             raise DataError(f"{name} has two categories with id {id_}")
         names[id_] = title

@@ -44,16 +44,23 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
     if not 0 < sum(shares.values()) < 1:
         raise click.UsageError("the sum of --val and --test must be above 0 and below 1")
 
+    from ....model.plurals import counted
     from ..coco.dataset import SourceContent, read_coco_file
     from ..convert.conversion import prepare_files, write_coco_file
     from .content import split_content
 
-    parts = split_content(read_coco_file(file), shares)
+    whole = read_coco_file(file)
+    parts = split_content(whole, shares)
     paths = prepare_files(out, parts, overwrite=overwrite)
     for name, content in parts.items():
         _report(write_coco_file(paths[name], SourceContent(content, {})))
         if not content["annotations"]:
             click.echo(f"{paths[name]} has no annotations: {file} has too few images", err=True)
+    kept = sum(len(content["annotations"]) for content in parts.values())
+    if lost := len(whole["annotations"]) - kept:
+        click.echo(
+            f"left out: {counted(lost, 'annotation')} of images that are not listed", err=True
+        )
 
 
 @click.command()

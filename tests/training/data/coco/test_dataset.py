@@ -74,12 +74,16 @@ def test_many_faults_make_a_short_message(tmp_path: Path, caplog: pytest.LogCapt
         ('{"images": []}', "not in COCO format: it has no array 'annotations'"),
         (
             '{"images": [1], "annotations": [], "categories": []}',
-            "'images' is not an array of objects",
+            "'images' is not an array of objects; entry 0 is 1",
         ),
         ('{"images": [], "annotations": [], "categories": []}', "has no categories"),
         (
             '{"images": [], "annotations": [], "categories": [{"id": 1}]}',
-            "a category without an integer id and a name",
+            "a category whose name is missing",
+        ),
+        (
+            '{"images": [], "annotations": [], "categories": [{"id": 1.5, "name": "a"}]}',
+            "a category without an integer id",
         ),
         (
             '{"images": [], "annotations": [], "categories": '

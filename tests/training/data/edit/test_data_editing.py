@@ -159,6 +159,7 @@ def test_parts_are_disjoint_and_have_their_shares(tmp_path: Path) -> None:
     small = {**content, "images": content["images"][:3]}
     file.write_text(json.dumps(small))
     output = call("split", file, tmp_path / "parts", "--test", 0.1, "--overwrite")
+    assert "left out: 997 annotations" in output
     assert output.count(" 1 image,") == 3
 
 
