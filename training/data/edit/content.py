@@ -1,6 +1,7 @@
 """Split, merge and filter the content of COCO annotation files. Extra keys of entries are kept."""
 
 import hashlib
+import json
 import os
 import re
 from collections import defaultdict
@@ -196,19 +197,13 @@ def _merge_categories(
     return labels
 
 
-def _shape_of(annotation: Mapping[str, Any]) -> Any:
-    """Return a hashable value that is equal for annotations of equal box and segmentation."""
+def _shape_of(annotation: Mapping[str, Any]) -> bytes | int:
+    """Return a value that is equal for annotations of equal box and segmentation."""
     box, segmentation = annotation.get("bbox"), annotation.get("segmentation")
     if not box and not segmentation:
         return id(annotation)  # without either, annotations cannot be compared
-    return _hashable([box, segmentation, annotation.get("iscrowd")])
-
-
-def _hashable(value: Any) -> Any:
-    """Convert the lists and dictionaries of a JSON value to tuples."""
-    if isinstance(value, dict):
-        return tuple((key, _hashable(part)) for key, part in sorted(value.items()))
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+    shape = json.dumps([box, segmentation, annotation.get("iscrowd")], sort_keys=True)
+    return hashlib.blake2b(shape.encode(), digest_size=16).digest()  # takes less memory
 
 
 def _area_of(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> float:
