@@ -268,7 +268,7 @@ def test_plugins_and_readme_use_existing_names_of_tensorrt(trt: ModuleType, tmp_
     for path in (source, readme):
         assert missing_names(path, "trtp", import_module("tensorrt.plugin")) == []
     engines = Path(__file__).with_name("test_tensorrt_plugin_engines.py")
-    for path in (source, readme, process, engines):
+    for path in (source, source.with_name("definitions.py"), readme, process, engines):
         assert missing_names(path, "trt", trt) == []
     (imported,) = re.findall(r"tensorrt\.plugins import (.*)", readme.read_text())
     assert all(hasattr(tensorrt_plugins, name) for name in imported.split(", "))

@@ -16,7 +16,8 @@ from maskrcnn_trt.export.engines.options import EngineOptions
 from maskrcnn_trt.export.engines.tensorrt_builder import check_ptx
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.model.bundle.manifest import read_manifest
-from maskrcnn_trt.plugins.tensorrt.plugins import _PLUGINS, PLUGIN_NAMESPACE
+from maskrcnn_trt.plugins.tensorrt.definitions import PLUGINS
+from maskrcnn_trt.plugins.tensorrt.plugins import PLUGIN_NAMESPACE
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_parser_passes_attributes_in_the_order_and_type_of_the_plugins(path: Pat
             received.extend(values)  # the plugin itself is not needed, so the node fails
 
     model, plugins = plugin_graph_from_model(load_model(path))
-    creators = {name: Creator(name, _PLUGINS[name].attributes) for name in ops_of(plugins)}
+    creators = {name: Creator(name, PLUGINS[name].attributes) for name in ops_of(plugins)}
     registry = trt.get_plugin_registry()
     kinds = {int: trt.PluginFieldType.INT32}
     assert all(registry.register_creator(c, PLUGIN_NAMESPACE) for c in creators.values())
@@ -93,7 +94,7 @@ def test_parser_passes_attributes_in_the_order_and_type_of_the_plugins(path: Pat
             given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
             assert received == [
                 (key, kinds.get(kind, trt.PluginFieldType.FLOAT32), np.ravel(given[key]).tolist())
-                for key, kind in _PLUGINS[node.op_type].attributes.items()
+                for key, kind in PLUGINS[node.op_type].attributes.items()
             ]
     finally:
         for creator in creators.values():
@@ -107,7 +108,7 @@ def ops_of(plugins: Iterable[str]) -> list[str]:
 def model_of(node: onnx.NodeProto) -> onnx.ModelProto:
     """Return a model of one custom node, whose sizes are all dynamic."""
     ranks = {"boxes": (3, TensorProto.FLOAT), "classes": (2, TensorProto.INT64)}
-    names = _PLUGINS[node.op_type].inputs
+    names = PLUGINS[node.op_type].inputs
     inputs = []
     for tensor, name in zip(node.input, names, strict=True):
         rank, kind = ranks.get(name, (3 if name == "rois" else 4, TensorProto.FLOAT))
