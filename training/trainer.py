@@ -19,9 +19,8 @@ from .config import ConfigError, TrainConfig
 from .data.loading.batches import Batch
 from .distributed import Worker
 from .fused_layers import fuse_layers
+from .optimizer import apply_gradients, build_optimizer, set_learning_rates
 from .random_state import generator_states, restore_generators, seed_generators
-from .schedule import learning_rate
-from .solver_config import SolverConfig
 from .weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
@@ -270,52 +269,3 @@ class Trainer:
         if dtype is None:
             return nullcontext()
         return torch.autocast(self.worker.device.type, dtype)
-
-
-def build_optimizer(model: nn.Module, config: SolverConfig) -> torch.optim.Optimizer:
-    """Create SGD or AdamW for a model's trainable parameters.
-
-    Biases and normalisation parameters have no weight decay.
-    """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    biases = [p for name, p in trainable.items() if name.endswith("bias")]
-    others = [p for name, p in trainable.items() if not name.endswith("bias")]
-    weights = [p for p in others if p.dim() > 1]
-    scales = [p for p in others if p.dim() <= 1]
-    groups = [
-        {"params": weights, "weight_decay": config.weight_decay, "lr_factor": 1.0},
-        {"params": scales, "weight_decay": 0.0, "lr_factor": 1.0},
-        {"params": biases, "weight_decay": 0.0, "lr_factor": config.bias_lr_factor},
-    ]
-    if config.optimizer == "adamw":
-        betas = (config.momentum, 0.999)
-        return torch.optim.AdamW(groups, lr=config.base_lr, betas=betas, fused=True)
-    sgd = torch.optim.SGD(groups, lr=config.base_lr, momentum=config.momentum, fused=True)
-    for parameter in trainable.values():
-        # Fused SGD creates these buffers in its first step, except if that step overflows in fp16.
-        # A checkpoint without them could not be resumed.
-        sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return sgd
-
-
-def set_learning_rates(
-    optimizer: torch.optim.Optimizer, config: SolverConfig, iteration: int
-) -> None:
-    """Set the learning rate of every parameter group for an iteration, counted from 0."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, iteration) * group["lr_factor"]
-
-
-def apply_gradients(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.grad_scaler.GradScaler,
-    config: SolverConfig,
-) -> None:
-    """Clip gradients if `clip_gradient_norm` is set, step the optimiser, and reset gradients."""
-    if config.clip_gradient_norm is not None:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip_gradient_norm)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)

@@ -20,13 +20,8 @@ from ...model.mask_rcnn import MaskRCNN
 from ...training.config import ConfigError, TrainConfig
 from ...training.data.loading.batches import Batch
 from ...training.distributed import Worker
-from ...training.trainer import (
-    AUTOCAST_DTYPES,
-    Trainer,
-    apply_gradients,
-    build_optimizer,
-    set_learning_rates,
-)
+from ...training.optimizer import apply_gradients, build_optimizer, set_learning_rates
+from ...training.trainer import AUTOCAST_DTYPES, Trainer
 
 
 def torchvision_from_config(config: ModelConfig) -> TorchvisionMaskRCNN:
