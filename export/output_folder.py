@@ -171,21 +171,17 @@ def sample_images(paths: Iterable[Path]) -> list[Path]:
     return chosen
 
 
-def copy_samples(images: Iterable[Path], bundle: Path) -> None:
+def copy_samples(samples: Iterable[Path], bundle: Path) -> None:
     """Replace the sample images of a bundle, which the server's web page offers.
 
     Args:
-        images: Image files. The six that `sample_images` selects are copied.
+        samples: Result of `sample_images`.
         bundle: Folder of the bundle.
-
-    Raises:
-        ImageError: the content of a selected file is not an image.
     """
-    chosen = sample_images(images)
     folder = bundle / SAMPLES_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    for path in chosen:
+    for path in samples:
         shutil.copy(path, folder)
 
 

@@ -79,7 +79,7 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
     """
     shorter, longer = preprocessing.min_size, preprocessing.max_size
     for bucket in buckets:
-        if min(bucket) < BUCKET_STEP or bucket.height % BUCKET_STEP or bucket.width % BUCKET_STEP:
+        if not bucket.has_whole_steps:
             raise BundleError(
                 f"inputs of {bucket} are not a multiple of {BUCKET_STEP} pixels on both sides; "
                 "choose another --shape"

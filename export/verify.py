@@ -15,11 +15,10 @@ from ..model.bundle.compiled_program import load_artifact
 from ..model.bundle.manifest import Artifact, Manifest, Precision, verified_path
 from ..model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from ..model.checkpoint import Checkpoint
-from ..model.image_files import errors_of_file, read_image_file
+from ..model.image_files import read_resized_image
 from ..model.image_limits import ImageError
-from ..model.images import decode_image
 from ..model.mask_rcnn import BatchDetections, MaskRCNN
-from ..model.resizing import Pixels, pad_to_bucket, resize_image, resized_size, smallest_bucket
+from ..model.resizing import Pixels, pad_to_bucket, resize_image, smallest_bucket
 from ..plugins.box_iou import box_iou
 
 # Images per batch of the comparison.
@@ -253,20 +252,17 @@ def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket,
     """
     buckets = list(dict.fromkeys(artifact.bucket for artifact in manifest.artifacts))
     inputs: dict[ShapeBucket, list[_Input]] = {bucket: [] for bucket in buckets}
-    preprocessing = manifest.preprocessing
     for path in paths:
-        with errors_of_file(path):
-            image = decode_image(read_image_file(path))
-        (height, width, _), rule = image.shape, preprocessing.resize
-        size = resized_size(height, width, preprocessing.min_size, preprocessing.max_size, rule)
+        image = read_resized_image(path, manifest.preprocessing)
+        height, width, _ = image.shape
         try:
-            bucket = smallest_bucket(*size, buckets)
+            bucket = smallest_bucket(height, width, buckets)
         except ImageError as error:
             raise ImageError(
                 f"{path}: {error}; leave the image out, or export a --shape that holds it"
             ) from error
-        padded = pad_to_bucket(resize_image(image, *size, rule), bucket)
-        inputs[bucket].append((padded, np.array(size, np.int64)))
+        size = np.array([height, width], np.int64)
+        inputs[bucket].append((pad_to_bucket(image, bucket), size))
     for bucket, own in inputs.items():
         if not own:
             noise = (_smooth_noise(seed, bucket) for seed in range(2))

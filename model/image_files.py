@@ -19,9 +19,11 @@ from PIL.Image import Exif, Image, fromarray
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from .bundle.manifest import Preprocessing
 from .bundle.spec import MAX_PIXELS
 from .image_limits import ImageError, check_file_size, check_size
-from .images import IMAGE_SUFFIXES, plugin_for
+from .images import IMAGE_SUFFIXES, decode_image, plugin_for
+from .resizing import Pixels, resize_image, resized_size
 from .rgb_strips import TRANSPOSES
 
 # Lower-case suffixes by which image files in a folder are recognised.
@@ -87,6 +89,24 @@ def read_image_file(path: Path) -> bytes:
     with path.open("rb") as file:
         _check_format(file.peek())
         return png_from_other_formats(file.read())
+
+
+def read_resized_image(path: Path, preprocessing: Preprocessing) -> Pixels:
+    """Read an image file, and resize the image as the model needs it.
+
+    Returns:
+        [h, w, 3] RGB, in the dtype of the resize rule.
+
+    Raises:
+        OSError: the file cannot be read.
+        ImageError: the image is invalid. The message begins with the path.
+    """
+    with errors_of_file(path):
+        image = decode_image(read_image_file(path))
+    height, width, _ = image.shape
+    p = preprocessing
+    size = resized_size(height, width, p.min_size, p.max_size, p.resize)
+    return resize_image(image, *size, p.resize)
 
 
 def png_from_other_formats(data: bytes) -> bytes:

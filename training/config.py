@@ -8,7 +8,7 @@ from typing import Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ..model.bundle.spec import ResizeRule, ShapeBucket
+from ..model.bundle.spec import BUCKET_STEP, ResizeRule, ShapeBucket
 from ..model.config.error_messages import validation_message
 from ..model.config.overrides import OverrideError
 from ..model.config.schema import FrozenConfig, ModelConfig
@@ -89,8 +89,8 @@ class DataConfig(FrozenConfig):
         if self.max_size < self.min_size:
             raise ValueError(f"max_size {self.max_size} is below min_size {self.min_size}")
         for bucket in self.buckets:
-            if bucket.height % 32 or bucket.width % 32:
-                raise ValueError(f"sides of bucket {bucket} are not multiples of 32")
+            if not bucket.has_whole_steps:
+                raise ValueError(f"sides of bucket {bucket} are not multiples of {BUCKET_STEP}")
         for sides in ((self.min_size, self.max_size), (self.max_size, self.min_size)):
             if not any(b.height >= sides[0] and b.width >= sides[1] for b in self.buckets):
                 raise ValueError(f"no bucket holds an image of {sides[0]}x{sides[1]} pixels")

@@ -94,8 +94,6 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         folder.locked() if rank.is_main else nullcontext(),
         terminal_progress(rank, config.output_dir / LOG_FILE) as progress,
     ):
-        if rank.is_main:
-            folder.remove_partial_files()
         dataset = load_training_set(config.data)
         config = with_run_length(dataset, set_classes_from_dataset(dataset, config))
         identity = run_identity(config, dataset)

@@ -67,6 +67,8 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Within the context, let no other process train in the folder.
 
+        The incomplete files of a killed run are removed first.
+
         Raises:
             ConfigError: Another process trains in the folder.
         """
@@ -86,9 +88,10 @@ class RunFolder:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}\n")
             file.flush()
+            self._remove_partial_files()
             yield
 
-    def remove_partial_files(self) -> None:
+    def _remove_partial_files(self) -> None:
         """Remove the incomplete files that a killed run left in the folder."""
         for path in self.path.glob(".*.partial"):
             if path.is_file():

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...model.bundle.spec import ShapeBucket
-from ...model.image_files import read_image_file
-from ...model.image_limits import ImageError
+from ...model.image_files import errors_of_file, read_image_file
 from ...model.images import decode_image
 from ...model.plurals import counted
 from ...model.resizing import resize_image
@@ -62,11 +61,9 @@ def read_images(sources: Sequence[Path]) -> list[bytes]:
 
 
 def _checked_image(path: Path) -> bytes:
-    try:
+    with errors_of_file(path):
         data = read_image_file(path)
         decode_image(data)  # measurements have no file names to report
-    except ImageError as error:
-        raise ImageError(f"{path}: {error}") from None
     return data
 
 

@@ -76,7 +76,7 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
     import torch
 
     from ...export.bundle import bundle_from_checkpoint
-    from ...export.output_folder import copy_samples
+    from ...export.output_folder import copy_samples, sample_images
     from ...training.curves import draw_curves
     from ...training.data.synthetic.dataset import draw_dataset
     from ...training.evaluation.validation import PROGRESS_FILE
@@ -103,7 +103,7 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
         bundle_from_checkpoint(checkpoint, bundle, precisions=precisions, report=console.print)
     with step(console, steps, 4):
         _verify(console, bundle, checkpoint, output / "data" / "val")
-    copy_samples(sorted((output / "data" / "val").iterdir()), bundle)
+    copy_samples(sample_images(sorted((output / "data" / "val").iterdir())), bundle)
     with step(console, steps, 5):
         _serve_and_compare(console, bundle, config, output / "predictions.png")
     with step(console, steps, 6):

@@ -15,9 +15,8 @@ from onnx import helper, numpy_helper
 
 from ...model.bundle.manifest import Preprocessing
 from ...model.bundle.spec import INPUT_NAMES, ShapeBucket
-from ...model.image_files import errors_of_file, read_image_file
-from ...model.images import decode_image
-from ...model.resizing import Pixels, pad_to_bucket, resize_image, resized_size
+from ...model.image_files import read_resized_image
+from ...model.resizing import pad_to_bucket
 
 # Maximum number of calibration images. With more, the ranges hardly change.
 _MOST_IMAGES = 64
@@ -146,12 +145,7 @@ def _feed(
     path: Path, preprocessing: Preprocessing, bucket: ShapeBucket, dtype: np.dtype[Any]
 ) -> dict[str, NDArray[Any]]:
     """Return the inputs of the model for an image file."""
-    with errors_of_file(path):
-        image = decode_image(read_image_file(path))
-    height, width, _ = image.shape
-    p = preprocessing
-    size = resized_size(height, width, p.min_size, p.max_size, p.resize)
-    resized: Pixels = resize_image(image, *size, p.resize)[: bucket.height, : bucket.width]
+    resized = read_resized_image(path, preprocessing)[: bucket.height, : bucket.width]
     pixels = pad_to_bucket(resized, bucket)[None].astype(dtype)
     return dict(zip(INPUT_NAMES, (pixels, np.array([resized.shape[:2]], np.int64)), strict=True))
 

@@ -38,3 +38,8 @@ class ShapeBucket(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.height}x{self.width}"
+
+    @property
+    def has_whole_steps(self) -> bool:
+        """Whether both sides are multiples of `BUCKET_STEP`, and not zero."""
+        return min(self) >= BUCKET_STEP and not any(side % BUCKET_STEP for side in self)

@@ -61,8 +61,8 @@ _CHARACTERS_PER_RUN: Final = 2
 class DeviceSteps:
     """Steps that decode images, compute the model and encode masks on the backend's device."""
 
-    # One batch before the model, one in the model and one after it keep the model busy. With two
-    # more, full batches are ready as soon as the model is free, while other threads run.
+    # Two more than `DeviceEngine.saturating_batches`, so that full batches are ready as soon as the
+    # model is free, while other threads run.
     concurrency: Final = 5
 
     def __init__(

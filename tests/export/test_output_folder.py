@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
-from maskrcnn_trt.export.output_folder import atomic_folder, copy_samples
+from maskrcnn_trt.export.output_folder import atomic_folder, copy_samples, sample_images
 from maskrcnn_trt.model.bundle.manifest import Manifest, Precision, read_manifest, verified_path
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
@@ -65,11 +65,11 @@ def test_samples_are_images_that_browsers_show(older: Path, tmp_path: Path) -> N
     images = [tmp_path / f"{number}.jpg" for number in range(8)]
     for path in (scan := tmp_path / "0.tiff", *images):
         Image.new("RGB", (8, 8)).save(path)
-    copy_samples([scan, *images], older)
+    copy_samples(sample_images([scan, *images]), older)
     assert {path.name for path in (older / "samples").iterdir()} == {p.name for p in images[:6]}
     images[3].write_bytes(b"text")
     with pytest.raises(ImageError, match=r"3\.jpg: "):
-        copy_samples(images, older)
+        copy_samples(sample_images(images), older)
     assert len(list((older / "samples").iterdir())) == 6
 
 

@@ -65,18 +65,15 @@ def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
         DataError: No file has a label.
     """
     parsed: dict[Path, _LabelmeFile | str] = {path: _parsed(path) for path in files}
-    labels = {
-        label
-        for file in parsed.values()
-        if not isinstance(file, str)
-        for shape in file.shapes
-        if (label := _label_of(shape)) and _type_of(shape) in _AREA_TYPES
-    } - _NO_OBJECTS
+    files_read = (file for file in parsed.values() if not isinstance(file, str))
+    shapes = [shape for file in files_read for shape in file.shapes]
+    labels = {_label_of(shape) for shape in shapes if _type_of(shape) in _AREA_TYPES}
+    labels -= {"", *_NO_OBJECTS}
     if not labels:
         types = ", ".join(sorted(_AREA_TYPES))
         raise DataError(
             f"{folder} has LabelMe files without any labelled area"
-            f"{_found_shapes(parsed.values())}; label shapes of type {types}"
+            f"{_found_shapes(shapes)}; label shapes of type {types}"
         )
     categories = tuple(Category(id=n, name=name) for n, name in enumerate(sorted(labels), start=1))
     ids = {category.name: category.id for category in categories}
@@ -89,13 +86,10 @@ def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
     )
 
 
-def _found_shapes(files: Iterable[_LabelmeFile | str]) -> str:
-    """Return the numbers of shapes by type for a message. Empty: there are no shapes."""
+def _found_shapes(shapes: Iterable[Mapping[str, Any]]) -> str:
+    """Return the numbers of shapes by type, for a message. The text is empty without shapes."""
     kinds = Counter(
-        _type_of(shape) + ("" if _label_of(shape) else " without label")
-        for file in files
-        if not isinstance(file, str)
-        for shape in file.shapes
+        _type_of(shape) + ("" if _label_of(shape) else " without label") for shape in shapes
     )
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return f"; its shapes: {counts}" if counts else ""
