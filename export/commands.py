@@ -43,7 +43,7 @@ class BucketType(click.ParamType[ShapeBucket]):
         if not (height.isdecimal() and width.isdecimal()):
             self.fail(f"{value!r} is not of the form HEIGHTxWIDTH, as in 800x1344", param, ctx)
         bucket = ShapeBucket(int(height), int(width))
-        if not bucket.has_whole_steps:
+        if not bucket.is_multiple_of_step:
             self.fail(
                 f"{value} must be a multiple of {BUCKET_STEP} pixels on both sides", param, ctx
             )

@@ -79,7 +79,7 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
     """
     shorter, longer = preprocessing.min_size, preprocessing.max_size
     for bucket in buckets:
-        if not bucket.has_whole_steps:
+        if not bucket.is_multiple_of_step:
             raise BundleError(
                 f"inputs of {bucket} are not a multiple of {BUCKET_STEP} pixels on both sides; "
                 "choose another --shape"

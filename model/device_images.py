@@ -80,7 +80,7 @@ def _decode_with_torchvision(
 
 
 def apply_orientation(image: Tensor, orientation: int) -> Tensor:
-    """Rotate or mirror an image [3, h, w] as its EXIF orientation requires: 1 (unchanged) to 8."""
+    """Rotate or mirror an image [3, h, w] by its EXIF orientation, from 1 (unchanged) to 8."""
     if orientation in _TRANSPOSED:
         image = image.mT
     mirrored = [1] * (orientation in _MIRRORED_ROWS) + [2] * (orientation in _MIRRORED_COLUMNS)

@@ -89,7 +89,7 @@ class DataConfig(FrozenConfig):
         if self.max_size < self.min_size:
             raise ValueError(f"max_size {self.max_size} is below min_size {self.min_size}")
         for bucket in self.buckets:
-            if not bucket.has_whole_steps:
+            if not bucket.is_multiple_of_step:
                 raise ValueError(f"sides of bucket {bucket} are not multiples of {BUCKET_STEP}")
         for sides in ((self.min_size, self.max_size), (self.max_size, self.min_size)):
             if not any(b.height >= sides[0] and b.width >= sides[1] for b in self.buckets):

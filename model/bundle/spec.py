@@ -40,6 +40,6 @@ class ShapeBucket(NamedTuple):
         return f"{self.height}x{self.width}"
 
     @property
-    def has_whole_steps(self) -> bool:
+    def is_multiple_of_step(self) -> bool:
         """Whether both sides are multiples of `BUCKET_STEP`, and not zero."""
         return min(self) >= BUCKET_STEP and not any(side % BUCKET_STEP for side in self)

@@ -93,7 +93,7 @@ STEPS: Final = (
             f"{_EVALUATION} --backend onnxruntime --precision fp32 --json {FOLDER}/reference.json",
             f"{_EVALUATION} --backend tensorrt --precision fp16 --json {FOLDER}/tensorrt.json",
         ),
-        "twice the same box AP, within 0.5 points",
+        "the same box AP for both backends, within 0.5 points",
     ),
     FirstRunStep(
         (f"maskrcnn serve {_BUNDLE} --backend tensorrt --doctor",),
