@@ -1,7 +1,7 @@
 """Region proposal network (Ren et al., Faster R-CNN) for whole batches."""
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torchvision.models.detection.rpn import RPNHead
 from ..plugins.box_deltas import decode_boxes, encode_boxes
 from ..plugins.grid_anchors import grid_anchors
 from ..plugins.nms_keep import nms_keep
-from ..plugins.stable_top_k import stable_top_k
+from ..plugins.stable_top_k import stable_top_k, top_k_of_parts
 from .anchors import cell_anchors, grid_steps
 from .backbone import feature_strides
 from .config.schema import ModelConfig
@@ -91,7 +91,8 @@ class RegionProposalNetwork(nn.Module):
             if self.training
             else (c.pre_nms_top_n_test, c.post_nms_top_n_test)
         )
-        scores, indices = self._best_of_maps(outputs, min(pre_nms, max(outputs.counts)))
+        pre_nms = min(pre_nms, max(outputs.counts))
+        scores, indices = top_k_of_parts(outputs.logits.detach(), outputs.counts, pre_nms)
         boxes, large = decode_boxes(
             outputs.deltas.detach()[:, :, None],
             outputs.anchors[None],
@@ -109,27 +110,6 @@ class RegionProposalNetwork(nn.Module):
         scores, chosen = stable_top_k(scores, post_nms)
         valid = scores.isfinite()
         return Proposals(take_rows(boxes, chosen) * valid[..., None], valid)
-
-    @staticmethod
-    def _best_of_maps(outputs: RpnOutputs, width: int) -> tuple[Tensor, Tensor]:
-        """Select the `width` anchors of highest score from each of L feature maps, best first.
-
-        Returns:
-            scores [B, L, width], -inf for padding; indices into all N anchors [B, L, width], -1
-            for padding.
-        """
-        longest = max(outputs.counts)
-        maps = torch.split(outputs.logits.detach(), outputs.counts, dim=1)
-        # Compute one top-k for all maps, padded to the size of the largest map. On a GPU, it takes
-        # no longer than a top-k of the largest map alone.
-        padded = [F.pad(x, (0, longest - x.shape[1]), value=-torch.inf) for x in maps]
-        scores, indices = stable_top_k(torch.stack(padded, dim=1), width)
-        firsts = accumulate(outputs.counts[:-1], initial=0)
-        among_all = [
-            torch.where(own < count, own + first, -1)
-            for own, count, first in zip(indices.unbind(dim=1), outputs.counts, firsts, strict=True)
-        ]
-        return scores, torch.stack(among_all, dim=1)
 
     def losses(
         self, outputs: RpnOutputs, targets: Targets, seeds: Tensor

@@ -16,6 +16,7 @@ from ...model.bundle.spec import INPUT_NAMES, OPSET_DOMAIN, OPSET_VERSION, OUTPU
 from ...model.mask_rcnn import MaskRCNN
 from ...plugins.box_deltas import are_large
 from ...plugins.grid_anchors import grid_anchors_in_torch
+from ...plugins.stable_top_k import top_k_of_parts_in_torch
 from .functions import functions_for
 
 OPSET = 18
@@ -200,6 +201,7 @@ _NODES: dict[Any, Callable[..., Any]] = {
     torch.ops.maskrcnn.nms_keep.default: _nms_keep_node,
     torch.ops.maskrcnn.pyramid_roi_align.default: _pyramid_roi_align_node,
     torch.ops.maskrcnn.stable_top_k.default: _top_k_node,
+    torch.ops.maskrcnn.top_k_of_parts.default: top_k_of_parts_in_torch,
     torch.ops.maskrcnn.decode_boxes.default: _decode_boxes_node,
     torch.ops.maskrcnn.grid_anchors.default: grid_anchors_in_torch,
 }

@@ -1,7 +1,13 @@
 """Compilation and launch of the kernels in `stable_top_k.cu`."""
 
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
 from ..runtime.compilation import Kernel, Launch
 
+# Maximum number of parts of a row.
+MAX_PARTS = 5
 # Largest k of the kernels: one block sorts k entries. For a larger k, sorting whole rows is faster.
 MAX_K = 4096
 # Entries of a row that one block reads.
@@ -17,56 +23,78 @@ def survivors(count: int, k: int) -> int:
     return full * k + min(k, count - full * CHUNK)
 
 
-def prune_kernel(value_type: str, count: int) -> Kernel:
-    """Return the kernel that keeps the k largest entries of each chunk of a row.
+class Part(NamedTuple):
+    """Part of a row, of which the k largest entries are selected."""
 
-    A row has `count` entries, and a chunk has up to `CHUNK` of them. The value type is `float`,
-    `float16` or `bfloat16`.
+    # Index of the first entry.
+    first: int
+    # Number of candidates: all entries at first, those that are left after pruning later.
+    length: int
+
+
+def prune_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
+    """Return the kernel that keeps the k largest entries of each chunk of each part of a row.
+
+    A chunk has up to `CHUNK` entries. The value type is `float`, `float16` or `bfloat16`.
     """
-    return _kernel("prune_top_k", value_type, min(count, CHUNK))
+    return _kernel("prune_top_k", value_type, min(longest(parts), CHUNK), len(parts))
 
 
-def prune_launch(rows: int, stride: int, count: int, k: int) -> Launch:
-    """Return the grid, block and scalar arguments of `prune_kernel`.
+def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launch:
+    """Return the grid, block and scalar arguments of `prune_kernel` for L parts.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, count] int32, ascending indices into a row. If candidates is empty, all entries of a row
-    are candidates. The output is the indices of the remaining candidates, ascending,
-    [rows, survivors(count, k)] int32.
+    [rows, L, C] int32, ascending indices into a row; C is the length of the longest part. If
+    candidates is empty, all entries of a part are candidates. The output is the indices of the
+    remaining candidates, ascending, [rows, L, survivors(C, k)] int32.
     """
-    chunks = -(-count // CHUNK)
-    scalars = (stride, count, k, survivors(count, k))
-    return Launch((rows, chunks, 1), (_THREADS, 1, 1), scalars)
+    count = longest(parts)
+    scalars = (stride, count, *chain(*parts), k, survivors(count, k))
+    return Launch((rows * len(parts), -(-count // CHUNK), 1), (_THREADS, 1, 1), scalars)
 
 
-def sort_kernel(value_type: str, count: int) -> Kernel:
-    """Return the kernel that sorts the k <= `MAX_K` largest of `count` <= `CHUNK` entries."""
-    return _kernel("sort_top_k", value_type, count)
+def sort_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
+    """Return the kernel that sorts the k <= `MAX_K` largest of at most `CHUNK` candidates."""
+    return _kernel("sort_top_k", value_type, longest(parts), len(parts))
 
 
-def sort_launch(rows: int, stride: int, count: int, k: int) -> Launch:
-    """Return the grid, block and scalar arguments of `sort_kernel`.
+def sort_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launch:
+    """Return the grid, block and scalar arguments of `sort_kernel` for L parts.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, count] int32, as in `prune_launch`. Outputs are the k largest candidates' values
-    [rows, k] and indices [rows, k] int64.
+    [rows, L, C] int32, as in `prune_launch`. Outputs are the k largest candidates' values
+    [rows, L, k] and indices [rows, L, k] int64. Parts with fewer entries are padded with negative
+    infinity and -1.
     """
-    return Launch((rows, 1, 1), (_THREADS, 1, 1), (stride, count, k))
+    scalars = (stride, longest(parts), *chain(*parts), k)
+    return Launch((rows * len(parts), 1, 1), (_THREADS, 1, 1), scalars)
 
 
-def _kernel(name: str, value_type: str, count: int) -> Kernel:
+def longest(parts: Sequence[Part]) -> int:
+    """Return the largest number of candidates of a part."""
+    return max(part.length for part in parts)
+
+
+def _kernel(name: str, value_type: str, count: int, parts: int) -> Kernel:
     constants = (
         ("VALUE", value_type),
         # A power of two, so that few kernels cover all sizes.
         ("ITEMS", 1 << (-(-count // _THREADS) - 1).bit_length()),
+        ("LEVELS", parts),
         ("MAX_K", MAX_K),
         ("THREADS", _THREADS),
     )
     return Kernel("stable_top_k/stable_top_k.cu", name, constants)
 
 
+def _prebuilt(count: int, parts: int = 1) -> list[Part]:
+    return [Part(0, count)] * parts
+
+
 PREBUILT_KERNELS = (
-    *(sort_kernel("float", _THREADS * items) for items in (1, 2, 4, 8, 16)),
-    prune_kernel("float", CHUNK),
-    *(sort_kernel(value_type, _THREADS) for value_type in ("float16", "bfloat16")),
+    *(sort_kernel("float", _prebuilt(_THREADS * items)) for items in (1, 2, 4, 8, 16)),
+    prune_kernel("float", _prebuilt(CHUNK)),
+    *(sort_kernel("float", _prebuilt(_THREADS * items, MAX_PARTS)) for items in (4, 16)),
+    prune_kernel("float", _prebuilt(CHUNK, MAX_PARTS)),
+    *(sort_kernel(value_type, _prebuilt(_THREADS)) for value_type in ("float16", "bfloat16")),
 )

@@ -1,4 +1,4 @@
-"""`maskrcnn::stable_top_k`: top k with ties broken by the lower index.
+"""`maskrcnn::stable_top_k` and `top_k_of_parts`: top k with ties broken by the lower index.
 
 Contract of all implementations: equal entries are ordered by index. Zeros of either sign are equal.
 NaN is larger than all numbers, and all NaN are equal. In ONNX, the operation is the standard TopK.
@@ -7,11 +7,26 @@ NaN is larger than all numbers, and all NaN are equal. In ONNX, the operation is
 # Ties are common, because of padding and saturated scores. A defined order makes detections equal
 # on all devices and in ONNX Runtime, whose TopK guarantees this order. `torch.topk` does not.
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..runtime.launching import launch_kernel
-from .kernel import CHUNK, MAX_K, prune_kernel, prune_launch, sort_kernel, sort_launch, survivors
+from .kernel import (
+    CHUNK,
+    MAX_K,
+    MAX_PARTS,
+    Part,
+    longest,
+    prune_kernel,
+    prune_launch,
+    sort_kernel,
+    sort_launch,
+    survivors,
+)
 
 _VALUE_TYPES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -41,17 +56,63 @@ def _(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if values.dtype not in _VALUE_TYPES or k > MAX_K:
         return _sort(values, k)
     largest, indices = _empty_entries(values, k)
-    if largest.numel() == 0:
-        return largest, indices
-    values = _rows(values)
-    candidates, count = _prune(values, k)
-    launch_kernel(
-        sort_kernel(_VALUE_TYPES[values.dtype], count),
-        sort_launch(len(values), values.stride(0), count, k),
-        [values, candidates],
-        [largest, indices],
-    )
+    if largest.numel() > 0:
+        _select(_rows(values), [Part(0, values.shape[-1])], k, largest, indices)
     return largest, indices
+
+
+def top_k_of_parts_in_torch(values: Tensor, counts: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest entries of each of L parts of each row, and their indices in the row.
+
+    This is the CPU implementation of `maskrcnn::top_k_of_parts`. Exporters trace this function.
+
+    Args:
+        values: [B, N] floating point.
+        counts: [L], lengths of the parts of a row; their sum is N.
+        k: number of entries to return of each part, at most the length of the longest one.
+
+    Returns:
+        values [B, L, k] in descending order, and indices of the same shape, int64. Parts with fewer
+            than k entries are padded with negative infinity and -1.
+    """
+    # Parts are padded to one length, so that one operation selects from all of them.
+    padded = [
+        F.pad(part, (0, max(counts) - part.shape[1]), value=-torch.inf)
+        for part in torch.split(values, list(counts), dim=1)
+    ]
+    largest, indices = stable_top_k(torch.stack(padded, dim=1), k)
+    among_all = [
+        torch.where(own < part.length, own + part.first, -1)
+        for own, part in zip(indices.unbind(dim=1), _parts(counts), strict=True)
+    ]
+    return largest, torch.stack(among_all, dim=1)
+
+
+top_k_of_parts = torch.library.custom_op(
+    "maskrcnn::top_k_of_parts", top_k_of_parts_in_torch, mutates_args=(), device_types="cpu"
+)
+
+
+@top_k_of_parts.register_fake
+def _(values: Tensor, counts: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    return _empty_entries(values[:, None].expand(-1, len(counts), -1), k)
+
+
+@top_k_of_parts.register_kernel("cuda")
+def _(values: Tensor, counts: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    parts = _parts(counts)
+    supported = values.dtype in _VALUE_TYPES and k <= MAX_K and len(parts) <= MAX_PARTS
+    if not supported or min(counts) == 0:
+        return top_k_of_parts_in_torch(values, counts, k)
+    largest, indices = _empty_entries(values[:, None].expand(-1, len(parts), -1), k)
+    if largest.numel() > 0:
+        _select(_rows(values), parts, k, largest, indices)
+    return largest, indices
+
+
+def _parts(counts: Sequence[int]) -> list[Part]:
+    firsts = accumulate(counts[:-1], initial=0)
+    return [Part(first, count) for first, count in zip(firsts, counts, strict=True)]
 
 
 def _rows(values: Tensor) -> Tensor:
@@ -60,26 +121,22 @@ def _rows(values: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _prune(values: Tensor, k: int) -> tuple[Tensor, int]:
-    """Select up to `CHUNK` candidates for the k largest entries of each of R rows [R, N].
-
-    Returns:
-        ascending indices of M candidates per row, [R, M] int32, or an empty tensor if all entries
-        are candidates; and M.
-    """
-    rows, length = values.shape
-    candidates, count = values.new_empty(0, dtype=torch.int32), length
-    while count > CHUNK:
-        left = survivors(count, k)
-        kept = values.new_empty(rows, left, dtype=torch.int32)
-        launch_kernel(
-            prune_kernel(_VALUE_TYPES[values.dtype], count),
-            prune_launch(rows, values.stride(0), count, k),
-            [values, candidates],
-            [kept],
-        )
-        candidates, count = kept, left
-    return candidates, count
+def _select(
+    values: Tensor, parts: Sequence[Part], k: int, largest: Tensor, indices: Tensor
+) -> None:
+    """Write the k largest entries of each of L parts of R rows [R, N], and their indices."""
+    value_type, shape = _VALUE_TYPES[values.dtype], (len(values), values.stride(0))
+    candidates = values.new_empty(0, dtype=torch.int32)
+    while longest(parts) > CHUNK:
+        left = survivors(longest(parts), k)
+        kept = values.new_empty(len(values), len(parts), left, dtype=torch.int32)
+        launch = prune_launch(*shape, parts, k)
+        launch_kernel(prune_kernel(value_type, parts), launch, [values, candidates], [kept])
+        candidates = kept
+        parts = [Part(part.first, survivors(part.length, k)) for part in parts]
+    outputs = [largest, indices]
+    launch = sort_launch(*shape, parts, k)
+    launch_kernel(sort_kernel(value_type, parts), launch, [values, candidates], outputs)
 
 
 def _sort(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,34 +1,58 @@
-// Top k of rows, ties broken by the lower index. Contract: stable_top_k/operation.py.
+// Top k of each part of each row, ties broken by the lower index. Contract:
+// stable_top_k/operation.py.
 //
-// A block reads a chunk of a row, THREADS * ITEMS entries, into registers as integer keys in the
+// A block reads a chunk of a part, THREADS * ITEMS entries, into registers as integer keys in the
 // order of the values. Bit by bit it finds the key of the k-th largest entry, and writes the k
 // largest entries in row order, which breaks ties. Bits that all keys share are skipped: 13 of 32 if
-// the values were computed in fp16, and all of them in padding. `prune_top_k` ends here; it is
-// launched until the remaining entries of a row fit into one block. `sort_top_k` also sorts the k
-// entries.
+// the values were computed in fp16. `prune_top_k` ends here; it is launched until the remaining
+// entries of a part fit into one block. `sort_top_k` also sorts the k entries.
 //
-// Compile-time constants: VALUE (type), ITEMS, MAX_K (largest number of sorted entries, a power of
-// two), THREADS.
+// Compile-time constants: VALUE (type), ITEMS, LEVELS (number of parts), MAX_K (largest number of
+// sorted entries, a power of two), THREADS.
+#include "levels.cuh"
 #include "numeric.cuh"
+
+#define PART_PARAMETERS(l) int first##l, int count##l
+#define PART_OF_LEVEL(l) {first##l, count##l}
 
 constexpr int WARP = 32;
 constexpr int KEY_BITS = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr unsigned SIGN = 0x80000000u;
+// Bits of negative infinity.
+constexpr unsigned NEGATIVE_INFINITY = 0xff800000u;
 static_assert(THREADS == WARP * WARP, "a warp has a lane for each warp's total");
+static_assert(MAX_K == 4 * THREADS, "a thread sorts one, two or four entries");
 static_assert(THREADS * ITEMS < 1 << 16, "totals of a chunk are packed in 16 bits");
 
 using Value = VALUE;
 using Keys = unsigned[ITEMS];
 using Entry = unsigned long long;
 
-// Entries of a row that are left after pruning: the candidates.
+struct Part {
+    // Index of the part's first entry in a row.
+    int first;
+    // Number of entries that are left after pruning: the candidates.
+    int count;
+};
+
+// The block's part of a row.
 struct Row {
     const Value* values;
-    // Ascending indices into the values; null: all entries.
+    // Ascending indices into the row; null: all entries of the part.
     const int* candidates;
+    Part part;
 
-    __device__ int index_of(int place) const { return candidates ? candidates[place] : place; }
+    __device__ Row(const Value* values, int stride, const int* candidates, int width,
+                   const Part (&parts)[LEVELS])
+        : values(values + static_cast<long long>(blockIdx.x / LEVELS) * stride),
+          candidates(candidates ? candidates + static_cast<long long>(blockIdx.x) * width
+                                : nullptr),
+          part(parts[blockIdx.x % LEVELS]) {}
+
+    __device__ int index_of(int place) const {
+        return candidates ? candidates[place] : part.first + place;
+    }
 };
 
 // Integer key of a value: SIGN plus or minus the bits of its magnitude. Zeros of either sign are
@@ -53,10 +77,8 @@ __device__ void load_keys(const Row& row, int start, int size, Keys& keys) {
     Value values[ITEMS];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) places[i] = start + min(first_place() + i * WARP, size - 1);
-    if (row.candidates) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) places[i] = row.candidates[places[i]];
-    }
+    for (int i = 0; i < ITEMS; ++i) places[i] = row.index_of(places[i]);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) values[i] = row.values[places[i]];
 #pragma unroll
@@ -159,64 +181,69 @@ __device__ void place_largest(const Keys& keys, int wanted, const Store& store) 
     }
 }
 
-// `sort_block` with one entry per thread. Lanes exchange entries by shuffling them, so that only
-// every fourth step waits for other warps.
-__device__ void sort_registers(Entry* entries, int size) {
-    static_assert(MAX_K >= 2 * THREADS, "steps alternate between two copies of the entries");
+// Descending bitonic sort of `size` entries, a power of two of at most OWN * THREADS. Entries beyond
+// them change. A thread holds the entries `thread + i * THREADS` in registers. Only the steps
+// between WARP and THREADS exchange them through shared memory.
+template <int OWN>
+__device__ void sort_block(Entry* entries, int size) {
+    // With two copies of the entries, one is read while the other is written.
+    constexpr bool TWO_COPIES = 2 * OWN * THREADS <= MAX_K;
     const int thread = threadIdx.x;
-    Entry own = entries[thread];
+    Entry own[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) own[i] = entries[thread + i * THREADS];
     int copy = 0;
     for (int run = 2; run <= size; run *= 2) {
-        for (int step = run / 2; step > 0; step /= 2) {
-            Entry other;
-            if (step < WARP) {
-                other = __shfl_xor_sync(ALL_LANES, own, step);
-            } else {
-                copy ^= THREADS;
-                entries[copy + thread] = own;
-                __syncthreads();
-                other = entries[copy + (thread ^ step)];
-            }
-            const bool first = (thread & step) == 0, descends = (thread & run) == 0;
-            if ((first == descends) == (own < other)) own = other;
-        }
-    }
-    __syncthreads();
-    entries[thread] = own;
-    __syncthreads();
-}
-
-// Descending bitonic sort of `size` entries, a power of two. Entries beyond them change.
-__device__ void sort_block(Entry* entries, int size) {
-    __syncthreads();
-    if (size <= THREADS) {
-        sort_registers(entries, size);
-        return;
-    }
-    for (int run = 2; run <= size; run *= 2) {
-        for (int step = run / 2; step > 0; step /= 2) {
-            for (int pair = threadIdx.x; pair < size / 2; pair += THREADS) {
-                const int first = 2 * pair - (pair & (step - 1)), second = first + step;
-                const Entry a = entries[first], b = entries[second];
-                const bool descends = (first & run) == 0;
-                if (descends == (a < b)) {
-                    entries[first] = b;
-                    entries[second] = a;
+        int step = run / 2;
+#pragma unroll
+        for (int distance = OWN / 2; distance > 0; distance /= 2) {
+            if (step != distance * THREADS) continue;
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) {
+                Entry &a = own[i & ~distance], &b = own[i | distance];
+                const bool descends = ((thread + i * THREADS) & run) == 0;
+                if ((i & distance) == 0 && descends == (a < b)) {
+                    const Entry larger = b;
+                    b = a;
+                    a = larger;
                 }
             }
-            __syncthreads();
+            step /= 2;
+        }
+        for (; step > 0; step /= 2) {
+            if (step >= WARP) {
+                if (TWO_COPIES) copy ^= OWN * THREADS;
+                else __syncthreads();
+#pragma unroll
+                for (int i = 0; i < OWN; ++i) entries[copy + thread + i * THREADS] = own[i];
+                __syncthreads();
+            }
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) {
+                const Entry other = step < WARP
+                                        ? __shfl_xor_sync(ALL_LANES, own[i], step)
+                                        : entries[copy + (thread ^ step) + i * THREADS];
+                const bool first = (thread & step) == 0;
+                const bool descends = ((thread + i * THREADS) & run) == 0;
+                if ((first == descends) == (own[i] < other)) own[i] = other;
+            }
         }
     }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) entries[thread + i * THREADS] = own[i];
+    __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 prune_top_k(const Value* __restrict__ values, const int* __restrict__ candidates, int stride,
-            int count, int k, int left, int* __restrict__ survivors) {
-    const long long row_index = blockIdx.x;
-    const Row row = {values + row_index * stride,
-                     candidates ? candidates + row_index * count : nullptr};
-    const int start = blockIdx.y * THREADS * ITEMS, size = min(THREADS * ITEMS, count - start);
-    survivors += row_index * left + static_cast<long long>(blockIdx.y) * k;
+            int width, EACH_LEVEL(PART_PARAMETERS), int k, int left, int* __restrict__ survivors) {
+    const Part parts[LEVELS] = {EACH_LEVEL(PART_OF_LEVEL)};
+    const Row row(values, stride, candidates, width, parts);
+    const int start = blockIdx.y * THREADS * ITEMS;
+    const int size = min(THREADS * ITEMS, row.part.count - start);
+    if (size <= 0) return;
+    survivors += static_cast<long long>(blockIdx.x) * left + blockIdx.y * k;
     Keys keys;
     load_keys(row, start, size, keys);
     place_largest(keys, min(k, size), [&](int slot, unsigned, int place) {
@@ -226,26 +253,35 @@ prune_top_k(const Value* __restrict__ values, const int* __restrict__ candidates
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sort_top_k(const Value* __restrict__ values, const int* __restrict__ candidates, int stride,
-           int count, int k, Value* __restrict__ largest, long long* __restrict__ indices) {
+           int width, EACH_LEVEL(PART_PARAMETERS), int k, Value* __restrict__ largest,
+           long long* __restrict__ indices) {
     __shared__ Entry entries[MAX_K];
-    const long long row_index = blockIdx.x;
-    const Row row = {values + row_index * stride,
-                     candidates ? candidates + row_index * count : nullptr};
-    largest += row_index * k;
-    indices += row_index * k;
+    const Part parts[LEVELS] = {EACH_LEVEL(PART_OF_LEVEL)};
+    const Row row(values, stride, candidates, width, parts);
+    const int wanted = min(k, row.part.count);
+    largest += static_cast<long long>(blockIdx.x) * k;
+    indices += static_cast<long long>(blockIdx.x) * k;
     Keys keys;
-    load_keys(row, 0, count, keys);
+    load_keys(row, 0, row.part.count, keys);
     // The inverted place makes entries distinct, and the first of equal entries the largest.
-    place_largest(keys, k, [&](int slot, unsigned key, int place) {
+    place_largest(keys, wanted, [&](int slot, unsigned key, int place) {
         entries[slot] = static_cast<Entry>(key) << KEY_BITS | ~static_cast<unsigned>(place);
     });
     int size = 1;
-    while (size < k) size *= 2;
-    for (int slot = k + threadIdx.x; slot < size; slot += THREADS) entries[slot] = 0;
-    sort_block(entries, size);
+    while (size < wanted) size *= 2;
+    for (int slot = wanted + threadIdx.x; slot < size; slot += THREADS) entries[slot] = 0;
+    __syncthreads();
+    if (size <= THREADS) sort_block<1>(entries, size);
+    else if (size <= 2 * THREADS) sort_block<2>(entries, size);
+    else sort_block<MAX_K / THREADS>(entries, size);
     for (int slot = threadIdx.x; slot < k; slot += THREADS) {
-        const int index = row.index_of(~static_cast<unsigned>(entries[slot]));
-        largest[slot] = row.values[index];
-        indices[slot] = index;
+        if (slot < wanted) {
+            const int index = row.index_of(~static_cast<unsigned>(entries[slot]));
+            largest[slot] = row.values[index];
+            indices[slot] = index;
+        } else {
+            narrow(__uint_as_float(NEGATIVE_INFINITY), largest[slot]);
+            indices[slot] = -1;
+        }
     }
 }

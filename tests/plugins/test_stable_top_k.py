@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ import torch
 from cuda_graphs import replayed
 from torch import Tensor
 
-from maskrcnn_trt.plugins.stable_top_k import stable_top_k
+from maskrcnn_trt.plugins.stable_top_k import stable_top_k, top_k_of_parts
 
 
 def assert_is_stable_top_k(values: Tensor, k: int, device: str) -> None:
@@ -112,3 +113,45 @@ def test_can_be_captured(k: int) -> None:
     example, values = random_values(2, 40000), random_values(2, 40000, distinct=90, seed=1)
     _, indices = replayed(lambda held: stable_top_k(held, k), [example], [values])
     assert torch.equal(indices, stable_top_k(values, k)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("distinct", [None, 3], ids=["distinct", "ties"])
+@pytest.mark.parametrize(
+    ("counts", "k"),
+    [((50,), 7), ((30, 12, 3), 20), ((1, 2, 40, 1, 9), 40), ((1500, 1030, 700), 1200),
+     ((5, 4, 3, 2, 1, 1), 5), ((6, 0, 2), 3), ((6, 3), 0)],
+)  # fmt: skip
+def test_top_k_of_parts_selects_from_each_part(
+    counts: tuple[int, ...], k: int, distinct: int | None, dtype: torch.dtype, device: str
+) -> None:
+    values = random_values(2, sum(counts), distinct=distinct).to(dtype)
+    assert_is_top_k_of_parts(values, counts, k, device)
+
+
+def assert_is_top_k_of_parts(values: Tensor, counts: Sequence[int], k: int, device: str) -> None:
+    """Compare with a stable sort of each part by NumPy."""
+    largest, indices = top_k_of_parts(values.to(device), list(counts), k)
+    assert largest.shape == indices.shape == (len(values), len(counts), k)
+    for row, own_largest, own_indices in zip(values, largest.cpu(), indices.cpu(), strict=True):
+        first = 0
+        for part, count in enumerate(counts):
+            entries = row[first : first + count].double().numpy()
+            order = np.argsort(-entries, kind="stable")[:k]
+            assert own_indices[part].tolist() == [*(first + order), *[-1] * (k - len(order))]
+            assert own_largest[part, : len(order)].tolist() == entries[order].tolist()
+            assert (own_largest[part, len(order) :] == -math.inf).all()
+            first += count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [1000, 2000, 4096])
+def test_top_k_of_long_parts_on_a_gpu(k: int) -> None:
+    counts = (201600, 50400, 12600, 3150, 819)
+    for distinct in (None, 3000):
+        values = random_values(3, sum(counts), distinct=distinct)
+        assert_is_top_k_of_parts(values, counts, k, "cuda")
+
+
+def test_opcheck_of_parts(device: str) -> None:
+    torch.library.opcheck(top_k_of_parts, (torch.rand(2, 9, device=device), [4, 3, 2], 3))
