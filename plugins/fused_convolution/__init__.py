@@ -1,6 +1,17 @@
-"""`maskrcnn::convolution_relu`, `pointwise_convolution` and `expand_reduce`: fused convolutions."""
+"""Convolutions that are fused with the bias, the addition and the ReLU after them.
+
+The operations are `maskrcnn::convolution_relu`, `cudnn_convolution`, `pointwise_convolution`,
+`gemm_convolution` and `expand_reduce`.
+"""
 
 from .expand_reduce import expand_reduce
+from .library_operations import cudnn_convolution, gemm_convolution
 from .operation import convolution_relu, pointwise_convolution
 
-__all__ = ["convolution_relu", "expand_reduce", "pointwise_convolution"]
+__all__ = [
+    "convolution_relu",
+    "cudnn_convolution",
+    "expand_reduce",
+    "gemm_convolution",
+    "pointwise_convolution",
+]

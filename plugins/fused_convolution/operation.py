@@ -8,6 +8,7 @@ traffic.
 # cuDNN cannot add a residual map of half the output's size, and takes long to select an algorithm
 # that adds a map of the output's size.
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,13 +54,7 @@ def _(
     padding: list[int],
     dilation: list[int],
 ) -> Tensor:
-    sides = [
-        (side + 2 * pad - step * (kernel - 1) - 1) // stride_ + 1
-        for side, kernel, stride_, pad, step in zip(
-            images.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
-        )
-    ]
-    return _empty_channels_last(images, weight.shape[0], *sides)
+    return empty_output(images, weight, stride, padding, dilation)
 
 
 @convolution_relu.register_kernel("cuda")
@@ -119,8 +114,7 @@ def pointwise_convolution(
     """
     from .pointwise_kernel import launch_pointwise_convolution
 
-    rows, columns = (-(-side // stride) for side in images.shape[2:])
-    output = _empty_channels_last(images, weight.shape[0], rows, columns)
+    output = empty_output(images, weight, [stride] * 2, [0, 0], [1, 1])
     launch_pointwise_convolution(images, weight, bias, residual, output, stride, relu)
     return output
 
@@ -177,6 +171,19 @@ def _convolution_backward(
     return gradients
 
 
-def _empty_channels_last(images: Tensor, channels: int, rows: int, columns: int) -> Tensor:
-    shape = (images.shape[0], rows, columns, channels)
+def empty_output(
+    images: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """Return an uninitialised tensor for the output of a convolution, channels-last."""
+    sides = [
+        (side + 2 * pad - step * (kernel - 1) - 1) // stride_ + 1
+        for side, kernel, stride_, pad, step in zip(
+            images.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+        )
+    ]
+    shape = (images.shape[0], *sides, weight.shape[0])
     return images.new_empty(shape).permute(0, 3, 1, 2)

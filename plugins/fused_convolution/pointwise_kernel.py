@@ -14,6 +14,10 @@ _DEEP: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_st
 _SHALLOW: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
 _NARROW: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 16, "num_warps": 4, "num_stages": 4}
 _BLOCK_K = 64
+# Launch parameters of `_upsampling_convolution`, and the maximum number of input channels for which
+# its part of the weight fits into shared memory.
+_RESIDENT: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+_RESIDENT_CHANNELS = 256
 # Maximum number of input channels for which `_SHALLOW` is used.
 _SHALLOW_CHANNELS = 128
 
@@ -38,6 +42,9 @@ def launch_pointwise_convolution(
     if residual is not None:
         residual = residual.contiguous(memory_format=torch.channels_last)
         shift = int(residual.shape[2] != rows)
+        if shift and _fits_shared_memory(channels, outputs) and stride == 1 and not relu:
+            _launch_upsampling_convolution(images, weight, bias, residual, output)
+            return
     shallow = channels <= _SHALLOW_CHANNELS
     blocks = _NARROW if outputs <= 16 else _SHALLOW if shallow else _DEEP
     grid = (
@@ -65,6 +72,81 @@ def launch_pointwise_convolution(
         BLOCK_K=_BLOCK_K,
         **blocks,
     )
+
+
+def _fits_shared_memory(channels: int, outputs: int) -> bool:
+    """Return whether `_upsampling_convolution` supports and suits the numbers of channels."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        return False
+    power = channels & (channels - 1) == 0
+    return power and 64 <= channels <= _RESIDENT_CHANNELS and outputs % _RESIDENT["BLOCK_N"] == 0
+
+
+def _launch_upsampling_convolution(
+    images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, output: Tensor
+) -> None:
+    batch, outputs, rows, columns = output.shape
+    parts = outputs // _RESIDENT["BLOCK_N"]
+    multiprocessors = torch.cuda.get_device_properties(images.device).multi_processor_count
+    blocks = max(1, multiprocessors // parts)
+    wrap_triton(_upsampling_convolution)[(blocks * parts,)](
+        images,
+        weight,
+        bias,
+        residual,
+        output,
+        batch * rows * columns,
+        OUTPUTS=outputs,
+        CHANNELS=images.shape[1],
+        ROWS=rows,
+        COLUMNS=columns,
+        BLOCKS=blocks,
+        STAGES=_RESIDENT["num_stages"],
+        **_RESIDENT,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _upsampling_convolution(  # type: ignore[no-untyped-def]
+    images,
+    weight,
+    bias,
+    residual,
+    output,
+    pixels,
+    OUTPUTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Compute what `_pointwise_convolution` computes with SHIFT and without RELU.
+
+    A block keeps its part of the weight in shared memory while it computes many tiles. BLOCKS
+    blocks share a part.
+    """
+    parts: tl.constexpr = OUTPUTS // BLOCK_N
+    channel_out = tl.program_id(0) % parts * BLOCK_N + tl.arange(0, BLOCK_N)
+    channel_in = tl.arange(0, CHANNELS)
+    b = tl.load(weight + channel_out[None, :] * CHANNELS + channel_in[:, None])
+    offset = tl.load(bias + channel_out)[None, :]
+    tiles = tl.cdiv(pixels, BLOCK_M)
+    for tile in tl.range(tl.program_id(0) // parts, tiles, BLOCKS, num_stages=STAGES):
+        pixel = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        is_pixel = (pixel < pixels)[:, None]
+        image, index = pixel // (ROWS * COLUMNS), pixel % (ROWS * COLUMNS)
+        row, column = index // COLUMNS, index % COLUMNS
+        coarse = (image * (ROWS // 2) + row // 2) * (COLUMNS // 2) + column // 2
+        pixel = pixel[:, None].to(tl.int64)
+        a = tl.load(images + pixel * CHANNELS + channel_in[None, :], mask=is_pixel, other=0.0)
+        total = tl.dot(a, b) + offset
+        place = coarse[:, None].to(tl.int64) * OUTPUTS + channel_out[None, :]
+        total += tl.load(residual + place, mask=is_pixel, other=0.0)
+        place = pixel * OUTPUTS + channel_out[None, :]
+        tl.store(output + place, total.to(output.dtype.element_ty), mask=is_pixel)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

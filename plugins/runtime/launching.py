@@ -46,7 +46,7 @@ def launch_kernel(
         function = _function(kernel, device)
         stream = torch.cuda.current_stream(device).cuda_stream
         (status,) = driver.cuLaunchKernel(
-            function, *launch.grid, *launch.block, 0, stream, (values, types), 0
+            function, *launch.grid, *launch.block, kernel.shared_memory, stream, (values, types), 0
         )
     if status != driver.CUresult.CUDA_SUCCESS:
         raise _error_from(status, f"{kernel.name} cannot be launched as {launch}")
@@ -65,10 +65,10 @@ def _bind_context(index: int) -> None:
     # In a new thread, CUDA's runtime binds the context at its first call. The driver API, which
     # launches these kernels, does not.
     problem = f"GPU {index} cannot be used"
-    if int(_checked(driver.cuCtxGetCurrent(), problem)) == 0:
-        device = _checked(driver.cuDeviceGet(index), problem)
-        context = _checked(driver.cuDevicePrimaryCtxRetain(device), problem)
-        _checked(driver.cuCtxSetCurrent(context), problem)
+    if int(checked(driver.cuCtxGetCurrent(), problem)) == 0:
+        device = checked(driver.cuDeviceGet(index), problem)
+        context = checked(driver.cuDevicePrimaryCtxRetain(device), problem)
+        checked(driver.cuCtxSetCurrent(context), problem)
 
 
 @functools.cache
@@ -84,14 +84,25 @@ def _function(kernel: Kernel, device: torch.device) -> Any:
     architecture = newest_supported_architecture(capability)
     code = compile_kernel(kernel, architecture, "cubin" if architecture == capability else "ptx")
     problem = f"{kernel.name} cannot be loaded on {device}"
-    library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0), problem)
-    handle = _checked(driver.cuLibraryGetKernel(library, kernel.name.encode()), problem)
+    library = checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0), problem)
+    handle = checked(driver.cuLibraryGetKernel(library, kernel.name.encode()), problem)
+    if kernel.shared_memory:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        number = checked(driver.cuDeviceGet(device.index), problem)
+        checked(
+            driver.cuKernelSetAttribute(attribute, kernel.shared_memory, handle, number), problem
+        )
     # Load the code now, because the first launch may be captured.
-    _checked(driver.cuKernelGetFunction(handle), problem)
+    checked(driver.cuKernelGetFunction(handle), problem)
     return driver.CUfunction(int(handle))
 
 
-def _checked(result: tuple[Any, ...], problem: str) -> Any:
+def checked(result: tuple[Any, ...], problem: str) -> Any:
+    """Return the first value of a driver call's result `(status, *values)`, if any.
+
+    Raises:
+        KernelError: the call failed. The message begins with `problem`.
+    """
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
         raise _error_from(status, problem)

@@ -1,6 +1,7 @@
 """Execution of batches on the GPU with torch: CUDA graphs, and copies to and from the host."""
 
 import contextlib
+import functools
 import queue
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ...model.bundle.program import Program
 from ...model.bundle.spec import ShapeBucket
+from ...plugins.runtime.workspaces import captured_graph
 from .base import ModelOutputs, batch_sizes, wait_until
 
 
@@ -76,10 +78,8 @@ class GraphedProgram:
         with torch.cuda.stream(aside):
             self._program.prepare(*inputs)  # not capturable, so it runs before the capture
         aside.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = self._program(*inputs)
-        return _Capture(graph, outputs)
+        run = functools.partial(self._program, *inputs)
+        return _Capture(*captured_graph(run, self._pool, self._program.device))
 
 
 class BatchSlot:

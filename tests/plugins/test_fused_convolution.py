@@ -1,15 +1,21 @@
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from cuda_graphs import replayed
 from torch import Tensor
 from torch.nn import functional as F
 
 from maskrcnn_trt.plugins.fused_convolution import (
     convolution_relu,
+    cudnn_convolution,
     expand_reduce,
+    gemm_convolution,
     pointwise_convolution,
 )
+from maskrcnn_trt.plugins.fused_convolution.fastest import run_fastest
+from maskrcnn_trt.plugins.fused_convolution.libraries import UnsupportedError
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -21,6 +27,7 @@ SIZES = {
     "odd channels": (3, 24, 40, 6, 10, 1),
     "strided": (2, 64, 128, 21, 30, 2),
     "one pixel": (1, 32, 32, 1, 1, 1),
+    "pyramid": (2, 256, 256, 18, 26, 1),
 }
 
 
@@ -101,6 +108,82 @@ def test_expand_reduce_equals_two_convolutions(
     assert_near(last, expected.relu(), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "window", [(3, 1, 1, 1), (3, 2, 1, 1), (7, 2, 3, 1), (1, 1, 0, 1), (3, 1, 2, 2)]
+)
+@pytest.mark.parametrize("outputs", [48, 5])
+@pytest.mark.parametrize("relu", [False, True])
+def test_cudnn_convolution_equals_separate_operations(
+    relu: bool, outputs: int, window: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    """A window is kernel size, stride, padding and dilation."""
+    kernel, *others = window
+    images = random_tensor(2, 32, 18, 22, dtype=dtype, device=device)
+    weight = random_tensor(outputs, 32, kernel, kernel, dtype=dtype, device=device) / kernel / 6
+    bias = random_tensor(outputs, dtype=dtype, device=device)
+    settings = [[value] * 2 for value in others]
+    expected = F.conv2d(images.double(), weight.double(), bias.double(), *settings)
+    actual = cudnn_convolution(images, weight, bias, *settings, relu)
+    assert_near(actual, expected.relu() if relu else expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("size", SIZES.values(), ids=list(SIZES))
+def test_gemm_convolution_equals_separate_operations(
+    size: tuple[int, ...], relu: bool, residual: bool, dtype: torch.dtype, device: str
+) -> None:
+    batch, channels, outputs, rows, columns, _ = size
+    images = random_tensor(batch, channels, rows, columns, dtype=dtype, device=device)
+    weight = random_tensor(outputs, channels, 1, 1, dtype=dtype, device=device) / channels**0.5
+    bias = random_tensor(outputs, dtype=dtype, device=device)
+    added = random_tensor(batch, outputs, rows, columns, dtype=dtype, device=device)
+    expected = F.conv2d(images.double(), weight.double(), bias.double())
+    expected = expected + added.double() if residual else expected
+    # The second call uses the algorithm that the first call found to be the fastest.
+    for _ in range(2):
+        actual = gemm_convolution(images, weight, bias, added if residual else None, relu)
+        assert_near(actual, expected.relu() if relu else expected, dtype)
+
+
+@pytest.mark.gpu
+def test_fastest_supported_implementation_runs() -> None:
+    numbers = torch.rand(1 << 24, device="cuda")
+
+    def unsupported() -> Tensor:
+        raise UnsupportedError("unsupported")
+
+    def slow() -> Tensor:
+        return numbers.sort().values.sum()
+
+    def fast() -> Tensor:
+        return numbers[:1]
+
+    implementations = [unsupported, slow, fast]
+    for _ in range(2):
+        assert torch.equal(run_fastest("test", implementations), numbers[:1])
+    with pytest.raises(UnsupportedError):
+        run_fastest("none", [unsupported])
+
+
+@pytest.mark.gpu
+def test_library_convolutions_can_be_captured() -> None:
+    images = random_tensor(2, 64, 20, 30, dtype=torch.float16, device="cuda")
+    weights = [
+        random_tensor(64, 64, side, side, dtype=torch.float16, device="cuda") for side in (3, 1)
+    ]
+    bias = random_tensor(64, dtype=torch.float16, device="cuda")
+
+    def both(held: Tensor) -> tuple[Tensor]:
+        convolved = cudnn_convolution(held, weights[0] / 24, bias, [1, 1], [1, 1], [1, 1], True)
+        return (gemm_convolution(convolved, weights[1] / 8, bias, held, True),)
+
+    (output,) = replayed(both, [torch.zeros_like(images)], [images])
+    assert torch.equal(output, both(images)[0].cpu())
+
+
 @pytest.mark.gpu
 def test_result_does_not_depend_on_uninitialised_memory() -> None:
     images = random_tensor(2, 64, 40, 40, dtype=torch.float16, device="cuda")
@@ -109,8 +192,12 @@ def test_result_does_not_depend_on_uninitialised_memory() -> None:
     for _ in range(3):
         stale = torch.full((2, 64, 40, 40), torch.nan, dtype=torch.float16, device="cuda")
         del stale
-        output = convolution_relu(images, weight, bias, None, [1, 1], [1, 1], [1, 1])
-        assert output.isfinite().all()
+        for operation in (
+            partial(cudnn_convolution, relu=True),
+            partial(convolution_relu, residual=None),
+        ):
+            output = operation(images, weight, bias, stride=[1, 1], padding=[1, 1], dilation=[1, 1])
+            assert output.isfinite().all()
 
 
 @pytest.mark.parametrize("operation", [convolution_relu, pointwise_convolution])

@@ -1,0 +1,42 @@
+"""Calls of NVIDIA's libraries that torch has loaded, for functions that torch does not offer."""
+
+import ctypes
+from typing import Any
+
+
+class UnsupportedError(Exception):
+    """A library is missing, or does not support a call."""
+
+
+class Library:
+    """Shared library whose functions return a status."""
+
+    def __init__(self, name: str) -> None:
+        """Open the shared library `name`.
+
+        Raises:
+            UnsupportedError: there is no such library.
+        """
+        try:
+            self._functions = ctypes.CDLL(name)
+        except OSError as error:
+            raise UnsupportedError(str(error)) from error
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Call a function. Python integers are passed as C's `int`.
+
+        Raises:
+            UnsupportedError: the library lacks the function, or the status is not 0.
+        """
+        try:
+            status = getattr(self._functions, function)(*arguments)
+        except AttributeError as error:
+            raise UnsupportedError(str(error)) from error
+        if status != 0:
+            raise UnsupportedError(f"{function} returned status {status}")
+
+    def create(self, function: str, *arguments: Any) -> ctypes.c_void_p:
+        """Call a function that stores a new object's handle at its first argument."""
+        handle = ctypes.c_void_p()
+        self.call(function, ctypes.byref(handle), *arguments)
+        return handle

@@ -1,0 +1,154 @@
+"""`maskrcnn::cudnn_convolution` and `maskrcnn::gemm_convolution`: convolutions by libraries.
+
+On a GPU, cuDNN and cuBLASLt write the final result, where torch would add the bias or the residual
+map, and apply the ReLU, in passes of their own. The operations have no gradient.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .cublaslt import Algorithm, Product, matrix_product
+from .cudnn import convolve_with_bias
+from .fastest import run_fastest
+from .libraries import UnsupportedError
+from .operation import empty_output
+
+
+@torch.library.custom_op("maskrcnn::cudnn_convolution", mutates_args=(), device_types="cpu")
+def cudnn_convolution(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    relu: bool,
+) -> Tensor:
+    """Compute `conv2d(images)` with N output channels, plus an optional ReLU.
+
+    Args:
+        images: [B, C, H, W]; on a GPU float16 or bfloat16.
+        weight: [N, C, K, K], kernels of K x K.
+        bias: [N].
+        stride: vertical and horizontal stride.
+        padding: vertical and horizontal padding with zeros.
+        dilation: vertical and horizontal dilation.
+        relu: whether to apply a ReLU.
+
+    Returns:
+        [B, N, H', W'], on a GPU channels-last.
+    """
+    output = F.conv2d(images, weight, bias, stride, padding, dilation)
+    return output.relu() if relu else output
+
+
+@cudnn_convolution.register_fake
+def _(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    relu: bool,
+) -> Tensor:
+    return empty_output(images, weight, stride, padding, dilation)
+
+
+@cudnn_convolution.register_kernel("cuda")
+def _(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    relu: bool,
+) -> Tensor:
+    images, weight = (x.contiguous(memory_format=torch.channels_last) for x in (images, weight))
+    window = stride, padding, dilation
+    output = empty_output(images, weight, *window)
+
+    def by_cudnn() -> Tensor:
+        convolve_with_bias(images, weight, bias, output, *window, relu)
+        return output
+
+    def by_torch() -> Tensor:
+        if relu:
+            return torch.cudnn_convolution_relu(images, weight, bias, *window, 1)
+        return F.conv2d(images, weight, bias, *window)
+
+    sizes = images.shape, weight.shape, *map(tuple, window)
+    key = "cudnn_convolution", images.device, images.dtype, *sizes, relu
+    return run_fastest(key, [by_cudnn, by_torch])
+
+
+@torch.library.custom_op("maskrcnn::gemm_convolution", mutates_args=(), device_types="cpu")
+def gemm_convolution(
+    images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, relu: bool
+) -> Tensor:
+    """Compute a 1x1 convolution with N output channels, plus an optional residual map and ReLU.
+
+    On a GPU, the first call with some shapes chooses the fastest of cuBLASLt's algorithms and the
+    Triton kernel of `pointwise_convolution`. The operation supports neither strides nor upsampling.
+
+    Args:
+        images: [B, C, H, W]; on a GPU float16 or bfloat16.
+        weight: [N, C, 1, 1].
+        bias: [N].
+        residual: [B, N, H, W]. None: nothing is added.
+        relu: whether to apply a ReLU.
+
+    Returns:
+        [B, N, H, W], on a GPU channels-last.
+    """
+    output = F.conv2d(images, weight, bias)
+    output = output if residual is None else output + residual
+    return output.relu() if relu else output
+
+
+@gemm_convolution.register_fake
+def _(images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    return empty_output(images, weight, [1, 1], [0, 0], [1, 1])
+
+
+@gemm_convolution.register_kernel("cuda")
+def _(images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    from .pointwise_kernel import launch_pointwise_convolution
+
+    images = images.contiguous(memory_format=torch.channels_last)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=torch.channels_last)
+    output = empty_output(images, weight, [1, 1], [0, 0], [1, 1])
+
+    def by_triton() -> Tensor:
+        launch_pointwise_convolution(images, weight, bias, residual, output, 1, relu)
+        return output
+
+    def by_cublas(product: Product, algorithm: Algorithm) -> Tensor:
+        added = None if residual is None else _matrix(residual)
+        matrices = _matrix(images), _matrix(weight), bias, added, _matrix(output)
+        product.queue(algorithm, *matrices)
+        return output
+
+    pixels, has_residual = output.numel() // len(weight), residual is not None
+    sizes = images.device, images.dtype, pixels, *weight.shape[:2], has_residual, relu
+    implementations: list[Callable[[], Tensor]] = []
+    with torch.cuda.device(images.device):
+        with suppress(UnsupportedError):
+            product = matrix_product(*sizes)
+            implementations += [partial(by_cublas, product, a) for a in product.algorithms]
+        # Without a residual, the Triton kernel is hardly ever faster, but takes long to compile.
+        if residual is not None or not implementations:
+            implementations.append(by_triton)
+        return run_fastest(("gemm_convolution", *sizes), implementations)
+
+
+def _matrix(operand: Tensor) -> Tensor:
+    """Return channels-last [B, C, H, W] as a view [B * H * W, C]."""
+    return operand.permute(0, 2, 3, 1).reshape(-1, operand.shape[1])
