@@ -8,9 +8,12 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from ...plugins import operations  # noqa: F401, registers the fused operations
+from ...plugins.fused_bottleneck import can_fuse_bottleneck
 from ...plugins.fused_convolution.expand_reduce import can_fuse
 
 _HALF = (torch.float16, torch.bfloat16)
+# Minimum number of input and output channels for which libraries can be faster than Triton.
+_LIBRARY_CHANNELS = 64
 _aten, _own = torch.ops.aten, torch.ops.maskrcnn
 
 
@@ -30,9 +33,9 @@ class _Fusion(NamedTuple):
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    A convolution is fused if a ReLU follows, or if it is a 1x1 convolution in fp16 or bf16. An
-    addition directly after the convolution is fused too. Convolutions without bias, or with groups,
-    stay as they are.
+    In fp16 and bf16, all convolutions with bias are replaced, otherwise those that a ReLU follows.
+    An addition directly after the convolution is fused too. Convolutions without bias, or with
+    groups, stay as they are.
 
     Args:
         program: result of `run_decompositions`, which has no in-place operations.
@@ -44,16 +47,26 @@ def fuse_convolutions(program: ExportedProgram) -> None:
             continue
         fusion = _fusion_after(node)
         with graph.inserting_after(fusion.last):
-            pointwise = _is_pointwise(weight, stride, padding)
+            half = weight.meta["val"].dtype in _HALF
+            pointwise = half and _is_pointwise(weight, stride, padding)
+            window = stride, padding, dilation
             if pointwise and (fusion.residual or not fusion.relu):
                 fused = graph.call_function(
                     _own.pointwise_convolution.default,
                     (images, weight, bias, fusion.residual, stride[0], fusion.relu),
                 )
+            elif pointwise and stride == [1, 1]:
+                fused = graph.call_function(
+                    _own.gemm_convolution.default, (images, weight, bias, None, True)
+                )
+            elif half and fusion.residual is None:
+                fused = graph.call_function(
+                    _own.cudnn_convolution.default, (images, weight, bias, *window, fusion.relu)
+                )
             elif fusion.relu and not fusion.upsampled:
                 fused = graph.call_function(
                     _own.convolution_relu.default,
-                    (images, weight, bias, fusion.residual, stride, padding, dilation),
+                    (images, weight, bias, fusion.residual, *window),
                 )
             else:
                 continue
@@ -67,26 +80,24 @@ def fuse_convolutions(program: ExportedProgram) -> None:
 def fuse_blocks(program: ExportedProgram) -> None:
     """Fuse the last convolution of a residual block with the next block's first one, in place.
 
+    A convolution in the shortcut is fused too where that is possible.
+
     Args:
         program: result of `fuse_convolutions`.
     """
     graph = program.graph_module.graph
     for node in graph.find_nodes(op="call_function", target=_own.pointwise_convolution.default):
         arguments: tuple[Any, ...] = node.args
-        images, weight, bias, residual, stride, relu = arguments
+        *_, residual, stride, relu = arguments
         following = _reduction_after(node)
         whole = residual is not None and residual.meta["val"].shape == node.meta["val"].shape
         if following is None or not (whole and relu) or stride != 1:
             continue
-        next_arguments: tuple[Any, ...] = following.args
-        _, next_weight, next_bias, *_ = next_arguments
-        if not can_fuse(weight.meta["val"], next_weight.meta["val"]):
+        fused = _transition(node, following)
+        if fused is None:
             continue
         with graph.inserting_after(node):
-            both = graph.call_function(
-                _own.expand_reduce.default,
-                (images, weight, bias, residual, next_weight, next_bias),
-            )
+            both = graph.call_function(*fused)
         both.meta["val"] = (node.meta["val"], following.meta["val"])
         with graph.inserting_after(both):
             results = [graph.call_function(operator.getitem, (both, index)) for index in (0, 1)]
@@ -94,6 +105,56 @@ def fuse_blocks(program: ExportedProgram) -> None:
             result.meta = replaced.meta.copy()
             replaced.replace_all_uses_with(result)
             graph.erase_node(replaced)
+    graph.eliminate_dead_code()  # convolutions of shortcuts
+    graph.lint()
+    program.graph_module.recompile()
+
+
+def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the operation and the arguments that replace two convolutions, None if none does.
+
+    Args:
+        last: `pointwise_convolution` that ends a residual block and adds the residual.
+        first: `gemm_convolution` that begins the next block.
+    """
+    ending: tuple[Any, ...] = last.args
+    beginning: tuple[Any, ...] = first.args
+    images, weight, bias, residual, *_ = ending
+    _, *reduction, _, _ = beginning
+    shortcuts: list[tuple[Any, ...]] = [(residual, None, None)]
+    if residual.target is _own.pointwise_convolution.default and len(residual.users) == 1:
+        *convolution, added, stride, relu = residual.args
+        if added is None and stride == 1 and not relu:
+            shortcuts.insert(0, tuple(convolution))
+    for shortcut in shortcuts:
+        weights = weight, shortcut[1], reduction[0]
+        if can_fuse_bottleneck(*(node and node.meta["val"] for node in weights)):
+            arguments = (images, weight, bias, *shortcut, *reduction)
+            return _own.fused_bottleneck.default, arguments
+    if can_fuse(weight.meta["val"], reduction[0].meta["val"]):
+        return _own.expand_reduce.default, (images, weight, bias, residual, *reduction)
+    return None
+
+
+def use_libraries(program: ExportedProgram) -> None:
+    """Replace 1x1 convolutions for which a library may have a faster kernel, in place.
+
+    Args:
+        program: result of `fuse_blocks`.
+    """
+    graph = program.graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=_own.pointwise_convolution.default):
+        arguments: tuple[Any, ...] = node.args
+        images, weight, bias, residual, stride, relu = arguments
+        whole = residual is None or residual.meta["val"].shape == node.meta["val"].shape
+        if min(weight.meta["val"].shape[:2]) < _LIBRARY_CHANNELS:
+            continue
+        if whole and stride == 1:
+            node.target = _own.gemm_convolution.default
+            node.args = (images, weight, bias, residual, relu)
+        elif residual is None and not relu:
+            node.target = _own.cudnn_convolution.default
+            node.args = (images, weight, bias, [stride] * 2, [0, 0], [1, 1], False)
     graph.lint()
     program.graph_module.recompile()
 
@@ -104,11 +165,9 @@ def _reduction_after(node: Node) -> Node | None:
     Only a convolution with stride 1, a ReLU and no residual can be fused.
     """
     for user in node.users:
-        if user.target is _own.convolution_relu.default:
-            arguments: tuple[Any, ...] = user.args
-            images, weight, _, residual, stride, padding, _ = arguments
-            plain = images is node and residual is None and stride == [1, 1]
-            if plain and _is_pointwise(weight, stride, padding):
+        if user.target is _own.gemm_convolution.default:
+            images, _, _, residual, relu = user.args
+            if images is node and residual is None and relu:
                 return user
     return None
 
@@ -120,9 +179,8 @@ def _arguments(node: Node) -> tuple[Any, ...]:
 
 
 def _is_pointwise(weight: Node, stride: list[int], padding: list[int]) -> bool:
-    value = weight.meta["val"]
     square = stride[0] == stride[1] and padding == [0, 0]
-    return value.dtype in _HALF and value.shape[2:] == (1, 1) and square
+    return weight.meta["val"].shape[2:] == (1, 1) and square
 
 
 def _fusion_after(node: Node) -> _Fusion:

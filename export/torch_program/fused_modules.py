@@ -10,8 +10,11 @@ from torchvision.models.detection.rpn import RPNHead
 
 from ...model.mask_rcnn import MaskRCNN
 from ...model.roi_heads import MaskPredictor
+from ...plugins.class_logits import class_logits
+from ...plugins.fused_convolution import gemm_convolution
 from ...plugins.resnet_stem import arranged_weight, resnet_stem
 
+_HALF = (torch.float16, torch.bfloat16)
 # Tensor cores process input channels in groups of four, and matrix columns in groups of eight.
 # Smaller groups are padded to these sizes.
 _STEM_CHANNELS = 4
@@ -27,7 +30,7 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
         model: model after `fold_batch_norms`.
     """
     body = model.backbone.body
-    is_half = body.conv1.weight.dtype in (torch.float16, torch.bfloat16)
+    is_half = body.conv1.weight.dtype in _HALF
     # If a group norm follows the convolution, which cannot be folded, the stem is not fused.
     if is_half and isinstance(body.bn1, nn.Identity):
         fused = _FusedStem(model)
@@ -105,8 +108,16 @@ class _ChannelsLastBoxHead(nn.Module):
         self.fc6.weight = nn.Parameter(by_channel.permute(0, 2, 3, 1).flatten(1))
 
     def forward(self, pooled: Tensor) -> Tensor:
-        hidden = F.relu(self.fc6(pooled.permute(0, 2, 3, 1).flatten(1)))
-        return F.relu(self.fc7(hidden))
+        hidden = pooled.permute(0, 2, 3, 1).flatten(1)
+        return self._linear_relu(self.fc7, self._linear_relu(self.fc6, hidden))
+
+    @staticmethod
+    def _linear_relu(layer: nn.Linear, rows: Tensor) -> Tensor:
+        if layer.weight.dtype not in _HALF:
+            return F.relu(layer(rows))
+        pixels, weight = rows[:, :, None, None], layer.weight[:, :, None, None]
+        output: Tensor = gemm_convolution(pixels, weight, layer.bias, None, True)
+        return output.flatten(1)
 
 
 class _MergedBoxPredictor(nn.Module):
@@ -150,8 +161,8 @@ class _PointwiseMaskPredictor(nn.Module):
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         rows, columns = features.shape[2:]
         cells = F.relu(self.upsample(features)).permute(0, 2, 3, 1)
-        weight, bias = (parameter[labels] for parameter in self.logits.parameters())
+        weight, bias = self.logits.weight.flatten(1), self.logits.bias
         own = cells.reshape(labels.shape[0], -1, weight.shape[1])
-        logits = torch.baddbmm(bias[:, None, None], own, weight[:, :, 0])
+        logits: Tensor = class_logits(own, weight, bias, labels)
         by_cell = logits.view(-1, rows, columns, *self._cell).permute(0, 1, 3, 2, 4)
         return by_cell.reshape(-1, rows * self._cell[0], columns * self._cell[1])

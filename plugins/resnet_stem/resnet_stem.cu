@@ -8,7 +8,7 @@
 // multiplies.
 //
 // Compile-time constants: PIXEL (type of the images), VALUE (type of weights and output).
-#include "numeric.cuh"
+#include "tensor_cores.cuh"
 
 constexpr int WARPS = 8, WARP = 32, THREADS = WARPS * WARP;
 constexpr int CHANNELS = 64, KERNEL = 7;
@@ -35,27 +35,6 @@ struct Map {
     }
 };
 
-#if __CUDA_ARCH__ >= 800
-__device__ void multiply_add(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
-                             float16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ void multiply_add(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
-                             bfloat16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-#else
-// The operation does not launch this kernel on older GPUs.
-__device__ void multiply_add(float (&)[4], const unsigned (&)[4], unsigned, unsigned, VALUE) {}
-#endif
-
 // A lane holds the address of one row of one of four matrices of 8x8 values.
 __device__ void load_matrix(unsigned (&matrix)[4], const VALUE* row) {
     const auto address = static_cast<unsigned>(__cvta_generic_to_shared(row));
@@ -63,13 +42,6 @@ __device__ void load_matrix(unsigned (&matrix)[4], const VALUE* row) {
                  : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
                  : "r"(address)
                  : "memory");
-}
-
-// Return the bits of ReLU(value). NaN stays NaN.
-__device__ unsigned short relu_bits(float value) {
-    VALUE narrowed;
-    narrow(value <= 0.f ? 0.f : value, narrowed);
-    return narrowed.bits;
 }
 
 // Store the warp's results for PART channels after bias and ReLU. Outside of the map, store zeros.
@@ -88,8 +60,8 @@ __device__ void store_maps(const float (&sums)[PIXEL_MATRICES][WEIGHT_MATRICES][
         for (int n = 0; n < PART / MATRIX_COLUMNS; ++n) {
             const VALUE* offset = bias + MATRIX_COLUMNS * n + 2 * (lane % 4);
             const float* pair = sums[m][part * PART / MATRIX_COLUMNS + n] + 2 * half;
-            const unsigned bits = relu_bits(pair[0] + widen(offset[0])) |
-                                  relu_bits(pair[1] + widen(offset[1])) << 16;
+            const unsigned bits = relu_bits<VALUE>(pair[0] + widen(offset[0])) |
+                                  relu_bits<VALUE>(pair[1] + widen(offset[1])) << 16;
             *reinterpret_cast<unsigned*>(target + MATRIX_COLUMNS * n) = inside ? bits : 0;
         }
     }

@@ -40,6 +40,8 @@ class Kernel:
     constants: tuple[tuple[str, int | float | str], ...] = ()
     # Whether the compiler may fuse `a * b + c`. False if results must equal the CPU's bit for bit.
     fused_multiply_add: bool = False
+    # Bytes of dynamic shared memory per block.
+    shared_memory: int = 0
 
 
 class Launch(NamedTuple):

@@ -88,9 +88,15 @@ def test_convolutions_are_fused(programs: Path) -> None:
     # Shortcuts, two per level of the pyramid, the RPN's output at five levels.
     assert single["aten.conv2d.default"] == 3 + 8 + 5
     assert single["aten.add.Tensor"] < 16
-    # Shortcuts, the pyramid's lateral convolutions with their additions, the RPN's output.
-    assert half["maskrcnn.pointwise_convolution.default"] == 3 + 4 + 5
-    assert half["aten.conv2d.default"] == 4
+    # The pyramid's narrow lateral convolutions with their additions, the RPN's output.
+    assert half["maskrcnn.pointwise_convolution.default"] == 4 + 5
+    # The upsampling of masks, and two layers of the box head.
+    assert half["maskrcnn.gemm_convolution.default"] == 1 + 2
+    # Like `convolution_relu` in fp32, but without the stem, and without the last ones of blocks,
+    # which add a residual map, and the upsampling. Shortcuts, and the pyramid's outputs.
+    assert half["maskrcnn.cudnn_convolution.default"] == 8 + 5 + 2 + 3 + 4
+    assert half["maskrcnn.convolution_relu.default"] == 8
+    assert not half["aten.conv2d.default"]
     assert not half["aten.upsample_nearest2d.vec"]
     assert half["maskrcnn.resnet_stem.default"] == 1
 
@@ -142,8 +148,10 @@ def test_blocks_are_fused_with_the_next_ones() -> None:
     expected = program.module()(images)
     fuse_convolutions(program)
     fuse_blocks(program)
-    # Nothing follows the last of the three blocks.
-    assert operations_in(program)["maskrcnn.expand_reduce.default"] == 2
+    # Nothing follows the last of the three blocks. The first one has a convolution in its shortcut.
+    found = operations_in(program)
+    assert found["maskrcnn.fused_bottleneck.default"] == 2
+    assert found["maskrcnn.pointwise_convolution.default"] == 1
     torch.testing.assert_close(program.module()(images), expected, rtol=1e-2, atol=1e-2)
 
 

@@ -1,0 +1,73 @@
+"""Compilation and launch of `fused_bottleneck.cu`."""
+
+from ..runtime.compilation import Kernel, Launch
+
+# Channels and pixels that are read together: by four threads, and by a warp.
+CHUNK, _TILE = 32, 16
+_WARP, _THREADS = 32, 512
+# Shared memory of a block of compute capability 9.0 in bytes.
+_SHARED = 227 << 10
+
+
+def fits_shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> bool:
+    """Return whether the kernel fits a GPU's shared memory.
+
+    Arguments are those of `fused_bottleneck_kernel`.
+    """
+    return _shared_memory(channels, shortcut, outputs, reduced) <= _SHARED
+
+
+def fused_bottleneck_kernel(
+    value_type: str, channels: int, shortcut: int, outputs: int, reduced: int
+) -> Kernel:
+    """Return the kernel for `float16` or `bfloat16`.
+
+    Args:
+        value_type: type of all tensors.
+        channels: channels of the input.
+        shortcut: channels of the shortcut's input; 0 if the shortcut is a map to add.
+        outputs: channels of the output.
+        reduced: channels after the next block's first convolution.
+    """
+    constants = (
+        ("VALUE", value_type),
+        ("CHANNELS", channels),
+        ("SHORTCUT", shortcut),
+        ("OUTPUTS", outputs),
+        ("REDUCED", reduced),
+        ("THREADS", _THREADS),
+    )
+    return Kernel(
+        "fused_bottleneck/fused_bottleneck.cu",
+        "fused_bottleneck",
+        constants,
+        fused_multiply_add=True,
+        shared_memory=_shared_memory(channels, shortcut, outputs, reduced),
+    )
+
+
+def fused_bottleneck_launch(pixels: int, multiprocessors: int) -> Launch:
+    """Return the grid, block and scalar arguments of the kernel.
+
+    Inputs are images [pixels, channels], weight [outputs, channels], bias [outputs], the shortcut
+    [pixels, outputs] or its input [pixels, shortcut], the shortcut's weight [outputs, shortcut] and
+    bias [outputs], next weight [reduced, outputs] and next bias [reduced]. Without a convolution in
+    the shortcut, its weight and bias are empty. Outputs are [pixels, outputs] and
+    [pixels, reduced].
+    """
+    blocks = -(-pixels // (_TILE * _THREADS // _WARP))
+    return Launch((min(multiprocessors, blocks), 1, 1), (_THREADS, 1, 1), (pixels,))
+
+
+def _shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> int:
+    """Return the bytes of all weights, and of 16 pixels per warp."""
+    weights = outputs * (channels + shortcut + reduced)
+    pixels = _TILE * _THREADS // _WARP * (channels + (shortcut or outputs))
+    return 2 * (weights + pixels)
+
+
+PREBUILT_KERNELS = tuple(
+    fused_bottleneck_kernel(value_type, 64, shortcut, 256, 64)
+    for value_type in ("float16", "bfloat16")
+    for shortcut in (64, 0)
+)

@@ -1,0 +1,35 @@
+// Matrix products of 16-bit values on tensor cores, for the operands that a warp holds in registers.
+#pragma once
+#include "numeric.cuh"
+
+#if __CUDA_ARCH__ >= 800
+// Add the product of 16x16 and 16x8 values to 16x8 sums.
+__device__ inline void multiply_add(float (&sums)[4], const unsigned (&a)[4], unsigned b0,
+                                    unsigned b1, float16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ inline void multiply_add(float (&sums)[4], const unsigned (&a)[4], unsigned b0,
+                                    unsigned b1, bfloat16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#else
+// Operations do not launch kernels with these instructions on older GPUs.
+template <typename Value>
+__device__ inline void multiply_add(float (&)[4], const unsigned (&)[4], unsigned, unsigned,
+                                    Value) {}
+#endif
+
+// Return the bits of ReLU(value). NaN stays NaN.
+template <typename Value>
+__device__ inline unsigned relu_bits(float value) {
+    Value narrowed;
+    narrow(value <= 0.f ? 0.f : value, narrowed);
+    return narrowed.bits;
+}

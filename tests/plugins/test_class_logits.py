@@ -1,0 +1,58 @@
+import pytest
+import torch
+from cuda_graphs import replayed
+from torch import Tensor
+
+from maskrcnn_trt.plugins.class_logits import class_logits
+
+
+def random_arguments(
+    instances: int, cells: int, channels: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(channels)
+    features = torch.randn(instances, cells, channels, generator=generator)
+    weight = torch.randn(7, channels, generator=generator) / channels**0.5
+    bias = torch.randn(7, generator=generator)
+    labels = torch.randint(0, 7, (instances,), generator=generator)
+    moved = (tensor.to(device, dtype) for tensor in (features, weight, bias))
+    return *moved, labels.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("instances", "cells", "channels"),
+    [(3, 784, 256), (1, 1, 256), (5, 9, 8), (2, 50, 300), (2, 3, 5), (0, 784, 256),
+     (100, 784, 256)],
+)  # fmt: skip
+def test_equals_products_with_the_weight_of_each_class(
+    instances: int, cells: int, channels: int, dtype: torch.dtype, device: str
+) -> None:
+    arguments = random_arguments(instances, cells, channels, dtype, device)
+    features, weight, bias, labels = arguments
+    expected = torch.einsum("rpc,rc->rp", features.double(), weight.double()[labels])
+    expected += bias.double()[labels][:, None]
+    actual = class_logits(*arguments)
+    assert actual.dtype == dtype
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+def test_wrong_arguments_raise() -> None:
+    features, weight, bias, labels = random_arguments(2, 9, 8, torch.float16, "cuda")
+    with pytest.raises(ValueError, match=r"weight.*float16"):
+        class_logits(features, weight.float(), bias, labels)
+    with pytest.raises(ValueError, match="features"):
+        class_logits(features.double(), weight, bias, labels)
+
+
+def test_opcheck(device: str) -> None:
+    torch.library.opcheck(class_logits, random_arguments(2, 9, 8, torch.float32, device))
+
+
+@pytest.mark.gpu
+def test_can_be_captured() -> None:
+    example = random_arguments(2, 784, 256, torch.float16, "cuda")
+    inputs = random_arguments(2, 784, 256, torch.float16, "cpu")
+    (logits,) = replayed(lambda *held: [class_logits(*held)], example, inputs)
+    assert torch.equal(logits, class_logits(*(tensor.cuda() for tensor in inputs)).cpu())

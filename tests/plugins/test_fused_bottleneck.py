@@ -1,0 +1,89 @@
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from maskrcnn_trt.plugins.fused_bottleneck import can_fuse_bottleneck, fused_bottleneck
+
+# Rows and columns, and the channels of input, shortcut's convolution (0: none), output and next
+# block.
+SIZES = {
+    "first block": ((20, 28), (64, 64, 256, 64)),
+    "middle block": ((20, 28), (64, 0, 256, 64)),
+    "unequal": ((7, 9), (128, 96, 64, 128)),
+    "few pixels": ((1, 1), (64, 0, 64, 64)),
+    "many pixels": ((170, 230), (64, 64, 256, 64)),
+}
+
+
+def random_arguments(
+    sides: tuple[int, int], channels: tuple[int, int, int, int], dtype: torch.dtype, device: str
+) -> list[Tensor | None]:
+    inputs, shortcut, outputs, reduced = channels
+    generator = torch.Generator().manual_seed(sum(channels))
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        values = scale * torch.randn(shape, generator=generator)
+        last = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        return values.to(device, dtype).contiguous(memory_format=last)
+
+    return [
+        draw(2, inputs, *sides),
+        draw(outputs, inputs, 1, 1, scale=inputs**-0.5),
+        draw(outputs),
+        draw(2, shortcut or outputs, *sides),
+        draw(outputs, shortcut, 1, 1, scale=shortcut**-0.5) if shortcut else None,
+        draw(outputs) if shortcut else None,
+        draw(reduced, outputs, 1, 1, scale=outputs**-0.5),
+        draw(reduced),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("sides", "channels"), SIZES.values(), ids=list(SIZES))
+def test_equals_separate_convolutions(
+    sides: tuple[int, int],
+    channels: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    arguments = random_arguments(sides, channels, dtype, device)
+    assert can_fuse_bottleneck(arguments[1], arguments[4], arguments[6])
+    output, reduced = fused_bottleneck(*arguments)
+    images, weight, bias, added, shortcut_weight, shortcut_bias, next_weight, next_bias = (
+        None if tensor is None else tensor.double() for tensor in arguments
+    )
+    if shortcut_weight is not None:
+        added = F.conv2d(added, shortcut_weight, shortcut_bias)
+    expected = (F.conv2d(images, weight, bias) + added).relu()
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+    # The second convolution reads rounded values.
+    expected = F.conv2d(output.double(), next_weight, next_bias).relu()
+    torch.testing.assert_close(reduced.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_any_memory_format(device: str) -> None:
+    arguments = random_arguments((5, 6), (64, 64, 128, 64), torch.float16, device)
+    expected = fused_bottleneck(*arguments)
+    for index in (0, 3):
+        arguments[index] = arguments[index].contiguous()
+    for actual, other in zip(fused_bottleneck(*arguments), expected, strict=True):
+        torch.testing.assert_close(actual, other, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    "channels", [(64, 0, 256, 128), (128, 0, 512, 128), (48, 0, 256, 64), (64, 0, 256, 72)]
+)
+def test_large_or_indivisible_weights_cannot_be_fused(
+    channels: tuple[int, int, int, int],
+) -> None:
+    arguments = random_arguments((1, 1), channels, torch.float16, "cpu")
+    assert not can_fuse_bottleneck(arguments[1], arguments[4], arguments[6])
+
+
+@pytest.mark.parametrize("shortcut", [0, 64])
+def test_opcheck(shortcut: int, device: str) -> None:
+    arguments = random_arguments((3, 5), (64, shortcut, 64, 64), torch.float16, device)
+    utilities = ["test_schema", "test_faketensor"]
+    torch.library.opcheck(fused_bottleneck, tuple(arguments), test_utils=utilities)
