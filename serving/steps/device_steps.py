@@ -41,6 +41,7 @@ from .device_masks import (
     selected_rles,
 )
 from .device_transfers import (
+    LONGEST_PAUSE_S,
     StreamEvent,
     copy_to_device,
     copy_to_host,
@@ -71,6 +72,7 @@ class DeviceSteps:
         manifest: Manifest,
         *,
         run_capacity: int = _RUN_CAPACITY,
+        longest_pause_s: float = LONGEST_PAUSE_S,
     ) -> None:
         """Create the steps and their CUDA streams.
 
@@ -78,7 +80,10 @@ class DeviceSteps:
             backend: Backend that computes the model.
             manifest: Manifest of the backend's bundle.
             run_capacity: Buffer size in runs per mask; see `_RUN_CAPACITY`.
+            longest_pause_s: Longest pause between polls for the end of a batch. Short pauses take
+                more CPU time.
         """
+        self._longest_pause_s = longest_pause_s
         self._backend = backend
         self._manifest = manifest
         self._run_capacity = run_capacity
@@ -204,7 +209,7 @@ class DeviceSteps:
 
     def _encode(self, batch: PastedBatch) -> list[Outcome]:
         with self._waiting:  # one batch at a time, because each poll takes the GIL
-            batch.ready.wait()
+            batch.ready.wait(self._longest_pause_s)
         start = time.perf_counter()
         entries = batch.inferred.prepared.entries
         kept = [_kept_rows(batch, row, entry) for row, entry in enumerate(entries)]

@@ -18,9 +18,9 @@ from .preprocessing import PlannedImage, resized_pixels
 
 _log = logging.getLogger(__name__)
 
-# Pauses between polls of an event in seconds.
-_FIRST_PAUSE_S: Final = 1e-4
-_LONGEST_PAUSE_S: Final = 5e-4
+# First pause between polls of an event, and the default of the longest one, in seconds.
+FIRST_PAUSE_S: Final = 1e-4
+LONGEST_PAUSE_S: Final = 5e-4
 
 # Largest image in pixels that the device decodes. A batch of larger ones would need gigabytes of
 # GPU memory.
@@ -38,15 +38,15 @@ class StreamEvent:
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def wait(self) -> None:
-        """Poll the event until it is complete."""
+    def wait(self, longest_pause_s: float = LONGEST_PAUSE_S) -> None:
+        """Poll the event until it is complete, with pauses of at most `longest_pause_s`."""
         # CUDA's own waits are worse: one occupies a core, and the other takes 10 ms on some virtual
         # machines. The pauses grow, because each poll takes the GIL, and polls every 0.1 ms would
         # slow down a batch.
-        pause_s = _FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         while self._event is not None and not self._event.query():
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, longest_pause_s)
 
     def block(self, stream: Any) -> None:
         """Make another stream wait for the event."""
