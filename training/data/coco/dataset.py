@@ -105,7 +105,7 @@ class CocoDataset:
         instances = index_annotations(content["annotations"], images, labels, faults, repairs)
         self.faults: Mapping[str, tuple[str, ...]] = {r: tuple(ids) for r, ids in faults.items()}
         self.repairs: Mapping[str, tuple[str, ...]] = {r: tuple(ids) for r, ids in repairs.items()}
-        self._report(on_broken)
+        self._report(on_broken, len(content["annotations"]))
         if not images.valid:
             reasons = f": {summary_of(self.faults)}" if self.faults else ""
             raise DataError(f"{self.name} lists no valid image in {config.images}{reasons}")
@@ -152,14 +152,24 @@ class CocoDataset:
             ],
         }
 
-    def _report(self, on_broken: Literal["skip", "refuse"]) -> None:
+    def _report(self, on_broken: Literal["skip", "refuse"], annotations: int) -> None:
         if self.faults and on_broken == "refuse":
             raise DataError(
                 f"{self.name} has invalid entries: {summary_of(self.faults)}; repair them, or skip "
                 "them with data.on_broken=skip"
             )
         if self.faults:
-            logger.warning("%s: skipped invalid entries: %s", self.name, summary_of(self.faults))
+            skipped = sum(
+                len(ids) for reason, ids in self.faults.items() if reason.startswith("annotations:")
+            )
+            logger.warning(
+                "%s: skipped invalid entries: %s%s",
+                self.name,
+                summary_of(self.faults),
+                f"; objects of {skipped} of {annotations} annotations count as background"
+                if skipped
+                else "",
+            )
         if self.repairs:
             logger.warning("%s: repaired entries: %s", self.name, summary_of(self.repairs))
 

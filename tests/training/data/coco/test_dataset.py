@@ -63,6 +63,7 @@ def test_many_faults_make_a_short_message(tmp_path: Path, caplog: pytest.LogCapt
     content["annotations"] += [annotation(n, 5, category_id=1) for n in range(100, 200)]
     CocoDataset(write_folder(tmp_path, content))
     assert "100 annotations: unknown category (100, 101, 102, 103, 104, ...)" in caplog.text
+    assert "100 of 107 annotations" in caplog.text
 
 
 @pytest.mark.parametrize(
