@@ -1,4 +1,4 @@
-"""Fast reading of the headers of usual JPEGs: without metadata, with one scan of all components."""
+"""Fast reading of the headers of simple JPEGs, which have no metadata and a single scan."""
 
 from typing import Final
 

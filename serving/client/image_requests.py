@@ -126,10 +126,11 @@ def outcome_from_stream_response(
 
 
 class DeferredErrors(Generic[_T]):
-    """Wrapper of an iterable that ends at the iterable's first error. `check` raises it later.
+    """Iterator over another iterable. At the iterable's first error, it ends without raising.
 
-    The caller can thus deliver the results of the preceding items first. If the request iterator
-    of a stream raised an error, gRPC would drop this error and the outstanding responses.
+    `check` raises the error later, so that the caller can deliver the results of the preceding
+    items first. If a stream's request iterator raised an error itself, gRPC would drop both the
+    error and the outstanding responses.
     """
 
     def __init__(self, items: Iterable[_T] | AsyncIterable[_T]) -> None:

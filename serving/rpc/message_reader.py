@@ -169,8 +169,8 @@ async def _handle_stream(handler: Any, pending: PendingMessages, context: Any) -
 class _RequestStream:
     """Asynchronous iterator over a call's requests.
 
-    It ends at the first message that cannot be read or parsed. Call `raise_failure` after the
-    requests before that message have been processed.
+    It ends before the first message that cannot be read or parsed. `raise_failure` raises that
+    message's error; call it when the requests have been processed.
     """
 
     # A generator would keep a reference to each request until the next one is read.

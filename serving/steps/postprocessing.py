@@ -222,7 +222,7 @@ def _grids(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the position and scale of each mask's grid of samples, in pixels of the image.
 
-    A grid includes the border of one sample of zeros around the mask.
+    The mask is padded with one sample of zero on each side. A grid includes this padding.
 
     Returns:
         [N, 2] x, y of the grids' top left corners, and [N, 2] width and height of one sample.
