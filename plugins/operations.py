@@ -1,8 +1,8 @@
 """Custom operations in exported torch programs. Importing this module registers them with torch."""
 
+from .block_transition import block_transition
 from .box_deltas import decode_boxes
 from .class_logits import class_logits
-from .fused_bottleneck import fused_bottleneck
 from .fused_convolution import (
     convolution_relu,
     cudnn_convolution,
@@ -17,12 +17,12 @@ from .resnet_stem import resnet_stem
 from .stable_top_k import stable_top_k, top_k_of_parts
 
 __all__ = [
+    "block_transition",
     "class_logits",
     "convolution_relu",
     "cudnn_convolution",
     "decode_boxes",
     "expand_reduce",
-    "fused_bottleneck",
     "gemm_convolution",
     "grid_anchors",
     "nms_keep",

@@ -8,8 +8,8 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from ...plugins import operations  # noqa: F401, registers the fused operations
-from ...plugins.fused_bottleneck import can_fuse_bottleneck
-from ...plugins.fused_convolution.expand_reduce import can_fuse
+from ...plugins.block_transition import can_fuse_transition
+from ...plugins.fused_convolution.expand_reduce import can_expand_reduce
 
 _HALF = (torch.float16, torch.bfloat16)
 # Minimum number of input and output channels for which libraries can be faster than Triton.
@@ -33,9 +33,9 @@ class _Fusion(NamedTuple):
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    In fp16 and bf16, all convolutions with bias are replaced, otherwise those that a ReLU follows.
-    An addition directly after the convolution is fused too. Convolutions without bias, or with
-    groups, stay as they are.
+    In fp32, convolutions are replaced if a ReLU follows. In fp16 and bf16, 1x1 convolutions and
+    convolutions without an addition are replaced too. An addition directly after a replaced
+    convolution is fused. Convolutions without bias, or with groups, stay as they are.
 
     Args:
         program: result of `run_decompositions`, which has no in-place operations.
@@ -128,10 +128,10 @@ def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
             shortcuts.insert(0, tuple(convolution))
     for shortcut in shortcuts:
         weights = weight, shortcut[1], reduction[0]
-        if can_fuse_bottleneck(*(node and node.meta["val"] for node in weights)):
+        if can_fuse_transition(*(node and node.meta["val"] for node in weights)):
             arguments = (images, weight, bias, *shortcut, *reduction)
-            return _own.fused_bottleneck.default, arguments
-    if can_fuse(weight.meta["val"], reduction[0].meta["val"]):
+            return _own.block_transition.default, arguments
+    if can_expand_reduce(weight.meta["val"], reduction[0].meta["val"]):
         return _own.expand_reduce.default, (images, weight, bias, residual, *reduction)
     return None
 
@@ -152,7 +152,7 @@ def use_libraries(program: ExportedProgram) -> None:
         if whole and stride == 1:
             node.target = _own.gemm_convolution.default
             node.args = (images, weight, bias, residual, relu)
-        elif residual is None and not relu:
+        elif residual is None:  # and without a ReLU, or `cudnn_convolution` would compute it
             node.target = _own.cudnn_convolution.default
             node.args = (images, weight, bias, [stride] * 2, [0, 0], [1, 1], False)
     graph.lint()

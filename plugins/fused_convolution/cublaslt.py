@@ -108,9 +108,10 @@ class Product:
             *(preference, _CANDIDATES, found, ctypes.byref(number)),
         )
         _library().call("cublasLtMatmulPreferenceDestroy", preference)
-        if number.value == 0:
+        algorithms = [own for own in list(found)[: number.value] if own.status == 0]
+        if not algorithms:
             raise UnsupportedError("cuBLASLt has no algorithm for a product")
-        return list(found)[: number.value]
+        return algorithms
 
     def queue(
         self,

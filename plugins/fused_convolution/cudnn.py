@@ -111,6 +111,7 @@ _convolution = functools.lru_cache(maxsize=1024)(_Convolution)
 @functools.cache
 def _library() -> Library:
     version: int = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    # The version is 91900 for 9.19.0. That of cuDNN 8 has another form, and no library is found.
     return Library(f"libcudnn.so.{version // 10000}")
 
 

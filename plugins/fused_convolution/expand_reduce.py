@@ -9,7 +9,7 @@ from torch.nn import functional as F
 _MAX_CHANNELS, _MAX_REDUCED = 512, 128
 
 
-def can_fuse(weight: Tensor, next_weight: Tensor) -> bool:
+def can_expand_reduce(weight: Tensor, next_weight: Tensor) -> bool:
     """Return whether `expand_reduce` supports weights, and is faster than two convolutions.
 
     The weights are those of the first and the second convolution, [N, C, 1, 1] and [M, N, 1, 1].
@@ -32,7 +32,7 @@ def expand_reduce(
 
     Args:
         images: [B, C, H, W], input of the first convolution; on a GPU float16 or bfloat16.
-        weight: [N, C, 1, 1]; `can_fuse` tests whether the numbers of channels are supported.
+        weight: [N, C, 1, 1]; `can_expand_reduce` tests whether its size is supported.
         bias: [N].
         residual: [B, N, H, W], added before the first ReLU.
         next_weight: [M, N, 1, 1], weight of the second convolution.

@@ -16,7 +16,7 @@ from .cublaslt import Algorithm, Product, matrix_product
 from .cudnn import convolve_with_bias
 from .fastest import run_fastest
 from .libraries import UnsupportedError
-from .operation import empty_output
+from .operation import empty_output, pointwise_convolution
 
 
 @torch.library.custom_op("maskrcnn::cudnn_convolution", mutates_args=(), device_types="cpu")
@@ -71,10 +71,12 @@ def _(
     relu: bool,
 ) -> Tensor:
     images, weight = (x.contiguous(memory_format=torch.channels_last) for x in (images, weight))
-    window = stride, padding, dilation
-    output = empty_output(images, weight, *window)
+    bias, window = bias.contiguous(), (stride, padding, dilation)
+    if images.numel() == 0:
+        return empty_output(images, weight, *window)
 
     def by_cudnn() -> Tensor:
+        output = empty_output(images, weight, *window)
         convolve_with_bias(images, weight, bias, output, *window, relu)
         return output
 
@@ -85,7 +87,8 @@ def _(
 
     sizes = images.shape, weight.shape, *map(tuple, window)
     key = "cudnn_convolution", images.device, images.dtype, *sizes, relu
-    return run_fastest(key, [by_cudnn, by_torch])
+    with torch.cuda.device(images.device):
+        return run_fastest(key, [by_cudnn, by_torch])
 
 
 @torch.library.custom_op("maskrcnn::gemm_convolution", mutates_args=(), device_types="cpu")
@@ -94,8 +97,9 @@ def gemm_convolution(
 ) -> Tensor:
     """Compute a 1x1 convolution with N output channels, plus an optional residual map and ReLU.
 
-    On a GPU, the first call with some shapes chooses the fastest of cuBLASLt's algorithms and the
-    Triton kernel of `pointwise_convolution`. The operation supports neither strides nor upsampling.
+    On a GPU, the first call with some shapes chooses the fastest of cuBLASLt's algorithms and, with
+    a residual, the Triton kernel of `pointwise_convolution`. The operation supports neither strides
+    nor upsampling.
 
     Args:
         images: [B, C, H, W]; on a GPU float16 or bfloat16.
@@ -119,15 +123,12 @@ def _(images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, rel
 
 @gemm_convolution.register_kernel("cuda")
 def _(images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    from .pointwise_kernel import launch_pointwise_convolution
-
     images = images.contiguous(memory_format=torch.channels_last)
     if residual is not None:
         residual = residual.contiguous(memory_format=torch.channels_last)
+    weight, bias = weight.contiguous(), bias.contiguous()
     output = empty_output(images, weight, [1, 1], [0, 0], [1, 1])
-
-    def by_triton() -> Tensor:
-        launch_pointwise_convolution(images, weight, bias, residual, output, 1, relu)
+    if output.numel() == 0:
         return output
 
     def by_cublas(product: Product, algorithm: Algorithm) -> Tensor:
@@ -145,7 +146,8 @@ def _(images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, rel
             implementations += [partial(by_cublas, product, a) for a in product.algorithms]
         # Without a residual, the Triton kernel is hardly ever faster, but takes long to compile.
         if residual is not None or not implementations:
-            implementations.append(by_triton)
+            arguments = images, weight, bias, residual, 1, relu
+            implementations.append(partial(pointwise_convolution, *arguments))
         return run_fastest(("gemm_convolution", *sizes), implementations)
 
 

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.library import wrap_triton
 from triton import language as tl
 
+from ..runtime.launching import shared_memory_limit
+
 # Launch parameters that were fastest, or as fast as others, for the 1x1 convolutions of R-50-FPN on
 # an H100: `_DEEP` for many input channels, `_SHALLOW` for few, `_NARROW` for few output channels.
 _DEEP: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
@@ -18,6 +20,8 @@ _BLOCK_K = 64
 # its part of the weight fits into shared memory.
 _RESIDENT: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
 _RESIDENT_CHANNELS = 256
+# Shared memory of a block of `_upsampling_convolution` with that many input channels in bytes.
+_RESIDENT_BYTES = 212_992
 # Maximum number of input channels for which `_SHALLOW` is used.
 _SHALLOW_CHANNELS = 128
 
@@ -42,7 +46,7 @@ def launch_pointwise_convolution(
     if residual is not None:
         residual = residual.contiguous(memory_format=torch.channels_last)
         shift = int(residual.shape[2] != rows)
-        if shift and _fits_shared_memory(channels, outputs) and stride == 1 and not relu:
+        if shift and stride == 1 and not relu and _can_keep_weight(images, outputs):
             _launch_upsampling_convolution(images, weight, bias, residual, output)
             return
     shallow = channels <= _SHALLOW_CHANNELS
@@ -74,12 +78,13 @@ def launch_pointwise_convolution(
     )
 
 
-def _fits_shared_memory(channels: int, outputs: int) -> bool:
-    """Return whether `_upsampling_convolution` supports and suits the numbers of channels."""
-    if torch.cuda.get_device_capability() < (9, 0):
-        return False
+def _can_keep_weight(images: Tensor, outputs: int) -> bool:
+    """Return whether `_upsampling_convolution` supports the sizes, and fits the shared memory."""
+    channels = images.shape[1]
     power = channels & (channels - 1) == 0
-    return power and 64 <= channels <= _RESIDENT_CHANNELS and outputs % _RESIDENT["BLOCK_N"] == 0
+    suits = 64 <= channels <= _RESIDENT_CHANNELS and outputs % _RESIDENT["BLOCK_N"] == 0
+    fits = images.is_cuda and shared_memory_limit(images.device) >= _RESIDENT_BYTES
+    return power and suits and fits
 
 
 def _launch_upsampling_convolution(

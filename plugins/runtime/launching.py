@@ -52,6 +52,12 @@ def launch_kernel(
         raise _error_from(status, f"{kernel.name} cannot be launched as {launch}")
 
 
+def shared_memory_limit(device: torch.device) -> int:
+    """Return the maximum shared memory of a block on a GPU, in bytes."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
 def _device_of(kernel: Kernel, tensors: Sequence[Tensor]) -> torch.device:
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:

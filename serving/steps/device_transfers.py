@@ -41,8 +41,8 @@ class StreamEvent:
     def wait(self, longest_pause_s: float = LONGEST_PAUSE_S) -> None:
         """Poll the event until it is complete, with pauses of at most `longest_pause_s`."""
         # CUDA's own waits are worse: one occupies a core, and the other takes 10 ms on some virtual
-        # machines. The pauses grow, because each poll takes the GIL, and polls every 0.1 ms would
-        # slow down a batch.
+        # machines. The pauses grow, because each poll takes the GIL and CPU time. Bulk prediction
+        # limits them, because it is faster with short ones.
         pause_s = FIRST_PAUSE_S
         while self._event is not None and not self._event.query():
             time.sleep(pause_s)

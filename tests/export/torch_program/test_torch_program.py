@@ -150,7 +150,7 @@ def test_blocks_are_fused_with_the_next_ones() -> None:
     fuse_blocks(program)
     # Nothing follows the last of the three blocks. The first one has a convolution in its shortcut.
     found = operations_in(program)
-    assert found["maskrcnn.fused_bottleneck.default"] == 2
+    assert found["maskrcnn.block_transition.default"] == 2
     assert found["maskrcnn.pointwise_convolution.default"] == 1
     torch.testing.assert_close(program.module()(images), expected, rtol=1e-2, atol=1e-2)
 

@@ -1,4 +1,4 @@
-"""`maskrcnn::fused_bottleneck`: transition between two residual blocks with few channels.
+"""`maskrcnn::block_transition`: transition between two residual blocks with few channels.
 
 Contract of all implementations: the sum of the last convolution of a residual block and of its
 shortcut passes a ReLU, and is rounded. The first convolution of the next block, with a ReLU, reads
@@ -12,36 +12,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..fused_convolution import expand_reduce, pointwise_convolution
-from ..fused_convolution.expand_reduce import can_fuse
+from ..fused_convolution import expand_reduce, gemm_convolution
+from ..fused_convolution.expand_reduce import can_expand_reduce
 from ..runtime.arguments import kernel_argument
-from ..runtime.launching import launch_kernel
+from ..runtime.launching import launch_kernel, shared_memory_limit
 from .kernel import (
     CHUNK,
+    block_transition_kernel,
+    block_transition_launch,
     fits_shared_memory,
-    fused_bottleneck_kernel,
-    fused_bottleneck_launch,
 )
 
 _VALUE_TYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-# Lowest compute capability with enough shared memory for the kernel.
+# Lowest compute capability on which the kernel was measured. On other GPUs, and if a GPU has too
+# little shared memory, `expand_reduce` is used.
 _CAPABILITY = (9, 0)
 
 
-def can_fuse_bottleneck(
+def can_fuse_transition(
     weight: Tensor, shortcut_weight: Tensor | None, next_weight: Tensor
 ) -> bool:
-    """Return whether `fused_bottleneck` supports weights, which are those of its arguments."""
+    """Return whether `block_transition` supports weights, which are those of its arguments."""
     shortcut = 0 if shortcut_weight is None else shortcut_weight.shape[1]
     outputs, channels = weight.shape[:2]
     sizes = channels, shortcut, outputs, next_weight.shape[0]
     divisible = all(size % CHUNK == 0 for size in sizes)
-    # On older GPUs, `expand_reduce` is used.
-    return divisible and fits_shared_memory(*sizes) and can_fuse(weight, next_weight)
+    return divisible and fits_shared_memory(*sizes) and can_expand_reduce(weight, next_weight)
 
 
-@torch.library.custom_op("maskrcnn::fused_bottleneck", mutates_args=(), device_types="cpu")
-def fused_bottleneck(
+@torch.library.custom_op("maskrcnn::block_transition", mutates_args=(), device_types="cpu")
+def block_transition(
     images: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -57,7 +57,7 @@ def fused_bottleneck(
 
     Args:
         images: [B, C, H, W], input of the block's last convolution; on a GPU float16 or bfloat16.
-        weight: [N, C, 1, 1], weight of the last convolution. `can_fuse_bottleneck` tests whether
+        weight: [N, C, 1, 1], weight of the last convolution. `can_fuse_transition` tests whether
             the numbers of channels are supported.
         bias: [N].
         shortcut: [B, N, H, W], which is added; with a `shortcut_weight`, [B, S, H, W].
@@ -76,14 +76,14 @@ def fused_bottleneck(
     return output, F.conv2d(output, next_weight, next_bias).relu()
 
 
-@fused_bottleneck.register_fake
+@block_transition.register_fake
 def _(images: Tensor, weight: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
     next_weight = others[-2]
     assert next_weight is not None
     return _empty_outputs(images, weight, next_weight)
 
 
-@fused_bottleneck.register_kernel("cuda")
+@block_transition.register_kernel("cuda")
 def _(
     images: Tensor,
     weight: Tensor,
@@ -94,22 +94,25 @@ def _(
     next_weight: Tensor,
     next_bias: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    if torch.cuda.get_device_capability(images.device) < _CAPABILITY:
-        if shortcut_weight is not None:
-            assert shortcut_bias is not None
-            shortcut = pointwise_convolution(
-                shortcut, shortcut_weight, shortcut_bias, None, 1, False
-            )
-        results: tuple[Tensor, Tensor] = expand_reduce(
-            images, weight, bias, shortcut, next_weight, next_bias
-        )
-        return results
+    value_type = _VALUE_TYPES.get(images.dtype)
+    if value_type is None:
+        raise ValueError(f"images must be float16 or bfloat16, not {images.dtype}")
     batch, channels, rows, columns = images.shape
     outputs, reduced = weight.shape[0], next_weight.shape[0]
+    read = 0 if shortcut_weight is None else shortcut_weight.shape[1]
+    kernel = block_transition_kernel(value_type, channels, read, outputs, reduced)
+    properties = torch.cuda.get_device_properties(images.device)
+    too_large = kernel.shared_memory > shared_memory_limit(images.device)
+    if (properties.major, properties.minor) < _CAPABILITY or too_large:
+        with torch.cuda.device(images.device):
+            if shortcut_weight is not None and shortcut_bias is not None:
+                shortcut = gemm_convolution(shortcut, shortcut_weight, shortcut_bias, None, False)
+            arguments = images, weight, bias, shortcut, next_weight, next_bias
+            separate: tuple[Tensor, Tensor] = expand_reduce(*arguments)
+        return separate
     if shortcut_weight is None or shortcut_bias is None:
         shortcut_weight, shortcut_bias = weight[:, :0], bias[:0]
-    read = shortcut_weight.shape[1]
-    arguments = {
+    named = {
         "images": (images.permute(0, 2, 3, 1), (batch, rows, columns, channels)),
         "weight": (weight.flatten(1), (outputs, channels)),
         "bias": (bias, (outputs,)),
@@ -121,14 +124,12 @@ def _(
     }
     inputs = [
         kernel_argument(name, tensor, images.dtype, shape)
-        for name, (tensor, shape) in arguments.items()
+        for name, (tensor, shape) in named.items()
     ]
     results = _empty_outputs(images, weight, next_weight)
-    sizes = channels, read, outputs, reduced
-    multiprocessors = torch.cuda.get_device_properties(images.device).multi_processor_count
     launch_kernel(
-        fused_bottleneck_kernel(_VALUE_TYPES[images.dtype], *sizes),
-        fused_bottleneck_launch(batch * rows * columns, multiprocessors),
+        kernel,
+        block_transition_launch(batch * rows * columns, properties.multi_processor_count),
         inputs,
         results,
     )

@@ -1,4 +1,4 @@
-"""Compilation and launch of `fused_bottleneck.cu`."""
+"""Compilation and launch of `block_transition.cu`."""
 
 from ..runtime.compilation import Kernel, Launch
 
@@ -12,12 +12,12 @@ _SHARED = 227 << 10
 def fits_shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> bool:
     """Return whether the kernel fits a GPU's shared memory.
 
-    Arguments are those of `fused_bottleneck_kernel`.
+    Arguments are those of `block_transition_kernel`.
     """
     return _shared_memory(channels, shortcut, outputs, reduced) <= _SHARED
 
 
-def fused_bottleneck_kernel(
+def block_transition_kernel(
     value_type: str, channels: int, shortcut: int, outputs: int, reduced: int
 ) -> Kernel:
     """Return the kernel for `float16` or `bfloat16`.
@@ -38,15 +38,15 @@ def fused_bottleneck_kernel(
         ("THREADS", _THREADS),
     )
     return Kernel(
-        "fused_bottleneck/fused_bottleneck.cu",
-        "fused_bottleneck",
+        "block_transition/block_transition.cu",
+        "block_transition",
         constants,
         fused_multiply_add=True,
         shared_memory=_shared_memory(channels, shortcut, outputs, reduced),
     )
 
 
-def fused_bottleneck_launch(pixels: int, multiprocessors: int) -> Launch:
+def block_transition_launch(pixels: int, multiprocessors: int) -> Launch:
     """Return the grid, block and scalar arguments of the kernel.
 
     Inputs are images [pixels, channels], weight [outputs, channels], bias [outputs], the shortcut
@@ -67,7 +67,7 @@ def _shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> 
 
 
 PREBUILT_KERNELS = tuple(
-    fused_bottleneck_kernel(value_type, 64, shortcut, 256, 64)
+    block_transition_kernel(value_type, 64, shortcut, 256, 64)
     for value_type in ("float16", "bfloat16")
     for shortcut in (64, 0)
 )

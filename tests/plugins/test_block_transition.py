@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from maskrcnn_trt.plugins.fused_bottleneck import can_fuse_bottleneck, fused_bottleneck
+from maskrcnn_trt.plugins.block_transition import block_transition, can_fuse_transition
 
 # Rows and columns, and the channels of input, shortcut's convolution (0: none), output and next
 # block.
@@ -48,8 +48,8 @@ def test_equals_separate_convolutions(
     device: str,
 ) -> None:
     arguments = random_arguments(sides, channels, dtype, device)
-    assert can_fuse_bottleneck(arguments[1], arguments[4], arguments[6])
-    output, reduced = fused_bottleneck(*arguments)
+    assert can_fuse_transition(arguments[1], arguments[4], arguments[6])
+    output, reduced = block_transition(*arguments)
     images, weight, bias, added, shortcut_weight, shortcut_bias, next_weight, next_bias = (
         None if tensor is None else tensor.double() for tensor in arguments
     )
@@ -65,10 +65,10 @@ def test_equals_separate_convolutions(
 
 def test_any_memory_format(device: str) -> None:
     arguments = random_arguments((5, 6), (64, 64, 128, 64), torch.float16, device)
-    expected = fused_bottleneck(*arguments)
+    expected = block_transition(*arguments)
     for index in (0, 3):
         arguments[index] = arguments[index].contiguous()
-    for actual, other in zip(fused_bottleneck(*arguments), expected, strict=True):
+    for actual, other in zip(block_transition(*arguments), expected, strict=True):
         torch.testing.assert_close(actual, other, rtol=4e-3, atol=4e-3)
 
 
@@ -79,11 +79,11 @@ def test_large_or_indivisible_weights_cannot_be_fused(
     channels: tuple[int, int, int, int],
 ) -> None:
     arguments = random_arguments((1, 1), channels, torch.float16, "cpu")
-    assert not can_fuse_bottleneck(arguments[1], arguments[4], arguments[6])
+    assert not can_fuse_transition(arguments[1], arguments[4], arguments[6])
 
 
 @pytest.mark.parametrize("shortcut", [0, 64])
 def test_opcheck(shortcut: int, device: str) -> None:
     arguments = random_arguments((3, 5), (64, shortcut, 64, 64), torch.float16, device)
     utilities = ["test_schema", "test_faketensor"]
-    torch.library.opcheck(fused_bottleneck, tuple(arguments), test_utils=utilities)
+    torch.library.opcheck(block_transition, tuple(arguments), test_utils=utilities)

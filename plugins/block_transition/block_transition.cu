@@ -1,4 +1,4 @@
-// Transition between two residual blocks. Contract: fused_bottleneck/operation.py.
+// Transition between two residual blocks. Contract: block_transition/operation.py.
 //
 // A block keeps all weights in shared memory. Each of its warps computes tiles of 16 pixels on its
 // own, without waiting for others. Channels are assigned to the positions of the tensor-core
@@ -151,7 +151,7 @@ struct Packets {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fused_bottleneck(const VALUE* __restrict__ images, const VALUE* __restrict__ weight,
+block_transition(const VALUE* __restrict__ images, const VALUE* __restrict__ weight,
                  const VALUE* __restrict__ bias, const VALUE* __restrict__ shortcut,
                  const VALUE* __restrict__ shortcut_weight,
                  const VALUE* __restrict__ shortcut_bias, const VALUE* __restrict__ next_weight,
