@@ -29,11 +29,12 @@ times, and the time is the median on the host's clock.
 """
 _BASELINES_NOTE = """\
 Torchvision's pooling is measured with features in NCHW, its fastest layout, even if the kernel
-reads NHWC. Boxes have the dtype of the features. Torchvision's pooling does not support bf16. In the rows
-`pyramid_roi_align_backward`, torchvision's time is that of the backward pass of its pooling over all
-pyramid levels, without the forward pass. Torchvision's NMS processes one image at a time, as in its
-models, and returns all boxes that survive. `paste_rle` ends with run lengths on the GPU. Encoding
-them as strings is the task of `compress_runs`; pycocotools' time includes this encoding.
+reads NHWC. Boxes have the dtype of the features. Torchvision's pooling does not support bf16. In
+the rows `pyramid_roi_align_backward`, torchvision's time is that of the backward pass of its
+pooling over all pyramid levels, without the forward pass. Torchvision's NMS processes one image
+at a time, as in its models, and returns all boxes that survive. `paste_rle` ends with run lengths
+on the GPU. Encoding them as strings is the task of `compress_runs`; pycocotools' time includes
+this encoding.
 """
 
 
