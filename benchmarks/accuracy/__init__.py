@@ -115,7 +115,10 @@ def _evaluate_checkpoint(
     from ...training.terminal import errors_of_main_process
 
     if source is None:
-        raise click.UsageError("a checkpoint is evaluated on data.val of CONFIG; give CONFIG")
+        raise click.UsageError(
+            "evaluating a checkpoint needs CONFIG, whose data.val is the validation set; give "
+            "CONFIG"
+        )
     if source not in presets() and not Path(source).exists():
         raise click.UsageError(
             f"{source!r} does not exist; give the folder of a data set, a configuration file, or "
@@ -193,7 +196,8 @@ def _validation_set_from(
         return _validation_set_of_config(source, overrides, given)
     if overrides:
         raise click.UsageError(
-            f"{overrides[0]} needs a configuration; as DATA, give a configuration file or a preset"
+            f"the override {overrides[0]} needs a configuration; give a configuration file or a "
+            "preset as DATA"
         )
     keys = {key: given[name] for name, key in _KEYS.items() if name in given}
     return ValidationSet(split, EvaluationConfig(**keys))
@@ -212,8 +216,9 @@ def _validation_set_of_config(
     for key in (override.partition("=")[0] for override in overrides):
         if not re.match(r"(data\.val|data\.on_broken|data\.exif_orientation|evaluation)\b", key):
             raise ConfigError(
-                f"{key} does not apply to a bundle: its model and input sizes were fixed at "
-                "export; set keys of data.val, data.on_broken, data.exif_orientation or evaluation"
+                f"{key} does not apply to a bundle, because the model and its input sizes were "
+                "fixed at export; set only keys of data.val, data.on_broken, data.exif_orientation "
+                "or evaluation"
             )
     config = validated_config(source, (*overrides, *_overrides_from(given)))
     if config.data.val is None:

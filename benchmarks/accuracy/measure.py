@@ -184,7 +184,10 @@ def _add_detections(
             evaluator.add(record.id, _image_detections_from(outcome))
             continue
         if on_broken == "refuse":
-            raise DataError(f"{record.path}: {outcome}; data.on_broken=skip skips such files")
+            raise DataError(
+                f"cannot evaluate {record.path}: {outcome}; repair the file, or skip such files "
+                "with data.on_broken=skip"
+            )
         invalid += 1
         logger.warning("skipped %s: %s (invalid files so far: %d)", record.path, outcome, invalid)
     return invalid

@@ -97,7 +97,10 @@ def iterate_in_process(
         process.terminate()
         process.join()
     if process.exitcode:
-        raise ProcessError(f"the measuring process ended with exit code {process.exitcode}")
+        raise ProcessError(
+            f"the benchmark's child process failed with exit code {process.exitcode}; -9 means "
+            "that it was killed, often because memory ran out"
+        )
 
 
 def _send_items(
@@ -169,7 +172,10 @@ def _received(receiver: Any) -> Any:
     try:
         result, error = receiver.recv()
     except EOFError:
-        raise ProcessError("a measuring process was killed; did memory run out?") from None
+        raise ProcessError(
+            "a child process of the benchmark was killed, probably because memory ran out; free "
+            "memory and run the benchmark again"
+        ) from None
     if error:
         raise error
     return result

@@ -104,8 +104,8 @@ class TorchvisionTrainer:
             "torchvision", False, False
         ):  # fmt: skip
             raise ConfigError(
-                "torchvision's model has other anchors, RoIs or boxes than this configuration; "
-                "measure without --peer"
+                "torchvision's model has other rules for anchors, RoIs or boxes than this "
+                "configuration, so they cannot be compared; measure without --peer"
             )
         model = torchvision_from_config(settings)
         try:

@@ -71,15 +71,21 @@ def infer(
 
     models = _models_from(references, with_weights="torchvision" in peers, **values)
     if "torchvision" in peers and not any(model.is_file() for model in models):
-        raise click.UsageError("--peer torchvision needs the weights of a checkpoint among MODELS")
+        raise click.UsageError(
+            "--peer torchvision takes its weights from a checkpoint; add a checkpoint to MODELS"
+        )
     if "onnxruntime" in peers and not any(model.is_dir() for model in models):
-        raise click.UsageError("--peer onnxruntime needs a bundle among MODELS")
+        raise click.UsageError(
+            "--peer onnxruntime runs the ONNX files of a bundle; add a bundle to MODELS"
+        )
     images = read_images(sources)
     settings = InferSettings(peers=peers, images=images, with_stages=output is not None, **values)
     record, failures = _measure(models, settings)
     publish(record, json_path, output)
     if failures:
-        click.echo(f"{counted(len(failures), 'engine')} failed, see above", err=True)
+        click.echo(
+            f"{counted(len(failures), 'engine')} failed; the output above has the reasons", err=True
+        )
         click.get_current_context().exit(_SOME_FAILED)
 
 

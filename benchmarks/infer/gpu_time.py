@@ -163,8 +163,8 @@ def mean_milliseconds_by_stage(activities: Sequence[GpuActivity], batches: int) 
     count, rest = divmod(len(activities), batches)
     if rest or not count:
         raise ValueError(
-            f"{len(activities)} kernels were recorded; the number must be a positive multiple of "
-            f"the {batches} batches"
+            f"the profiler recorded {len(activities)} GPU kernels, but their number must be a "
+            f"positive multiple of the {batches} measured batches"
         )
     times = [
         milliseconds_by_stage(activities[i : i + count]) for i in range(0, len(activities), count)

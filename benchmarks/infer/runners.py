@@ -98,7 +98,10 @@ class EngineChoice:
         if self.model.is_dir():
             return BundleRunner(self.model, self.precision, self.backend, bucket, max_batch)
         if self.precision in QUANTIZED_PRECISIONS:
-            raise BundleError(f"{self.precision} needs a bundle; export one with --calibration")
+            raise BundleError(
+                f"{self.precision} cannot be measured with a checkpoint; export a bundle with "
+                "`maskrcnn export --calibration IMAGES`, and measure the bundle"
+            )
         from ...model.weights.references import checkpoint_from_reference
 
         make = torchvision_from_checkpoint if self.with_torchvision else runner_from_checkpoint

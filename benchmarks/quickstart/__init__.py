@@ -170,7 +170,10 @@ def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> N
     comparisons = verify_bundle(bundle, read_manifest(bundle), load_checkpoint(checkpoint), paths)
     console.print(table_of(comparisons))
     if not all(comparison.passed for comparison in comparisons):
-        raise QuickstartError("the outputs of the bundle differ from those of the checkpoint")
+        raise QuickstartError(
+            "the outputs of the bundle differ from those of the checkpoint by more than their "
+            "precision allows; the table above shows the differences"
+        )
 
 
 def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", image: Path) -> None:

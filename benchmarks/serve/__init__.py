@@ -105,14 +105,19 @@ def serve(
     images = read_images(sources)
     settings = ServeSettings(images=images, masks=MaskFormat(masks), **_with_defaults(values))
     if settings.http and settings.masks is MaskFormat.PROBABILITIES:
-        raise click.UsageError("--http has no --masks probabilities; choose another format")
+        raise click.UsageError(
+            "the HTTP API has no --masks probabilities; choose another mask format, or leave out "
+            "--http"
+        )
     max_delay_ms, bulk = None, None
     if is_zoo_name(server) or Path(server).exists():
         config = _parse_serve_options(server, options)
         bundle = bundle_for_backend(server, config.backend, config.precision)
         bulk = _measure_bulk(bundle, config, settings) if engine_rate else None
         if peer and config.max_batch == 1:
-            raise click.UsageError("--peer unbatched needs larger batches; raise --max-batch")
+            raise click.UsageError(
+                "--peer unbatched compares with batches of one image; raise --max-batch above 1"
+            )
         results = _print_results(measure_bundle(bundle, settings, options))
         if peer:
             closed = dataclasses.replace(
@@ -169,8 +174,8 @@ def _measure_bulk(bundle: Path, config: "ServeConfig", settings: "ServeSettings"
     )
     (result,) = iterate_in_process(measure_bulk, bundle, bulk_settings)
     click.echo(
-        f"without a server: {result.images_per_second:.1f} images/s, the engine alone "
-        f"{result.engine_images_per_second:.1f}",
+        f"without a server, all steps together process {result.images_per_second:.1f} images/s, "
+        f"and the engine alone processes {result.engine_images_per_second:.1f} images/s",
         err=True,
     )
     return result

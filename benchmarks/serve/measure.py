@@ -120,7 +120,10 @@ def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
         try:
             ready = re.search(r"\S+:\d+", process.stdout.readline())
             if ready is None:
-                raise ServerStartError(f"the server of {bundle} did not start")
+                raise ServerStartError(
+                    f"the server of {bundle} ended before it was ready; the output above has the "
+                    "reason"
+                )
             yield ServerProcess(ready[0], process.pid)
         finally:
             process.terminate()

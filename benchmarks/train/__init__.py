@@ -55,7 +55,10 @@ def train(
     from .run import TrainSettings
 
     if warmup >= iterations:
-        raise click.UsageError(f"--warmup {warmup} leaves none of {iterations} iterations to time")
+        raise click.UsageError(
+            f"--warmup {warmup} leaves none of the {iterations} iterations to time; lower "
+            "--warmup, or raise --iterations"
+        )
     if gpus is not None:
         overrides += (f"device={','.join(map(str, range(gpus)))}",)
     train_config = load_config(config, overrides)

@@ -40,7 +40,8 @@ def measure_training(
         raise ConfigError("--evaluate needs data.val; set it, or leave out --evaluate")
     if "torchvision" in settings.peers and processes > 1:
         raise ConfigError(
-            f"torchvision's model is trained by one process, not by {processes}; leave out --peer"
+            f"torchvision's model can be trained by one process only, but this run has {processes} "
+            "processes; leave out --peer"
         )
     seeds = range(config.seed, config.seed + settings.seeds)
     engines: tuple[TrainEngine, ...] = ("this", *settings.peers)

@@ -170,9 +170,9 @@ def test_other_input_size_and_image(bundle: Path, tmp_path: Path):
         (["BUNDLE", "--shape", "64x64"], "choose from 96x160, 160x96"),
         (["BUNDLE", "--precision", "fp16"], "no fp16 onnx artifact, only fp32 onnx"),
         (["BUNDLE", "--shape", "big"], "800x1344"),
-        (["BUNDLE", "--peer", "torchvision"], "needs the weights of a checkpoint"),
+        (["BUNDLE", "--peer", "torchvision"], "add a checkpoint to MODELS"),
         (["BUNDLE", "--images", "IMAGE"], "not a JPEG"),
-        (["CHECKPOINT", "--peer", "onnxruntime"], "needs a bundle"),
+        (["CHECKPOINT", "--peer", "onnxruntime"], "add a bundle to MODELS"),
     ],
 )
 def test_invalid_arguments_are_errors(

@@ -124,7 +124,7 @@ def test_missing_server_is_an_error(tmp_path: Path) -> None:
      (["127.0.0.1:1", "--", "--max-batch", "2"], "not a bundle"),
      (["BUNDLE", "--", "--max-batch", "0"], "--max-batch is 0"),
      (["BUNDLE", "--", "--max-bach", "1"], "--max-bach"), (["BUNDLE", "--rate", "0"], "--rate"),
-     (["BUNDLE", "--peer", "unbatched", "--", "--max-batch", "1"], "larger batches")],
+     (["BUNDLE", "--peer", "unbatched", "--", "--max-batch", "1"], "raise --max-batch")],
 )  # fmt: skip
 def test_invalid_arguments_are_errors(bundle: Path, args: list[str], fact: str) -> None:
     result = run(*(bundle if arg == "BUNDLE" else arg for arg in args))
