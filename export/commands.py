@@ -169,8 +169,9 @@ def export(
     without_onnx = [p for p in MISSING_PRECISIONS["onnx"] if p in precisions]
     if without_onnx and engines["strip_weights"]:
         raise click.UsageError(
-            f"--strip-weights: the bundle will have no ONNX file in {without_onnx[0]} from which "
-            "to insert the weights; leave it out, or choose another precision"
+            "--strip-weights needs an ONNX file from which the weights are inserted later, but the "
+            f"bundle will have none in {without_onnx[0]}; leave out --strip-weights, or choose "
+            "another precision"
         )
     if triton_repository and triton_repository.resolve().is_relative_to(bundle.resolve()):
         raise click.UsageError(
@@ -226,8 +227,8 @@ def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path
     failed = [c.artifact.path for c in comparisons if not c.passed]
     if failed:
         raise VerificationError(
-            f"{', '.join(failed)} differ from the checkpoint by more than their precision allows; "
-            f"do not serve {bundle}: delete it, or export another precision"
+            f"the outputs of {', '.join(failed)} differ from those of the checkpoint by more than "
+            f"their precision allows; do not serve {bundle}: delete it, or export another precision"
         )
 
 

@@ -53,8 +53,8 @@ def check_output_folder(bundle: Path) -> None:
     if Path.cwd().is_relative_to(bundle.resolve()):
         # The shell would stay in a deleted folder, in which no command finds a path.
         raise BundleError(
-            f"{bundle} is or holds the current folder and cannot be replaced; run the export in "
-            "another folder"
+            f"{bundle} is the current folder or contains it, so it cannot be replaced; run the "
+            "export in another folder"
         )
     if bundle.resolve().is_mount():
         raise BundleError(

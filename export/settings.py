@@ -55,8 +55,8 @@ def check_precisions(
     for precision in QUANTIZED_PRECISIONS:
         if precision in precisions and not is_calibrated:
             raise BundleError(
-                f"{precision} needs images to measure ranges of values; run maskrcnn export with "
-                "--calibration IMAGES"
+                f"{precision} needs calibration images, which give the ranges of values; run "
+                "maskrcnn export with --calibration IMAGES"
             )
     if with_programs and set(precisions) <= set(MISSING_PRECISIONS["torch"]):
         raise BundleError(
@@ -81,20 +81,21 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
     for bucket in buckets:
         if not bucket.is_multiple_of_step:
             raise BundleError(
-                f"inputs of {bucket} are not a multiple of {BUCKET_STEP} pixels on both sides; "
-                "choose another --shape"
+                f"the input size {bucket} must be a multiple of {BUCKET_STEP} pixels on both "
+                "sides; choose another --shape"
             )
         # The server rejects larger images by default. The largest feature maps have 16 values per
         # image pixel. At this limit, the maps of one image have half of the 2**31 values that a
         # 32-bit index reaches.
         if bucket.height * bucket.width > MAX_PIXELS:
             raise BundleError(
-                f"inputs of {bucket} have more than {MAX_PIXELS} pixels; choose a smaller --shape"
+                f"the input size {bucket} has more than {MAX_PIXELS} pixels; choose a smaller "
+                "--shape"
             )
         if not preprocessing.fits(bucket):
             raise BundleError(
-                f"inputs of {bucket} are too small: images are resized to a shorter side of "
-                f"{shorter} pixels or a longer one of {longer}; choose a larger --shape"
+                f"the input size {bucket} is too small: images are resized to a shorter side of "
+                f"{shorter} pixels or a longer side of {longer} pixels; choose a larger --shape"
             )
 
 
@@ -110,7 +111,8 @@ def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) 
     needs_floats = pixel_dtype(preprocessing.resize) is np.float32
     if needs_floats and input_dtype == "uint8":
         raise BundleError(
-            f"inputs of uint8 would round images that the resize rule {preprocessing.resize} does "
-            "not round; omit --input-dtype, or convert the weights with preprocessing.resize=pillow"
+            "inputs of type uint8 would round pixels to integers, but the resize rule "
+            f"{preprocessing.resize} keeps fractions; omit --input-dtype, or convert the weights "
+            "with preprocessing.resize=pillow"
         )
     return input_dtype or ("float32" if needs_floats else "uint8")

@@ -70,9 +70,10 @@ def _check_profiles(bundle: Path, artifact: Artifact) -> None:
     build = artifact.engine
     if build and build.plugins and any(profile.min < profile.max for profile in build.profiles):
         raise BundleError(
-            f"{bundle / artifact.path} has plugins and several batch sizes in one profile, which "
-            "leaks GPU memory in Triton (https://github.com/NVIDIA/TensorRT/issues/4849); export "
-            "the bundle again with --triton-repository, or with --no-plugins"
+            f"{bundle / artifact.path} has plugins and an optimization profile with several batch "
+            "sizes, which leaks GPU memory in Triton "
+            "(https://github.com/NVIDIA/TensorRT/issues/4849); export the bundle again with "
+            "--triton-repository, or with --no-plugins"
         )
 
 

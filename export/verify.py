@@ -259,7 +259,7 @@ def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket,
             bucket = smallest_bucket(height, width, buckets)
         except ImageError as error:
             raise ImageError(
-                f"{path}: {error}; leave the image out, or export a --shape that holds it"
+                f"{path}: {error}; leave the image out, or export with a larger --shape"
             ) from error
         size = np.array([height, width], np.int64)
         inputs[bucket].append((pad_to_bucket(image, bucket), size))

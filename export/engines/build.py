@@ -47,7 +47,9 @@ def builders_from_options(
         return []
     log = BuildLog(given.pop("build_log", bundle.with_name(f"{bundle.name}.build.log")))
     if for_triton and given.get("strip_weights"):
-        raise click.UsageError("--strip-weights: Triton cannot insert weights; leave it out")
+        raise click.UsageError(
+            "Triton cannot insert weights into an engine without weights; leave out --strip-weights"
+        )
     has_plugins = given.get("plugins", True)
     options = EngineOptions(**given, profile_per_batch=for_triton and has_plugins)
     return [builder_for(kind, options, log) for kind in dict.fromkeys(kinds)]

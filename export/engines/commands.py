@@ -103,7 +103,7 @@ def refit(bundle: Path) -> None:
 
     refitted = refit_bundle(bundle)
     for path in refitted:
-        click.echo(f"{path} has its weights")
+        click.echo(f"inserted the weights into {path}")
     if not refitted:
         click.echo(f"{bundle} has no engine without weights: nothing to insert")
 
@@ -142,7 +142,8 @@ def _artifact_of(plan: Path) -> Artifact | None:
             verified_path(bundle, artifact)
             return artifact
     raise BundleError(
-        f"{plan} is in a bundle whose manifest does not name it; move it elsewhere to inspect it"
+        f"{plan} is in a bundle whose manifest does not list it; move the engine out of "
+        "the bundle to inspect it"
     )
 
 

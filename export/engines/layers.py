@@ -106,8 +106,8 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
         raise PrecisionError(
             f"{name} should compute in {precision}, but {len(wrong)} of its "
             f"{len(convolutions) + len(products)} convolutions and matrix products read "
-            f"{types or 'an unknown type'}, {wrong[0].name} first; measure "
-            "its accuracy with `maskrcnn eval`, or export the bundle without --engine"
+            f"{types or 'an unknown type'}, beginning with layer {wrong[0].name}; measure the "
+            "accuracy with `maskrcnn eval`, or export the bundle without --engine"
         )
 
 

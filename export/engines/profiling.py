@@ -72,7 +72,10 @@ def _profile_for(tensors: list[EngineTensor], batch: int) -> int:
         if smallest <= batch <= largest:
             return number
     allowed = ", ".join(f"{smallest} to {largest}" for smallest, largest in ranges)
-    raise EngineError(f"the engine computes batches of {allowed}, not {batch}; choose another size")
+    raise EngineError(
+        f"the engine computes batches of {allowed} images, not of {batch}; choose another batch "
+        "size"
+    )
 
 
 def _inputs_and_outputs(

@@ -64,7 +64,10 @@ def refit_engine(trt: Any, engine: Any, model: bytes) -> None:
             return
         missing = refitter.get_missing_weights()
     reason = errors[0] if errors else f"no weights for {', '.join(missing[:3]) or 'the engine'}"
-    raise EngineError(f"cannot insert the weights: {reason}; build the engine with its weights")
+    raise EngineError(
+        f"cannot insert the weights into the engine: {reason}; build the engine again without "
+        "--strip-weights"
+    )
 
 
 def _plan_with_weights(plan: Path, artifact: Artifact, model: bytes) -> bytes:
