@@ -69,7 +69,9 @@ class Product:
             UnsupportedError: cuBLASLt does not support the type, or has no algorithm.
         """
         if dtype not in _DATA_TYPES:
-            raise UnsupportedError(f"data type {dtype}")
+            raise UnsupportedError(
+                f"matrix products with cuBLASLt do not support the data type {dtype}"
+            )
         self._handle = _handle(device)
         self._residual_factor = ctypes.c_float(1.0 if has_residual else 0.0)
         self._operation = _library().create("cublasLtMatmulDescCreate", _COMPUTE_FLOAT, _FLOAT)
@@ -110,7 +112,9 @@ class Product:
         _library().call("cublasLtMatmulPreferenceDestroy", preference)
         algorithms = [own for own in list(found)[: number.value] if own.status == 0]
         if not algorithms:
-            raise UnsupportedError("cuBLASLt has no algorithm for a product")
+            raise UnsupportedError(
+                "cuBLASLt has no algorithm for a matrix product of this shape and type"
+            )
         return algorithms
 
     def queue(

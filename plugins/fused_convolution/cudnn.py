@@ -40,7 +40,9 @@ def convolve_with_bias(
         UnsupportedError: cuDNN does not support the convolution. Nothing is queued then.
     """
     if images.dtype not in _DATA_TYPES:
-        raise UnsupportedError(f"data type {images.dtype}")
+        raise UnsupportedError(
+            f"convolutions with cuDNN do not support the data type {images.dtype}"
+        )
     shapes = tuple(tuple(tensor.shape) for tensor in (images, weight, output))
     with torch.cuda.device(images.device):
         handle = _handle(images.device)

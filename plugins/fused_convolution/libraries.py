@@ -33,7 +33,7 @@ class Library:
         except AttributeError as error:
             raise UnsupportedError(str(error)) from error
         if status != 0:
-            raise UnsupportedError(f"{function} returned status {status}")
+            raise UnsupportedError(f"the library call {function} failed with status {status}")
 
     def create(self, function: str, *arguments: Any) -> ctypes.c_void_p:
         """Call a function that stores a new object's handle at its first argument."""

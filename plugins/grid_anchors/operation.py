@@ -64,7 +64,7 @@ def _(cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]) -> 
 def _(cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]) -> Tensor:
     maps = _maps(steps, grid_sizes)
     if not 1 <= len(maps) <= MAX_LEVELS:
-        raise ValueError(f"grid_anchors takes 1 to {MAX_LEVELS} maps, not {len(maps)}")
+        raise ValueError(f"grid_anchors takes 1 to {MAX_LEVELS} feature maps, not {len(maps)}")
     cell_anchors = kernel_argument("cell_anchors", cell_anchors, torch.float32, (len(maps), -1, 4))
     anchors = _empty_anchors(cell_anchors, grid_sizes)
     launch_kernel(

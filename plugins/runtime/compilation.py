@@ -178,7 +178,9 @@ def _compile(kernel: Kernel, options: tuple[str, ...], code: Code) -> bytes:
         )
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             log = _output(program, "ProgramLog").decode(errors="replace").strip("\0 \n")
-            raise KernelError(f"{kernel.source} does not compile with {' '.join(options)}: {log}")
+            raise KernelError(
+                f"the CUDA source {kernel.source} does not compile with {' '.join(options)}: {log}"
+            )
         return _output(program, code.upper())
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -200,7 +202,10 @@ def _checked(result: tuple[nvrtc.nvrtcResult, *tuple[_Result, ...]]) -> _Result:
     """
     status, *values = result
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise KernelError(f"NVRTC: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")
+        raise KernelError(
+            "a call of NVRTC, CUDA's runtime compiler, failed: "
+            f"{nvrtc.nvrtcGetErrorString(status)[1].decode()}"
+        )
     if len(values) < 2:
         return values[0] if values else None  # type: ignore[return-value]
     return tuple(values)  # type: ignore[return-value]

@@ -49,7 +49,7 @@ def launch_kernel(
             function, *launch.grid, *launch.block, kernel.shared_memory, stream, (values, types), 0
         )
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise _error_from(status, f"{kernel.name} cannot be launched as {launch}")
+        raise _error_from(status, f"kernel {kernel.name} cannot be launched with {launch}")
 
 
 def shared_memory_limit(device: torch.device) -> int:
@@ -62,7 +62,9 @@ def _device_of(kernel: Kernel, tensors: Sequence[Tensor]) -> torch.device:
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"{kernel.name} takes tensors of one device, not of {names}")
+        raise ValueError(
+            f"kernel {kernel.name} needs all its tensors on one device, not on {names}"
+        )
     return devices.pop()
 
 
@@ -82,14 +84,14 @@ def _function(kernel: Kernel, device: torch.device) -> Any:
     """Compile a kernel for a GPU, load it there, and return its driver handle."""
     if torch.cuda.is_current_stream_capturing():
         raise KernelError(
-            f"{kernel.name} cannot be loaded while a CUDA graph is captured: run the function once "
-            f"on {device} before capturing it"
+            f"kernel {kernel.name} cannot be loaded while a CUDA graph is captured: run the "
+            f"function once on {device} before capturing it"
         )
     major, minor = torch.cuda.get_device_capability(device)
     capability = 10 * major + minor
     architecture = newest_supported_architecture(capability)
     code = compile_kernel(kernel, architecture, "cubin" if architecture == capability else "ptx")
-    problem = f"{kernel.name} cannot be loaded on {device}"
+    problem = f"kernel {kernel.name} cannot be loaded on {device}"
     library = checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0), problem)
     handle = checked(driver.cuLibraryGetKernel(library, kernel.name.encode()), problem)
     if kernel.shared_memory:

@@ -69,7 +69,10 @@ def _describe_pooled(
 ) -> Description:
     *features, rois = inputs
     if len(spatial_scales) != len(features):
-        raise ValueError(f"{len(features)} feature maps have {len(spatial_scales)} spatial_scales")
+        raise ValueError(
+            f"{len(features)} feature maps need one of spatial_scales each, not "
+            f"{len(spatial_scales)}"
+        )
     batch, count, _ = rois.shape_expr
     channels = features[0].shape_expr[1]
     # Four axes, because TensorRT documents no channels-last formats for five.

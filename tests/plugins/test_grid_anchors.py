@@ -53,7 +53,7 @@ def test_map_without_cells(device: str) -> None:
 
 @pytest.mark.gpu
 def test_too_many_maps_are_rejected_on_a_gpu() -> None:
-    with pytest.raises(ValueError, match="takes 1 to 5 maps, not 6"):
+    with pytest.raises(ValueError, match="takes 1 to 5 feature maps, not 6"):
         grid_anchors(torch.zeros(6, 1, 4).cuda(), [1, 1] * 6, [2, 2] * 6)
 
 

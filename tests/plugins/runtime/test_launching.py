@@ -58,7 +58,7 @@ def test_launch_uses_the_gpu_of_the_tensors() -> None:
 @pytest.mark.parametrize("other", ["cpu", pytest.param("cuda:1", marks=two_gpus)])
 def test_tensors_of_two_devices_are_rejected(other: str) -> None:
     boxes = random_boxes(1, 5)
-    with pytest.raises(ValueError, match="box_iou takes tensors of one device, not of c"):
+    with pytest.raises(ValueError, match="box_iou needs all its tensors on one device, not on c"):
         box_iou(boxes.to("cuda:0"), boxes.to(other))
 
 
@@ -81,7 +81,7 @@ def test_driver_errors_are_reported() -> None:
     misnamed = Kernel(KERNEL.source, "nms_drop", KERNEL.constants)
     with pytest.raises(KernelError, match=r"nms_drop cannot be loaded on cuda:0: .*not found"):
         launch_kernel(misnamed, good, [boxes, classes], [keep])
-    with pytest.raises(KernelError, match=r"nms_keep cannot be launched as .*2048.*: invalid"):
+    with pytest.raises(KernelError, match=r"nms_keep cannot be launched with .*2048.*: invalid"):
         launch_kernel(KERNEL, good._replace(block=(2048, 1, 1)), [boxes, classes], [keep])
     launch_kernel(KERNEL, good, [boxes, classes], [keep])
     assert torch.equal(keep.cpu(), expected_keep())
