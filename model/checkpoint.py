@@ -87,7 +87,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if content["format"] != _FORMAT:
             raise CheckpointError(
                 f"{path} has checkpoint format {content['format']}, but this version reads format "
-                f"{_FORMAT}; use the version that wrote it"
+                f"{_FORMAT}; use the program version that wrote the checkpoint"
             )
         return Checkpoint(
             model_config=ModelConfig.model_validate(content["model_config"]),

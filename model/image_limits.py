@@ -49,7 +49,7 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
     if height * width > max_pixels:
         raise ImageError(f"{size}, more than the {max_pixels} pixels allowed")
     if min(height, width) < MIN_SIDE:
-        raise ImageError(f"{size}; each side must have at least {MIN_SIDE}")
+        raise ImageError(f"{size}, but each side must have at least {MIN_SIDE} pixels")
 
 
 def check_file_size(size: int) -> None:
@@ -109,11 +109,17 @@ def find_first_scan(data: bytes) -> int:
         start = match.start() if match else len(data)
         junk += start - position
         if junk > _MAX_JUNK:
-            raise ImageError(f"the image's header has over {_MAX_JUNK} bytes outside of segments")
+            raise ImageError(
+                f"the JPEG header has more than {_MAX_JUNK} bytes between its marker segments; "
+                "save the image again"
+            )
         if match is None or match[0] == _START_OF_SCAN:
             return start
         position = _end_of_segment(data, start)
-    raise ImageError(f"the image's header has more than {_MAX_SEGMENTS} segments")
+    raise ImageError(
+        f"the JPEG header has more than {_MAX_SEGMENTS} marker segments; save the image again "
+        "without its metadata"
+    )
 
 
 def _check_scans(data: bytes, position: int, allowed: int) -> None:
@@ -128,9 +134,15 @@ def _check_scans(data: bytes, position: int, allowed: int) -> None:
             return
         scans += match[0] == _START_OF_SCAN
         if scans > allowed:
-            raise ImageError(f"the image has more than the {allowed} scans allowed for its size")
+            raise ImageError(
+                f"the JPEG has more than the {allowed} scans allowed for its size; save the image "
+                "again as a baseline JPEG"
+            )
         position = _end_of_segment(data, match.start())
-    raise ImageError(f"the image has more than {_MAX_SEGMENTS} segments")
+    raise ImageError(
+        f"the JPEG has more than {_MAX_SEGMENTS} marker segments after its header; save the image "
+        "again without its metadata"
+    )
 
 
 def _end_of_segment(data: bytes, start: int) -> int:
@@ -158,4 +170,6 @@ def check_png(data: bytes) -> None:
         if position >= len(data):
             return
         position += 12 + int.from_bytes(data[position : position + 4])
-    raise ImageError(f"the image has more than {_MAX_CHUNKS} chunks")
+    raise ImageError(
+        f"the PNG has more than {_MAX_CHUNKS} chunks; save the image again without its metadata"
+    )

@@ -67,7 +67,7 @@ class MaskRCNN(nn.Module):
         if targets is None:
             return self.detect(images, image_sizes)
         if seeds is None:
-            raise ValueError("losses need `seeds` beside `targets`")
+            raise ValueError("the losses need the argument `seeds` as well as `targets`")
         return self.losses(images, image_sizes, targets, seeds)
 
     def detect(self, images: Tensor, image_sizes: Tensor) -> BatchDetections:

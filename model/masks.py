@@ -59,7 +59,9 @@ def run_ends(rle: Rle) -> NDArray[np.int64]:
     """
     counts = _counts_from_bytes(rle.counts)
     if (counts < 0).any() or counts.sum() != rle.height * rle.width:
-        raise ValueError(f"the runs of the mask do not add up to {rle.height}x{rle.width} pixels")
+        raise ValueError(
+            f"the run lengths of the mask's RLE do not add up to {rle.height}x{rle.width} pixels"
+        )
     return np.cumsum(counts)
 
 

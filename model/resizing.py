@@ -56,8 +56,8 @@ def smallest_bucket(height: int, width: int, buckets: Sequence[ShapeBucket]) -> 
     fitting = [b for b in buckets if b.height >= height and b.width >= width]
     if not fitting:
         raise ImageError(
-            f"the image, resized to {height}x{width} pixels (height x width), fits no bucket: "
-            f"{', '.join(map(str, buckets))}"
+            f"the image, resized to {height}x{width} pixels (height x width), fits into none of "
+            f"the model's input sizes: {', '.join(map(str, buckets))}"
         )
     return min(fitting, key=lambda b: b.height * b.width)
 

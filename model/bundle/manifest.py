@@ -153,10 +153,13 @@ class Artifact(_Record):
     def _check_kind(self) -> "Artifact":
         if (self.engine is not None) != (self.kind in get_args(EngineKind)):
             raise ValueError(
-                f"artifact {self.path!r}: engines need the field `engine`, others must not have it"
+                f"artifact {self.path!r}: TensorRT engines need the field `engine`, and other "
+                "artifacts must not have it"
             )
         if self.compiled is not None and self.kind != "torch":
-            raise ValueError(f"artifact {self.path!r}: only torch programs may have `compiled`")
+            raise ValueError(
+                f"artifact {self.path!r}: only torch programs may have the field `compiled`"
+            )
         return self
 
     @property

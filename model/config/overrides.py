@@ -47,7 +47,7 @@ def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
     if section is None:
         section = {}
     if not isinstance(section, Mapping):
-        raise OverrideError(f"{key}: {first} is a value, not a section")
+        raise OverrideError(f"{key} cannot be set, because {first} is a value, not a section")
     return {**values, first: with_value(section, rest, value)}
 
 

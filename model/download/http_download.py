@@ -202,7 +202,9 @@ class _Download:
                 self._restart(start, version, sent)
             elif first != start or not version.agrees_with(sent):
                 self.partial.remove()
-                raise _AttemptError("the server sent another range or version than requested")
+                raise _AttemptError(
+                    "the server sent another byte range or file version than was requested"
+                )
             total = sent.total
             if total is not None:
                 check_free_space(self.partial.path, total - self.partial.size)
@@ -212,7 +214,7 @@ class _Download:
                     file.write(chunk)
                     self.on_progress(step, file.tell(), total)
         if total is not None and self.partial.size != total:
-            raise _AttemptError(f"the server sent {self.partial.size} of {total} bytes")
+            raise _AttemptError(f"the server sent only {self.partial.size} of {total} bytes")
 
     def _check_status(self, response: httpx.Response) -> None:
         status = f"{response.status_code} {response.reason_phrase}".strip()
@@ -240,13 +242,17 @@ class _Download:
         """
         if self.size is not None and sent.total not in (None, self.size):
             raise DownloadError(
-                f"{self.url} has {sent.total} bytes, the published file {self.size}; "
-                f"{self.remedies.unreachable}, or, to trust this file, {self.remedies.trust}"
+                f"{self.url} sends {sent.total} bytes, but the published file has {self.size} "
+                f"bytes; {self.remedies.unreachable}, or, to trust this file, {self.remedies.trust}"
             )
         if start:
             same = version != RemoteVersion() and version.agrees_with(sent)
             reason = "cannot resume downloads" if same else "now has another version of the file"
-            logger.warning("%s: restarting from the first byte: the server %s", self.url, reason)
+            logger.warning(
+                "%s: the download restarts from the first byte, because the server %s",
+                self.url,
+                reason,
+            )
         self.partial.restart(sent)
 
 
@@ -280,7 +286,9 @@ def _first_byte(response: httpx.Response) -> int:
     unit, _, rest = response.headers.get("Content-Range", "").partition(" ")
     first = rest.partition("-")[0]
     if unit != "bytes" or not first.isdecimal():
-        raise _AttemptError("the server sent a part of the file without a valid Content-Range")
+        raise _AttemptError(
+            "the server sent a part of the file without a valid Content-Range header"
+        )
     return int(first)
 
 
@@ -293,5 +301,7 @@ def _with_min_speed(chunks: Iterable[bytes], policy: RetryPolicy) -> Iterator[by
         seconds = time.monotonic() - since
         if seconds >= policy.timeout:
             if received < policy.min_speed * seconds:
-                raise _AttemptError(f"the server sent {received} bytes in {seconds:.0f} s")
+                raise _AttemptError(
+                    f"the server is too slow: it sent only {received} bytes in {seconds:.0f} s"
+                )
             since, received = time.monotonic(), 0

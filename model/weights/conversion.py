@@ -108,8 +108,9 @@ def checkpoint_from_weights(
     """
     if not weights.has_heads:
         raise WeightsError(
-            f"it is a {weights.structure['backbone.name']} of {weights.origin} without the heads "
-            "of a detector; start a training from it with `maskrcnn train CONFIG weights=FILE`"
+            f"the file holds only a {weights.structure['backbone.name']} backbone of "
+            f"{weights.origin}, without the heads of a detector; start a training from the "
+            "backbone with `maskrcnn train CONFIG weights=FILE`"
         )
     settings = config_from_settings(weights.settings, overrides)
     config, inputs = settings.model, settings.preprocessing
@@ -170,11 +171,15 @@ def check_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     """
     missing = [n for n in expected if n not in tensors and not n.endswith(_COUNTER)]
     if missing:
-        raise WeightsError(f"it lacks {abbreviated(missing)}; give the file of a whole Mask R-CNN")
+        raise WeightsError(
+            f"the weights lack the tensors {abbreviated(missing)}; give the file of a whole Mask "
+            "R-CNN"
+        )
     surplus = [n for n in tensors if n not in expected and not n.endswith(_COUNTER)]
     if surplus:
         raise WeightsError(
-            f"it contains tensors that the configured model does not have: {abbreviated(surplus)}"
+            "the weights contain tensors that the configured model does not have: "
+            f"{abbreviated(surplus)}; override the settings that differ"
         )
     check_shapes(tensors, expected)
 
@@ -188,7 +193,7 @@ def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     for name, tensor in expected.items():
         if name in tensors and tensors[name].shape != tensor.shape:
             raise WeightsError(
-                f"{name} has shape {list(tensors[name].shape)}, but the configuration needs "
+                f"tensor {name} has shape {list(tensors[name].shape)}, but the configuration needs "
                 f"{list(tensor.shape)}; override the differing setting, as in "
                 "anchors.sizes=[32,64,128,256,512]"
             )
@@ -220,7 +225,9 @@ def read_categories(path: Path, num_classes: int) -> tuple[Category, ...]:
             (Category(id=entry["id"], name=entry["name"]) for entry in entries), key=lambda c: c.id
         )
     except OSError as error:
-        raise WeightsError(f"{path}: {error.strerror}; give a COCO annotation file") from None
+        raise WeightsError(
+            f"cannot read {path}: {error.strerror}; give a COCO annotation file"
+        ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise WeightsError(
             f"{path} has no `categories` with id and name; give a COCO annotation file"
@@ -228,6 +235,6 @@ def read_categories(path: Path, num_classes: int) -> tuple[Category, ...]:
     if len(categories) != num_classes:
         raise WeightsError(
             f"{path} has {len(categories)} categories, but the weights have {num_classes} classes; "
-            "give the annotations of the data set that they were trained on"
+            "give the annotation file of the data set that the weights were trained on"
         )
     return tuple(categories)

@@ -109,7 +109,9 @@ def _values_in(path: Path) -> dict[str, Any]:
     try:
         content = value_from_yaml(path.read_bytes())
     except OSError as error:
-        raise WeightsError(f"{path}: {error.strerror}; give detectron2's config.yaml") from None
+        raise WeightsError(
+            f"cannot read {path}: {error.strerror}; give detectron2's config.yaml"
+        ) from None
     except (yaml.YAMLError, UnicodeError) as error:
         reason = " ".join(str(error).split())
         raise WeightsError(
@@ -155,4 +157,4 @@ def _statistics(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _unsupported(path: Path, key: str, value: object) -> WeightsError:
-    return WeightsError(f"{path}: {key} is {value}, which this model cannot compute")
+    return WeightsError(f"{path} sets {key} to {value}, which this program does not support")

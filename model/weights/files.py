@@ -102,8 +102,8 @@ def read_file(path: Path) -> Any:
 
 def _reject(path: Path, name: str) -> NoReturn:
     raise WeightsError(
-        f"{path} calls {name}, which is not part of weights and could run code; save the "
-        "tensors alone, as in torch.save(model.state_dict(), FILE)"
+        f"loading {path} would call {name}, which weights do not need and which could run any "
+        "code; save the tensors alone, as in torch.save(model.state_dict(), FILE)"
     ) from None
 
 
@@ -118,7 +118,7 @@ def _encode_latin1(text: str, encoding: str) -> bytes:
         ValueError: the encoding is not Latin-1, so the pickle does not only hold arrays.
     """
     if codecs.lookup(encoding).name != "iso8859-1":
-        raise ValueError(f"bytes encoded as {encoding}")
+        raise ValueError(f"the pickle encodes bytes as {encoding}, not as Latin-1")
     return text.encode("latin1")
 
 

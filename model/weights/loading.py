@@ -97,7 +97,7 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
     broken = [n for n in absent if _module_of(n) in loaded_modules and n not in CLASS_ROWS]
     if broken or "backbone.body" not in loaded_modules:
         lacking = abbreviated(broken or absent)
-        raise WeightsError(f"weights: {source} lacks {lacking}; give a complete file")
+        raise WeightsError(f"weights: {source} lacks the tensors {lacking}; give a complete file")
     try:
         check_shapes(fitting, expected)
     except WeightsError as error:
@@ -138,8 +138,8 @@ def build_model(
     backbone = checkpoint.model_config.backbone
     if (backbone.name, backbone.features) != (name, features):
         raise WeightsError(
-            f"{source} is a {backbone.name} {backbone.features}, not a {name} {features}; "
-            f"use maskrcnn_{backbone.name}_{backbone.features}"
+            f"{source} has the backbone {backbone.name} {backbone.features}, not {name} "
+            f"{features}; use maskrcnn_{backbone.name}_{backbone.features}"
         )
     return checkpoint.build_model()
 

@@ -83,15 +83,17 @@ def rename_tensors(
             unknown.append(name)
         elif ours in tensors and not torch.equal(tensors[ours], tensor):
             raise WeightsError(
-                f"{name} and another tensor of the file both map to {ours} but differ; heads that "
-                "do not share their layers are not supported"
+                f"tensor {name} and another tensor of the file stand for the same tensor {ours} of "
+                "this program's model, but their values differ; models whose heads do not share "
+                "this tensor are not supported"
             )
         else:
             tensors[ours] = tensor
     if unknown:
         raise WeightsError(
-            f"{abbreviated(unknown)} of {origin.name} have no counterpart in this model, so its "
-            "results would differ; only Mask R-CNN on ResNet with FPN, C4 or C5 is supported"
+            f"this program's model has no counterpart for the {origin.name} tensors "
+            f"{abbreviated(unknown)}, and its results would differ from those of {origin.name}; "
+            "only Mask R-CNN on ResNet with FPN, C4 or C5 is supported"
         )
     return tensors, tuple(ignored)
 

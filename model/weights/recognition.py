@@ -65,8 +65,8 @@ def read_weights(path: Path, config: Path | None = None) -> Weights:
         raise WeightsError(f"{path}: {error}") from None
     except (IndexError, TypeError, RuntimeError) as error:
         raise WeightsError(
-            f"{path} has names of {origin.name}, but tensors of shapes that no Mask R-CNN has; "
-            "give a file that its training wrote"
+            f"{path} has tensor names of {origin.name}, but tensor shapes that no Mask R-CNN has; "
+            "give a file of weights that the training wrote"
         ) from error
 
 
@@ -74,7 +74,8 @@ def _config_for(path: Path, origin: WeightsOrigin, config: Path | None) -> Detec
     if origin is not detectron2.ORIGIN:
         if config:
             raise WeightsError(
-                f"{config} cannot configure {path}, which is of {origin.name}; omit --config"
+                f"{config} applies only to weights of detectron2, but {path} holds weights of "
+                f"{origin.name}; omit --config"
             )
         return None
     if config is None:
@@ -90,8 +91,9 @@ def _with_config(weights: Weights, stated: Detectron2Config) -> Weights:
     classes = weights.structure.get("num_classes")
     if None not in (classes, stated.num_classes) and classes != stated.num_classes:
         raise WeightsError(
-            f"it has {classes} classes, but its configuration {stated.num_classes}; give the "
-            "config.yaml of the same model, or move the one beside it"
+            f"the weights have {classes} classes, but their configuration states "
+            f"{stated.num_classes} classes; give the config.yaml of the same model, or move the "
+            "config.yaml beside the weights to another folder"
         )
     known = stated.settings | {
         key: weights.assumed[key] for key in stated.statistics if key in weights.assumed
@@ -174,7 +176,7 @@ def _body_settings(tensors: Mapping[str, Tensor]) -> Settings:
     blocks = _count(rf"{_BODY}\.layer3\.(\d+)\.conv1\.weight", tensors)
     name = _RESNETS.get(blocks)
     if name is None:
-        raise WeightsError(f"{_BODY}.layer3 has {blocks} blocks; only {_SUPPORTED}")
+        raise WeightsError(f"the backbone has {blocks} blocks in {_BODY}.layer3; only {_SUPPORTED}")
     if (name == "resnet18") != (f"{_BODY}.layer3.0.conv3.weight" not in tensors):
         raise WeightsError(f"the blocks of {_BODY} are not those of {name}; only {_SUPPORTED}")
     norm = _norm(f"{_BODY}.bn1", tensors)
@@ -200,7 +202,9 @@ def _feature_settings(tensors: Mapping[str, Tensor]) -> Settings:
 def _head_settings(tensors: Mapping[str, Tensor]) -> Settings:
     deltas, masks = (tensors.get(f"{name}.weight") for name in (BOX_DELTAS, MASK_LOGITS))
     if deltas is None or masks is None:
-        raise WeightsError("the box regression or the mask head is missing; give a Mask R-CNN")
+        raise WeightsError(
+            "the weights lack the box regression or the mask head; give those of a Mask R-CNN"
+        )
     settings: Settings = {
         "num_classes": len(tensors[f"{CLASS_SCORES}.weight"]) - 1,
         "roi.mask_head_dim": masks.shape[1],

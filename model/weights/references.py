@@ -113,8 +113,8 @@ def _warn_of_assumptions(
     if weights.origin == torchvision.ORIGIN.name and frozen and eps and classes != 90:
         logger.warning(
             "%s has %d classes instead of COCO's 90 and does not hold the epsilon of its batch "
-            "norms; assumed backbone.norm_eps=%g, as after training from a backbone. If it was "
-            "fine-tuned from COCO_V1, set backbone.norm_eps=0",
+            "norms; assumed backbone.norm_eps=%g, as after training from a backbone. If the model "
+            "was fine-tuned from torchvision's COCO_V1 weights, set backbone.norm_eps=0",
             reference, classes, eps,
         )  # fmt: skip
     if weights.origin == detectron2.ORIGIN.name and "preprocessing.min_size" in assumed:
@@ -154,8 +154,9 @@ def _check_names_and_shapes(reference: str | Path, checkpoint: Checkpoint) -> No
     wrong = sorted({name for name, _ in needed.items() ^ actual.items()})
     if wrong:
         raise WeightsError(
-            f"{reference}: its configuration needs other weights (missing, superfluous or of "
-            f"another shape: {abbreviated(wrong)}); give a .pth file that training wrote"
+            f"the tensors in {reference} do not fit the configuration in the file (missing, "
+            f"superfluous or of another shape: {abbreviated(wrong)}); give a .pth file that "
+            "training wrote"
         )
 
 
@@ -164,7 +165,7 @@ def _check_finite(reference: str | Path, checkpoint: Checkpoint) -> None:
     for name, tensor in checkpoint.weights.items():
         if not torch.isfinite(tensor).all():
             raise WeightsError(
-                f"{reference}: {name} has NaN or infinite values, as after a training that "
+                f"{reference}: tensor {name} has NaN or infinite values, as after a training that "
                 "diverged; give an earlier checkpoint, or train again with a lower learning rate"
             )
 

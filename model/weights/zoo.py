@@ -169,7 +169,7 @@ def zoo_model(reference: str) -> ZooModel:
     for pattern, reason in _UNSUPPORTED.items():
         if re.match(pattern, name.rpartition("/")[2], re.IGNORECASE):
             raise ZooError(
-                f"{reference} cannot be computed: {reason}; only Mask R-CNN on ResNet with FPN, "
+                f"{reference} is not supported: {reason}; only Mask R-CNN on ResNet with FPN, "
                 "C4 or C5 is supported. `maskrcnn weights list` lists the models"
             )
     names = [model.name for model in ZOO_MODELS if model.zoo == zoo]

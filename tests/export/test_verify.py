@@ -101,5 +101,5 @@ def test_damaged_files_and_images_raise(
         verify_bundle(bundle, manifest, checkpoint, [image])
     Image.new("RGB", (96, 160)).save(image)
     wide = manifest.model_copy(update={"artifacts": manifest.artifacts[:1]})
-    with pytest.raises(ImageError, match=rf"{image}: .*fits no bucket: 96x160; .*--shape"):
+    with pytest.raises(ImageError, match=rf"{image}: .*fits into none .*: 96x160; .*--shape"):
         verify_bundle(bundle, wide, checkpoint, [image])

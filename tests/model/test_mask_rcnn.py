@@ -153,5 +153,5 @@ def test_losses_of_an_image_do_not_depend_on_its_neighbours(model: MaskRCNN) -> 
 
 
 def test_losses_need_seeds(model: MaskRCNN) -> None:
-    with pytest.raises(ValueError, match="losses need `seeds`"):
+    with pytest.raises(ValueError, match=r"losses need .*`seeds`"):
         model(image_batch(), SIZES, ground_truth((1, 1, 1)))

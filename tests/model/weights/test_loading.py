@@ -187,7 +187,9 @@ def test_incomplete_files_are_rejected(whole: tuple[Path, State], tmp_path: Path
     content = torch.load(whole[0])["model"]
     del content["backbone.bottom_up.res3.1.conv2.weight"]
     torch.save(content, tmp_path / "cut.pth")
-    with pytest.raises(CheckpointError, match=r"lacks backbone\.body\.layer2\.1\.conv2\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks the tensors backbone\.body\.layer2\.1\.conv2\.weight"
+    ):
         load(config(**DETECTRON2), tmp_path / "cut.pth")
 
 

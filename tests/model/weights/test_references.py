@@ -143,13 +143,15 @@ def test_weights_that_are_not_finite_are_refused(
     weights = {name: tensor.clone() for name, tensor in tiny.weights.items()}
     weights["rpn.head.cls_logits.bias"][1] = value
     save_checkpoint(path, replace(tiny, weights=weights))
-    with pytest.raises(WeightsError, match=r"weights\.pth: rpn\.head\.cls_logits\.bias has"):
+    with pytest.raises(WeightsError, match=r"weights\.pth: tensor rpn\.head\.cls_logits\.bias has"):
         checkpoint_from_reference(path)
     assert load_checkpoint(path).iteration == 0
     state = random_state(ModelConfig.model_validate({"backbone": BACKBONE, "roi": HEADS}))
     state["backbone.body.conv1.weight"][0] = value
     torch.save(detectron2(state, pyramid=True), path)
-    with pytest.raises(WeightsError, match=r"weights\.pth: backbone\.body\.conv1\.weight has"):
+    with pytest.raises(
+        WeightsError, match=r"weights\.pth: tensor backbone\.body\.conv1\.weight has"
+    ):
         convert_reference(path)
 
 

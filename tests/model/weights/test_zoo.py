@@ -1,4 +1,4 @@
-"""Names of published models: addresses, checksums, and models that cannot be computed."""
+"""Names of published models: addresses, checksums, and models that are not supported."""
 
 import re
 
@@ -99,5 +99,5 @@ def test_unknown_names_have_a_suggestion(name: str, suggestion: str) -> None:
     ],
 )
 def test_models_that_cannot_be_computed_have_a_reason(name: str, reason: str) -> None:
-    with pytest.raises(ZooError, match=f"cannot be computed: .*{reason}"):
+    with pytest.raises(ZooError, match=f"is not supported: .*{reason}"):
         zoo_model(name)
